@@ -1,0 +1,189 @@
+// The AVX2 + FMA + F16C SIMD layer: 16 virtual lanes as two 256-bit registers (a: lanes 0-7, b: lanes 8-15).
+// Included once, by tier_avx2.cpp. See simd_scalar.h for what each name means.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "types.h"
+
+namespace {
+
+constexpr bool kNarrowSums = true;  // uacc holds int16: flushed before it can overflow
+constexpr uint8_t kSignFlip = 0;
+constexpr int kFloatTokens = 6, kQuantTokens = 4;
+
+struct vf { __m256 a, b; };
+struct vi { __m256i a, b; };
+struct vm { __m256 a, b; };
+struct wb { __m256i a, b; };
+using uacc = vi;
+
+inline vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, vf x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline vi lanes_below(int n) {
+  const __m256i count = _mm256_set1_epi32(n);
+  return {_mm256_cmpgt_epi32(count, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)),
+          _mm256_cmpgt_epi32(count, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15))};
+}
+inline vf load_n(const float* p, int n) {
+  const vi m = lanes_below(n);
+  return {_mm256_maskload_ps(p, m.a), _mm256_maskload_ps(p + 8, m.b)};
+}
+inline void store_n(float* p, vf x, int n) {
+  const vi m = lanes_below(n);
+  _mm256_maskstore_ps(p, m.a, x.a);
+  _mm256_maskstore_ps(p + 8, m.b, x.b);
+}
+inline vf set1(float x) { const __m256 v = _mm256_set1_ps(x); return {v, v}; }
+inline vf zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline vf add(vf x, vf y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline vf sub(vf x, vf y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline vf mul(vf x, vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline vf div(vf x, vf y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline vf max_(vf x, vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline vf min_(vf x, vf y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline vf fma_(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+
+inline vi loadi(const int32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+inline void storei(int32_t* p, vi x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
+}
+inline vi set1i(int32_t x) { const __m256i v = _mm256_set1_epi32(x); return {v, v}; }
+inline vi addi(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline vi subi(vi x, vi y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+inline vi andi(vi x, vi y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline vi ori(vi x, vi y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline vi maxi(vi x, vi y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+template <int N> inline vi shl(vi x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
+inline vf to_float(vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline vi to_int(vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline vi bits(vf x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+inline vf from_bits(vi x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+
+inline vm less(vf x, vf y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)}; }
+inline vm unordered(vf x) { return {_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)}; }
+inline vm lane_range(int lo, int hi) {
+  const vi below = lanes_below(hi), skip = lanes_below(lo);
+  return {_mm256_castsi256_ps(_mm256_andnot_si256(skip.a, below.a)), _mm256_castsi256_ps(_mm256_andnot_si256(skip.b, below.b))};
+}
+inline vf select(vm m, vf x, vf y) { return {_mm256_blendv_ps(y.a, x.a, m.a), _mm256_blendv_ps(y.b, x.b, m.b)}; }
+
+inline float reduce_add(vf x) {
+  const __m256 h = _mm256_add_ps(x.a, x.b);
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+inline float reduce_max(vf x) {
+  const __m256 h = _mm256_max_ps(x.a, x.b);
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+inline int32_t reduce_maxi(vi x) {
+  const __m256i h = _mm256_max_epi32(x.a, x.b);
+  __m128i q = _mm_max_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+  q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0xb1));
+  return _mm_cvtsi128_si32(q);
+}
+inline int32_t reduce_addi(vi x) {
+  const __m256i h = _mm256_add_epi32(x.a, x.b);
+  __m128i q = _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+  q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1));
+  return _mm_cvtsi128_si32(q);
+}
+
+inline void store_int8(int8_t* p, vi x) {
+  const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+}
+inline __m256 bf16_half(const uint8_t* p) {
+  const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+inline vf load_bf16(const uint8_t* p) { return {bf16_half(p), bf16_half(p + 16)}; }
+inline vf load_f16(const uint8_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+}
+inline float half_to_float(const uint8_t* p) {
+  uint16_t h;
+  std::memcpy(&h, p, 2);
+  return _cvtsh_ss(h);
+}
+
+// 8 x 8 words: rows src[0..7] at byte offset `at`; column c goes to dst + c * 64.
+inline void transpose8(const uint8_t* const* src, size_t at, uint8_t* dst) {
+  __m256 r[8], t[8];
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(src[i] + at));
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(reinterpret_cast<float*>(dst + i * 64), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps(reinterpret_cast<float*>(dst + (i + 4) * 64), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+}
+inline void transpose16(const uint8_t* const* src, uint8_t* dst) {
+  transpose8(src, 0, dst);
+  transpose8(src + 8, 0, dst + 32);
+  transpose8(src, 32, dst + 512);
+  transpose8(src + 8, 32, dst + 544);
+}
+
+inline wb load_wb(const uint8_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+inline __m256i broadcast4(const void* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return _mm256_set1_epi32(word);
+}
+inline uacc uacc_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline uacc udot(uacc acc, wb w, const int8_t* y) {
+  const __m256i yy = broadcast4(y);
+  return {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, yy)), _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, yy))};
+}
+inline vi flush_scaled(vi total, uacc acc, vi scale) {
+  return {_mm256_add_epi32(total.a, _mm256_madd_epi16(acc.a, scale.a)),
+          _mm256_add_epi32(total.b, _mm256_madd_epi16(acc.b, scale.b))};
+}
+inline vi flush(vi total, uacc acc) { return flush_scaled(total, acc, {_mm256_set1_epi16(1), _mm256_set1_epi16(1)}); }
+// The scale is applied to int16 pairs, so it stands in both halves of the lane.
+inline int32_t scale_lane(int scale) {
+  const uint32_t half = static_cast<uint16_t>(scale);
+  return static_cast<int32_t>(half | (half << 16));
+}
+inline vi sdot_init(int) { return uacc_zero(); }
+// maddubs wants an unsigned factor: |w| * (y with the sign of w). |y| <= 127, so that no sum of two saturates.
+inline __m256i sdot_half(__m256i acc, __m256i w, __m256i y) {
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(y, w));
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline vi sdot(vi acc, wb w, const int8_t* y) {
+  const __m256i yy = broadcast4(y);
+  return {sdot_half(acc.a, w.a, yy), sdot_half(acc.b, w.b, yy)};
+}
+inline vi pair_dot(vi total, vi a, const int16_t* y) {
+  const __m256i yy = broadcast4(y);
+  return {_mm256_add_epi32(total.a, _mm256_madd_epi16(a.a, yy)), _mm256_add_epi32(total.b, _mm256_madd_epi16(a.b, yy))};
+}
+
+}  // namespace

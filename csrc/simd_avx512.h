@@ -1,0 +1,127 @@
+// The AVX-512 (F, BW, VL, DQ, VNNI) SIMD layer: 16 lanes are one register.
+// Included once, by tier_avx512.cpp. See simd_scalar.h for what each name means.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "types.h"
+
+namespace {
+
+constexpr bool kNarrowSums = false;
+constexpr uint8_t kSignFlip = 0x80;  // vpdpbusd wants unsigned weights: Q8_0 is staged as q + 128, see sdot_init
+constexpr int kFloatTokens = 12, kQuantTokens = 8;
+
+struct vf { __m512 v; };
+struct vi { __m512i v; };
+struct vm { __mmask16 m; };
+struct wb { __m512i v; };
+using uacc = vi;
+
+inline __mmask16 lanes_below(int n) { return static_cast<__mmask16>(n >= 16 ? 0xffffu : (1u << n) - 1u); }
+inline vf load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, vf x) { _mm512_storeu_ps(p, x.v); }
+inline vf load_n(const float* p, int n) { return {_mm512_maskz_loadu_ps(lanes_below(n), p)}; }
+inline void store_n(float* p, vf x, int n) { _mm512_mask_storeu_ps(p, lanes_below(n), x.v); }
+inline vf set1(float x) { return {_mm512_set1_ps(x)}; }
+inline vf zero() { return {_mm512_setzero_ps()}; }
+inline vf add(vf x, vf y) { return {_mm512_add_ps(x.v, y.v)}; }
+inline vf sub(vf x, vf y) { return {_mm512_sub_ps(x.v, y.v)}; }
+inline vf mul(vf x, vf y) { return {_mm512_mul_ps(x.v, y.v)}; }
+inline vf div(vf x, vf y) { return {_mm512_div_ps(x.v, y.v)}; }
+inline vf max_(vf x, vf y) { return {_mm512_max_ps(x.v, y.v)}; }
+inline vf min_(vf x, vf y) { return {_mm512_min_ps(x.v, y.v)}; }
+inline vf fma_(vf x, vf y, vf z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }
+
+inline vi loadi(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void storei(int32_t* p, vi x) { _mm512_storeu_si512(p, x.v); }
+inline vi set1i(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline vi addi(vi x, vi y) { return {_mm512_add_epi32(x.v, y.v)}; }
+inline vi subi(vi x, vi y) { return {_mm512_sub_epi32(x.v, y.v)}; }
+inline vi andi(vi x, vi y) { return {_mm512_and_si512(x.v, y.v)}; }
+inline vi ori(vi x, vi y) { return {_mm512_or_si512(x.v, y.v)}; }
+inline vi maxi(vi x, vi y) { return {_mm512_max_epi32(x.v, y.v)}; }
+template <int N> inline vi shl(vi x) { return {_mm512_slli_epi32(x.v, N)}; }
+inline vf to_float(vi x) { return {_mm512_cvtepi32_ps(x.v)}; }
+inline vi to_int(vf x) { return {_mm512_cvtps_epi32(x.v)}; }
+inline vi bits(vf x) { return {_mm512_castps_si512(x.v)}; }
+inline vf from_bits(vi x) { return {_mm512_castsi512_ps(x.v)}; }
+
+inline vm less(vf x, vf y) { return {_mm512_cmp_ps_mask(x.v, y.v, _CMP_LT_OQ)}; }
+inline vm unordered(vf x) { return {_mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q)}; }
+inline vm lane_range(int lo, int hi) { return {static_cast<__mmask16>(lanes_below(hi) & ~lanes_below(lo))}; }
+inline vf select(vm m, vf x, vf y) { return {_mm512_mask_blend_ps(m.m, y.v, x.v)}; }
+
+inline float reduce_add(vf x) {
+  const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+inline float reduce_max(vf x) {
+  const __m256 h = _mm256_max_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+inline int32_t reduce_maxi(vi x) { return _mm512_reduce_max_epi32(x.v); }
+inline int32_t reduce_addi(vi x) { return _mm512_reduce_add_epi32(x.v); }
+
+inline void store_int8(int8_t* p, vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v)); }
+inline vf load_bf16(const uint8_t* p) {
+  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
+}
+inline vf load_f16(const uint8_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline float half_to_float(const uint8_t* p) {
+  uint16_t h;
+  std::memcpy(&h, p, 2);
+  return _cvtsh_ss(h);
+}
+
+inline void transpose16(const uint8_t* const* src, uint8_t* dst) {
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(src[i]);
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  // r[4g + j] holds, in its four 128-bit quarters, columns j, 4 + j, 8 + j, 12 + j of rows 4g .. 4g + 3.
+  for (int j = 0; j < 4; ++j) {
+    const __m512i lo01 = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x44), hi01 = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xee);
+    const __m512i lo23 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x44);
+    const __m512i hi23 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xee);
+    _mm512_storeu_si512(dst + 64 * j, _mm512_shuffle_i32x4(lo01, lo23, 0x88));
+    _mm512_storeu_si512(dst + 64 * (4 + j), _mm512_shuffle_i32x4(lo01, lo23, 0xdd));
+    _mm512_storeu_si512(dst + 64 * (8 + j), _mm512_shuffle_i32x4(hi01, hi23, 0x88));
+    _mm512_storeu_si512(dst + 64 * (12 + j), _mm512_shuffle_i32x4(hi01, hi23, 0xdd));
+  }
+}
+
+inline wb load_wb(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline __m512i broadcast4(const void* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return _mm512_set1_epi32(word);
+}
+inline uacc uacc_zero() { return {_mm512_setzero_si512()}; }
+inline uacc udot(uacc acc, wb w, const int8_t* y) { return {_mm512_dpbusd_epi32(acc.v, w.v, broadcast4(y))}; }
+inline vi flush_scaled(vi total, uacc acc, vi scale) {
+  return {_mm512_add_epi32(total.v, _mm512_mullo_epi32(acc.v, scale.v))};
+}
+inline vi flush(vi total, uacc acc) { return addi(total, acc); }
+inline int32_t scale_lane(int scale) { return scale; }
+// The weights are staged as q + 128, so the sum starts at -128 times the sum of the block's activations.
+inline vi sdot_init(int sum) { return set1i(-128 * sum); }
+inline vi sdot(vi acc, wb w, const int8_t* y) { return {_mm512_dpbusd_epi32(acc.v, w.v, broadcast4(y))}; }
+inline vi pair_dot(vi total, vi a, const int16_t* y) { return {_mm512_dpwssd_epi32(total.v, a.v, broadcast4(y))}; }
+
+}  // namespace

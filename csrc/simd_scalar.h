@@ -1,0 +1,151 @@
+// The scalar tier's SIMD layer: 16 virtual lanes as arrays. The oracle that the vector tiers must equal bit for bit.
+// Included once, by tier_scalar.cpp. Every layer defines the same names:
+//   vf, vi, vm   16 floats, 16 int32, a mask of 16 lanes
+//   wb           64 weight bytes: 4 consecutive columns of 16 rows
+//   uacc         sums of unsigned weights times int8 activations, before they are scaled
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "types.h"
+
+namespace {
+
+constexpr bool kNarrowSums = false;  // uacc holds int32: any number of steps between two flushes
+constexpr uint8_t kSignFlip = 0;     // Q8_0 weights are staged as they are
+constexpr int kFloatTokens = 2, kQuantTokens = 2;
+
+struct vf { float v[16]; };
+struct vi { int32_t v[16]; };
+struct vm { bool v[16]; };
+struct wb { uint8_t v[64]; };
+using uacc = vi;
+
+#define KT_LANES for (int i = 0; i < 16; ++i)
+#define KT_BINARY(name, type, expr) inline type name(type a, type b) { type r; KT_LANES r.v[i] = (expr); return r; }
+
+inline vf load(const float* p) { vf r; std::memcpy(r.v, p, sizeof r.v); return r; }
+inline void store(float* p, vf a) { std::memcpy(p, a.v, sizeof a.v); }
+inline vf load_n(const float* p, int n) { vf r{}; std::memcpy(r.v, p, sizeof(float) * static_cast<size_t>(n)); return r; }
+inline void store_n(float* p, vf a, int n) { std::memcpy(p, a.v, sizeof(float) * static_cast<size_t>(n)); }
+inline vf set1(float x) { vf r; KT_LANES r.v[i] = x; return r; }
+inline vf zero() { return vf{}; }
+KT_BINARY(add, vf, a.v[i] + b.v[i])
+KT_BINARY(sub, vf, a.v[i] - b.v[i])
+KT_BINARY(mul, vf, a.v[i] * b.v[i])
+KT_BINARY(div, vf, a.v[i] / b.v[i])
+KT_BINARY(max_, vf, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+KT_BINARY(min_, vf, a.v[i] < b.v[i] ? a.v[i] : b.v[i])
+inline vf fma_(vf a, vf b, vf c) { vf r; KT_LANES r.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]); return r; }
+
+inline vi loadi(const int32_t* p) { vi r; std::memcpy(r.v, p, sizeof r.v); return r; }
+inline void storei(int32_t* p, vi a) { std::memcpy(p, a.v, sizeof a.v); }
+inline vi set1i(int32_t x) { vi r; KT_LANES r.v[i] = x; return r; }
+KT_BINARY(addi, vi, a.v[i] + b.v[i])
+KT_BINARY(subi, vi, a.v[i] - b.v[i])
+KT_BINARY(andi, vi, a.v[i] & b.v[i])
+KT_BINARY(ori, vi, a.v[i] | b.v[i])
+KT_BINARY(maxi, vi, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+template <int N> inline vi shl(vi a) { vi r; KT_LANES r.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N); return r; }
+inline vf to_float(vi a) { vf r; KT_LANES r.v[i] = static_cast<float>(a.v[i]); return r; }
+// Round to nearest, ties to even (the mode that the pool sets on every thread).
+inline vi to_int(vf a) { vi r; KT_LANES r.v[i] = static_cast<int32_t>(__builtin_rintf(a.v[i])); return r; }
+inline vi bits(vf a) { vi r; std::memcpy(r.v, a.v, sizeof r.v); return r; }
+inline vf from_bits(vi a) { vf r; std::memcpy(r.v, a.v, sizeof r.v); return r; }
+
+inline vm less(vf a, vf b) { vm r; KT_LANES r.v[i] = a.v[i] < b.v[i]; return r; }
+inline vm unordered(vf a) { vm r; KT_LANES r.v[i] = a.v[i] != a.v[i]; return r; }
+inline vm lane_range(int lo, int hi) { vm r; KT_LANES r.v[i] = i >= lo && i < hi; return r; }
+inline vf select(vm m, vf a, vf b) { vf r; KT_LANES r.v[i] = m.v[i] ? a.v[i] : b.v[i]; return r; }
+
+// Lane i + lane i + 8, then + 4, + 2, + 1: the order that every tier uses.
+inline float reduce_add(vf a) {
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) a.v[i] = a.v[i] + a.v[i + half];
+  return a.v[0];
+}
+inline float reduce_max(vf a) {
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) a.v[i] = a.v[i] > a.v[i + half] ? a.v[i] : a.v[i + half];
+  return a.v[0];
+}
+inline int32_t reduce_maxi(vi a) {
+  int32_t best = a.v[0];
+  KT_LANES best = a.v[i] > best ? a.v[i] : best;
+  return best;
+}
+inline int32_t reduce_addi(vi a) {
+  int32_t sum = 0;
+  KT_LANES sum += a.v[i];
+  return sum;
+}
+
+// Values are within [-128, 127].
+inline void store_int8(int8_t* p, vi a) { KT_LANES p[i] = static_cast<int8_t>(a.v[i]); }
+inline vf load_bf16(const uint8_t* p) {
+  vf r;
+  KT_LANES {
+    uint16_t h;
+    std::memcpy(&h, p + 2 * i, 2);
+    const uint32_t u = static_cast<uint32_t>(h) << 16;
+    std::memcpy(&r.v[i], &u, 4);
+  }
+  return r;
+}
+inline float half_to_float(const uint8_t* p) {
+  uint16_t h;
+  std::memcpy(&h, p, 2);
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+  const uint32_t exponent = (h >> 10) & 31u, mantissa = h & 0x3ffu;
+  float value;
+  if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24 is exact
+    value = static_cast<float>(mantissa) * 5.9604644775390625e-8f;
+    uint32_t u;
+    std::memcpy(&u, &value, 4);
+    u |= sign;
+    std::memcpy(&value, &u, 4);
+    return value;
+  }
+  uint32_t u = sign | (mantissa << 13);
+  if (exponent == 31)
+    u |= 0x7f800000u | (mantissa != 0 ? 0x00400000u : 0u);  // NaNs become quiet, as the hardware does it
+  else
+    u |= (exponent + 112u) << 23;
+  std::memcpy(&value, &u, 4);
+  return value;
+}
+inline vf load_f16(const uint8_t* p) { vf r; KT_LANES r.v[i] = half_to_float(p + 2 * i); return r; }
+
+// dst[c][r] = src[r][c] for 16 x 16 words of 4 bytes; sources may be unaligned.
+inline void transpose16(const uint8_t* const* src, uint8_t* dst) {
+  for (int c = 0; c < 16; ++c)
+    for (int r = 0; r < 16; ++r) std::memcpy(dst + (c * 16 + r) * 4, src[r] + c * 4, 4);
+}
+
+inline wb load_wb(const uint8_t* p) { wb r; std::memcpy(r.v, p, 64); return r; }
+inline uacc uacc_zero() { return uacc{}; }
+inline uacc udot(uacc acc, wb w, const int8_t* y) {
+  KT_LANES for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<int32_t>(w.v[4 * i + j]) * y[j];
+  return acc;
+}
+inline vi flush_scaled(vi total, uacc acc, vi scale) { KT_LANES total.v[i] += acc.v[i] * scale.v[i]; return total; }
+inline vi flush(vi total, uacc acc) { return addi(total, acc); }
+inline int32_t scale_lane(int scale) { return scale; }
+inline vi sdot_init(int) { return vi{}; }
+inline vi sdot(vi acc, wb w, const int8_t* y) {
+  KT_LANES for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<int32_t>(static_cast<int8_t>(w.v[4 * i + j])) * y[j];
+  return acc;
+}
+// total += a[lane][0] * y[0] + a[lane][1] * y[1], int16 pairs.
+inline vi pair_dot(vi total, vi a, const int16_t* y) {
+  KT_LANES {
+    const int16_t lo = static_cast<int16_t>(a.v[i] & 0xffff), hi = static_cast<int16_t>(a.v[i] >> 16);
+    total.v[i] += lo * y[0] + hi * y[1];
+  }
+  return total;
+}
+
+#undef KT_BINARY
+#undef KT_LANES
+
+}  // namespace

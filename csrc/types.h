@@ -1,0 +1,110 @@
+// Plain types shared by every translation unit: block formats, activation forms, argument structs.
+// No code lives here: this header is included by files that are compiled for different instruction sets, and an
+// inline function compiled with AVX-512 must never be the copy that the linker keeps for the others.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace kt {
+
+// ggml's type numbers (ggml.h, enum ggml_type), exported to Python by bind.cpp.
+enum class QType : int32_t { F32 = 0, F16 = 1, Q4_0 = 2, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30 };
+
+enum class ActKind : int32_t { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2 = 4, SwigluOai = 5 };
+
+// What a weight type wants its activations to be.
+//   Float: fp32 as given.
+//   Q32:   int8 with one fp32 scale and one int16 sum per 32 values.
+//   Q256:  int8 with one fp32 scale per 256 values, and 16 sums of 16 values, then 8 sums of 32 values, as int16.
+enum class ActForm : int32_t { Float = 0, Q32 = 1, Q256 = 2 };
+
+constexpr int kTileRows = 16;     // outputs that one tile computes side by side, one per lane
+constexpr int kTileCols = 256;    // columns of weights that are staged at a time
+constexpr int kSumsPerSuper = 24; // 16 + 8, see ActForm::Q256
+
+struct QTypeInfo {
+  QType type;
+  const char* name;
+  int block;     // elements in a block
+  int bytes;     // bytes in a block
+  ActForm form;  // what linear() does to the activations
+};
+
+// Rows of activations in every form that the weights of one call need; strides in elements.
+struct ActRows {
+  const float* x = nullptr;
+  int64_t ldx = 0;
+  const int8_t* q = nullptr;
+  int64_t ldq = 0;
+  const float* d = nullptr;
+  int64_t ldd = 0;
+  const int16_t* sums = nullptr;
+  int64_t lds = 0;
+};
+
+// One tile of 16 weight rows times `num_tokens` activation rows.
+struct TileArgs {
+  QType type;
+  const uint8_t* rows[kTileRows];  // one pointer per lane; lanes past the last row repeat a valid one
+  int64_t k;                       // columns
+  ActRows act;
+  const int32_t* token_ids;        // row of `act` of each token, or nullptr: first_token, first_token + 1, ...
+  int64_t first_token;
+  int num_tokens;
+  float* acc;                      // [num_tokens][16], written
+};
+
+struct ActSpec {
+  ActKind kind;
+  float alpha;  // SwigluOai only
+  float limit;  // SwigluOai only
+};
+
+struct AttentionArgs {
+  const float* q;  // [T, Hq, Dk]
+  const float* k;
+  const float* v;
+  float* out;      // [T, Hq, Dv]
+  int64_t q_row, q_head;             // strides in elements
+  int64_t k_slot, k_head, v_slot, v_head;
+  const int32_t* block_table;
+  int64_t table_stride;
+  int64_t page_size;
+  const int32_t* seq_ids;            // [T]
+  const int64_t* kv_lens;            // [T]
+  int64_t num_rows;
+  int num_heads, num_kv_heads, dim_k, dim_v;
+  float scale, softcap;              // softcap 0: none
+  int64_t window;                    // 0: none
+  const float* sinks;                // [Hq] or nullptr
+};
+
+// Queries of neighbouring rows of one sequence and neighbouring heads of one KV head, over positions [begin, end).
+struct AttentionSpan {
+  int64_t first_row;
+  int num_rows;
+  int first_head, num_heads;  // query heads
+  int kv_head;
+  int64_t begin, end;         // absolute positions
+};
+
+constexpr int kMaxQueries = 32;     // rows times heads of a span
+constexpr int kPositionTile = 64;   // positions between two updates of the running maximum
+constexpr int kPositionSplit = 512; // positions of one span; spans are merged in ascending order
+
+// The kernels of one instruction-set tier. Every entry is single-threaded and keeps no state.
+struct KernelTable {
+  const char* name;
+  void (*quantize_row)(ActForm form, const float* x, int64_t k, int8_t* q, float* d, int16_t* sums);
+  void (*tile)(const TileArgs& args);
+  void (*dequantize_row)(QType type, const uint8_t* row, int64_t k, float* out);
+  void (*rms_norm_row)(const float* x, const float* weight, int64_t n, float eps, float* out);
+  void (*activate)(const ActSpec& spec, const float* gate, const float* up, int64_t n, float* out);
+  void (*combine_row)(const float* const* rows, const float* weights, int count, int64_t n, float* out);
+  // Writes maximum [nq], sum [nq] and the unnormalized output [nq][dim_v]; nq = num_rows * num_heads.
+  void (*attention_span)(const AttentionArgs& args, const AttentionSpan& span, float* maxima, float* sums, float* out);
+  void (*attention_merge)(float* max, float* sum, float* out, float max2, float sum2, const float* out2, int dim_v);
+  void (*attention_finish)(float max, float sum, const float* acc, const float* sink, int dim_v, float* out);
+};
+
+}  // namespace kt

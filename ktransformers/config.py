@@ -1,0 +1,78 @@
+"""The frozen configuration of one engine, resolved once. Does not read model files and does not import torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ktransformers.errors import ConfigError
+
+__all__ = ["CPU_QUANT_TYPES", "DEMO_MODEL_PATH", "EngineConfig", "physical_cores"]
+
+DEMO_MODEL_PATH = Path(__file__).resolve().parent / "assets" / "demo"
+
+CPU_QUANT_TYPES = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
+"""Types that `--cpu_quant` accepts, by their GGML names in lower case."""
+
+
+def physical_cores() -> int:
+    """Cores this process may run on, counting hyper-threads once. Falls back to the affinity mask's size."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text().strip())
+        except OSError:
+            return len(allowed)
+    return max(len(cores), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine needs to know before it reads a model.
+
+    model_path: folder with config.json and tokenizer (and, when gguf_path is absent, safetensors weights).
+    gguf_path: a GGUF file, a folder of GGUF files, or a folder of safetensors. One of the two must be given.
+    cache_lens: tokens the static cache holds; 0 lets the builder take min(model's context, 8192).
+    cpu_infer: worker threads of the native kernels; 0 means one per physical core.
+    chunk_size: most tokens one prefill step carries.
+    cpu_quant: GGML type that experts from BF16, F16, F32 or FP8 are quantized to while loading.
+    """
+
+    model_path: Path | None = None
+    gguf_path: Path | None = None
+    optimize_config_path: Path | None = None
+    cache_lens: int = 0
+    chunk_size: int = 512
+    max_new_tokens: int = 1000
+    cpu_infer: int = 0
+    cpu_quant: str | None = None
+    strict: bool = False
+    trust_remote_code: bool = False
+
+    def resolved(self) -> EngineConfig:
+        """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError."""
+        if self.model_path is None and self.gguf_path is None:
+            raise ConfigError("no model given: pass --model_path (a folder) or --gguf_path (a file or folder)")
+        for flag in ("model_path", "gguf_path", "optimize_config_path"):
+            path = getattr(self, flag)
+            if path is not None and not Path(path).exists():
+                raise ConfigError(
+                    f"--{flag} {path} does not exist; it must be a local path (model hub names are not downloaded)"
+                )
+        if self.model_path is not None and not Path(self.model_path).is_dir():
+            raise ConfigError(f"--model_path {self.model_path} must be a folder that holds config.json")
+        for flag, least in (("cache_lens", 0), ("chunk_size", 1), ("max_new_tokens", 1), ("cpu_infer", 0)):
+            if getattr(self, flag) < least:
+                raise ConfigError(f"--{flag} must be at least {least}, got {getattr(self, flag)}")
+        if self.cpu_quant is not None and self.cpu_quant.lower() not in CPU_QUANT_TYPES:
+            raise ConfigError(f"--cpu_quant {self.cpu_quant} is not one of {', '.join(CPU_QUANT_TYPES)}")
+        return replace(
+            self,
+            model_path=None if self.model_path is None else Path(self.model_path),
+            gguf_path=None if self.gguf_path is None else Path(self.gguf_path),
+            cpu_infer=self.cpu_infer or physical_cores(),
+            cpu_quant=None if self.cpu_quant is None else self.cpu_quant.lower(),
+        )

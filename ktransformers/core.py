@@ -1,0 +1,95 @@
+"""Host-side nouns that every layer shares. Knows neither torch nor transformers.
+
+Who fills which field is noted on it. Lengths end in `_len` and are in tokens; times are in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+__all__ = ["FinishReason", "GenerationStats", "Phase", "SamplingParams"]
+
+
+class Phase(StrEnum):
+    """Which of an operator's two implementations a step uses."""
+
+    PREFILL = "prefill"
+    GENERATE = "generate"
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended. STOP: an end token or a stop string; LENGTH: a token limit; ABORT: the caller left."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. The meaning of each field is OpenAI's or vLLM's of the same name.
+
+    temperature 0 is greedy and makes top_k, top_p, min_p and seed irrelevant. top_k 0 and -1 mean "all".
+    seed None draws one from the operating system, which is reported with the result.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = None  # None: until the cache is full
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives to report per token; None: no logprobs at all
+
+    def __post_init__(self) -> None:
+        from ktransformers.errors import ConfigError
+
+        checks = (
+            (self.temperature >= 0.0, f"temperature must be at least 0, got {self.temperature}"),
+            (self.top_k >= -1, f"top_k must be -1, 0 (both: all) or positive, got {self.top_k}"),
+            (0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}"),
+            (0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}"),
+            (self.repetition_penalty > 0.0, f"repetition_penalty must be positive, got {self.repetition_penalty}"),
+            (-2.0 <= self.frequency_penalty <= 2.0, f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}"),
+            (-2.0 <= self.presence_penalty <= 2.0, f"presence_penalty must be in [-2, 2], got {self.presence_penalty}"),
+            (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
+            (self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}"),
+            (all(self.stop), "stop strings must not be empty"),
+        )
+        for is_valid, message in checks:
+            if not is_valid:  # also catches NaN, which fails every comparison
+                raise ConfigError(message)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """Counts and times of one answer, filled by the generate loop as it goes."""
+
+    prompt_len: int = 0
+    cached_len: int = 0  # leading prompt tokens whose K/V were already in the cache
+    completion_len: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens computed per second (those found in the cache do not count)."""
+        return (self.prompt_len - self.cached_len) / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first, which the prefill gives."""
+        steps = max(self.completion_len - 1, 0)
+        return steps / self.decode_seconds if self.decode_seconds > 0 else 0.0

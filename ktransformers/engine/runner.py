@@ -1,0 +1,60 @@
+"""Runs one step of a loaded model over the static cache. Does not know prompts, text or sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ktransformers.cache.static import StaticCache
+from ktransformers.engine.context import static_context
+from ktransformers.errors import ConfigError, ContextLengthError
+from ktransformers.kernels.native import WorkerPool
+
+__all__ = ["StaticRunner"]
+
+
+class StaticRunner:
+    """One sequence of at most max_len tokens, whose keys and values live in a StaticCache."""
+
+    def __init__(self, model: Any, cache: StaticCache, pool: WorkerPool, vocab_size: int):
+        self.model, self.cache, self.pool = model, cache, pool
+        self.vocab_size = vocab_size
+        self.written_len = 0  # positions whose keys and values are in the cache
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of the sequence, prompt and answer together."""
+        return self.cache.max_len
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
+        """Run `token_ids` at positions start, start + 1, ..., overwriting what the cache holds from there on.
+
+        keep are indices into token_ids; the result is their logits, fp32 [len(keep), vocab_size].
+        Raises ContextLengthError when the tokens do not fit, ConfigError for ids outside the vocabulary and for a
+        start that would leave a gap.
+        """
+        end = start + len(token_ids)
+        if end > self.max_len:
+            raise ContextLengthError(
+                f"{end} tokens do not fit into the cache of {self.max_len}; raise --cache_lens",
+                prompt_len=end,
+                max_len=self.max_len,
+            )
+        if not 0 <= start <= self.written_len:
+            raise ConfigError(f"start {start} would leave a gap: {self.written_len} positions are written")
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            raise ConfigError(f"token ids must be in [0, {self.vocab_size}) and at least one")
+        self.written_len = start  # should the forward fail, what it overwrote is gone
+        output = self.model(
+            input_ids=torch.tensor([list(token_ids)]),
+            position_ids=torch.arange(start, end)[None],
+            use_cache=False,
+            logits_to_keep=torch.tensor(list(keep), dtype=torch.int64),
+            forward_context=static_context(self.cache, self.pool, start, len(token_ids)),
+        )
+        self.written_len = end
+        logits: torch.Tensor = output.logits[0]
+        return logits

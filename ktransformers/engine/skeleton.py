@@ -1,0 +1,122 @@
+"""The Hugging Face module tree on `meta`: every module in place, not one weight byte."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktransformers.cache.static import LayerShape
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.operators.attention import ATTENTION_NAME, register_attention
+from ktransformers.operators.mla import KMLAAttention
+
+__all__ = ["build_skeleton", "cache_shapes", "load_hf_config", "restore_buffers"]
+
+logger = logging.getLogger(__name__)
+
+_SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> Any:
+    """The config of the model in folder `model_path`. Raises ConfigError when there is none or it is broken."""
+    from transformers import AutoConfig
+
+    if not (model_path / "config.json").is_file():
+        raise ConfigError(f"{model_path} holds no config.json; --model_path is the folder of the original model")
+    try:
+        return AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{model_path / 'config.json'} cannot be used: {error}") from error
+
+
+def _check_supported(hf_config: Any) -> None:
+    layer_types = set(getattr(hf_config, "layer_types", None) or ())
+    other = sorted(layer_types - _SUPPORTED_LAYER_TYPES)
+    if other:
+        raise UnsupportedError(
+            f"model type {hf_config.model_type} has layers of type {', '.join(map(str, other))}; "
+            f"supported are {', '.join(sorted(_SUPPORTED_LAYER_TYPES))}"
+        )
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"model type {hf_config.model_type} is an encoder-decoder, only decoders are supported")
+
+
+def build_skeleton(hf_config: Any, trust_remote_code: bool = False) -> Any:
+    """A causal LM of `transformers` on `meta`, in fp32, whose attention is ours. Raises UnsupportedError."""
+    from transformers import AutoModelForCausalLM
+
+    _check_supported(hf_config)
+    register_attention()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                hf_config,
+                attn_implementation=ATTENTION_NAME,
+                dtype=torch.float32,
+                trust_remote_code=trust_remote_code,
+            )
+    except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+        raise UnsupportedError(f"transformers cannot build model type {hf_config.model_type}: {error}") from error
+    return model.eval()
+
+
+def restore_buffers(model: Any) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies and the like) and that are still on `meta`.
+
+    `transformers` recomputes them in `_init_weights`; modules that also hold parameters have no such buffers in any
+    family we know, and are refused rather than re-initialized.
+    """
+    for key, module in list(model.named_modules()):
+        pending = [n for n in module._non_persistent_buffers_set if _is_meta(module._buffers.get(n))]
+        if not pending:
+            continue
+        for name in pending:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            module._buffers[name] = torch.empty_like(buffer, device="cpu").fill_(float("nan"))
+        model._init_weights(module)
+        for name in pending:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            if buffer.is_floating_point() and bool(buffer.isnan().any()):
+                raise UnsupportedError(f"{key}.{name} ({type(module).__name__}) is computed in a way we do not know")
+
+
+def _is_meta(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta
+
+
+def cache_shapes(model: Any, operators: dict[str, nn.Module]) -> list[LayerShape]:
+    """The cache that each layer needs, in the order of layer_idx; `operators` are the planned ones by key.
+
+    Latent shapes are for layers that run our absorbed MLA; any other attention module caches what it hands to the
+    attention function.
+    """
+    shapes: dict[int, LayerShape] = {}
+    for key, module in model.named_modules():
+        layer_idx = getattr(module, "layer_idx", None)
+        if not isinstance(layer_idx, int) or not hasattr(module, "scaling"):
+            continue
+        operator = operators.get(key)
+        if isinstance(operator, KMLAAttention):
+            shapes[layer_idx] = LayerShape(1, operator.rank + operator.rope_dim, operator.rank, is_latent=True)
+        else:
+            shapes[layer_idx] = _expanded_shape(module, key)
+    if sorted(shapes) != list(range(model.config.num_hidden_layers)):
+        raise UnsupportedError(f"model type {model.config.model_type}: attention found for layers {sorted(shapes)} only")
+    return [shapes[i] for i in range(len(shapes))]
+
+
+def _expanded_shape(module: Any, key: str) -> LayerShape:
+    config = module.config
+    if hasattr(module, "qk_head_dim"):  # latent attention in its expanded form
+        return LayerShape(module.num_heads, module.qk_head_dim, module.v_head_dim)
+    head_dim = getattr(module, "head_dim", None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if not isinstance(head_dim, int):
+        raise UnsupportedError(f"{key} ({type(module).__name__}) does not say its head_dim")
+    return LayerShape(kv_heads, head_dim, head_dim)

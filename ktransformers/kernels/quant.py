@@ -1,0 +1,129 @@
+"""Tensors in ggml block layout: sizes, shapes and views of raw bytes.
+
+Knows the sizes of ggml's block formats (from the `gguf` package) and how rows of blocks lie in memory. Does not know
+where the bytes come from, what a block's bits mean, or the native extension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as QuantType
+
+__all__ = ["QuantType", "RawTensor", "block_size", "row_bytes", "type_size"]
+
+# The unquantized types and the torch dtype that holds their elements.
+_FLOAT_TYPES = {
+    torch.float32: QuantType.F32,
+    torch.float16: QuantType.F16,
+    torch.bfloat16: QuantType.BF16,
+}
+
+
+def block_size(qtype: QuantType) -> int:
+    """Elements in one block of `qtype` (1 for F32, 32 for Q8_0, 256 for Q4_K)."""
+    return int(GGML_QUANT_SIZES[qtype][0])
+
+
+def type_size(qtype: QuantType) -> int:
+    """Bytes in one block of `qtype` (4 for F32, 34 for Q8_0, 144 for Q4_K)."""
+    return int(GGML_QUANT_SIZES[qtype][1])
+
+
+def row_bytes(qtype: QuantType, cols: int) -> int:
+    """Bytes in one row of `cols` elements.
+
+    Raises ValueError when `cols` is negative or no multiple of the block size.
+    """
+    size = block_size(qtype)
+    if cols < 0 or cols % size != 0:
+        raise ValueError(
+            f"a row of {cols} elements cannot be {qtype.name}: its blocks hold {size}; "
+            f"use a type with smaller blocks (Q8_0 holds 32, F16 and BF16 any width)"
+        )
+    return cols // size * type_size(qtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor in ggml block layout.
+
+    data: uint8, 1-D, contiguous, exactly `nbytes` long (may be a view of a memory map, at any alignment).
+    qtype: the block format. shape: the logical torch shape (..., rows, cols), whose last dimension is contiguous and
+    blocked. Raises TypeError or ValueError when data, shape and type do not agree.
+    """
+
+    data: torch.Tensor
+    qtype: QuantType
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.data.dtype != torch.uint8:
+            raise TypeError(f"RawTensor.data must be uint8, got {self.data.dtype}")
+        if self.data.dim() != 1 or not self.data.is_contiguous():
+            raise ValueError(f"RawTensor.data must be 1-D and contiguous, got shape {tuple(self.data.shape)}")
+        if not self.shape or any(size < 0 for size in self.shape):
+            raise ValueError(f"RawTensor.shape must name at least one dimension, all >= 0, got {self.shape}")
+        if self.data.numel() != self.nbytes:
+            raise ValueError(
+                f"{self.qtype.name} tensor of shape {self.shape} needs {self.nbytes} bytes, got {self.data.numel()}"
+            )
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> RawTensor:
+        """View (or, when not contiguous, copy) an fp32, fp16 or bf16 tensor as a RawTensor.
+
+        Raises TypeError for another dtype.
+        """
+        qtype = _FLOAT_TYPES.get(tensor.dtype)
+        if qtype is None:
+            raise TypeError(f"only float32, float16 and bfloat16 tensors have a block layout, got {tensor.dtype}")
+        flat = tensor.detach().contiguous().reshape(-1)
+        return cls(flat.view(torch.uint8), qtype, tuple(tensor.shape))
+
+    @property
+    def cols(self) -> int:
+        """Elements in one row: the last dimension."""
+        return self.shape[-1]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows: the product of all dimensions but the last."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one row to the next."""
+        return row_bytes(self.qtype, self.cols)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.rows * self.row_bytes
+
+    def reshape(self, shape: Sequence[int]) -> RawTensor:
+        """The same bytes under another shape with the same `cols`. Raises ValueError when it does not fit."""
+        new_shape = tuple(int(size) for size in shape)
+        if not new_shape or new_shape[-1] != self.cols or math.prod(new_shape[:-1]) != self.rows:
+            raise ValueError(f"cannot reshape {self.shape} to {new_shape}: rows and cols must stay {self.rows}, {self.cols}")
+        return RawTensor(self.data, self.qtype, new_shape)
+
+    def rows_slice(self, start: int, stop: int) -> RawTensor:
+        """View of rows start .. stop - 1 of the flattened (rows, cols) tensor. Raises IndexError out of range."""
+        if not 0 <= start <= stop <= self.rows:
+            raise IndexError(f"rows {start}:{stop} are not inside a tensor of {self.rows} rows")
+        size = self.row_bytes
+        return RawTensor(self.data[start * size : stop * size], self.qtype, (stop - start, self.cols))
+
+    def select(self, index: int) -> RawTensor:
+        """View of leading index `index` (shape loses its first dimension). Raises IndexError out of range."""
+        if len(self.shape) < 2:
+            raise IndexError("select() needs a tensor of at least two dimensions")
+        if not 0 <= index < self.shape[0]:
+            raise IndexError(f"index {index} is not inside a leading dimension of {self.shape[0]}")
+        size = self.nbytes // self.shape[0]
+        return RawTensor(self.data[index * size : (index + 1) * size], self.qtype, self.shape[1:])

@@ -1,0 +1,1 @@
+"""What a rule can inject: one file per role. See `base.Operator` for the contract."""

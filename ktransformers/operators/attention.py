@@ -1,0 +1,102 @@
+"""Grouped-query attention over the cache, for every family whose attention goes through `AttentionInterface`.
+
+The Hugging Face module projects, normalizes and rotates; this function writes keys and values to their slots and
+attends. It is registered with the attention interface and not with the mask interface, so that the model hands over
+no mask: what a row may see follows from the ForwardContext.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ktransformers.core import Phase
+from ktransformers.errors import UnsupportedError
+from ktransformers.kernels import native
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.wrapper import WrapperOperator
+
+__all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]
+
+ATTENTION_NAME = "ktransformers"
+
+# What transformers passes along that does not change the result of causal attention over a cache.
+_NEUTRAL_KWARGS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "cache_position",
+     "is_causal", "return_dict", "logits_to_keep", "position_embeddings", "attention_mask", "num_items_in_batch"}
+)  # fmt: skip
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    forward_context: ForwardContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the step's keys and values, then attend.
+
+    query fp32 [1, Hq, T, D]; key, value fp32 [1, Hkv, T, D]; returns fp32 [1, T, Hq, D]. s_aux fp32 [Hq] are attention
+    sinks; softcap bounds the logits (Gemma 2). Raises UnsupportedError for an argument that would change the result.
+    """
+    if forward_context is None:
+        raise UnsupportedError("the attention of ktransformers runs inside its engine only: no forward_context given")
+    unknown = sorted(name for name in kwargs if name not in _NEUTRAL_KWARGS and kwargs[name] is not None)
+    if unknown or attention_mask is not None or dropout:
+        what = ", ".join(unknown) or ("attention_mask" if attention_mask is not None else "dropout")
+        raise UnsupportedError(f"{type(module).__name__} passes {what} to attention, which is not supported")
+    layer_idx = module.layer_idx
+    assert isinstance(layer_idx, int)
+    keys, values = forward_context.cache.layer(layer_idx)
+    keys[forward_context.slot_mapping] = key[0].transpose(0, 1)
+    values[forward_context.slot_mapping] = value[0].transpose(0, 1)
+    out = native.attention(
+        query[0].transpose(0, 1).contiguous(),
+        keys,
+        values,
+        forward_context.block_table,
+        forward_context.page_size,
+        forward_context.seq_ids,
+        forward_context.kv_lens,
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        forward_context.pool,
+        window=sliding_window or 0,
+        sinks=None if s_aux is None else s_aux.float().contiguous(),
+        softcap=softcap or 0.0,
+    )
+    return out[None], None
+
+
+def register_attention() -> None:
+    """Make "ktransformers" a valid `attn_implementation`. Safe to call again."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+
+
+class KAttention(WrapperOperator):
+    """Attention module of any GQA family: its own forward on our cache and kernels.
+
+    Works without a rule too, because the attention function is chosen for the whole model; the rule gives the
+    module its line in the plan and its device.
+    """
+
+    OPS: ClassVar[dict[str, str]] = {"KAttentionNative": "native attention over the cache"}
+    KWARGS: ClassVar[frozenset[str]] = frozenset({"chunck_size", "absorb_for_prefill"})
+
+    def __init__(self, *args: Any, chunck_size: int | None = None, absorb_for_prefill: bool | None = None, **kw: Any):
+        super().__init__(*args, **kw)
+        if getattr(self.inner, "kv_lora_rank", None) is not None:
+            raise UnsupportedError(f"{self.key} is latent attention: use KDeepseekV2Attention (KMLAAttention) for it")
+
+    def op(self, phase: Phase) -> str:
+        return "KAttentionNative"

@@ -1,0 +1,129 @@
+"""What an operator is: a module that a rule puts in the place of a Hugging Face module.
+
+Life of an operator: constructed on `meta` while planning (no weight byte is read), asked for its requirements,
+then, when the whole plan fits, put into the tree and loaded. An operator reads its own tensors and lays them out in
+final form in one pass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ktransformers.core import Phase
+from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.quant import QuantType
+from ktransformers.weights.source import TensorInfo, WeightSource
+
+__all__ = ["COMMON_KWARGS", "Operator", "OperatorConfig", "Placement", "Requirements"]
+
+COMMON_KWARGS = frozenset({"generate_device", "prefill_device", "out_device", "generate_op", "prefill_op"})
+"""Keyword arguments that every operator takes in a rule file; the planner resolves them into a Placement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Devices and implementation names of one module, resolved by the planner; `op` None is the operator's default."""
+
+    generate_device: str = "cpu"
+    prefill_device: str = "cpu"
+    out_device: str = "cpu"
+    generate_op: str | None = None
+    prefill_op: str | None = None
+
+    def device(self, phase: Phase) -> str:
+        return self.prefill_device if phase is Phase.PREFILL else self.generate_device
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorConfig:
+    """What all operators of one model share. pool is None while only planning."""
+
+    hf_config: Any
+    pool: WorkerPool | None = None
+    cpu_quant: QuantType | None = None
+
+    def require_pool(self) -> WorkerPool:
+        if self.pool is None:
+            raise RuntimeError("this operator was built for planning only; it has no worker pool")
+        return self.pool
+
+
+@dataclass(slots=True)
+class Requirements:
+    """What loading an operator will hold: resident bytes per device, quant types, and the stored tensors it reads."""
+
+    nbytes: dict[str, int] = field(default_factory=dict)
+    quant_types: list[str] = field(default_factory=list)
+    stored_names: set[str] = field(default_factory=set)
+
+    def add(self, device: str, info: TensorInfo) -> None:
+        self.nbytes[device] = self.nbytes.get(device, 0) + info.nbytes
+        name = info.resident_type.name
+        shown = name if name == info.stored_type else f"{info.stored_type}>{name}"
+        if shown not in self.quant_types:
+            self.quant_types.append(shown)
+        self.stored_names.update(info.stored_names)
+
+
+class Operator(nn.Module, ABC):
+    """Base of everything that a rule file can inject.
+
+    Subclasses name what they can run: OPS maps an implementation's name (as rule files spell it) to one line on what
+    it is here; an empty map means that there is only one. KWARGS are keyword arguments beyond the common ones, passed
+    to the constructor. OWNED_CHILDREN are direct children that `load` reads itself: the planner does not visit them;
+    all others stay in the tree and are planned for themselves.
+    """
+
+    OPS: ClassVar[dict[str, str]] = {}
+    KWARGS: ClassVar[frozenset[str]] = frozenset()
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        """Take over `module`, whose dotted name in the Hugging Face tree is `key`. Reads no weights.
+
+        Raises UnsupportedError when this operator cannot take the place of `module`.
+        """
+        super().__init__()
+        self.key = key
+        self.config = config
+        self.placement = placement or Placement()
+
+    def op(self, phase: Phase) -> str:
+        """The implementation that runs in `phase`, for the plan's table."""
+        named = self.placement.prefill_op if phase is Phase.PREFILL else self.placement.generate_op
+        return named or type(self).__name__
+
+    @abstractmethod
+    def requirements(self, source: WeightSource) -> Requirements:
+        """Bytes per device and tensors read by `load`, children that are operators of their own excluded.
+
+        Raises TensorMismatchError when the files lack a tensor or hold it in another shape.
+        """
+
+    @abstractmethod
+    def load(self, source: WeightSource) -> None:
+        """Read the tensors and lay them out. Called once, before the first forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(type(self).__name__)
+
+
+def expect_shape(info: TensorInfo | None, key: str, shape: tuple[int, ...]) -> TensorInfo:
+    """`info` if it has `shape`; otherwise a TensorMismatchError that names the tensor."""
+    from ktransformers.errors import TensorMismatchError
+
+    if info is None:
+        raise TensorMismatchError(f"tensor {key} is missing from the weight files")
+    if tuple(info.shape) != tuple(shape):
+        raise TensorMismatchError(f"tensor {key} has shape {tuple(info.shape)}, the model's config needs {tuple(shape)}")
+    return info
+
+
+def empty_parameter(shape: tuple[int, ...]) -> torch.Tensor:
+    """A placeholder on `meta` that keeps `module.weight.shape` readable for Hugging Face code."""
+    return torch.empty(shape, device="meta")

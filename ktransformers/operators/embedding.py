@@ -1,0 +1,68 @@
+"""Token embedding on a table that stays in the type of the file: only the rows asked for are dequantized."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ktransformers.core import Phase
+from ktransformers.errors import UnsupportedError
+from ktransformers.kernels import native
+from ktransformers.kernels.quant import RawTensor
+from ktransformers.operators.base import (
+    Operator,
+    OperatorConfig,
+    Placement,
+    Requirements,
+    empty_parameter,
+    expect_shape,
+)
+from ktransformers.operators.wrapper import DenseState
+from ktransformers.weights.source import WeightSource
+
+__all__ = ["KEmbedding"]
+
+
+class KEmbedding(Operator):
+    """`nn.Embedding`: int64 [...] in, fp32 [..., H] out. Subclasses of nn.Embedding run their own forward, in fp32."""
+
+    OPS: ClassVar[dict[str, str]] = {
+        "KEmbeddingRows": "dequantizes the rows asked for",
+        "KEmbeddingTorch": "the module's own forward on an fp32 table",
+    }
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        if not isinstance(module, nn.Embedding):
+            raise UnsupportedError(f"KEmbedding cannot replace {key}: {type(module).__name__} is not nn.Embedding")
+        self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
+        # A subclass may scale or normalize what it looks up, so its own forward has to run.
+        self.inner = None if type(module) is nn.Embedding else module
+        self.weight = empty_parameter((self.num_embeddings, self.embedding_dim))
+        self._table: RawTensor | None = None
+
+    def op(self, phase: Phase) -> str:
+        return "KEmbeddingRows" if self.inner is None else "KEmbeddingTorch"
+
+    def requirements(self, source: WeightSource) -> Requirements:
+        if self.inner is not None:
+            return DenseState(self.inner, self.key).requirements(source)
+        needs, name = Requirements(), f"{self.key}.weight"
+        needs.add("cpu", expect_shape(source.find(name), name, (self.num_embeddings, self.embedding_dim)))
+        return needs
+
+    def load(self, source: WeightSource) -> None:
+        self.requirements(source)
+        if self.inner is not None:
+            DenseState(self.inner, self.key).load(source)
+        else:
+            self._table = source.tensor(f"{self.key}.weight")
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.inner is not None:
+            return self.inner(input_ids)  # type: ignore[no-any-return]
+        assert self._table is not None, f"{self.key} is not loaded"
+        rows = native.dequantize_rows(self._table, input_ids.reshape(-1), self.config.require_pool())
+        return rows.view(*input_ids.shape, self.embedding_dim)

@@ -1,0 +1,225 @@
+"""Routed experts: issued with `submit`, fetched with `collect`, so that other work can run between the two.
+
+E experts, T tokens, K experts per token, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ktransformers.core import Phase
+from ktransformers.errors import TensorMismatchError, UnsupportedError
+from ktransformers.kernels import native
+from ktransformers.kernels.native import Activation, ActivationSpec
+from ktransformers.kernels.quant import RawTensor
+from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
+from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, WeightSource
+
+__all__ = ["KTransformersExperts", "Ticket", "find_activation", "read_layout"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A forward that was issued. On the CPU the work is done when `submit` returns: there is nothing to overlap."""
+
+    output: torch.Tensor
+
+
+def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
+    """Shape and flags of a `transformers` experts module. Raises UnsupportedError for anything else."""
+    down = getattr(module, "down_proj", None)
+    has_gate = bool(getattr(module, "has_gate", hasattr(module, "gate_up_proj")))
+    first = getattr(module, "gate_up_proj" if has_gate else "up_proj", None)
+    if not isinstance(down, nn.Parameter) or not isinstance(first, nn.Parameter) or down.dim() != 3 or first.dim() != 3:
+        raise UnsupportedError(
+            f"{key} ({type(module).__name__}) is not an experts module of transformers >= 5: it must hold 3-D "
+            "gate_up_proj (or up_proj) and down_proj parameters"
+        )
+    if getattr(module, "has_post_expert_norm", False):
+        raise UnsupportedError(f"{key} ({type(module).__name__}): a norm after each expert is not supported")
+    is_transposed = bool(getattr(module, "is_transposed", False))
+    num_experts, rows, cols = down.shape
+    hidden, intermediate = (cols, rows) if is_transposed else (rows, cols)
+    fused = 2 * intermediate if has_gate else intermediate
+    expected = (num_experts, hidden, fused) if is_transposed else (num_experts, fused, hidden)
+    if tuple(first.shape) != expected:
+        raise UnsupportedError(f"{key}: expert parameters {tuple(first.shape)} and {tuple(down.shape)} do not fit")
+    return ExpertsLayout(
+        num_experts=num_experts,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        has_gate=has_gate,
+        has_bias=bool(getattr(module, "has_bias", False)),
+        is_transposed=is_transposed,
+        is_concatenated=bool(getattr(module, "is_concatenated", True)),
+    )
+
+
+def find_activation(module: nn.Module, layout: ExpertsLayout) -> ActivationSpec | None:
+    """The native activation that equals the module's own on random rows, or None when none does.
+
+    The module is asked instead of its family being looked up, so that new families need no code here. The rows reach
+    beyond +-20 to tell clamped activations from unclamped ones.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(64, (2 if layout.has_gate else 1) * 32, generator=generator) * 8
+    try:
+        if layout.has_gate:
+            want = module._apply_gate(rows)  # type: ignore[operator]
+        else:
+            want = module.act_fn(rows)  # type: ignore[operator]
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    if layout.has_gate:
+        gate, up = rows.chunk(2, dim=-1) if layout.is_concatenated else (rows[..., ::2], rows[..., 1::2])
+    else:
+        gate, up = rows, None
+    for spec in _candidates(module):
+        got = _reference_activation(spec, gate, up)
+        if got is not None and got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-5):
+            return spec
+    return None
+
+
+def _candidates(module: nn.Module) -> list[ActivationSpec]:
+    plain = (Activation.SILU, Activation.GELU, Activation.GELU_TANH, Activation.RELU, Activation.RELU2)
+    specs = [ActivationSpec(kind) for kind in plain]
+    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)):
+        specs.append(ActivationSpec(Activation.SWIGLU_OAI, alpha=float(alpha), limit=float(limit)))
+    return specs
+
+
+def _reference_activation(spec: ActivationSpec, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor | None:
+    functional = nn.functional
+    if spec.kind is Activation.SWIGLU_OAI:
+        if up is None:
+            return None
+        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+        return gate * torch.sigmoid(spec.alpha * gate) * (up + 1)
+    acted = {
+        Activation.SILU: functional.silu,
+        Activation.GELU: functional.gelu,
+        Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+        Activation.RELU: functional.relu,
+        Activation.RELU2: lambda x: functional.relu(x).square(),
+    }[spec.kind](gate)
+    return acted if up is None else acted * up
+
+
+class KTransformersExperts(Operator):
+    """The routed experts of one layer: forward(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H].
+
+    Runs on the CPU's SIMD units on the file's own blocks (KExpertsCPU). An expert activation that no native kernel
+    computes runs as KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so.
+    """
+
+    OPS: ClassVar[dict[str, str]] = {
+        "KExpertsCPU": "native kernels on the file's own blocks",
+        "KExpertsTorch": "dequantized experts and torch",
+        "KExpertsMarlin": "quantized experts on the GPU",
+    }
+    KWARGS: ClassVar[frozenset[str]] = frozenset({"backend"})
+    BACKENDS: ClassVar[tuple[str, ...]] = ("llamafile", "AMXBF16", "AMXInt8")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        key: str,
+        config: OperatorConfig,
+        placement: Placement | None = None,
+        backend: str | None = None,
+    ):
+        super().__init__(module, key, config, placement)
+        self.layout = read_layout(module, key)
+        if backend is not None and backend not in self.BACKENDS:
+            raise UnsupportedError(f"{key}: backend {backend!r} is not one of {', '.join(self.BACKENDS)}")
+        if backend in ("AMXBF16", "AMXInt8"):
+            logger.info("backend %s: the native kernels choose their instructions at run time", backend)
+        self.num_experts = self.layout.num_experts
+        self.activation = find_activation(module, self.layout)
+        if self.activation is None:
+            logger.warning("%s: no native kernel for its activation, runs as KExpertsTorch (slow)", type(module).__name__)
+        object.__setattr__(self, "_module", module)  # for its _apply_gate only; its parameters stay on meta
+        self.gate_up_proj = empty_parameter((self.num_experts, 0, 0))
+        self._kernel: native.MoeKernel | None = None
+        self._weights: native.ExpertWeights | None = None
+
+    def op(self, phase: Phase) -> str:
+        return "KExpertsTorch" if self.activation is None else "KExpertsCPU"
+
+    def _info(self, source: WeightSource) -> ExpertsInfo:
+        info = source.find_experts(self.key, self.layout, self.config.cpu_quant)
+        if info is None:
+            raise TensorMismatchError(f"the experts of {self.key} are missing from the weight files")
+        return info
+
+    def requirements(self, source: WeightSource) -> Requirements:
+        info = self._info(source)
+        needs = Requirements(nbytes={"cpu": info.nbytes}, stored_names=set(info.stored_names))
+        for part in (info.gate, info.up, info.down):
+            if part is not None:
+                shown = part.resident_type.name
+                shown = shown if shown == part.stored_type else f"{part.stored_type}>{shown}"
+                if shown not in needs.quant_types:
+                    needs.quant_types.append(shown)
+        return needs
+
+    def load(self, source: WeightSource) -> None:
+        self._weights = source.experts(self.key, self.layout, self.config.cpu_quant)
+        if self.activation is not None:
+            self._kernel = native.MoeKernel(self._weights, self.activation, self.config.require_pool())
+
+    def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
+        """Issue the forward of fp32 [T, H]. The inputs must not change before `collect`."""
+        rows = hidden_states.reshape(-1, self.layout.hidden_size).contiguous()
+        weights = topk_weights.to(torch.float32).contiguous()
+        if self._kernel is not None:
+            return Ticket(self._kernel.forward(rows, topk_ids.contiguous(), weights).view(hidden_states.shape))
+        return Ticket(self._torch_forward(rows, topk_ids, weights).view(hidden_states.shape))
+
+    def collect(self, ticket: Ticket) -> torch.Tensor:
+        """Wait for the result of `submit`: fp32 [T, H]."""
+        return ticket.output
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return self.collect(self.submit(hidden_states, top_k_index, top_k_weights))
+
+    def _torch_forward(self, rows: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        weights = self._weights
+        assert weights is not None, f"{self.key} is not loaded"
+        out = torch.zeros_like(rows)
+        for expert in topk_ids.unique().tolist():
+            if expert == self.num_experts:  # the sentinel of expert parallelism
+                continue
+            token, slot = torch.where(topk_ids == expert)
+            acted = self._expert(weights, expert, rows[token])
+            out.index_add_(0, token, acted * topk_weights[token, slot, None])
+        return out
+
+    def _expert(self, weights: native.ExpertWeights, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        pool = self.config.require_pool()
+
+        def project(parts: list[RawTensor], bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+            return native.linear(x.contiguous(), parts[expert], pool, bias=None if bias is None else bias[expert])
+
+        up = project(weights.up, weights.up_bias, rows)
+        module: Any = self.__dict__["_module"]
+        if weights.gate is None:
+            acted = module.act_fn(up)
+        else:
+            gate = project(weights.gate, weights.gate_bias, rows)
+            if self.layout.is_concatenated:
+                acted = module._apply_gate(torch.cat((gate, up), dim=-1))
+            else:
+                acted = module._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
+        return project(weights.down, weights.down_bias, acted)

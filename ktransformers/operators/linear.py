@@ -1,0 +1,80 @@
+"""Linear layers on weights that stay in the type of the file."""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ktransformers.core import Phase
+from ktransformers.errors import UnsupportedError
+from ktransformers.kernels import native
+from ktransformers.kernels.quant import RawTensor
+from ktransformers.operators.base import (
+    Operator,
+    OperatorConfig,
+    Placement,
+    Requirements,
+    empty_parameter,
+    expect_shape,
+)
+from ktransformers.weights.source import WeightSource
+
+__all__ = ["KTransformersLinear"]
+
+logger = logging.getLogger(__name__)
+
+
+class KTransformersLinear(Operator):
+    """`nn.Linear` with a weight that stays quantized: fp32 [..., K] in, fp32 [..., N] out.
+
+    On the CPU every op name runs as KLinearCPUInfer, the native kernel: it reads every type in place, and one kernel
+    for both phases keeps a token's result independent of the step's size.
+    """
+
+    OPS: ClassVar[dict[str, str]] = {
+        "KLinearCPUInfer": "native kernel on the file's own blocks",
+        "KLinearTorch": "dequantized weight on the GPU",
+        "KLinearMarlin": "quantized weight on the GPU",
+        "VLinearMarlin": "quantized weight on the GPU",
+        "KLinearFP8": "FP8 block-scaled weight on the GPU",
+        "KLinearQ8": "8-bit weight on the GPU",
+    }
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        if not isinstance(module, nn.Linear):
+            raise UnsupportedError(f"KTransformersLinear cannot replace {key}: {type(module).__name__} is not nn.Linear")
+        self.in_features, self.out_features = module.in_features, module.out_features
+        self.has_bias = module.bias is not None
+        # Hugging Face code reads `linear.weight.dtype` and `.shape`; the bytes live in `_weight`.
+        self.weight = empty_parameter((self.out_features, self.in_features))
+        self._weight: RawTensor | None = None
+        self._bias: torch.Tensor | None = None
+
+    def op(self, phase: Phase) -> str:
+        return "KLinearCPUInfer"
+
+    def requirements(self, source: WeightSource) -> Requirements:
+        needs = Requirements()
+        name = f"{self.key}.weight"
+        needs.add("cpu", expect_shape(source.find(name), name, (self.out_features, self.in_features)))
+        if self.has_bias:
+            name = f"{self.key}.bias"
+            info = expect_shape(source.find(name), name, (self.out_features,))
+            needs.nbytes["cpu"] += 4 * self.out_features
+            needs.stored_names.update(info.stored_names)
+        return needs
+
+    def load(self, source: WeightSource) -> None:
+        self.requirements(source)
+        self._weight = source.tensor(f"{self.key}.weight")
+        self._bias = source.dense(f"{self.key}.bias") if self.has_bias else None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        assert self._weight is not None, f"{self.key} is not loaded"
+        rows = hidden_states.reshape(-1, self.in_features).contiguous()
+        out = native.linear(rows, self._weight, self.config.require_pool(), bias=self._bias)
+        return out.view(*hidden_states.shape[:-1], self.out_features)

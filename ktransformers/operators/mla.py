@@ -1,0 +1,187 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with the up-projections absorbed.
+
+The cache stores per position the normalized latent and the rotated shared key, R + P values, never expanded keys.
+A head's key up-projection k_b is applied to the query instead of to every cached position, its value up-projection
+v_b to the attention's result:
+
+    T rows, H heads, R kv_lora_rank, P rotary dimension, N non-rotary dimension, V value dimension
+
+    scores[t, h, j] = (q_nope[t, h] k_b[h]) . latent[j] + q_rot[t, h] . k_rot[j]
+    out[t, h]       = v_b[h] sum_j softmax(scores)[j] latent[j]
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ktransformers.core import Phase
+from ktransformers.errors import UnsupportedError
+from ktransformers.kernels import native
+from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.wrapper import WrapperOperator
+from ktransformers.weights.source import TensorInfo, WeightSource
+
+__all__ = ["KMLAAttention", "rotate"]
+
+_TWO_BYTE = frozenset({QuantType.F16, QuantType.BF16})
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
+    """Rotate fp32 x [T, heads, P] by angles [T, P / 2].
+
+    Pairs are (0, 1), (2, 3), ... when interleaved, else (0, P / 2), (1, P / 2 + 1), ...; the result holds first all
+    first members, then all second ones, which leaves the dot product of two rotated vectors unchanged.
+    """
+    half = x.shape[-1] // 2
+    a, b = (x[..., ::2], x[..., 1::2]) if is_interleaved else (x[..., :half], x[..., half:])
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class KMLAAttention(WrapperOperator):
+    """Latent attention of the DeepSeek families: fp32 [1, T, hidden] in and out, absorbed in both phases."""
+
+    OPS: ClassVar[dict[str, str]] = {"KMLANative": "absorbed projections and native attention over the latent cache"}
+    KWARGS: ClassVar[frozenset[str]] = frozenset({"chunck_size", "absorb_for_prefill"})
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"kv_b_proj"})
+
+    def __init__(
+        self,
+        module: nn.Module,
+        key: str,
+        config: OperatorConfig,
+        placement: Placement | None = None,
+        chunck_size: int | None = None,
+        absorb_for_prefill: bool | None = None,
+    ):
+        super().__init__(module, key, config, placement)
+        needed = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads", "scaling")
+        missing = [name for name in needed if getattr(module, name, None) is None]
+        if missing:
+            raise UnsupportedError(f"KMLAAttention cannot replace {key} ({type(module).__name__}): no {missing[0]}")
+        self.rank, self.nope_dim, self.rope_dim, self.v_dim, self.num_heads = (
+            int(getattr(module, name)) for name in needed[:-1]
+        )
+        self.layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+        self._k_b: RawTensor | None = None  # [H, R, N]
+        self._v_b: RawTensor | None = None  # [H, V, R]
+
+    def op(self, phase: Phase) -> str:
+        return "KMLANative"
+
+    def _split_infos(self, source: WeightSource) -> tuple[TensorInfo, TensorInfo] | None:
+        k_b, v_b = (f"{self.key}.{name}.weight" for name in ("k_b_proj", "v_b_proj"))
+        info = source.find(k_b)
+        if info is None:
+            return None
+        return (
+            expect_shape(info, k_b, (self.num_heads, self.rank, self.nope_dim)),
+            expect_shape(source.find(v_b), v_b, (self.num_heads, self.v_dim, self.rank)),
+        )
+
+    def _merged_info(self, source: WeightSource) -> TensorInfo:
+        name = f"{self.key}.kv_b_proj.weight"
+        return expect_shape(source.find(name), name, (self.num_heads * (self.nope_dim + self.v_dim), self.rank))
+
+    def requirements(self, source: WeightSource) -> Requirements:
+        needs = super().requirements(source)
+        split = self._split_infos(source)
+        if split is not None:
+            for info in split:
+                needs.add("cpu", info)
+            return needs
+        info = self._merged_info(source)
+        needs.add("cpu", info)
+        if info.resident_type not in _TWO_BYTE:  # k_b is transposed, which blocks of 32 cannot be: it becomes F32
+            v_share = info.nbytes * self.v_dim // (self.nope_dim + self.v_dim)
+            needs.nbytes["cpu"] += v_share + 4 * self.num_heads * self.nope_dim * self.rank - info.nbytes
+        return needs
+
+    def load(self, source: WeightSource) -> None:
+        super().load(source)
+        if self._split_infos(source) is not None:
+            self._k_b = source.tensor(f"{self.key}.k_b_proj.weight")
+            self._v_b = source.tensor(f"{self.key}.v_b_proj.weight")
+            return
+        self._merged_info(source)
+        self._k_b, self._v_b = self._split(source.tensor(f"{self.key}.kv_b_proj.weight"))
+
+    def _split(self, merged: RawTensor) -> tuple[RawTensor, RawTensor]:
+        """k_b [H, R, N] and v_b [H, V, R] out of kv_b [H * (N + V), R]."""
+        heads, nope, v_dim, rank = self.num_heads, self.nope_dim, self.v_dim, self.rank
+        rows = merged.data.view(heads, nope + v_dim, merged.row_bytes)
+        v_b = RawTensor(rows[:, nope:].contiguous().view(-1), merged.qtype, (heads, v_dim, rank))
+        if merged.qtype in _TWO_BYTE:
+            k_bytes, k_type = rows[:, :nope].contiguous().view(torch.int16), merged.qtype
+        else:
+            pool = self.config.require_pool()
+            ids = torch.arange(merged.rows).view(heads, -1)[:, :nope].reshape(-1)
+            k_bytes, k_type = native.dequantize_rows(merged, ids, pool).view(heads, nope, rank), QuantType.F32
+        transposed = k_bytes.view(heads, nope, rank).transpose(1, 2).contiguous()
+        return RawTensor(transposed.view(torch.uint8).view(-1), k_type, (heads, rank, nope)), v_b
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        forward_context: ForwardContext | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if forward_context is None or attention_mask is not None:
+            raise UnsupportedError("latent attention runs inside the engine only: it needs forward_context and no mask")
+        assert self._k_b is not None, f"{self.key} is not loaded"
+        assert self._v_b is not None
+        pool = self.config.require_pool()
+        cos, sin, is_interleaved = self._angles(position_embeddings)
+        query = self._query(hidden_states, cos, sin, is_interleaved, pool)
+        keys, values = forward_context.cache.layer(self.layer_idx)
+        keys[forward_context.slot_mapping] = self._latent(hidden_states, cos, sin, is_interleaved)
+        latent = native.attention(
+            query,
+            keys,
+            values,
+            forward_context.block_table,
+            forward_context.page_size,
+            forward_context.seq_ids,
+            forward_context.kv_lens,
+            float(self.inner.scaling),  # type: ignore[arg-type]
+            pool,
+        )
+        out = native.batched_linear(latent, self._v_b, pool)
+        merged = out.view(1, -1, self.num_heads * self.v_dim)
+        return self.inner.o_proj(merged), None  # type: ignore[operator]
+
+    def _angles(self, position_embeddings: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """(cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 hands over complex numbers, later families a pair."""
+        if isinstance(position_embeddings, torch.Tensor):
+            return position_embeddings[0].real, position_embeddings[0].imag, True
+        cos, sin = (part[0, :, : self.rope_dim // 2] for part in position_embeddings)
+        return cos, sin, bool(getattr(self.inner.config, "rope_interleave", True))
+
+    def _query(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, pool: native.WorkerPool
+    ) -> torch.Tensor:
+        """Absorbed query fp32 [T, H, R + P]."""
+        inner: Any = self.inner
+        if getattr(inner, "q_lora_rank", None) is None:
+            q = inner.q_proj(x)
+        else:
+            q = inner.q_b_proj(inner.q_a_layernorm(inner.q_a_proj(x)))
+        q = q.view(-1, self.num_heads, self.nope_dim + self.rope_dim)
+        assert self._k_b is not None
+        absorbed = native.batched_linear(q[..., : self.nope_dim].contiguous(), self._k_b, pool)
+        return torch.cat((absorbed, rotate(q[..., self.nope_dim :], cos, sin, is_interleaved)), dim=-1)
+
+    def _latent(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
+        """What the cache stores: fp32 [T, 1, R + P]."""
+        inner: Any = self.inner
+        compressed = inner.kv_a_proj_with_mqa(x)[0]
+        latent = inner.kv_a_layernorm(compressed[:, : self.rank])
+        k_rot = rotate(compressed[:, None, self.rank :], cos, sin, is_interleaved)
+        return torch.cat((latent[:, None], k_rot), dim=-1)

@@ -1,0 +1,90 @@
+"""RMSNorm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * weight."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ktransformers.core import Phase
+from ktransformers.kernels import native
+from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.wrapper import WrapperOperator
+
+__all__ = ["KRMSNorm", "computes_rms_norm"]
+
+logger = logging.getLogger(__name__)
+
+_known: dict[type[nn.Module], bool] = {}
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    for name in ("variance_epsilon", "eps"):
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+def computes_rms_norm(module: nn.Module) -> bool:
+    """Whether `module` computes plain RMSNorm, found by running a copy of it on random rows.
+
+    Asking the module is what keeps this free of family names: some families add 1 to the weight, subtract the mean,
+    or have no weight, and their class names do not tell.
+    """
+    kind = type(module)
+    if kind not in _known:
+        _known[kind] = _probe(module)
+        if not _known[kind]:
+            logger.info("%s is not plain RMSNorm: it keeps its own forward", kind.__name__)
+    return _known[kind]
+
+
+def _probe(module: nn.Module) -> bool:
+    weight, eps = getattr(module, "weight", None), _epsilon(module)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or eps is None:
+        return False
+    if any(p is not weight for p in module.parameters()):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, weight.shape[0], generator=generator)
+    twin = copy.deepcopy(module).to_empty(device="cpu")
+    with torch.no_grad():
+        scale = torch.rand(weight.shape, generator=generator) + 0.5
+        twin.weight.copy_(scale)
+        try:
+            got = twin(rows)
+        except (RuntimeError, TypeError, ValueError):
+            return False  # not a norm over the last axis of one tensor
+    want = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * scale
+    return isinstance(got, torch.Tensor) and got.shape == want.shape and torch.allclose(got, want, atol=1e-5)
+
+
+class KRMSNorm(WrapperOperator):
+    """RMSNorm over the last axis of fp32 [..., H]; other norms keep the module's own forward."""
+
+    OPS: ClassVar[dict[str, str]] = {
+        "KRMSNormNative": "native kernel",
+        "KNormTorch": "the module's own forward (not plain RMSNorm)",
+    }
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        self.is_native = computes_rms_norm(module)
+        self.eps = _epsilon(module) or 0.0
+
+    def op(self, phase: Phase) -> str:
+        return "KRMSNormNative" if self.is_native else "KNormTorch"
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.inner.weight  # type: ignore[return-value]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not self.is_native:
+            return self.inner(hidden_states)  # type: ignore[no-any-return]
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        return native.rms_norm(rows, self.weight, self.eps, self.config.require_pool()).view(hidden_states.shape)

@@ -1,0 +1,67 @@
+"""Operators that keep the Hugging Face module's own forward and only own its direct parameters.
+
+The wrapped module stays the parent of its children, so children that rules replace are replaced inside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, expect_shape
+from ktransformers.weights.source import WeightSource
+
+__all__ = ["DenseState", "WrapperOperator"]
+
+
+class DenseState:
+    """The direct parameters and persistent buffers of one module, kept in fp32 as the module expects them."""
+
+    def __init__(self, module: nn.Module, key: str):
+        self.module, self.key = module, key
+
+    def names(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of everything that a checkpoint holds for the module itself."""
+        transient = self.module._non_persistent_buffers_set
+        state = [(n, p) for n, p in self.module._parameters.items() if p is not None]
+        state += [(n, b) for n, b in self.module._buffers.items() if b is not None and n not in transient]
+        return [(name, tuple(tensor.shape)) for name, tensor in state]
+
+    def requirements(self, source: WeightSource, device: str = "cpu") -> Requirements:
+        needs = Requirements()
+        for name, shape in self.names():
+            info = expect_shape(source.find(f"{self.key}.{name}"), f"{self.key}.{name}", shape)
+            needs.stored_names.update(info.stored_names)
+            needs.nbytes[device] = needs.nbytes.get(device, 0) + 4 * torch.Size(shape).numel()
+            if "F32" not in needs.quant_types:
+                needs.quant_types.append("F32")
+        return needs
+
+    def load(self, source: WeightSource) -> None:
+        for name, shape in self.names():
+            full = f"{self.key}.{name}"
+            expect_shape(source.find(full), full, shape)
+            tensor = source.dense(full)
+            if name in self.module._parameters:
+                self.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+            else:
+                self.module._buffers[name] = tensor
+
+
+class WrapperOperator(Operator):
+    """Runs the wrapped module's own forward. Base of operators that change only how it is run."""
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        self.inner = module
+
+    def requirements(self, source: WeightSource) -> Requirements:
+        return DenseState(self.inner, self.key).requirements(source)
+
+    def load(self, source: WeightSource) -> None:
+        DenseState(self.inner, self.key).load(source)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)

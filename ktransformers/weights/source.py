@@ -1,0 +1,100 @@
+"""What a model's weights look like to an operator, whatever file they come from.
+
+Names are the Hugging Face names of the module tree that `transformers` >= 5 builds
+("model.layers.3.self_attn.q_proj.weight"). Experts are asked for by their module's name, because files store them in
+five different ways. This module knows no file format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ktransformers.kernels.native import ExpertWeights
+from ktransformers.kernels.quant import QuantType, RawTensor
+
+__all__ = ["ExpertsInfo", "ExpertsLayout", "TensorInfo", "WeightSource"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Facts about one tensor, from headers alone.
+
+    stored_type is the file's own type name ("Q3_K", "F8_E4M3"); resident_type is what the native kernels will read
+    after loading (equal to it, or the type it is transcoded to without loss). nbytes counts resident bytes.
+    stored_names are the tensors in the file that it is made of.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored_type: str
+    resident_type: QuantType
+    nbytes: int
+    stored_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsLayout:
+    """Shape and layout flags of a `transformers` experts module (E experts, I intermediate, H hidden).
+
+    The flags are those of `transformers.integrations.moe.use_experts_implementation`; they describe the fused
+    gate_up_proj / down_proj parameters of safetensors checkpoints in the module's own layout.
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    has_gate: bool = True
+    has_bias: bool = False
+    is_transposed: bool = False
+    is_concatenated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsInfo:
+    """Facts about the experts of one module: [E, I, H] gate and up, [E, H, I] down. gate is None without a gate."""
+
+    gate: TensorInfo | None
+    up: TensorInfo
+    down: TensorInfo
+    stored_names: tuple[str, ...]  # of everything, biases included
+    nbytes: int  # resident, biases included
+
+
+class WeightSource(Protocol):
+    """Weights of one model. `find*` read headers only; the others return bytes, memory-mapped where possible."""
+
+    def describe(self) -> str:
+        """One line for the console: format, files, bytes."""
+        ...
+
+    def stored_names(self) -> Sequence[str]:
+        """Every tensor in the files, under its own name there."""
+        ...
+
+    def find(self, name: str) -> TensorInfo | None:
+        """Facts about the tensor that HF calls `name`, or None when the files do not hold it."""
+        ...
+
+    def tensor(self, name: str) -> RawTensor:
+        """The tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
+        ...
+
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The tensor dequantized, as a new tensor of its logical shape. Raises TensorMismatchError when missing."""
+        ...
+
+    def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
+        """Facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
+        ...
+
+    def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
+        """The experts of module `key`, one [I, H], [I, H] and [H, I] matrix per expert.
+
+        quantize_to applies to experts stored as F32, F16, BF16 or FP8 only; quantized ones stay as they are.
+        Raises TensorMismatchError when an expert is missing or has the wrong shape.
+        """
+        ...

@@ -1,0 +1,118 @@
+"""quantize: layouts decode with gguf's own decoder, errors stay near a brute-force bound, bad input is refused."""
+
+from __future__ import annotations
+
+import gguf.quants
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as T
+
+from ktransformers.errors import UnsupportedError, WeightError
+from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize, target_type
+
+
+def relative_rms(values: np.ndarray, qtype: T) -> float:
+    decoded = gguf.quants.dequantize(quantize(values, qtype), qtype)
+    return float(np.sqrt(((decoded - values) ** 2).mean() / (values**2).mean()))
+
+
+def weights(rows: int = 16, cols: int = 1024, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, cols)).astype(np.float32) * np.float32(0.02)
+
+
+def best_affine_rms(values: np.ndarray, max_code: int) -> float:
+    """Brute force over end points, scales and offsets unrounded: a bound that the real format can only approach."""
+    x = values.reshape(-1, 32).astype(np.float64)
+    low, high = np.minimum(x.min(1), 0), np.maximum(x.max(1), 0)
+    best = np.full(len(x), np.inf)
+    for cut_low in np.linspace(-0.04, 0.2, 25):
+        for cut_high in np.linspace(-0.04, 0.2, 25):
+            offset = np.maximum(-(low + (high - low) * cut_low), 0)
+            scale = (high - low) * (1 - cut_low - cut_high) / max_code
+            codes = np.clip(np.rint((x + offset[:, None]) / scale[:, None]), 0, max_code)
+            error = ((codes * scale[:, None] - offset[:, None] - x) ** 2).sum(1)
+            best = np.minimum(best, error)
+    return float(np.sqrt(best.sum() / (x**2).sum()))
+
+
+def best_symmetric_rms(values: np.ndarray) -> float:
+    x = values.reshape(-1, 16).astype(np.float64)
+    best = np.full(len(x), np.inf)
+    for sign in (-1, 1):
+        for largest_code in np.linspace(24, 40, 129):
+            scale = sign * np.abs(x).max(1, keepdims=True) / largest_code
+            error = ((np.clip(np.rint(x / scale), -32, 31) * scale - x) ** 2).sum(1)
+            best = np.minimum(best, error)
+    return float(np.sqrt(best.sum() / (x**2).sum()))
+
+
+def test_more_bits_err_less() -> None:
+    values = weights()
+    errors = [relative_rms(values, t) for t in (T.Q4_0, T.Q4_K, T.Q5_K, T.Q6_K, T.Q8_0)]
+    assert errors == sorted(errors, reverse=True)
+
+
+@pytest.mark.parametrize(("qtype", "max_code", "slack"), [(T.Q4_K, 15, 1.04), (T.Q5_K, 31, 1.07)])
+def test_affine_error_is_near_brute_force(qtype: T, max_code: int, slack: float) -> None:
+    # The slack is what rounding scale and offset to 6 bits costs; it weighs more where the codes are finer.
+    values = weights(4)
+    assert relative_rms(values, qtype) <= slack * best_affine_rms(values, max_code)
+
+
+def test_symmetric_error_is_near_brute_force() -> None:
+    values = weights(4)
+    assert relative_rms(values, T.Q6_K) <= 1.06 * best_symmetric_rms(values)
+
+
+@pytest.mark.parametrize("qtype", QUANTIZABLE_TYPES)
+def test_values_on_the_grid_survive(qtype: T) -> None:
+    """A block whose values are scale * code comes back within the rounding of its fp16 scale (2**-11)."""
+    codes = np.tile(np.arange(-8, 8, dtype=np.float32), (2, 16))
+    decoded = gguf.quants.dequantize(quantize(codes, qtype), qtype)
+    steps = {T.Q8_0: 8 / 127 / 2, T.Q6_K: 8 / 32 / 2, T.Q5_K: 15 / 31 / 2}.get(qtype, 0.0)  # half a step off the grid
+    assert np.abs(decoded - codes).max() <= steps + 16 * 2.0**-9
+
+
+@pytest.mark.parametrize("qtype", QUANTIZABLE_TYPES)
+def test_special_blocks(qtype: T) -> None:
+    values = np.zeros((6, 256), dtype=np.float32)
+    values[1] = 1.5  # constant
+    values[2] = -1.5
+    values[3] = 1e-9  # its scale is below fp16's smallest
+    values[4, 7] = -3.0  # one outlier
+    values[5] = 65504.0
+    decoded = gguf.quants.dequantize(quantize(values, qtype), qtype)
+    assert (decoded[0] == 0).all()
+    assert np.abs(decoded - values).max(axis=1)[1:5].max() <= 3.0 * 2.0**-4
+    assert np.isfinite(decoded).all()
+    assert np.abs(decoded[5] / 65504 - 1).max() < 0.1
+
+
+@pytest.mark.parametrize("qtype", QUANTIZABLE_TYPES)
+def test_rows_do_not_depend_on_their_neighbours(qtype: T) -> None:
+    values = weights(300, 512)
+    whole = quantize(values, qtype)
+    assert whole.shape == (300, 512 // GGML_QUANT_SIZES[qtype][0] * GGML_QUANT_SIZES[qtype][1])
+    assert whole.dtype == np.uint8
+    assert (whole[299:] == quantize(values[299:], qtype)).all()
+    assert quantize(values[:0], qtype).shape == (0, whole.shape[1])
+
+
+def test_bad_input_is_refused() -> None:
+    values = weights(2, 256)
+    with pytest.raises(UnsupportedError, match="Q2_K"):
+        quantize(values, T.Q2_K)
+    with pytest.raises(ValueError, match="multiple of 256"):
+        quantize(weights(2, 96), T.Q4_K)
+    for bad in (np.nan, np.inf, -np.inf, 1e6):
+        values[1, 3] = bad
+        with pytest.raises(WeightError, match="not finite or exceeds"):
+            quantize(values, T.Q6_K)
+
+
+def test_target_type_falls_back_by_row_length() -> None:
+    assert target_type(T.Q4_K, 512) is T.Q4_K
+    assert target_type(T.Q4_K, 1408) is T.Q4_0
+    assert target_type(T.Q5_K, 1408) is target_type(T.Q6_K, 96) is T.Q8_0
+    assert target_type(T.Q8_0, 33) is target_type(T.Q4_K, 33) is None
