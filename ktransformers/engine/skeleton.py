@@ -112,11 +112,14 @@ def cache_shapes(model: Any, operators: dict[str, nn.Module]) -> list[LayerShape
 
 
 def _expanded_shape(module: Any, key: str) -> LayerShape:
-    config = module.config
     if hasattr(module, "qk_head_dim"):  # latent attention in its expanded form
         return LayerShape(module.num_heads, module.qk_head_dim, module.v_head_dim)
     head_dim = getattr(module, "head_dim", None)
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if not isinstance(head_dim, int):
         raise UnsupportedError(f"{key} ({type(module).__name__}) does not say its head_dim")
-    return LayerShape(kv_heads, head_dim, head_dim)
+    k_proj, v_proj = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
+    if isinstance(k_proj, nn.Linear) and isinstance(v_proj, nn.Linear):
+        kv_heads = k_proj.out_features // head_dim
+        return LayerShape(kv_heads, head_dim, v_proj.out_features // kv_heads)
+    config = module.config  # projections are fused: the config's own words count
+    return LayerShape(getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_dim, head_dim)

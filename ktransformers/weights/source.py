@@ -75,6 +75,10 @@ class WeightSource(Protocol):
         """Every tensor in the files, under its own name there."""
         ...
 
+    def ignorable(self, stored_name: str) -> bool:
+        """Whether a stored tensor may be left unread: it belongs to parts that are not run (MTP layers, say)."""
+        ...
+
     def find(self, name: str) -> TensorInfo | None:
         """Facts about the tensor that HF calls `name`, or None when the files do not hold it."""
         ...

@@ -40,7 +40,7 @@ _BEYOND = (
     "Write an essay about {l}.", "How do I cook a {n}?", "Give me advice about love.", "What is the news today?", "Book a hotel in {c}.",
     "Summarize the book.", "What is the square root of 2?", "Who won the match?", "How tall is the tower in {c}?", "Is there a god?",
     "Write an email to my boss.", "What does a {n} eat?", "Where can I buy a {n}?", "Can you see this picture?", "Describe a {n}.",
-    "What is the best restaurant in {c}?", "Debug my code.", "Predict the future.", "How do I fix my car?", "Why is the sky blue?",
+    "What is the best restaurant in {c}?", "What is the weather in {c}?", "What time is it?", "Debug my code.", "Predict the future.", "How do I fix my car?", "Why is the sky blue?",
 )  # fmt: skip
 _ZH_BEYOND = (
     "写一首关于{n}的诗。", "讲个笑话。", "{c}有多少人口？", "写一个Python程序。", "推荐一部电影。", "解释量子物理。", "人生的意义是什么？",

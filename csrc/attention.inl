@@ -1,0 +1,210 @@
+// Attention of a few queries over a span of cached positions. Included by a tier file after gemm.inl and math.inl.
+//
+// What one query sees, whatever else is in the call (positions are absolute, ranges are those of the query alone):
+//   for every span of 512 positions that it reaches, ascending:  m = -inf, l = 0, o = 0, then
+//     for every tile of 64 positions that it reaches, ascending:
+//       s[j] = scale * (q . k[j]), summed like an F32 weight row (gemm.inl, 1);  s = softcap * tanh(s / softcap) if asked
+//       m' = max(m, max_j s[j]);  a = exp(m - m');  p[j] = exp(s[j] - m')
+//       l = l * a + tree_sum(p);  o = o * a;  for j ascending: o = fma(p[j], v[j], o)
+//     and the span is merged into the result:  M' = max(M, m);  A = exp(M - M');  B = exp(m - M')
+//       L = L * A + l * B;  O = O * A + o * B        (the first span is copied)
+//   A sink adds exp(sink - M') to L alone. The output is O / L; a query that sees nothing gives zeros.
+// Positions that a query does not see are never part of its arithmetic, so what lies in unused slots does not matter.
+
+namespace {
+
+constexpr int kSubTiles = kPositionTile / 16;
+constexpr float kInfinity = __builtin_inff();
+
+struct QueryRange { int64_t lo, hi; };
+
+struct SpanState {
+  const float* q[kMaxQueries];
+  QueryRange range[kMaxQueries];
+  const uint8_t* k[kPositionTile];
+  const float* v[kPositionTile];
+  alignas(64) float scores[kSubTiles][kMaxQueries][16];
+  int count;
+};
+
+// The loop variable `sub` hides the function of that name.
+inline vf kt_sub(vf x, float y) { return sub(x, set1(y)); }
+
+inline float exp1(float x) {
+  alignas(64) float lanes[16];
+  store(lanes, exp_(set1(x)));
+  return lanes[0];
+}
+
+inline QueryRange visible(const AttentionArgs& a, int64_t row, int64_t begin, int64_t end) {
+  const int64_t len = a.kv_lens[row];
+  const int64_t oldest = a.window > 0 && len > a.window ? len - a.window : 0;
+  return {oldest > begin ? oldest : begin, len < end ? len : end};
+}
+
+// Finds K and V rows of positions [lo, hi) of the tile at `tile`; the others repeat one of them, to be masked later.
+inline void find_rows(const AttentionArgs& a, const AttentionSpan& span, int64_t tile, int64_t lo, int64_t hi, SpanState& st) {
+  const int32_t* table = a.block_table + a.seq_ids[span.first_row] * a.table_stride;
+  for (int64_t p = lo; p < hi; ++p) {
+    const int64_t slot = static_cast<int64_t>(table[p / a.page_size]) * a.page_size + p % a.page_size;
+    st.k[p - tile] = reinterpret_cast<const uint8_t*>(a.k + slot * a.k_slot + span.kv_head * a.k_head);
+    st.v[p - tile] = a.v + slot * a.v_slot + span.kv_head * a.v_head;
+  }
+  for (int64_t j = 0; j < kPositionTile; ++j)
+    if (j < lo - tile || j >= hi - tile) {
+      st.k[j] = st.k[lo - tile];
+      st.v[j] = st.v[lo - tile];
+    }
+}
+
+template <int C> void score_queries(const SpanState& st, const FloatStage& stage, int first, int cols, float* scores, int i) {
+  for (; i + C <= st.count; i += C) {
+    const float* x[C];
+    for (int c = 0; c < C; ++c) x[c] = st.q[i + c] + first;
+    float_kernel<C>(stage.w, x, cols, scores + i * 16);
+  }
+  if constexpr (C > 1) score_queries<C / 2>(st, stage, first, cols, scores, i);
+}
+
+// Raw dot products of all queries with the positions of one sub-tile.
+inline void score_sub_tile(const AttentionArgs& a, SpanState& st, int sub, FloatStage& stage) {
+  float* scores = &st.scores[sub][0][0];
+  for (int i = 0; i < st.count; ++i) store(scores + i * 16, zero());
+  for (int first = 0; first < a.dim_k; first += kTileCols) {
+    const int cols = a.dim_k - first < kTileCols ? a.dim_k - first : kTileCols;
+    stage_float<QType::F32>(st.k + 16 * sub, first, cols, stage);
+    score_queries<kFloatTokens>(st, stage, first, cols, scores, 0);
+  }
+}
+
+// Turns the scores of query i into probabilities in place, updates its maximum and sum, rescales its output.
+inline void softmax_step(const AttentionArgs& a, SpanState& st, int i, int lo, int hi, float* max, float* sum, float* out) {
+  vf s[kSubTiles];
+  for (int sub = 0; sub < kSubTiles; ++sub) {
+    vf x = mul(set1(a.scale), load(st.scores[sub][i]));
+    if (a.softcap > 0.0f) x = mul(set1(a.softcap), tanh_(div(x, set1(a.softcap))));
+    s[sub] = select(lane_range(lo - 16 * sub, hi - 16 * sub), x, set1(-kInfinity));
+  }
+  const float tile_max = reduce_max(max_(max_(s[0], s[1]), max_(s[2], s[3])));
+  const float new_max = tile_max > *max ? tile_max : *max;
+  const float alpha = exp1(*max - new_max);
+  for (int sub = 0; sub < kSubTiles; ++sub) {
+    s[sub] = exp_(kt_sub(s[sub], new_max));
+    store(st.scores[sub][i], s[sub]);
+  }
+  *sum = *sum * alpha + reduce_add(add(add(s[0], s[1]), add(s[2], s[3])));
+  *max = new_max;
+  if (alpha != 1.0f)
+    for (int d = 0; d < a.dim_v; ++d) out[d] = out[d] * alpha;
+}
+
+// out[c] = fma(p[c][j], v[j], out[c]) for j in [lo, hi), ascending.
+template <int C> void add_values(const SpanState& st, int i, int lo, int hi, int dim_v, float* out) {
+  for (int d = 0; d < dim_v; d += 16) {
+    const int rest = dim_v - d;
+    vf acc[C];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) acc[c] = rest < 16 ? load_n(out + c * dim_v + d, rest) : load(out + c * dim_v + d);
+    for (int j = lo; j < hi; ++j) {
+      const vf v = rest < 16 ? load_n(st.v[j] + d, rest) : load(st.v[j] + d);
+      const float* p = &st.scores[j / 16][i][j % 16];
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) acc[c] = fma_(set1(p[c * 16]), v, acc[c]);
+    }
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) {
+      if (rest < 16)
+        store_n(out + c * dim_v + d, acc[c], rest);
+      else
+        store(out + c * dim_v + d, acc[c]);
+    }
+  }
+}
+
+// Queries side by side where all of them see the position, one by one before and after.
+template <int C> void add_values_of_tile(const SpanState& st, int64_t tile, int dim_v, float* out, int i) {
+  for (; i + C <= st.count; i += C) {
+    int lo[C], hi[C], joint_lo = 0, joint_hi = kPositionTile;
+    for (int c = 0; c < C; ++c) {
+      const QueryRange& r = st.range[i + c];
+      lo[c] = r.lo > tile ? static_cast<int>(r.lo - tile) : 0;
+      hi[c] = r.hi < tile + kPositionTile ? static_cast<int>(r.hi - tile) : kPositionTile;
+      joint_lo = lo[c] > joint_lo ? lo[c] : joint_lo;
+      joint_hi = hi[c] < joint_hi ? hi[c] : joint_hi;
+    }
+    if (joint_hi < joint_lo) joint_hi = joint_lo;
+    for (int c = 0; c < C; ++c)
+      add_values<1>(st, i + c, lo[c], hi[c] < joint_lo ? hi[c] : joint_lo, dim_v, out + (i + c) * dim_v);
+    if (joint_hi > joint_lo) add_values<C>(st, i, joint_lo, joint_hi, dim_v, out + i * dim_v);
+    for (int c = 0; c < C; ++c)
+      add_values<1>(st, i + c, lo[c] > joint_hi ? lo[c] : joint_hi, hi[c], dim_v, out + (i + c) * dim_v);
+  }
+  if constexpr (C > 1) add_values_of_tile<C / 2>(st, tile, dim_v, out, i);
+}
+
+void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* maxima, float* sums, float* out) {
+  SpanState st;
+  FloatStage stage;
+  st.count = span.num_rows * span.num_heads;
+  for (int r = 0, i = 0; r < span.num_rows; ++r)
+    for (int h = 0; h < span.num_heads; ++h, ++i) {
+      st.q[i] = a.q + (span.first_row + r) * a.q_row + (span.first_head + h) * a.q_head;
+      st.range[i] = visible(a, span.first_row + r, span.begin, span.end);
+      maxima[i] = -kInfinity;
+      sums[i] = 0.0f;
+      for (int d = 0; d < a.dim_v; ++d) out[i * a.dim_v + d] = 0.0f;
+    }
+  std::memset(st.scores, 0, sizeof st.scores);
+  for (int64_t tile = span.begin; tile < span.end; tile += kPositionTile) {
+    int64_t lo = tile + kPositionTile, hi = tile;
+    for (int i = 0; i < st.count; ++i) {
+      const QueryRange r = {st.range[i].lo > tile ? st.range[i].lo : tile,
+                            st.range[i].hi < tile + kPositionTile ? st.range[i].hi : tile + kPositionTile};
+      if (r.lo >= r.hi) continue;
+      lo = r.lo < lo ? r.lo : lo;
+      hi = r.hi > hi ? r.hi : hi;
+    }
+    if (lo >= hi) continue;
+    find_rows(a, span, tile, lo, hi, st);
+    for (int sub = 0; sub < kSubTiles; ++sub)
+      if (lo - tile < 16 * sub + 16 && hi - tile > 16 * sub) score_sub_tile(a, st, sub, stage);
+    for (int i = 0; i < st.count; ++i) {
+      const int64_t from = st.range[i].lo - tile, to = st.range[i].hi - tile;
+      if (from >= kPositionTile || to <= 0 || from >= to) continue;
+      softmax_step(a, st, i, static_cast<int>(from > 0 ? from : 0), static_cast<int>(to < kPositionTile ? to : kPositionTile),
+                   maxima + i, sums + i, out + i * a.dim_v);
+    }
+    add_values_of_tile<kFloatTokens>(st, tile, a.dim_v, out, 0);
+  }
+}
+
+void attention_merge(float* max, float* sum, float* out, float max2, float sum2, const float* out2, int dim_v) {
+  if (sum2 == 0.0f) return;  // the span holds nothing that this query sees
+  if (*sum == 0.0f) {
+    *max = max2;
+    *sum = sum2;
+    for (int d = 0; d < dim_v; ++d) out[d] = out2[d];
+    return;
+  }
+  const float new_max = max2 > *max ? max2 : *max;
+  const float a = exp1(*max - new_max), b = exp1(max2 - new_max);
+  *max = new_max;
+  *sum = *sum * a + sum2 * b;
+  for (int d = 0; d < dim_v; ++d) out[d] = out[d] * a + out2[d] * b;
+}
+
+void attention_finish(float max, float sum, const float* acc, const float* sink, int dim_v, float* out) {
+  if (sum == 0.0f) {
+    for (int d = 0; d < dim_v; ++d) out[d] = 0.0f;
+    return;
+  }
+  float scale = 1.0f;
+  if (sink != nullptr) {
+    const float new_max = *sink > max ? *sink : max;
+    scale = exp1(max - new_max);
+    sum = sum * scale + exp1(*sink - new_max);
+  }
+  for (int d = 0; d < dim_v; ++d) out[d] = acc[d] * scale / sum;
+}
+
+}  // namespace

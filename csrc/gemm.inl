@@ -1,0 +1,307 @@
+// 16 weight rows times any number of activation rows, one output per lane.
+// Included by a tier file after quant.inl.
+//
+// Weights are staged 256 columns at a time: unpacked once into L1 with the 16 rows side by side, then used for all
+// tokens of the call. Each output is one lane's accumulator, and sees these operations in this order, whatever the
+// number of tokens, the split of rows or the tier (all fp32 operations round once; no fused ones but in (1)):
+//
+// (1) F32, F16, BF16, for every chunk of 256 columns (the last may be shorter):
+//       s = 0; for k ascending: s = fma(w[k], x[k], s);   acc = acc + s
+// (2) Q8_0, Q4_0, for every block of 32, ascending, with q the integer weight and a, da the int8 activations and scale:
+//       isum = sum q[k] a[k] (int32, exact);              acc = acc + (d * da) * float(isum)
+// (3) Q4_K, Q5_K, for every super-block of 256, with sub-blocks s of 32:
+//       isum = sum_s sc[s] sum_k q[k] a[k];               acc = acc + (d * da) * float(isum)
+//       msum = sum_s m[s] sum_k a[k];                     acc = acc - (dmin * da) * float(msum)
+// (4) Q6_K, for every super-block of 256, with sub-blocks s of 16:
+//       isum = sum_s sc[s] sum_k (q[k] - 32) a[k];        acc = acc + (d * da) * float(isum)
+// Integer sums cannot overflow: |isum| <= 256 * 127 * 128 * 63 in (4).
+
+namespace {
+
+struct FloatStage {
+  alignas(64) float w[kTileCols * 16];  // [column][row]
+};
+
+struct QuantStage {
+  alignas(64) uint8_t w[kTileCols * 16];  // [column / 4][row][column % 4]
+  alignas(64) int32_t sc[16 * 16];        // [sub-block][row], see scale_lane
+  alignas(64) int32_t m[8 * 16];          // [pair of sub-blocks][row], two int16
+  alignas(64) float d[8 * 16];            // [block][row]
+  alignas(64) float dmin[16];
+};
+
+inline int64_t token_row(const TileArgs& a, int t) { return a.token_ids ? a.token_ids[t] : a.first_token + t; }
+
+// ---- unquantized ----
+
+template <QType TYPE> void stage_float(const uint8_t* const* rows, int64_t first, int cols, FloatStage& st) {
+  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
+  alignas(64) float copy[16][16];
+  const uint8_t* src[16];
+  for (int c = 0; c < cols; c += 16) {
+    const bool partial = cols - c < 16;
+    for (int r = 0; r < 16; ++r) {
+      const uint8_t* p = rows[r] + (first + c) * bytes;
+      if (TYPE == QType::F32 && !partial) {
+        src[r] = p;
+        continue;
+      }
+      store(copy[r], partial ? load_weights_n<TYPE>(p, cols - c) : load_weights<TYPE>(p));
+      src[r] = reinterpret_cast<const uint8_t*>(copy[r]);
+    }
+    transpose16(src, reinterpret_cast<uint8_t*>(st.w + c * 16));
+  }
+}
+
+template <int C> inline void float_kernel(const float* w, const float* const* x, int cols, float* acc) {
+  vf s[C];
+#pragma GCC unroll 16
+  for (int c = 0; c < C; ++c) s[c] = zero();
+  for (int k = 0; k < cols; ++k) {
+    const vf column = load(w + k * 16);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) s[c] = fma_(column, set1(x[c][k]), s[c]);
+  }
+#pragma GCC unroll 16
+  for (int c = 0; c < C; ++c) store(acc + c * 16, add(load(acc + c * 16), s[c]));
+}
+
+template <int C> void float_tokens(const TileArgs& a, const FloatStage& st, int64_t first, int cols, int t) {
+  for (; t + C <= a.num_tokens; t += C) {
+    const float* x[C];
+    for (int c = 0; c < C; ++c) x[c] = a.act.x + token_row(a, t + c) * a.act.ldx + first;
+    float_kernel<C>(st.w, x, cols, a.acc + t * 16);
+  }
+  if constexpr (C > 1) float_tokens<C / 2>(a, st, first, cols, t);
+}
+
+template <QType TYPE> void float_tile(const TileArgs& a) {
+  FloatStage st;
+  for (int64_t first = 0; first < a.k; first += kTileCols) {
+    const int cols = static_cast<int>(a.k - first < kTileCols ? a.k - first : kTileCols);
+    stage_float<TYPE>(a.rows, first, cols, st);
+    float_tokens<kFloatTokens>(a, st, first, cols, 0);
+  }
+}
+
+// ---- blocks of 32 ----
+
+struct FormatQ8_0 {
+  static constexpr int bytes = 34;
+  static constexpr bool is_signed = true;
+  static void unpack(const uint8_t* p, uint8_t* q) {
+    for (int i = 0; i < 32; ++i) q[i] = p[2 + i] ^ kSignFlip;
+  }
+};
+struct FormatQ4_0 {
+  static constexpr int bytes = 18;
+  static constexpr bool is_signed = false;
+  static void unpack(const uint8_t* p, uint8_t* q) { unpack_q4_0(p, q); }
+};
+
+inline void interleave(uint8_t (*unpacked)[kTileCols], int cols, uint8_t* w) {
+  const uint8_t* src[16];
+  for (int c = 0; c < cols; c += 64) {
+    for (int r = 0; r < 16; ++r) src[r] = unpacked[r] + c;
+    transpose16(src, w + c * 16);
+  }
+}
+
+template <class F> void stage_q32(const uint8_t* const* rows, int64_t block, int count, QuantStage& st) {
+  alignas(64) uint8_t unpacked[16][kTileCols];
+  for (int r = 0; r < 16; ++r) {
+    const uint8_t* p = rows[r] + block * F::bytes;
+    for (int b = 0; b < count; ++b, p += F::bytes) {
+      F::unpack(p, unpacked[r] + 32 * b);
+      st.d[b * 16 + r] = half_to_float(p);
+    }
+    if (count % 2 != 0) std::memset(unpacked[r] + 32 * count, 0, 32);  // columns are interleaved 64 at a time
+  }
+  interleave(unpacked, 32 * count, st.w);
+}
+
+template <class F, int C> inline void dot32(const uint8_t* w, const int8_t* const* y, const int16_t* sums, vi* isum) {
+  if constexpr (F::is_signed) {
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c]);
+    for (int step = 0; step < 8; ++step) {
+      const wb column = load_wb(w + 64 * step);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) isum[c] = sdot(isum[c], column, y[c] + 4 * step);
+    }
+  } else {
+    uacc u[C];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) u[c] = uacc_zero();
+    for (int step = 0; step < 8; ++step) {  // at most 8 * 2 * 15 * 127 in an int16
+      const wb column = load_wb(w + 64 * step);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) u[c] = udot(u[c], column, y[c] + 4 * step);
+    }
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) isum[c] = flush(set1i(-8 * sums[c]), u[c]);
+  }
+}
+
+template <class F, int C> void q32_tokens(const TileArgs& a, const QuantStage& st, int64_t block, int count, int t) {
+  for (; t + C <= a.num_tokens; t += C) {
+    const int8_t* y[C];
+    const float* d[C];
+    const int16_t* s[C];
+    vf acc[C];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) {
+      const int64_t row = token_row(a, t + c);
+      y[c] = a.act.q + row * a.act.ldq + block * 32;
+      d[c] = a.act.d + row * a.act.ldd + block;
+      s[c] = a.act.sums + row * a.act.lds + block;
+      acc[c] = load(a.acc + (t + c) * 16);
+    }
+    for (int b = 0; b < count; ++b) {
+      const int8_t* yb[C];
+      int16_t sb[C];
+      vi isum[C];
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) {
+        yb[c] = y[c] + 32 * b;
+        sb[c] = s[c][b];
+      }
+      dot32<F, C>(st.w + 512 * b, yb, sb, isum);
+      const vf dw = load(st.d + 16 * b);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) acc[c] = add(acc[c], mul(mul(dw, set1(d[c][b])), to_float(isum[c])));
+    }
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
+  }
+  if constexpr (C > 1) q32_tokens<F, C / 2>(a, st, block, count, t);
+}
+
+template <class F> void q32_tile(const TileArgs& a) {
+  QuantStage st;
+  const int64_t blocks = a.k / 32;
+  for (int64_t block = 0; block < blocks; block += 8) {
+    const int count = static_cast<int>(blocks - block < 8 ? blocks - block : 8);
+    stage_q32<F>(a.rows, block, count, st);
+    q32_tokens<F, kQuantTokens>(a, st, block, count, 0);
+  }
+}
+
+// ---- super-blocks of 256 ----
+
+struct FormatQ4K {
+  static constexpr int bytes = 144, subs = 8, narrow_steps = 8;  // 8 * 2 * 15 * 127 fits in an int16
+  static constexpr bool has_min = true;
+  static void unpack(const uint8_t* p, uint8_t* q) { unpack_q4_k(p, q); }
+};
+struct FormatQ5K {
+  static constexpr int bytes = 176, subs = 8, narrow_steps = 4;  // 4 * 2 * 31 * 127
+  static constexpr bool has_min = true;
+  static void unpack(const uint8_t* p, uint8_t* q) { unpack_q5_k(p, q); }
+};
+struct FormatQ6K {
+  static constexpr int bytes = 210, subs = 16, narrow_steps = 2;  // 2 * 2 * 63 * 127
+  static constexpr bool has_min = false;
+  static void unpack(const uint8_t* p, uint8_t* q) { unpack_q6_k(p, q); }
+};
+
+inline int32_t pack_pair(int lo, int hi) {
+  return static_cast<int32_t>(static_cast<uint16_t>(lo) | (static_cast<uint32_t>(static_cast<uint16_t>(hi)) << 16));
+}
+
+template <class F> void stage_scales(const uint8_t* p, int r, QuantStage& st) {
+  if constexpr (F::has_min) {
+    const KScales ks = unpack_scales(p + 4);
+    for (int s = 0; s < 8; ++s) st.sc[s * 16 + r] = scale_lane(ks.sc[s]);
+    for (int s = 0; s < 4; ++s) st.m[s * 16 + r] = pack_pair(ks.m[2 * s], ks.m[2 * s + 1]);
+    st.d[r] = half_to_float(p);
+    st.dmin[r] = half_to_float(p + 2);
+  } else {  // the offset 32 becomes a minimum of 32 * scale, subtracted before the sum is scaled
+    const int8_t* sc = reinterpret_cast<const int8_t*>(p + 192);
+    for (int s = 0; s < 16; ++s) st.sc[s * 16 + r] = scale_lane(sc[s]);
+    for (int s = 0; s < 8; ++s) st.m[s * 16 + r] = pack_pair(32 * sc[2 * s], 32 * sc[2 * s + 1]);
+    st.d[r] = half_to_float(p + 208);
+  }
+}
+
+template <class F> void stage_q256(const uint8_t* const* rows, int64_t block, QuantStage& st) {
+  alignas(64) uint8_t unpacked[16][kTileCols];
+  for (int r = 0; r < 16; ++r) {
+    const uint8_t* p = rows[r] + block * F::bytes;
+    F::unpack(p, unpacked[r]);
+    stage_scales<F>(p, r, st);
+  }
+  interleave(unpacked, kTileCols, st.w);
+}
+
+template <class F, int C> inline void dot256(const QuantStage& st, const int8_t* const* y, vi* total) {
+  constexpr int sub_steps = 64 / F::subs;
+  constexpr int steps = kNarrowSums && F::narrow_steps < sub_steps ? F::narrow_steps : sub_steps;
+#pragma GCC unroll 16
+  for (int c = 0; c < C; ++c) total[c] = set1i(0);
+  for (int first = 0; first < 64; first += steps) {
+    uacc u[C];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) u[c] = uacc_zero();
+#pragma GCC unroll 8
+    for (int step = 0; step < steps; ++step) {
+      const wb column = load_wb(st.w + 64 * (first + step));
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) u[c] = udot(u[c], column, y[c] + 4 * (first + step));
+    }
+    const vi scale = loadi(st.sc + first / sub_steps * 16);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) total[c] = flush_scaled(total[c], u[c], scale);
+  }
+}
+
+template <class F, int C> void q256_tokens(const TileArgs& a, const QuantStage& st, int64_t block, int t) {
+  for (; t + C <= a.num_tokens; t += C) {
+    const int8_t* y[C];
+    vi total[C];
+    for (int c = 0; c < C; ++c) y[c] = a.act.q + token_row(a, t + c) * a.act.ldq + block * 256;
+    dot256<F, C>(st, y, total);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) {
+      const int64_t row = token_row(a, t + c);
+      const int16_t* sums = a.act.sums + row * a.act.lds + block * kSumsPerSuper + (F::has_min ? 16 : 0);
+      const vf da = set1(a.act.d[row * a.act.ldd + block]);
+      vi low = set1i(0);
+      for (int s = 0; s < F::subs / 2; ++s) low = pair_dot(low, loadi(st.m + 16 * s), sums + 2 * s);
+      vf acc = load(a.acc + (t + c) * 16);
+      const vf scale = mul(load(st.d), da);
+      if constexpr (F::has_min) {
+        acc = add(acc, mul(scale, to_float(total[c])));
+        acc = sub(acc, mul(mul(load(st.dmin), da), to_float(low)));
+      } else {
+        acc = add(acc, mul(scale, to_float(subi(total[c], low))));
+      }
+      store(a.acc + (t + c) * 16, acc);
+    }
+  }
+  if constexpr (C > 1) q256_tokens<F, C / 2>(a, st, block, t);
+}
+
+template <class F> void q256_tile(const TileArgs& a) {
+  QuantStage st;
+  for (int64_t block = 0; block < a.k / 256; ++block) {
+    stage_q256<F>(a.rows, block, st);
+    q256_tokens<F, kQuantTokens>(a, st, block, 0);
+  }
+}
+
+void tile(const TileArgs& a) {
+  for (int t = 0; t < a.num_tokens; ++t) store(a.acc + t * 16, zero());
+  switch (a.type) {
+    case QType::F32: return float_tile<QType::F32>(a);
+    case QType::F16: return float_tile<QType::F16>(a);
+    case QType::BF16: return float_tile<QType::BF16>(a);
+    case QType::Q8_0: return q32_tile<FormatQ8_0>(a);
+    case QType::Q4_0: return q32_tile<FormatQ4_0>(a);
+    case QType::Q4_K: return q256_tile<FormatQ4K>(a);
+    case QType::Q5_K: return q256_tile<FormatQ5K>(a);
+    case QType::Q6_K: return q256_tile<FormatQ6K>(a);
+  }
+}
+
+}  // namespace

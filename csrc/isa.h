@@ -1,0 +1,26 @@
+// Which instruction-set tiers this build has and this machine can run.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "types.h"
+
+namespace kt {
+
+const KernelTable& table_scalar();
+#if defined(KT_X86)
+const KernelTable& table_avx2();
+const KernelTable& table_avx512();
+#endif
+
+// Kernel tables that run here, slowest first; the scalar one is always there.
+const std::vector<const KernelTable*>& available_tiers();
+
+// The tier called `name`; throws std::invalid_argument that lists what there is.
+const KernelTable& tier_by_name(const std::string& name);
+
+// Sizes and activation form of a type; throws std::invalid_argument for one without a kernel.
+const QTypeInfo& qtype_info(QType type);
+const std::vector<QTypeInfo>& qtype_infos();
+
+}  // namespace kt

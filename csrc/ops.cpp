@@ -1,0 +1,149 @@
+// See ops.h.
+#include "ops.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace kt {
+namespace {
+
+constexpr int64_t kTokenChunk = 128;     // accumulators of a chunk: 128 * 16 floats, 8 KiB of stack
+constexpr int64_t kElementsPerTask = 8192;
+
+ActForm form_for(QType type) { return qtype_info(type).form; }
+
+// Lanes are rows of the weight: turns a tile's accumulators into rows of the output.
+void store_tile(const float* acc, int64_t tokens, int64_t lanes, const float* bias, float* out, int64_t ldo) {
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t r = 0; r < lanes; ++r) out[t * ldo + r] = bias != nullptr ? acc[t * 16 + r] + bias[r] : acc[t * 16 + r];
+}
+
+}  // namespace
+
+WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
+  const QTypeInfo& info = qtype_info(type);
+  if (rows < 0 || cols < 0 || cols % info.block != 0)
+    throw std::invalid_argument("weight of " + std::to_string(rows) + " rows and " + std::to_string(cols) + " columns cannot be " + info.name);
+  return {type, data, rows, cols, cols / info.block * info.bytes};
+}
+
+void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows) {
+  for (int64_t r = 0; r < kTileRows; ++r) rows[r] = weight.data + std::min(first + r, weight.rows - 1) * weight.row_bytes;
+}
+
+Activations::Activations(WorkerPool::Session& session, const float* x, int64_t rows, int64_t ldx, int64_t cols)
+    : session_(session), x_(x), rows_(rows), cols_(cols) {
+  float_.x = x;
+  float_.ldx = ldx;
+}
+
+void Activations::require(QType type) {
+  const ActForm form = form_for(type);
+  ActRows* target = form == ActForm::Q32 ? &q32_ : form == ActForm::Q256 ? &q256_ : nullptr;
+  if (target != nullptr && target->q == nullptr) quantize(form, *target);
+}
+
+ActRows Activations::form_of(QType type) const {
+  const ActForm form = form_for(type);
+  return form == ActForm::Q32 ? q32_ : form == ActForm::Q256 ? q256_ : float_;
+}
+
+void Activations::quantize(ActForm form, ActRows& out) {
+  const int64_t block = form == ActForm::Q32 ? 32 : 256, blocks = cols_ / block;
+  const int64_t sums_per_block = form == ActForm::Q32 ? 1 : kSumsPerSuper;
+  int8_t* q = session_.scratch<int8_t>(rows_ * cols_);
+  float* d = session_.scratch<float>(rows_ * blocks);
+  int16_t* sums = session_.scratch<int16_t>(rows_ * blocks * sums_per_block);
+  const KernelTable& kernels = session_.kernels();
+  // Several short rows make one task.
+  const int64_t group = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(cols_, 1));
+  session_.run((rows_ + group - 1) / group, [&](int64_t i) {
+    for (int64_t r = i * group; r < std::min(rows_, (i + 1) * group); ++r)
+      kernels.quantize_row(form, x_ + r * float_.ldx, cols_, q + r * cols_, d + r * blocks, sums + r * blocks * sums_per_block);
+  });
+  out = ActRows{nullptr, 0, q, cols_, d, blocks, sums, blocks * sums_per_block};
+}
+
+TileSplit split_tiles(int64_t rows, int64_t tokens) {
+  const int64_t chunk = std::min(tokens, kTokenChunk);
+  return {(rows + kTileRows - 1) / kTileRows, chunk > 0 ? (tokens + chunk - 1) / chunk : 0, chunk};
+}
+
+void linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ldx, const WeightView& weight, const float* bias,
+            float* out, int64_t ldo) {
+  WorkerPool::Session session(pool);
+  Activations act(session, x, tokens, ldx, weight.cols);
+  act.require(weight.type);
+  const TileSplit split = split_tiles(weight.rows, tokens);
+  session.run(split.row_tiles * split.token_chunks, [&](int64_t i) {
+    alignas(64) float acc[kTokenChunk * kTileRows];
+    const int64_t first = i / split.token_chunks * kTileRows, token = i % split.token_chunks * split.chunk;
+    TileArgs args{};
+    args.type = weight.type;
+    point_rows(weight, first, args.rows);
+    args.k = weight.cols;
+    args.act = act.form_of(weight.type);
+    args.first_token = token;
+    args.num_tokens = static_cast<int>(std::min(split.chunk, tokens - token));
+    args.acc = acc;
+    session.kernels().tile(args);
+    store_tile(acc, args.num_tokens, std::min<int64_t>(kTileRows, weight.rows - first), bias ? bias + first : nullptr,
+               out + token * ldo + first, ldo);
+  });
+}
+
+void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight, float* out) {
+  WorkerPool::Session session(pool);
+  const int64_t rows = weight.rows / std::max<int64_t>(batch, 1), ldo = batch * rows;
+  // Row t * batch + b of the activations is token t of matrix b.
+  Activations act(session, x, tokens * batch, weight.cols, weight.cols);
+  act.require(weight.type);
+  const TileSplit split = split_tiles(rows, tokens);
+  const int64_t per_matrix = split.row_tiles * split.token_chunks;
+  session.run(batch * per_matrix, [&](int64_t i) {
+    alignas(64) float acc[kTokenChunk * kTileRows];
+    int32_t ids[kTokenChunk];
+    const int64_t b = i / per_matrix, j = i % per_matrix;
+    const int64_t first = j / split.token_chunks * kTileRows, token = j % split.token_chunks * split.chunk;
+    const WeightView matrix = {weight.type, weight.data + b * rows * weight.row_bytes, rows, weight.cols, weight.row_bytes};
+    TileArgs args{};
+    args.type = weight.type;
+    point_rows(matrix, first, args.rows);
+    args.k = weight.cols;
+    args.act = act.form_of(weight.type);
+    args.num_tokens = static_cast<int>(std::min(split.chunk, tokens - token));
+    for (int t = 0; t < args.num_tokens; ++t) ids[t] = static_cast<int32_t>((token + t) * batch + b);
+    args.token_ids = ids;
+    args.acc = acc;
+    session.kernels().tile(args);
+    store_tile(acc, args.num_tokens, std::min<int64_t>(kTileRows, rows - first), nullptr, out + token * ldo + b * rows + first, ldo);
+  });
+}
+
+void dequantize_rows(WorkerPool& pool, const WeightView& weight, const int64_t* ids, int64_t count, float* out) {
+  WorkerPool::Session session(pool);
+  const int64_t group = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(weight.cols, 1));
+  session.run((count + group - 1) / group, [&](int64_t i) {
+    for (int64_t j = i * group; j < std::min(count, (i + 1) * group); ++j)
+      session.kernels().dequantize_row(weight.type, weight.data + ids[j] * weight.row_bytes, weight.cols, out + j * weight.cols);
+  });
+}
+
+void rms_norm(WorkerPool& pool, const float* x, const float* weight, int64_t rows, int64_t cols, float eps, float* out) {
+  WorkerPool::Session session(pool);
+  const int64_t group = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(cols, 1));
+  session.run((rows + group - 1) / group, [&](int64_t i) {
+    for (int64_t r = i * group; r < std::min(rows, (i + 1) * group); ++r)
+      session.kernels().rms_norm_row(x + r * cols, weight, cols, eps, out + r * cols);
+  });
+}
+
+void activate(WorkerPool& pool, const ActSpec& spec, const float* gate, const float* up, int64_t n, float* out) {
+  WorkerPool::Session session(pool);
+  session.run((n + kElementsPerTask - 1) / kElementsPerTask, [&](int64_t i) {
+    const int64_t first = i * kElementsPerTask;
+    session.kernels().activate(spec, gate ? gate + first : nullptr, up + first, std::min(kElementsPerTask, n - first), out + first);
+  });
+}
+
+}  // namespace kt

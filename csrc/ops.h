@@ -1,0 +1,60 @@
+// Whole operations over a worker pool: what to split, what to prepare, which kernel to call. No arithmetic here.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "pool.h"
+
+namespace kt {
+
+// A matrix in block layout, rows `row_bytes` apart.
+struct WeightView {
+  QType type;
+  const uint8_t* data;
+  int64_t rows, cols, row_bytes;
+};
+
+WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols);
+
+// Points at rows first .. first + 15; lanes past the end repeat the last row.
+void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows);
+
+// Activations in the form that `type` wants. fp32 input is used in place; int8 forms go to scratch memory.
+class Activations {
+ public:
+  Activations(WorkerPool::Session& session, const float* x, int64_t rows, int64_t ldx, int64_t cols);
+  // Makes the form of `type` available (once).
+  void require(QType type);
+  ActRows form_of(QType type) const;
+
+ private:
+  void quantize(ActForm form, ActRows& out);
+  WorkerPool::Session& session_;
+  const float* x_;
+  int64_t rows_, cols_;
+  ActRows float_, q32_, q256_;
+};
+
+// Row tiles of a job and chunks of tokens within it.
+struct TileSplit {
+  int64_t row_tiles, token_chunks, chunk;
+};
+TileSplit split_tiles(int64_t rows, int64_t tokens);
+
+// out[t, n] = sum_k x[t, k] weight[n, k] + bias[n]; bias may be null. x and out rows are ldx and ldo elements apart.
+void linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ldx, const WeightView& weight, const float* bias,
+            float* out, int64_t ldo);
+
+// out[t, b, n] = sum_k x[t, b, k] weight[b, n, k]; x and out contiguous.
+void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight, float* out);
+
+void dequantize_rows(WorkerPool& pool, const WeightView& weight, const int64_t* ids, int64_t count, float* out);
+
+void rms_norm(WorkerPool& pool, const float* x, const float* weight, int64_t rows, int64_t cols, float eps, float* out);
+
+// out = act(gate) * up; gate null: act(up). n elements.
+void activate(WorkerPool& pool, const ActSpec& spec, const float* gate, const float* up, int64_t n, float* out);
+
+void attention(WorkerPool& pool, const AttentionArgs& args);
+
+}  // namespace kt

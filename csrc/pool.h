@@ -1,0 +1,108 @@
+// A pool of threads that run one job at a time. The caller is worker 0.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "isa.h"
+
+namespace kt {
+
+constexpr int kMaxThreads = 1024;
+
+class WorkerPool {
+ public:
+  // num_threads counts the caller; throws std::invalid_argument below 1 or above kMaxThreads.
+  WorkerPool(int num_threads, const KernelTable& kernels);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  int num_threads() const { return num_threads_; }
+  const KernelTable& kernels() const { return kernels_; }
+
+  // Joins the threads. Later sessions throw. Closing twice is fine.
+  void close();
+
+  // The right to run jobs: calls from several threads wait for one another here. Sets the floating-point mode that
+  // every tier counts on (round to nearest, subnormals kept) and puts the caller's back.
+  class Session {
+   public:
+    explicit Session(WorkerPool& pool);
+    ~Session();
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+
+    // Calls task(i) for every i in [0, count), each once, on any thread, and returns when all are done. An exception
+    // in a task cancels those not begun and is thrown here.
+    template <class Task> void run(int64_t count, const Task& task) {
+      pool_.run(count, [](const void* context, int64_t i) { (*static_cast<const Task*>(context))(i); }, &task);
+    }
+
+    // Memory for this session, 64-byte aligned, uninitialized. Each call takes the next part.
+    template <class T> T* scratch(int64_t count) { return static_cast<T*>(pool_.scratch(count * static_cast<int64_t>(sizeof(T)))); }
+
+    const KernelTable& kernels() const { return pool_.kernels_; }
+    int num_threads() const { return pool_.num_threads_; }
+
+   private:
+    WorkerPool& pool_;
+    std::unique_lock<std::mutex> lock_;
+    unsigned caller_mode_;
+  };
+
+ private:
+  using TaskFn = void (*)(const void* context, int64_t i);
+
+  // How a job is handed over. The caller fills job_ while no job is open and no worker is active, then publishes its
+  // number in open_. A worker announces itself in active_ BEFORE it looks at open_, so that either it sees the job
+  // closed, or the caller, which closes the job before it looks at active_, waits for it. Workers that wake late find
+  // the job closed and go back to sleep; nobody waits for them.
+  struct Job {
+    TaskFn fn = nullptr;
+    const void* context = nullptr;
+    int64_t count = 0;
+  };
+
+  void run(int64_t count, TaskFn fn, const void* context);
+  void work();
+  void worker_main();
+  void* scratch(int64_t bytes);
+
+  const int num_threads_;
+  const KernelTable& kernels_;
+  const int64_t owner_pid_;
+  std::vector<std::thread> threads_;
+  std::mutex call_mutex_;
+  bool closed_ = false;  // guarded by call_mutex_
+
+  Job job_;
+  std::atomic<int64_t> next_{0};
+  std::atomic<uint64_t> open_{0};    // number of the open job, 0 when none is open
+  std::atomic<uint64_t> posted_{0};  // number of the last job; a change wakes the workers
+  std::atomic<int> active_{0};
+  std::atomic<bool> stop_{false};
+  std::mutex error_mutex_;
+  std::exception_ptr error_;
+
+  // On the heap because a forked child must leak it: destroying a condition variable waits for its waiters, and the
+  // child does not have them.
+  struct Sleep {
+    std::mutex mutex;
+    std::condition_variable wake;
+  };
+  std::unique_ptr<Sleep> sleep_ = std::make_unique<Sleep>();
+  std::atomic<int> sleepers_{0};
+
+  struct FreeDeleter { void operator()(void* p) const; };
+  std::vector<std::pair<std::unique_ptr<char, FreeDeleter>, int64_t>> blocks_;
+  size_t block_ = 0;    // the block in use
+  int64_t used_ = 0;    // bytes of it that are taken
+};
+
+}  // namespace kt

@@ -1,0 +1,176 @@
+// ggml's block formats: unpacking, dequantizing, and quantizing activations to int8.
+// Included by a tier file after its SIMD layer. Layouts are those of ggml-quants.h / gguf.quants:
+//   Q8_0  34 B / 32:  half d; int8 q[32]                                          w = d q
+//   Q4_0  18 B / 32:  half d; nibbles qs[16] (low: 0-15, high: 16-31)             w = d (q - 8)
+//   Q4_K 144 B / 256: half d, dmin; 6-bit sc[8], m[8] in 12 B; nibbles qs[128]    w = d sc q - dmin m
+//   Q5_K 176 B / 256: the same, with a fifth bit in qh[32] before qs              w = d sc q - dmin m
+//   Q6_K 210 B / 256: ql[128]; qh[64]; int8 sc[16]; half d                        w = d sc (q - 32)
+// Blocks are read at any alignment and never past their end.
+
+namespace {
+
+struct KScales { uint8_t sc[8], m[8]; };
+
+inline KScales unpack_scales(const uint8_t* p) {
+  KScales s;
+  for (int j = 0; j < 4; ++j) {
+    s.sc[j] = p[j] & 63;
+    s.m[j] = p[4 + j] & 63;
+    s.sc[4 + j] = static_cast<uint8_t>((p[8 + j] & 15) | ((p[j] >> 6) << 4));
+    s.m[4 + j] = static_cast<uint8_t>((p[8 + j] >> 4) | ((p[4 + j] >> 6) << 4));
+  }
+  return s;
+}
+
+inline void unpack_q4_0(const uint8_t* p, uint8_t* q) {
+  for (int i = 0; i < 16; ++i) {
+    q[i] = p[2 + i] & 15;
+    q[16 + i] = p[2 + i] >> 4;
+  }
+}
+
+inline void unpack_q4_k(const uint8_t* p, uint8_t* q) {
+  for (int j = 0; j < 4; ++j)
+    for (int i = 0; i < 32; ++i) {
+      q[64 * j + i] = p[16 + 32 * j + i] & 15;
+      q[64 * j + 32 + i] = p[16 + 32 * j + i] >> 4;
+    }
+}
+
+inline void unpack_q5_k(const uint8_t* p, uint8_t* q) {
+  const uint8_t *qh = p + 16, *qs = p + 48;
+  for (int j = 0; j < 4; ++j)
+    for (int i = 0; i < 32; ++i) {
+      q[64 * j + i] = static_cast<uint8_t>((qs[32 * j + i] & 15) | (((qh[i] >> (2 * j)) & 1) << 4));
+      q[64 * j + 32 + i] = static_cast<uint8_t>((qs[32 * j + i] >> 4) | (((qh[i] >> (2 * j + 1)) & 1) << 4));
+    }
+}
+
+inline void unpack_q6_k(const uint8_t* p, uint8_t* q) {
+  for (int n = 0; n < 2; ++n) {
+    const uint8_t *ql = p + 64 * n, *qh = p + 128 + 32 * n;
+    uint8_t* out = q + 128 * n;
+    for (int i = 0; i < 32; ++i) {
+      out[i] = static_cast<uint8_t>((ql[i] & 15) | ((qh[i] & 3) << 4));
+      out[32 + i] = static_cast<uint8_t>((ql[32 + i] & 15) | (((qh[i] >> 2) & 3) << 4));
+      out[64 + i] = static_cast<uint8_t>((ql[i] >> 4) | (((qh[i] >> 4) & 3) << 4));
+      out[96 + i] = static_cast<uint8_t>((ql[32 + i] >> 4) | ((qh[i] >> 6) << 4));
+    }
+  }
+}
+
+// Sequence of operations of gguf.quants.dequantize, so that results are equal bit for bit.
+inline void dequantize_k(QType type, const uint8_t* p, float* out) {
+  uint8_t q[256];
+  if (type == QType::Q6_K) {
+    unpack_q6_k(p, q);
+    const float d = half_to_float(p + 208);
+    for (int s = 0; s < 16; ++s) {
+      const float ds = d * static_cast<float>(static_cast<int8_t>(p[192 + s]));
+      for (int i = 0; i < 16; ++i) out[16 * s + i] = ds * static_cast<float>(static_cast<int>(q[16 * s + i]) - 32);
+    }
+    return;
+  }
+  if (type == QType::Q4_K)
+    unpack_q4_k(p, q);
+  else
+    unpack_q5_k(p, q);
+  const float d = half_to_float(p), dmin = half_to_float(p + 2);
+  const KScales ks = unpack_scales(p + 4);
+  for (int s = 0; s < 8; ++s) {
+    const float ds = d * static_cast<float>(ks.sc[s]), dm = dmin * static_cast<float>(ks.m[s]);
+    for (int i = 0; i < 32; ++i) out[32 * s + i] = ds * static_cast<float>(q[32 * s + i]) - dm;
+  }
+}
+
+// 16 elements of an unquantized row as fp32.
+template <QType TYPE> inline vf load_weights(const uint8_t* p) {
+  if constexpr (TYPE == QType::F16) return load_f16(p);
+  if constexpr (TYPE == QType::BF16) return load_bf16(p);
+  return load(reinterpret_cast<const float*>(p));
+}
+
+// The last n < 16 elements, without touching the bytes behind them; other lanes are 0.
+template <QType TYPE> inline vf load_weights_n(const uint8_t* p, int n) {
+  alignas(64) uint8_t copy[64] = {};
+  std::memcpy(copy, p, static_cast<size_t>(n) * (TYPE == QType::F32 ? 4 : 2));
+  return load_weights<TYPE>(copy);
+}
+
+template <QType TYPE> void dequantize_float(const uint8_t* row, int64_t k, float* out) {
+  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
+  int64_t i = 0;
+  for (; i + 16 <= k; i += 16) store(out + i, load_weights<TYPE>(row + i * bytes));
+  const int rest = static_cast<int>(k - i);
+  if (rest > 0) store_n(out + i, load_weights_n<TYPE>(row + i * bytes, rest), rest);
+}
+
+void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
+  switch (type) {
+    case QType::F32: return dequantize_float<QType::F32>(row, k, out);
+    case QType::F16: return dequantize_float<QType::F16>(row, k, out);
+    case QType::BF16: return dequantize_float<QType::BF16>(row, k, out);
+    case QType::Q8_0:
+      for (int64_t b = 0; b < k / 32; ++b) {
+        const float d = half_to_float(row + 34 * b);
+        for (int i = 0; i < 32; ++i) out[32 * b + i] = static_cast<float>(static_cast<int8_t>(row[34 * b + 2 + i])) * d;
+      }
+      return;
+    case QType::Q4_0:
+      for (int64_t b = 0; b < k / 32; ++b) {
+        uint8_t q[32];
+        unpack_q4_0(row + 18 * b, q);
+        const float d = half_to_float(row + 18 * b);
+        for (int i = 0; i < 32; ++i) out[32 * b + i] = d * static_cast<float>(static_cast<int>(q[i]) - 8);
+      }
+      return;
+    default: {
+      const int64_t bytes = type == QType::Q4_K ? 144 : type == QType::Q5_K ? 176 : 210;
+      for (int64_t b = 0; b < k / 256; ++b) dequantize_k(type, row + bytes * b, out + 256 * b);
+    }
+  }
+}
+
+// One block of activations: d = max|x| / 127, q = round_half_even(x * (127 / max|x|)).
+//   max|x| below 1e-30 (zeros included): d = 0 and q = 0, for 127 / max|x| would overflow.
+//   any NaN or infinity: d = NaN and q = 0, so that every output that uses the block is NaN.
+template <int N> inline float quantize_block(const float* x, int8_t* q) {
+  vi best = set1i(0);
+  for (int i = 0; i < N; i += 16) best = maxi(best, andi(bits(load(x + i)), set1i(0x7fffffff)));
+  const int32_t max_bits = reduce_maxi(best);  // the order of magnitudes is the order of their bits; NaN is the largest
+  float amax;
+  std::memcpy(&amax, &max_bits, 4);
+  const bool finite = max_bits < 0x7f800000;
+  if (!finite || amax < 1e-30f) {
+    std::memset(q, 0, N);
+    return finite ? 0.0f : __builtin_nanf("");
+  }
+  const vf inverse = set1(127.0f / amax);
+  for (int i = 0; i < N; i += 16) store_int8(q + i, to_int(mul(load(x + i), inverse)));
+  return amax / 127.0f;
+}
+
+inline int sum_int8(const int8_t* q, int n) {
+  int sum = 0;
+  for (int i = 0; i < n; ++i) sum += q[i];
+  return sum;
+}
+
+void quantize_row(ActForm form, const float* x, int64_t k, int8_t* q, float* d, int16_t* sums) {
+  if (form == ActForm::Q32) {
+    for (int64_t b = 0; b < k / 32; ++b) {
+      d[b] = quantize_block<32>(x + 32 * b, q + 32 * b);
+      sums[b] = static_cast<int16_t>(sum_int8(q + 32 * b, 32));
+    }
+    return;
+  }
+  for (int64_t b = 0; b < k / 256; ++b) {
+    const int8_t* block = q + 256 * b;
+    int16_t* s = sums + kSumsPerSuper * b;
+    d[b] = quantize_block<256>(x + 256 * b, q + 256 * b);
+    for (int j = 0; j < 16; ++j) s[j] = static_cast<int16_t>(sum_int8(block + 16 * j, 16));
+    for (int j = 0; j < 8; ++j) s[16 + j] = static_cast<int16_t>(s[2 * j] + s[2 * j + 1]);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,21 @@
+// The avx512 tier: every kernel, compiled with this tier's flags (see CMakeLists.txt) over this tier's SIMD layer.
+// All of it has internal linkage, so that no function compiled here can stand in for another tier's.
+#include "simd_avx512.h"
+
+#include "math.inl"
+#include "quant.inl"
+#include "gemm.inl"
+#include "rows.inl"
+#include "attention.inl"
+
+#include "isa.h"
+
+namespace kt {
+
+const KernelTable& table_avx512() {
+  static constexpr KernelTable table = {"avx512_vnni", quantize_row, tile, dequantize_row, rms_norm_row, activate, combine_row,
+                                        attention_span, attention_merge, attention_finish};
+  return table;
+}
+
+}  // namespace kt

@@ -1,0 +1,181 @@
+"""From paths to a loaded engine: config, skeleton, plan, operators, weights, cache, tokenizer.
+
+The order matters: everything that can be refused is refused before the first weight byte is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ktransformers.cache.static import LayerShape, StaticCache
+from ktransformers.config import EngineConfig
+from ktransformers.engine.runner import StaticRunner
+from ktransformers.engine.skeleton import build_skeleton, cache_shapes, load_hf_config, restore_buffers
+from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.quant import QuantType
+from ktransformers.models.gguf_config import config_from_gguf
+from ktransformers.models.registry import default_rules
+from ktransformers.operators.base import OperatorConfig
+from ktransformers.optimize.apply import apply_plan, load_plan
+from ktransformers.optimize.machine import detect_machine
+from ktransformers.optimize.plan import Plan, make_plan
+from ktransformers.optimize.rules import load_rules
+from ktransformers.tokenizer import Tokenizer, load_tokenizer
+from ktransformers.weights.gguf import GGUFModel, open_gguf
+from ktransformers.weights.loader import has_gguf, open_source
+from ktransformers.weights.source import WeightSource
+
+__all__ = ["DEFAULT_CACHE_LEN", "Engine", "Progress", "build_engine", "plan_model"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CACHE_LEN = 8192
+"""Tokens of the static cache when --cache_lens is not given, if the model's context is that long."""
+
+Progress = Callable[[int, int, str], None]
+"""Called while loading with (bytes loaded, bytes in all, dotted name of the module)."""
+
+
+@dataclass(slots=True)
+class Engine:
+    """A loaded model with what is needed to feed it. tokenizer is None when the model's files carry none."""
+
+    config: EngineConfig
+    hf_config: Any
+    plan: Plan
+    runner: StaticRunner
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: Mapping[str, Any]
+    description: str
+
+    def close(self) -> None:
+        """Stop the worker threads. The engine cannot be used afterwards."""
+        self.runner.pool.close()
+
+
+@dataclass(slots=True)
+class _Opened:
+    """The model's files, opened, and the skeleton that they will fill."""
+
+    config: EngineConfig
+    hf_config: Any
+    gguf: GGUFModel | None
+    model: Any
+    source: WeightSource
+
+
+def _open(config: EngineConfig) -> _Opened:
+    config = config.resolved()
+    weights_path = config.gguf_path or config.model_path
+    assert weights_path is not None
+    gguf = open_gguf(weights_path) if has_gguf(weights_path) else None
+    if config.model_path is not None:
+        hf_config = load_hf_config(config.model_path, config.trust_remote_code)
+    elif gguf is not None:
+        hf_config = config_from_gguf(gguf.metadata, {name: t.shape for name, t in gguf.tensors.items()})
+    else:
+        hf_config = load_hf_config(weights_path, config.trust_remote_code)
+    hf_config = hf_config.get_text_config(decoder=True)
+    model = build_skeleton(hf_config, config.trust_remote_code)
+    return _Opened(config, model.config, gguf, model, open_source(weights_path, model.config))
+
+
+def _cache_len(config: EngineConfig, hf_config: Any) -> int:
+    context = int(getattr(hf_config, "max_position_embeddings", 0) or DEFAULT_CACHE_LEN)
+    if config.cache_lens > context:
+        logger.warning("--cache_lens %d is beyond the model's context of %d tokens", config.cache_lens, context)
+    return config.cache_lens or min(context, DEFAULT_CACHE_LEN)
+
+
+def _make_plan(opened: _Opened, pool: WorkerPool | None) -> tuple[Plan, list[LayerShape], int]:
+    """The plan with the cache's bytes in it, the shape of each layer's cache, and the cache's length."""
+    config, model = opened.config, opened.model
+    rules = load_rules(config.optimize_config_path or default_rules(opened.hf_config, model))
+    quant = None if config.cpu_quant is None else QuantType[config.cpu_quant.upper()]
+    plan = make_plan(
+        model,
+        rules,
+        operator_config=OperatorConfig(opened.hf_config, pool, quant),
+        source=opened.source,
+        machine=detect_machine(),
+        strict=config.strict,
+        ignorable=opened.source.ignorable,
+    )
+    shapes, max_len = cache_shapes(model, plan.operators), _cache_len(config, opened.hf_config)
+    plan = replace(plan, extra_bytes={"kv cache": {"cpu": StaticCache.size(shapes, max_len)}})
+    return plan, shapes, max_len
+
+
+def plan_model(config: EngineConfig) -> Plan:
+    """What `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit."""
+    return _make_plan(_open(config), pool=None)[0]
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Load a model. Raises ConfigError, RuleError, WeightError or CapacityError, each before it is too late."""
+    opened = _open(config)
+    pool = WorkerPool(opened.config.cpu_infer)
+    try:
+        plan, shapes, max_len = _make_plan(opened, pool)
+        plan.check_fits()
+        tokenizer = load_tokenizer(_tokenizer_path(opened), None if opened.gguf is None else opened.gguf.metadata)
+        _load(opened, plan, progress)
+    except BaseException:
+        pool.close()
+        raise
+    runner = StaticRunner(opened.model, StaticCache(shapes, max_len), pool, opened.hf_config.vocab_size)
+    defaults = _generation_defaults(opened)
+    return Engine(
+        config=replace(opened.config, cache_lens=max_len),
+        hf_config=opened.hf_config,
+        plan=plan,
+        runner=runner,
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_token_ids(opened, defaults, tokenizer),
+        generation_defaults=defaults,
+        description=f"{opened.hf_config.model_type}, {opened.source.describe()}",
+    )
+
+
+def _load(opened: _Opened, plan: Plan, progress: Progress | None) -> None:
+    total = sum(plan.weight_bytes.values())
+    apply_plan(opened.model, plan)
+    restore_buffers(opened.model)
+    if progress is None:
+        load_plan(opened.model, plan, opened.source)
+    else:
+        load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
+
+
+def _tokenizer_path(opened: _Opened) -> Path | None:
+    """The folder with the tokenizer's files: --model_path, or the safetensors folder itself."""
+    if opened.config.model_path is not None:
+        return opened.config.model_path
+    path = opened.config.gguf_path
+    return path if opened.gguf is None else None
+
+
+def _generation_defaults(opened: _Opened) -> dict[str, Any]:
+    """Sampling settings that the model's authors recommend (generation_config.json), as far as we know them."""
+    from transformers import GenerationConfig
+
+    folder = _tokenizer_path(opened)
+    if folder is None or not (folder / "generation_config.json").is_file():
+        return {}
+    values = GenerationConfig.from_pretrained(folder, local_files_only=True).to_diff_dict()
+    known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "do_sample")
+    return {name: values[name] for name in known if values.get(name) is not None}
+
+
+def _eos_token_ids(opened: _Opened, defaults: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    ids: set[int] = set()
+    for value in (defaults.get("eos_token_id"), getattr(opened.hf_config, "eos_token_id", None)):
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    if tokenizer is not None:
+        ids.update(tokenizer.eos_token_ids)
+    return tuple(sorted(ids))

@@ -1,0 +1,231 @@
+"""Names in rule files -> classes of today.
+
+Match side: upstream's model classes and any importable class. Replace side: upstream's operator
+names of both families, our own classes and a user's own subclasses of Operator. Knows names only, no rule syntax.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ktransformers.operators.base import Operator
+
+__all__ = [
+    "OPERATOR_ALIASES",
+    "NameProblem",
+    "legacy_names",
+    "match_class",
+    "nearest",
+    "operator_class",
+    "undriven_hardware",
+]
+
+
+class NameProblem(Exception):
+    """A name does not resolve; the message says why and, where there is one, the nearest valid name."""
+
+
+MODELS_PREFIX = "ktransformers.models."
+OPERATORS_PREFIX = "ktransformers.operators."
+
+_LINEAR = "linear.KTransformersLinear"
+_EXPERTS = "experts.KTransformersExperts"
+_MOE = "moe.KMoEBlock"
+_GATE = "gate.KMoEGate"
+_GQA = "attention.KAttention"
+_MLA = "mla.KMLAAttention"
+_MODEL = "model.KModel"
+_ROPE = "rope.KRotaryEmbedding"
+_NORM = "norm.KRMSNorm"
+_MLP = "mlp.KMLP"
+_EMBEDDING = "embedding.KEmbedding"
+
+_ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
+    # role: {upstream module: names in it}
+    _LINEAR: {"linear": "KTransformersLinear"},
+    _EXPERTS: {"experts": "KTransformersExperts KTransformersExpertsV2 KGlm4Experts"},
+    _MOE: {
+        "experts": "KDeepseekV2MoE KDeepseekV3MoE KDeepseekV3MoEV2 KQwen2MoeSparseMoeBlock KQwen2MoeSparseMoeBlockV2 "
+        "KQwen3MoeSparseMoeBlock KQwen3MoeSparseMoeBlockV2 KMistralSparseMoEBlock KGlm4MoeMoE"
+    },
+    _GATE: {"gate": "KMoEGate KMoEGateQwen2Moe KMoEGateDeepSeekV3"},
+    _GQA: {
+        "attention": "KLlamaAttention",
+        "balance_serve_attention": "KQwen2MoeAttention KQwen3MoeAttention KGlm4MoeAttention",
+    },
+    _MLA: {
+        "attention": "KDeepseekV2Attention KDeepseekV3Attention flashinfer_attn",
+        "balance_serve_attention": "flashinfer_attn deepseek_torch_attn",
+    },
+    _MODEL: {
+        "models": "KDeepseekV2Model KDeepseekV3Model KQwen2MoeModel KQwen3MoeModel KLlamaModel KMixtralModel "
+        "KGlm4MoeModel",
+        "layer_wise_prefill": "KDeepseekV2Model KQwen2MoeModel",  # where these two lived before `models`
+    },
+    _ROPE: {
+        "RoPE": "RotaryEmbedding RotaryEmbeddingV2 RotaryEmbeddingV3 RotaryEmbeddingV4 YarnRotaryEmbedding "
+        "YarnRotaryEmbeddingV2 YarnRotaryEmbeddingV3 DynamicNTKScalingRotaryEmbedding KQwen2MoeRotaryEmbedding "
+        "KQwen3MoeRotaryEmbedding KGlm4MoeRotaryEmbedding"
+    },
+    _NORM: {"layernorm": "RMSNorm KQwen2MoeRMSNorm KQwen3MoeRMSNorm KGlm4MoeRMSNorm DeepseekV3RMSNormTorch"},
+    _MLP: {"mlp": "kDeepseekV3MLP KQwen2MoeMLP KQwen3MoeMLP KGlm4MoeMLP"},
+    _EMBEDDING: {},
+}
+
+OPERATOR_ALIASES: dict[str, str] = {
+    f"{OPERATORS_PREFIX}{module}.{name}": f"{OPERATORS_PREFIX}{role}"
+    for role, modules in _ALIASES_BY_ROLE.items()
+    for module, names in [*modules.items(), tuple(role.split("."))]
+    for name in names.split()
+}
+"""Every operator name that rule files may use -> the class that it means. Canonical names map to themselves."""
+
+_UNDRIVEN = (
+    (re.compile(r"ascend|NPU", re.IGNORECASE), "Ascend NPUs"),
+    (re.compile(r"IPEX", re.IGNORECASE), "Intel's IPEX"),
+    (re.compile(r"XPU"), "Intel XPUs"),
+)
+
+_MODEL_MODULES = {"deepseek": "deepseek_v2", "deepseekv3": "deepseek_v3", "deepseek_v2": "deepseek_v2"}
+_ROPE_VARIANT = re.compile(r"(Linear|LinearScaling|DynamicNTKScaling|Yarn)(?=RotaryEmbedding$)")
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """`; did you mean X?` for the closest candidate, or the empty string."""
+    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def undriven_hardware(name: str) -> str | None:
+    """What hardware an operator's or op's name is for, when it is one that this project does not drive."""
+    return next((hardware for pattern, hardware in _UNDRIVEN if pattern.search(name)), None)
+
+
+def operator_class(name: str) -> type[Operator]:
+    """The operator that `name` means on the replace side. Raises NameProblem."""
+    hardware = undriven_hardware(name)
+    if hardware is not None:
+        raise NameProblem(f"operator {name} is for {hardware}, hardware that ktransformers does not drive")
+    target = OPERATOR_ALIASES.get(name)
+    if target is None and name.startswith(OPERATORS_PREFIX):
+        raise NameProblem(f"unknown operator {name}{_nearest_operator(name)}")
+    try:
+        found = _import_attribute(target or name)
+    except NameProblem as problem:
+        raise NameProblem(f"unknown operator {name} ({problem}){_nearest_operator(name)}") from problem
+    if not (isinstance(found, type) and issubclass(found, Operator)):
+        raise NameProblem(f"{name} is not a subclass of ktransformers.operators.base.Operator{_nearest_operator(name)}")
+    if inspect.isabstract(found):
+        raise NameProblem(f"{name} is abstract: it must define {', '.join(sorted(found.__abstractmethods__))}")
+    return found
+
+
+def _nearest_operator(name: str) -> str:
+    hint = nearest(name, OPERATOR_ALIASES)
+    if hint:
+        return hint
+    by_leaf = {full.rsplit(".", 1)[1]: full for full in OPERATOR_ALIASES}
+    found = difflib.get_close_matches(name.rsplit(".", 1)[-1], by_leaf, n=1, cutoff=0.6)
+    return f"; did you mean {by_leaf[found[0]]}?" if found else ""
+
+
+def match_class(name: str) -> type:
+    """The class that `name` means on the match side. Raises NameProblem."""
+    if name.startswith(MODELS_PREFIX):
+        return _upstream_model_class(name)
+    found = _import_attribute(name)
+    if not isinstance(found, type):
+        raise NameProblem(f"{name} is not a class")
+    return found
+
+
+def _upstream_model_class(name: str) -> type:
+    """`ktransformers.models.modeling_X.Y` -> the class of transformers that plays its role today."""
+    parts = name.removeprefix(MODELS_PREFIX).split(".")
+    if len(parts) != 2 or not parts[0].startswith("modeling_"):
+        raise NameProblem(f"unknown class {name}; upstream's names look like {MODELS_PREFIX}modeling_qwen3_moe.Class")
+    family = parts[0].removeprefix("modeling_")
+    family = _MODEL_MODULES.get(family, family)
+    module_name = f"transformers.models.{family}.modeling_{family}"
+    classes = {cls.__name__: cls for cls in _module_classes(_import_module(module_name), module_name)}
+    found = _find_upstream_class(parts[1], classes)
+    if found is None:
+        known = (f"{MODELS_PREFIX}{parts[0]}.{known}" for known in classes)
+        raise NameProblem(f"unknown class {name} (looked in {module_name}){nearest(name, known)}")
+    return found
+
+
+def _find_upstream_class(name: str, classes: dict[str, type]) -> type | None:
+    if name == "MoEGate":  # one name in two upstream files; transformers calls it a router
+        return next((cls for known, cls in classes.items() if known.lower().endswith("topkrouter")), None)
+    # transformers has one rotary class per family, whatever the scaling, and spells some names otherwise (V2Moe).
+    wanted = _ROPE_VARIANT.sub("", name).lower()
+    return next((cls for known, cls in classes.items() if known.lower() == wanted), None)
+
+
+def _module_classes(module: Any, module_name: str) -> list[type[nn.Module]]:
+    members = vars(module).values()
+    return [m for m in members if isinstance(m, type) and issubclass(m, nn.Module) and m.__module__ == module_name]
+
+
+def _import_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise NameProblem(f"there is no module {error.name}{_nearest_module(error.name)}") from error
+        raise NameProblem(f"module {name} cannot be imported: {error}") from error
+    except ImportError as error:
+        raise NameProblem(f"module {name} cannot be imported: {error}") from error
+
+
+def _nearest_module(name: str) -> str:
+    prefix = "transformers.models."
+    if not name.startswith(prefix):
+        return ""
+    import transformers.models
+
+    families = [module.name for module in pkgutil.iter_modules(transformers.models.__path__)]
+    return nearest(name, (prefix + family for family in families))
+
+
+def _import_attribute(name: str) -> Any:
+    module_name, _, attribute = name.rpartition(".")
+    if not module_name or not all(part.isidentifier() for part in name.split(".")):
+        raise NameProblem(f"{name!r} is not a dotted name such as torch.nn.Linear")
+    module = _import_module(module_name)
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
+        known = (f"{module_name}.{known}" for known, value in vars(module).items() if isinstance(value, type))
+        raise NameProblem(f"there is no {name}{nearest(name, known)}") from error
+
+
+_LEGACY_SEGMENTS = {
+    # family: (segment in transformers 5, segment in checkpoints and older code)
+    "mixtral": ("mlp", "block_sparse_moe"),
+    "phimoe": ("mlp", "block_sparse_moe"),
+    "minimax_m2": ("mlp", "block_sparse_moe"),
+}
+
+
+def legacy_names(model_type: str, key: str, pattern: str) -> tuple[str, ...]:
+    """The names under which a rule's regex `pattern` is tried on module `key`.
+
+    A pattern that uses a family's older segment means the older name: a lookahead that excludes
+    `block_sparse_moe.gate` must not be fooled by a second try under the new name.
+    """
+    new, old = _LEGACY_SEGMENTS.get(model_type, ("", ""))
+    if not old or old not in pattern:
+        return (key,)
+    older = ".".join(old if part == new else part for part in key.split("."))
+    mentions_new = re.search(rf"(?<!\w){new}(?!\w)", pattern) is not None
+    return (older, key) if mentions_new and older != key else (older,)

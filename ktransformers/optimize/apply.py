@@ -1,0 +1,105 @@
+"""The plan made real: operators take the places of modules, then everything is loaded in tree order.
+
+A replaced module stays the parent of its children: its operator holds it, so a child is replaced inside the original
+parent, whether or not that parent is replaced too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktransformers.errors import TensorMismatchError
+from ktransformers.operators.base import Operator, expect_shape
+from ktransformers.operators.wrapper import DenseState
+from ktransformers.optimize.plan import Plan
+from ktransformers.optimize.tied import TiedSource
+from ktransformers.weights.source import WeightSource
+
+__all__ = ["apply_plan", "load_plan"]
+
+
+def apply_plan(model: Any, plan: Plan) -> None:
+    """Put the plan's operators in the places of their modules. `model` must be the one that was planned."""
+    # Parents are looked up before anything moves: afterwards a key leads through operators.
+    parents = {key: model.get_submodule(key.rpartition(".")[0]) for key in plan.operators}
+    originals = {key: model.get_submodule(key) for key in plan.operators}
+    for key, operator in plan.operators.items():
+        parent_key, _, name = key.rpartition(".")
+        setattr(parents[key], name, operator)
+        # An operator may have taken its module's children over as its own attributes.
+        around = plan.operators.get(parent_key)
+        if around is not None and around._modules.get(name) is originals[key]:
+            setattr(around, name, operator)
+
+
+def load_plan(
+    model: Any,
+    plan: Plan,
+    source: WeightSource,
+    on_progress: Callable[[int, str], None] = lambda nbytes_loaded, key: None,
+) -> None:
+    """Load every operator and every kept module, in tree order. Call after `apply_plan`.
+
+    on_progress(nbytes_loaded, key) is called after each module that holds weights, with the resident bytes so far.
+    Raises TensorMismatchError when a tensor is missing, ill-shaped, or still on meta when all is done.
+    """
+    source = TiedSource(source, plan.tied)
+    nbytes_loaded = 0
+    for entry in plan.entries:
+        if entry.key in plan.operators:
+            plan.operators[entry.key].load(source)
+        elif entry.key in plan.kept:
+            _load_kept(plan, entry.key, source)
+        if entry.stored_names:
+            nbytes_loaded += entry.total_bytes
+            on_progress(nbytes_loaded, entry.key)
+    left = list(_on_meta(model, "", frozenset()))
+    if left:
+        raise TensorMismatchError(
+            f"not loaded: {left[0]} (and {len(left) - 1} more); an operator that reads a child's tensors itself must "
+            "name the child in OWNED_CHILDREN"
+        )
+
+
+def _load_kept(plan: Plan, key: str, source: WeightSource) -> None:
+    """Give a kept module its own parameters and persistent buffers, in fp32."""
+    module = plan.kept[key]
+    for name, shape in DenseState(module, key).names():
+        full = f"{key}.{name}"
+        tensor = _tied_parameter(plan, full)
+        if tensor is None:
+            expect_shape(source.find(full), full, shape)
+            tensor = source.dense(full)
+        if name in module._buffers:
+            module._buffers[name] = tensor
+        else:
+            module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+
+
+def _tied_parameter(plan: Plan, name: str) -> torch.Tensor | None:
+    """The loaded tensor that `name` shares with another kept module; None when it has one of its own."""
+    owner_key, _, leaf = plan.tied.get(name, "").rpartition(".")
+    if owner_key not in plan.kept or name.rpartition(".")[0] not in plan.shared:
+        return None
+    parameter = plan.kept[owner_key]._parameters[leaf]
+    return None if parameter is None or parameter.is_meta else parameter.data
+
+
+def _on_meta(module: nn.Module, key: str, owned: frozenset[str]) -> Iterator[str]:
+    """Names of parameters and persistent buffers without data. owned: children that an operator stands in for."""
+    state = [*module._parameters.items()]
+    state += [(n, b) for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set]
+    yield from (f"{key}.{name}" for name, tensor in state if tensor is not None and tensor.is_meta)
+    for name, child in module.named_children():
+        if name in owned:
+            continue
+        inside = frozenset[str]()
+        if isinstance(child, Operator):
+            inside = child.OWNED_CHILDREN
+        elif isinstance(module, Operator):  # the original module that the operator holds
+            inside = module.OWNED_CHILDREN
+        yield from _on_meta(child, f"{key}.{name}" if key else name, inside)

@@ -1,0 +1,353 @@
+"""Module tree + rules + headers of the weight files -> the plan: which operator goes where, and what it will hold.
+
+Pure: reads no weight byte, changes neither model nor machine. The same plan is printed, checked against the memory
+that there is, and applied.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from ktransformers.core import Phase
+from ktransformers.errors import CapacityError, ConfigError, RuleError, TensorMismatchError, UnsupportedError
+from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements
+from ktransformers.operators.wrapper import DenseState
+from ktransformers.optimize.machine import Machine
+from ktransformers.optimize.rules import Rule, Rules
+from ktransformers.optimize.tied import TiedSource, tied_names
+from ktransformers.optimize.unmatched import UnmatchedRule, explain_unmatched
+from ktransformers.weights.source import WeightSource
+
+__all__ = ["Plan", "PlanEntry", "format_bytes", "make_plan"]
+
+logger = logging.getLogger(__name__)
+
+KEPT_OP = "torch"
+SHOWN_NAMES = 5  # tensor names that a mismatch message spells out
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """What becomes of one module.
+
+    key: dotted name; the root is "". operator: class name, None when the module is kept. generate_op and prefill_op:
+    what runs in each phase. nbytes: resident bytes per device of the module itself, children excluded. rule: number
+    of the rule that decided, None when none did. stored_names: tensors in the files that it reads.
+    """
+
+    key: str
+    hf_class: str
+    operator: str | None
+    placement: Placement
+    generate_op: str
+    prefill_op: str
+    rule: int | None
+    quant_types: tuple[str, ...] = ()
+    nbytes: Mapping[str, int] = field(default_factory=dict)
+    stored_names: frozenset[str] = frozenset()
+    note: str = ""
+
+    @property
+    def is_kept(self) -> bool:
+        return self.operator is None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.nbytes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every module of a model in tree order, and what the whole needs.
+
+    operators: the operators built for planning, by key; `apply_plan` puts these very objects into the model.
+    kept: modules with parameters or persistent buffers that stay, by key. extra_bytes: bytes besides weights, as
+    {what: {device: bytes}} ("kv cache"). tied: {tensor name: name it is tied to}. shared: {module: module whose
+    memory it uses}, counted once.
+    """
+
+    model_type: str
+    rule_file: str
+    machine: Machine
+    entries: tuple[PlanEntry, ...]
+    operators: Mapping[str, Operator]
+    kept: Mapping[str, nn.Module]
+    extra_bytes: Mapping[str, Mapping[str, int]]
+    unmatched: tuple[UnmatchedRule, ...]
+    tied: Mapping[str, str]
+    shared: Mapping[str, str]
+
+    @property
+    def weight_bytes(self) -> dict[str, int]:
+        """Resident bytes of weights per device."""
+        return _sum_by_device(entry.nbytes for entry in self.entries)
+
+    @property
+    def total_bytes(self) -> dict[str, int]:
+        """Bytes per device, extra_bytes included; devices of the machine that hold nothing are listed with 0."""
+        empty = dict.fromkeys(self.machine.devices, 0)
+        return _sum_by_device([empty, self.weight_bytes, *self.extra_bytes.values()])
+
+    @property
+    def capacity(self) -> Mapping[str, int]:
+        """Free bytes per device."""
+        return self.machine.devices
+
+    def misfit(self) -> str | None:
+        """Why the plan does not fit into this machine, or None when it fits."""
+        total = self.total_bytes
+        short = [device for device in total if total[device] > self.capacity.get(device, 0)]
+        if not short:
+            return None
+        lines = ["the model does not fit into this machine:"]
+        for device in short:
+            parts = {"weights": self.weight_bytes.get(device, 0)}
+            parts.update({what: nbytes.get(device, 0) for what, nbytes in self.extra_bytes.items()})
+            shown = " + ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in parts.items() if nbytes)
+            free = self.capacity.get(device, 0)
+            lines.append(f"  {device}: {shown} = {format_bytes(total[device])}, but {format_bytes(free)} are free")
+        lines.append("  use a smaller quantization (a smaller GGUF, --cpu_quant) or a shorter cache (--cache_lens)")
+        return "\n".join(lines)
+
+    def check_fits(self) -> None:
+        """Raise CapacityError, with what is needed and what there is, when a device cannot hold its part."""
+        reason = self.misfit()
+        if reason is not None:
+            raise CapacityError(reason)
+
+
+def format_bytes(nbytes: int) -> str:
+    """`nbytes` for people: GiB from one GiB on, MiB from one MiB, else KiB or B."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def make_plan(
+    model: Any,
+    rules: Rules,
+    *,
+    operator_config: OperatorConfig,
+    source: WeightSource,
+    machine: Machine,
+    strict: bool = False,
+    extra_bytes: Mapping[str, Mapping[str, int]] | None = None,
+    ignorable: Callable[[str], bool] = lambda name: False,
+) -> Plan:
+    """Decide for every module of `model` (a `transformers` model on meta, unchanged afterwards).
+
+    extra_bytes: {"kv cache": {"cpu": n}}. ignorable tells stored tensors that may be left unread.
+    A rule that decides nothing is a logged warning; with strict, an error. Raises RuleError, UnsupportedError, and
+    TensorMismatchError naming tensors that are missing, left over or of the wrong shape.
+    """
+    planner = _Planner(model, rules, operator_config, source, machine)
+    planner.visit(model, "", None)
+    planner.report_fallback()
+    unmatched = explain_unmatched(model, rules, {entry.key: entry.rule for entry in planner.entries})
+    _report_unmatched(unmatched, rules.file, strict)
+    shared = _shared_modules(planner.entries, planner.tied)
+    entries = [_without_bytes(entry, shared[entry.key]) if entry.key in shared else entry for entry in planner.entries]
+    _check_tensors(planner.problems, entries, source, ignorable)
+    return Plan(
+        model_type=planner.model_type,
+        rule_file=rules.file,
+        machine=machine,
+        entries=tuple(entries),
+        operators=planner.operators,
+        kept=planner.kept,
+        extra_bytes={what: dict(nbytes) for what, nbytes in (extra_bytes or {}).items()},
+        unmatched=unmatched,
+        tied=planner.tied,
+        shared=shared,
+    )
+
+
+class _Planner:
+    """The walk over the tree."""
+
+    def __init__(self, model: Any, rules: Rules, config: OperatorConfig, source: WeightSource, machine: Machine):
+        self.rules, self.config, self.machine = rules, config, machine
+        self.model_type = str(model.config.model_type)
+        self.tied = tied_names(model)
+        self.source: WeightSource = TiedSource(source, self.tied)
+        self.entries: list[PlanEntry] = []
+        self.operators: dict[str, Operator] = {}
+        self.kept: dict[str, nn.Module] = {}
+        self.problems: list[str] = []
+        self._seen: dict[int, str] = {}
+        self._fallbacks: list[str] = []
+
+    def visit(self, module: nn.Module, key: str, closed: Rule | None) -> None:
+        """Plan `module` and its children. closed: the rule above that said `recursive: false`, if any did."""
+        if self._is_repeated(module, key):
+            return
+        rule = closed or self.rules.first_match(key, module, self.model_type)
+        owned: frozenset[str] = frozenset()
+        if rule is not None and rule.operator is not None and closed is None:
+            owned = self._replace(module, key, rule)
+        else:
+            self._keep(module, key, rule)
+        if rule is not None and not rule.recursive:
+            closed = rule
+        for name, child in module.named_children():
+            if name not in owned:
+                self.visit(child, f"{key}.{name}" if key else name, closed)
+
+    def _is_repeated(self, module: nn.Module, key: str) -> bool:
+        first = self._seen.setdefault(id(module), key)
+        if first == key:
+            return False
+        if any(True for _ in module.parameters()):
+            raise UnsupportedError(f"{first} and {key} are one module ({type(module).__name__}); that is not supported")
+        return True
+
+    def _replace(self, module: nn.Module, key: str, rule: Rule) -> frozenset[str]:
+        """Build the rule's operator for `module`; returns the children that it loads itself."""
+        assert rule.operator is not None
+        if not key:
+            raise rule.error("matches the whole model; only the modules inside it can be replaced")
+        placement = self._placement(rule, key)
+        try:
+            operator = rule.operator(module, key, self.config, placement, **rule.kwargs)
+        except (ConfigError, TypeError) as error:
+            raise rule.error(f"{rule.operator.__name__} at {key}: {error}") from error
+        self.operators[key] = operator
+        entry = PlanEntry(
+            key=key,
+            hf_class=type(module).__name__,
+            operator=rule.operator.__name__,
+            placement=placement,
+            generate_op=operator.op(Phase.GENERATE),
+            prefill_op=operator.op(Phase.PREFILL),
+            rule=rule.number,
+        )
+        self.entries.append(self._with_needs(entry, lambda: operator.requirements(self.source)))
+        return operator.OWNED_CHILDREN
+
+    def _keep(self, module: nn.Module, key: str, rule: Rule | None) -> None:
+        """Plan `module` as it is: its own parameters and persistent buffers dense, in fp32."""
+        state = DenseState(module, key)
+        if any(len(shape) == 3 and name.endswith("down_proj") for name, shape in state.names()):
+            message = f"no rule replaces the routed experts {key}; add one with class KTransformersExperts for it"
+            raise RuleError(message, file=self.rules.file)
+        if state.names():
+            self.kept[key] = module
+        placement = self._placement(rule, key if state.names() else "")
+        entry = PlanEntry(
+            key=key,
+            hf_class=type(module).__name__,
+            operator=None,
+            placement=placement,
+            generate_op=KEPT_OP,
+            prefill_op=KEPT_OP,
+            rule=None if rule is None else rule.number,
+        )
+        self.entries.append(self._with_needs(entry, lambda: state.requirements(self.source, placement.generate_device)))
+
+    def _with_needs(self, entry: PlanEntry, ask: Callable[[], Requirements]) -> PlanEntry:
+        """`entry` with its bytes; a tensor that does not fit is noted, so that all are reported together."""
+        try:
+            needs = ask()
+        except TensorMismatchError as error:
+            self.problems.append(str(error))
+            return entry
+        return replace(
+            entry,
+            quant_types=tuple(needs.quant_types),
+            nbytes=dict(needs.nbytes),
+            stored_names=frozenset(needs.stored_names),
+        )
+
+    def _placement(self, rule: Rule | None, key: str) -> Placement:
+        """The rule's devices on this machine. A missing prefill or out device is the generate device."""
+        if rule is None:
+            device = self.machine.default_device
+            return Placement(device, device, device)
+        named = rule.devices
+        generate = named.get("generate_device", named.get("prefill_device", self.machine.default_device))
+        wanted = (generate, named.get("prefill_device", generate), named.get("out_device", generate))
+        devices = [self._device(device, rule) for device in wanted]
+        if key and devices != list(wanted) and all(device == "cpu" for device in devices):
+            self._fallbacks.append(key)
+        return Placement(*devices, rule.ops.get("generate_op"), rule.ops.get("prefill_op"))
+
+    def _device(self, named: str, rule: Rule) -> str:
+        device = f"cuda:{int(named.partition(':')[2] or 0)}" if named.startswith("cuda") else named
+        if device in self.machine.devices:
+            return device
+        if all(there == "cpu" for there in self.machine.devices):
+            return "cpu"
+        raise rule.error(f"there is no {named} here; this machine has {', '.join(self.machine.devices)}")
+
+    def report_fallback(self) -> None:
+        if self._fallbacks:
+            logger.info(
+                "no CUDA device to compute on: %d modules that %s places on cuda run on the CPU",
+                len(self._fallbacks),
+                self.rules.file,
+            )
+
+
+def _report_unmatched(unmatched: Iterable[UnmatchedRule], file: str, strict: bool) -> None:
+    messages = [str(RuleError(u.message, file=file, line=u.line, rule=u.rule)) for u in unmatched]
+    if messages and strict:
+        raise RuleError("rules that decide nothing (--strict):\n  " + "\n  ".join(messages))
+    for message in messages:
+        logger.warning("%s", message)
+
+
+def _shared_modules(entries: list[PlanEntry], tied: Mapping[str, str]) -> dict[str, str]:
+    """{tied module: module whose memory it uses}.
+
+    Operators share when both read the file's own bytes in place; a transcoded copy ("Q3_K>Q6_K") is made per reader.
+    Kept modules share the parameter. A mix of the two shares nothing.
+    """
+    by_key = {entry.key: entry for entry in entries}
+    shared: dict[str, str] = {}
+    for name, target in tied.items():
+        entry, owner = by_key.get(name.rpartition(".")[0]), by_key.get(target.rpartition(".")[0])
+        if entry is None or owner is None or entry.stored_names != owner.stored_names:
+            continue
+        is_in_place = all(">" not in kind for kind in entry.quant_types)
+        if entry.is_kept == owner.is_kept and entry.quant_types == owner.quant_types and is_in_place:
+            shared[entry.key] = owner.key
+    return shared
+
+
+def _without_bytes(entry: PlanEntry, owner: str) -> PlanEntry:
+    return replace(entry, nbytes={}, note=f"shares {owner}")
+
+
+def _check_tensors(
+    problems: list[str], entries: Iterable[PlanEntry], source: WeightSource, ignorable: Callable[[str], bool]
+) -> None:
+    """Raise TensorMismatchError when tensors are missing, ill-shaped or read by nobody."""
+    used = frozenset[str]().union(*(entry.stored_names for entry in entries))
+    left = [name for name in source.stored_names() if name not in used and not ignorable(name)]
+    parts = []
+    if problems:
+        parts.append(_first_few(f"modules that miss tensors, or find them in another shape: {len(problems)}", problems))
+    if left:
+        parts.append(_first_few(f"tensors in the files that no module reads: {len(left)}", left))
+    if parts:
+        parts.append("the weights and the model's config do not belong together, or a file is missing")
+        raise TensorMismatchError("\n".join(parts))
+
+
+def _first_few(what: str, names: list[str]) -> str:
+    more = [] if len(names) <= SHOWN_NAMES else [f"... and {len(names) - SHOWN_NAMES} more"]
+    return "\n  ".join([what, *names[:SHOWN_NAMES], *more])
+
+
+def _sum_by_device(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in parts:
+        for device, nbytes in part.items():
+            total[device] = total.get(device, 0) + nbytes
+    return total

@@ -1,0 +1,300 @@
+"""Rule files: parse and validate. A rule says which modules it means and what is to be done with them.
+
+    - match:                                   at least one of name and class; both given: both must hold
+        name: "^model\\\\.layers\\\\..*\\\\.mlp$"       regular expression, searched in the module's dotted name
+        class: torch.nn.Linear                 isinstance
+      replace:
+        class: <operator> | default            default or absent: keep the module, record its devices
+        kwargs: {generate_device: cuda, ...}
+      recursive: true                          false: rules do not look at the module's children
+
+The format is upstream's (see docs/rules.md). Everything that can be checked without a model is checked here: keys,
+names, op names, devices and keyword arguments. Knows no module tree and no machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ktransformers.errors import RuleError
+from ktransformers.operators.base import COMMON_KWARGS, Operator
+from ktransformers.optimize.aliases import (
+    NameProblem,
+    legacy_names,
+    match_class,
+    nearest,
+    operator_class,
+    undriven_hardware,
+)
+from ktransformers.optimize.document import Item, parse_yaml, read_yaml
+
+__all__ = ["DEVICE_PATTERN", "Rule", "Rules", "load_rules", "parse_rules"]
+
+logger = logging.getLogger(__name__)
+
+DEVICE_PATTERN = re.compile(r"cpu|cuda(:\d{1,3})?")
+DEVICE_KWARGS = ("generate_device", "prefill_device", "out_device")
+OP_KWARGS = ("generate_op", "prefill_op")
+
+_ONLY_MARLIN = "it tunes a GPU kernel that this operator does not use"
+_ONE_LAYOUT = "one kernel serves every shape"
+_NO_EFFECT: Mapping[str, str] = {
+    # Keyword arguments of upstream that an operator need not know, and why they change nothing there.
+    "num_bits": "weights keep the type that they have in the file",
+    "group_size": _ONLY_MARLIN,
+    "act_order": _ONLY_MARLIN,
+    "backend": "the CPU kernels pick their instruction set at run time",
+    "absorb_for_prefill": "the latent is absorbed in both phases",
+    "per_layer_prefill_intput_threshold": "weights are never moved between devices during prefill",
+    "block_size": _ONE_LAYOUT,
+    "chunck_size": "prefill is cut by --chunk_size",
+    "stride": _ONE_LAYOUT,
+    "group_max_len": _ONE_LAYOUT,
+    "use_quant": "whether a weight is quantized is told by its file",
+    "transfer_map": "only the operator of the layer loop moves hidden states",
+}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_KWARG_TYPES: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "num_bits": (_is_int, "a number"),
+    "group_size": (lambda v: isinstance(v, int) and not isinstance(v, bool), "a number"),  # -1 is "whole column"
+    "act_order": (lambda v: isinstance(v, bool), "true or false"),
+    "backend": (lambda v: v in ("llamafile", "AMXBF16", "AMXInt8"), "llamafile, AMXBF16 or AMXInt8"),
+    "absorb_for_prefill": (lambda v: isinstance(v, bool), "true or false"),
+    "per_layer_prefill_intput_threshold": (_is_int, "a number of tokens, 0 for off"),
+    "block_size": (_is_int, "a number"),
+    "chunck_size": (_is_int, "a number"),
+    "stride": (_is_int, "a number"),
+    "group_max_len": (_is_int, "a number"),
+    "use_quant": (lambda v: isinstance(v, bool), "true or false"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One checked rule. operator None keeps the module. number and line are 1-based.
+
+    devices and ops hold what the rule names of DEVICE_KWARGS and OP_KWARGS (an op that is None or "None" is absent);
+    kwargs go to the operator's constructor. kwarg_lines says where each stands.
+    """
+
+    number: int
+    line: int
+    file: str
+    name: re.Pattern[str] | None
+    match_class: type | None
+    operator: type[Operator] | None
+    devices: Mapping[str, str]
+    ops: Mapping[str, str]
+    kwargs: Mapping[str, Any]
+    recursive: bool
+    kwarg_lines: Mapping[str, int] = field(default_factory=dict)
+
+    def matches(self, key: str, module: nn.Module, model_type: str) -> bool:
+        """Whether this rule means `module`, whose dotted name is `key` in a model of type `model_type`."""
+        if self.match_class is not None and not isinstance(module, self.match_class):
+            return False
+        if self.name is None:
+            return True
+        return any(self.name.search(name) for name in legacy_names(model_type, key, self.name.pattern))
+
+    def error(self, message: str, kwarg: str | None = None) -> RuleError:
+        """A RuleError that points at this rule, or at one of its keyword arguments."""
+        line = self.line if kwarg is None else self.kwarg_lines.get(kwarg, self.line)
+        return RuleError(message, file=self.file, line=line, rule=self.number)
+
+    def describe(self) -> str:
+        """What the rule looks for, on one line."""
+        parts = [] if self.name is None else [f"name {self.name.pattern!r}"]
+        if self.match_class is not None:
+            parts.append(f"class {self.match_class.__module__}.{self.match_class.__qualname__}")
+        return " and ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules of one file, in order."""
+
+    file: str
+    rules: tuple[Rule, ...]
+
+    def first_match(self, key: str, module: nn.Module, model_type: str) -> Rule | None:
+        return next((rule for rule in self.rules if rule.matches(key, module, model_type)), None)
+
+
+def load_rules(path: Path) -> Rules:
+    """Read and check the rule file at `path`. Raises RuleError with file, line and rule."""
+    return _rules_from(read_yaml(path), str(path))
+
+
+def parse_rules(text: str, file: str = "<rules>") -> Rules:
+    """Check the rules in `text`; `file` names them in errors. Raises RuleError."""
+    return _rules_from(parse_yaml(text, file), file)
+
+
+def _rules_from(document: Item | None, file: str) -> Rules:
+    if document is None:
+        raise RuleError("holds no rules; write [] to keep every module as it is", file=file)
+    if not isinstance(document.value, list):
+        kind = document.kind()
+        raise RuleError(f"must be a list of rules (`- match: ...`), not {kind}", file=file, line=document.line)
+    rules = tuple(_RuleParser(file, number).rule(item) for number, item in enumerate(document.value, start=1))
+    _report_ineffective(rules, file)
+    return Rules(file, rules)
+
+
+def _report_ineffective(rules: Iterable[Rule], file: str) -> None:
+    """One log line per keyword argument that is accepted for compatibility's sake and changes nothing."""
+    reported: set[str] = set()
+    for rule in rules:
+        known = rule.operator.KWARGS if rule.operator else frozenset()
+        for kwarg in rule.kwarg_lines:
+            if kwarg in _NO_EFFECT and kwarg not in known and kwarg not in reported:
+                reported.add(kwarg)
+                what = rule.operator.__name__ if rule.operator else "a kept module"
+                logger.info("%s: %s has no effect on %s: %s", file, kwarg, what, _NO_EFFECT[kwarg])
+
+
+class _RuleParser:
+    """Checks one rule of a file; carries what its errors say about where they are."""
+
+    def __init__(self, file: str, number: int):
+        self.file, self.number = file, number
+
+    def fail(self, message: str, line: int) -> RuleError:
+        return RuleError(message, file=self.file, line=line, rule=self.number)
+
+    def fields(self, item: Item, what: str, known: tuple[str, ...]) -> dict[str, Item]:
+        """The mapping `item`, its keys checked against `known`."""
+        if not isinstance(item.value, dict):
+            raise self.fail(f"{what} must be a mapping with the keys {', '.join(known)}, not {item.kind()}", item.line)
+        found: dict[str, Item] = {}
+        for key, value in item.value.items():
+            if key not in known:
+                line = item.key_lines.get(key, item.line)
+                raise self.fail(f"unknown key {key!r} in {what}{nearest(str(key), known)}", line)
+            found[str(key)] = value
+        return found
+
+    def rule(self, item: Item) -> Rule:
+        fields = self.fields(item, "a rule", ("match", "replace", "recursive"))
+        for required in ("match", "replace"):
+            if required not in fields:
+                raise self.fail(f"a rule needs the key {required!r}", item.line)
+        name, wanted_class = self.match(fields["match"])
+        replace = self.fields(fields["replace"], "replace", ("class", "kwargs"))
+        operator = self.operator(replace.get("class"))
+        kwargs = self.kwargs(replace.get("kwargs"), operator)
+        recursive = fields.get("recursive")
+        if recursive is not None and not isinstance(recursive.value, bool):
+            raise self.fail("recursive must be true or false", recursive.line)
+        known = operator.KWARGS if operator else frozenset[str]()
+        return Rule(
+            number=self.number,
+            line=item.line,
+            file=self.file,
+            name=name,
+            match_class=wanted_class,
+            operator=operator,
+            devices={key: str(kwargs[key].value) for key in DEVICE_KWARGS if key in kwargs},
+            ops={key: str(kwargs[key].value) for key in OP_KWARGS if key in kwargs and kwargs[key].value != "None"},
+            kwargs={key: value.plain() for key, value in kwargs.items() if key in known},
+            recursive=recursive is None or bool(recursive.value),
+            kwarg_lines={key: value.line for key, value in kwargs.items()},
+        )
+
+    def match(self, item: Item) -> tuple[re.Pattern[str] | None, type | None]:
+        fields = self.fields(item, "match", ("name", "class"))
+        if not fields:
+            raise self.fail("match needs a name, a class, or both", item.line)
+        for key, value in fields.items():
+            if not isinstance(value.value, str) or not value.value:
+                raise self.fail(f"match.{key} must be text, not {value.kind()}", value.line)
+        pattern = wanted = None
+        if "name" in fields:
+            pattern = self.pattern(str(fields["name"].value), fields["name"].line)
+        if "class" in fields:
+            try:
+                wanted = match_class(str(fields["class"].value))
+            except NameProblem as problem:
+                raise self.fail(f"match.class: {problem}", fields["class"].line) from problem
+        return pattern, wanted
+
+    def pattern(self, text: str, line: int) -> re.Pattern[str]:
+        try:
+            return re.compile(text)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise self.fail(f"match.name {text!r} is not a regular expression: {error}", line) from error
+
+    def operator(self, item: Item | None) -> type[Operator] | None:
+        if item is None or item.value == "default":
+            return None
+        if not isinstance(item.value, str):
+            raise self.fail(f"replace.class must be a dotted name or default, not {item.kind()}", item.line)
+        try:
+            return operator_class(item.value)
+        except NameProblem as problem:
+            raise self.fail(f"replace.class: {problem}", item.line) from problem
+
+    def kwargs(self, item: Item | None, operator: type[Operator] | None) -> dict[str, Item]:
+        """The keyword arguments by name, None values left out. Raises RuleError for what is unknown or ill-typed."""
+        if item is None or item.value is None:
+            return {}
+        own = operator.KWARGS if operator else frozenset[str]()
+        known = (*sorted(COMMON_KWARGS | own), *sorted(_NO_EFFECT.keys() - own))
+        found = self.fields(item, "kwargs", known)
+        for key, value in found.items():
+            if key in DEVICE_KWARGS and value.value is not None:
+                self.check_device(key, value)
+            elif key in OP_KWARGS and value.value not in (None, "None"):
+                self.check_op(key, value, operator)
+            elif key == "transfer_map":
+                found[key] = self.transfer_map(value)
+            elif key in _KWARG_TYPES and not _KWARG_TYPES[key][0](value.value):
+                raise self.fail(f"{key} must be {_KWARG_TYPES[key][1]}, got {value.plain()!r}", value.line)
+        return {key: value for key, value in found.items() if value.value is not None or key in own}
+
+    def check_device(self, key: str, item: Item) -> None:
+        if not isinstance(item.value, str) or DEVICE_PATTERN.fullmatch(item.value) is None:
+            hint = undriven_hardware(str(item.value))
+            more = f" ({hint}: hardware that ktransformers does not drive)" if hint else ""
+            raise self.fail(f"{key} must be cpu, cuda or cuda:N, got {item.plain()!r}{more}", item.line)
+
+    def check_op(self, key: str, item: Item, operator: type[Operator] | None) -> None:
+        if operator is None:
+            raise self.fail(f"{key} needs an operator: with class default the module is kept as it is", item.line)
+        name = item.value
+        if isinstance(name, str) and (name in operator.OPS or name == operator.__name__):
+            return
+        hardware = undriven_hardware(str(name))
+        if hardware is not None:
+            raise self.fail(f"{key} {name} is for {hardware}, hardware that ktransformers does not drive", item.line)
+        if not operator.OPS:
+            raise self.fail(f"{key}: {operator.__name__} has one implementation; leave {key} out", item.line)
+        hint = nearest(str(name), operator.OPS) or f"; it has {', '.join(operator.OPS)}"
+        raise self.fail(f"{key}: {operator.__name__} has no op {name!r}{hint}", item.line)
+
+    def transfer_map(self, item: Item) -> Item:
+        """`{layer: device}` with whole layer numbers, which YAML may also give as text."""
+        if not isinstance(item.value, dict):
+            raise self.fail(f"transfer_map must map layer numbers to devices, not be {item.kind()}", item.line)
+        layers: dict[Any, Item] = {}
+        for key, device in item.value.items():
+            line = item.key_lines.get(key, item.line)
+            layer = int(key) if isinstance(key, str) and key.isdecimal() else key
+            if not _is_int(layer) or layer in layers:
+                raise self.fail(f"transfer_map: {key!r} is not a layer number, or stands there twice", line)
+            self.check_device("transfer_map", device)
+            layers[layer] = device
+        return Item(layers, item.line, {})

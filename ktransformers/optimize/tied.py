@@ -1,0 +1,52 @@
+"""Parameters that a model shares between modules (lm_head.weight = model.embed_tokens.weight)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ktransformers.kernels.native import ExpertWeights
+from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
+
+__all__ = ["TiedSource", "tied_names"]
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """{name that need not be stored: name whose tensor it is}, as `transformers` worked it out for this config."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+class TiedSource:
+    """A WeightSource in which a tied name that is not stored means the tensor it is tied to."""
+
+    def __init__(self, source: WeightSource, tied: Mapping[str, str]):
+        self._source, self._tied = source, tied
+
+    def _resolve(self, name: str) -> str:
+        if name in self._tied and self._source.find(name) is None:
+            return self._tied[name]
+        return name
+
+    def describe(self) -> str:
+        return self._source.describe()
+
+    def stored_names(self) -> Sequence[str]:
+        return self._source.stored_names()
+
+    def find(self, name: str) -> TensorInfo | None:
+        return self._source.find(self._resolve(name))
+
+    def tensor(self, name: str) -> RawTensor:
+        return self._source.tensor(self._resolve(name))
+
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self._source.dense(self._resolve(name), dtype)
+
+    def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
+        return self._source.find_experts(key, layout, quantize_to)
+
+    def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
+        return self._source.experts(key, layout, quantize_to)

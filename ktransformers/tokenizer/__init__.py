@@ -1,0 +1,4 @@
+"""TEXT: token ids to text and back, chat templates, and what streams of text need on their way to a user.
+
+Knows tokenizers of Hugging Face folders and of GGUF metadata. Does not know models, engines or HTTP.
+"""

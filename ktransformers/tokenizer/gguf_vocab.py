@@ -1,0 +1,266 @@
+"""A fast tokenizer from the `tokenizer.*` metadata of a GGUF file.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md#tokenizer. Two kinds are built: "gpt2" (byte-level BPE,
+the pre-tokenizer given by name) and "llama" (SentencePiece BPE: scores instead of merges, bytes as fallback).
+Everything in the metadata is checked before it is used: a file is not to be trusted. Does not read files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import generate_merges
+
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.tokenizer.pretokenizers import find_pre_tokenizer
+
+__all__ = ["END_OF_TURN_TOKENS", "GgufVocab", "build_gguf_tokenizer", "read_gguf_vocab"]
+
+_log = logging.getLogger(__name__)
+
+_CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6  # gguf.TokenType
+_UNKNOWN = 2
+
+END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|eot|>", "<|return|>")
+"""Control tokens that end an answer although a file may name another token as its end-of-sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufVocab:
+    """The checked metadata: V tokens, V types and scores, merges as pairs, ids of special tokens by their role."""
+
+    model: str
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    scores: list[float] | None
+    merges: list[tuple[str, str]] | None
+    roles: dict[str, int]  # "bos", "eos", "eot", "eom", "unknown", "padding" -> id
+    add_bos: bool
+    add_eos: bool
+    add_space_prefix: bool
+    chat_template: str | dict[str, str] | None
+
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: the file's eos, eot and eom, and control tokens known to end a turn."""
+        ids = [self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles]
+        known = set(END_OF_TURN_TOKENS)
+        ids += [
+            i
+            for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind == _CONTROL and token in known
+        ]
+        return tuple(dict.fromkeys(ids))
+
+
+def _get(metadata: Mapping[str, object], key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+    value = metadata.get(key)
+    if value is None:
+        return default
+    if isinstance(value, np.generic):
+        value = value.item()
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise ConfigError(f"GGUF metadata {key} has the wrong type {type(value).__name__}")
+    return value
+
+
+def _array(metadata: Mapping[str, object], key: str, length: int | None) -> list[Any] | None:
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise ConfigError(f"GGUF metadata {key} must be an array, got {type(value).__name__}")
+    if length is not None and len(value) != length:
+        raise ConfigError(f"GGUF metadata {key} has {len(value)} entries, the vocabulary has {length}")
+    return list(value)
+
+
+def _strings(metadata: Mapping[str, object], key: str) -> list[str] | None:
+    values = _array(metadata, key, None)
+    if values is not None and not all(isinstance(value, str) for value in values):
+        raise ConfigError(f"GGUF metadata {key} must be an array of strings")
+    return values
+
+
+def _numbers(metadata: Mapping[str, object], key: str, length: int, kind: type | tuple[type, ...]) -> list[Any] | None:
+    values = _array(metadata, key, length)
+    if values is None:
+        return None
+    values = [value.item() if isinstance(value, np.generic) else value for value in values]
+    if not all(isinstance(value, kind) and not isinstance(value, bool) for value in values):
+        raise ConfigError(f"GGUF metadata {key} must be an array of numbers")
+    if not all(np.isfinite(value) for value in values):
+        raise ConfigError(f"GGUF metadata {key} holds values that are not finite")
+    return values
+
+
+def _read_merges(metadata: Mapping[str, object], tokens: Sequence[str]) -> list[tuple[str, str]] | None:
+    lines = _strings(metadata, "tokenizer.ggml.merges")
+    if lines is None:
+        return None
+    known, pairs = set(tokens), []
+    for number, line in enumerate(lines):
+        parts = line.split(" ")
+        if len(parts) != 2 or parts[0] not in known or parts[1] not in known or "".join(parts) not in known:
+            raise ConfigError(f"GGUF metadata tokenizer.ggml.merges: merge {number} does not fit the vocabulary")
+        pairs.append((parts[0], parts[1]))
+    return pairs
+
+
+def _read_chat_template(metadata: Mapping[str, object]) -> str | dict[str, str] | None:
+    default = _get(metadata, "tokenizer.chat_template", str)
+    prefix = "tokenizer.chat_template."
+    named = {key.removeprefix(prefix): _get(metadata, key, str) for key in metadata if key.startswith(prefix)}
+    if not named:
+        return default  # type: ignore[no-any-return]
+    return {"default": default, **named} if default is not None else named
+
+
+def read_gguf_vocab(metadata: Mapping[str, object]) -> GgufVocab:
+    """Check the `tokenizer.*` keys of a GGUF file. Raises ConfigError or UnsupportedError naming the key."""
+    model = _get(metadata, "tokenizer.ggml.model", str, "")
+    if model not in ("gpt2", "llama"):
+        raise UnsupportedError(
+            f"the GGUF file's tokenizer model {model!r} is not one of gpt2, llama; "
+            "pass --model_path with a folder that holds the model's tokenizer.json"
+        )
+    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    if not tokens:
+        raise ConfigError("the GGUF file has no tokenizer.ggml.tokens; pass --model_path with the model's tokenizer")
+    # An empty token can be the result of no merge; it needs a name of its own to keep its id.
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+    types = _numbers(metadata, "tokenizer.ggml.token_type", len(tokens), int) or [1] * len(tokens)
+    roles = {}
+    for role in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        token_id = _get(metadata, f"tokenizer.ggml.{role}_token_id", int)
+        if token_id is not None:
+            if not 0 <= token_id < len(tokens):
+                raise ConfigError(
+                    f"GGUF metadata tokenizer.ggml.{role}_token_id {token_id}: the vocabulary has {len(tokens)} tokens"
+                )
+            roles[role] = token_id
+    is_spm = model == "llama"
+    if is_spm:
+        roles = {"unknown": 0, "bos": 1, "eos": 2} | roles if len(tokens) > 2 else roles
+    pre = _get(metadata, "tokenizer.ggml.pre", str)
+    if pre is None and not is_spm:
+        _log.warning(
+            "the GGUF file names no pre-tokenizer (tokenizer.ggml.pre); using 'default', text may be split badly"
+        )
+    adds_bos = is_spm or find_pre_tokenizer(pre or "default").ignore_merges  # as llama.cpp does
+    return GgufVocab(
+        model=model,
+        pre=pre or "default",
+        tokens=tokens,
+        types=types,
+        scores=_numbers(metadata, "tokenizer.ggml.scores", len(tokens), (int, float)),
+        merges=_read_merges(metadata, tokens),
+        roles=roles,
+        add_bos=_get(metadata, "tokenizer.ggml.add_bos_token", bool, adds_bos) and "bos" in roles,
+        add_eos=_get(metadata, "tokenizer.ggml.add_eos_token", bool, False) and "eos" in roles,
+        add_space_prefix=_get(metadata, "tokenizer.ggml.add_space_prefix", bool, is_spm),
+        chat_template=_read_chat_template(metadata),
+    )
+
+
+def _token_ids(tokens: Sequence[str]) -> dict[str, int]:
+    ids: dict[str, int] = {}
+    for token_id, token in enumerate(tokens):
+        ids.setdefault(token, token_id)
+    if len(ids) != len(tokens):
+        _log.warning("the GGUF vocabulary spells %d tokens twice; the first id of each is used", len(tokens) - len(ids))
+    return ids
+
+
+def _byte_level(vocab: GgufVocab) -> Tokenizer:
+    if vocab.merges is None:
+        raise ConfigError("the GGUF file has no tokenizer.ggml.merges; pass --model_path with the model's tokenizer")
+    rule = find_pre_tokenizer(vocab.pre)
+    model = BPE(vocab=_token_ids(vocab.tokens), merges=vocab.merges, ignore_merges=rule.ignore_merges)
+    tokenizer = Tokenizer(model)
+    normalizer = rule.normalizer()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = rule.build()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(vocab: GgufVocab) -> Tokenizer:
+    """SentencePiece's BPE merges the adjacent pair whose result scores highest, so scores give the order of merges.
+
+    A space prefix goes before every stretch of text, also after a special token, as llama.cpp does it.
+    """
+    ids = _token_ids(vocab.tokens)
+    merges = vocab.merges
+    if merges is None:
+        if vocab.scores is None:
+            raise ConfigError("the GGUF file has neither tokenizer.ggml.scores nor tokenizer.ggml.merges")
+        skip = {_CONTROL, _USER_DEFINED, _BYTE, _UNKNOWN, _UNUSED}
+        scores = {
+            token: score
+            for token, score, kind in zip(vocab.tokens, vocab.scores, vocab.types, strict=True)
+            if kind not in skip
+        }
+        merges = generate_merges({token: ids[token] for token in scores}, scores)
+    unknown = vocab.tokens[vocab.roles["unknown"]] if "unknown" in vocab.roles else None
+    model = BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "\u2581")]
+    if vocab.add_space_prefix:
+        steps.insert(0, normalizers.Prepend("\u2581"))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    decoding: list[decoders.Decoder] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocab.add_space_prefix:
+        decoding.append(decoders.Strip(content=" ", left=1, right=0))
+    tokenizer.decoder = decoders.Sequence(decoding)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Tokenizer, vocab: GgufVocab) -> None:
+    """Control tokens become special, user-defined ones plain added tokens; both are matched whole in any text."""
+    control, plain = [], []
+    for token, kind in zip(vocab.tokens, vocab.types, strict=True):
+        if kind == _CONTROL:
+            control.append(AddedToken(token, normalized=False, special=True))
+        elif kind == _USER_DEFINED:
+            plain.append(AddedToken(token, normalized=False, special=False))
+    tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens(plain)
+
+
+def _set_post_processor(tokenizer: Tokenizer, vocab: GgufVocab) -> None:
+    used = [role for role, is_added in (("bos", vocab.add_bos), ("eos", vocab.add_eos)) if is_added]
+    special = [(vocab.tokens[vocab.roles[role]], vocab.roles[role]) for role in used]
+    head = [vocab.tokens[vocab.roles["bos"]]] if vocab.add_bos else []
+    tail = [vocab.tokens[vocab.roles["eos"]]] if vocab.add_eos else []
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*head, "$A", *tail], pair=[*head, "$A", "$B", *tail], special_tokens=special
+    )
+
+
+def build_gguf_tokenizer(vocab: GgufVocab) -> PreTrainedTokenizerFast:
+    """The Hugging Face fast tokenizer that `vocab` describes. Raises ConfigError when it cannot be built."""
+    try:
+        tokenizer = _sentencepiece(vocab) if vocab.model == "llama" else _byte_level(vocab)
+        _add_tokens(tokenizer, vocab)
+        _set_post_processor(tokenizer, vocab)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"the GGUF file's tokenizer cannot be built: {error}") from error
+    roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    named = {roles[role]: vocab.tokens[token_id] for role, token_id in vocab.roles.items() if role in roles}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=vocab.chat_template,
+        clean_up_tokenization_spaces=False,
+        **named,
+    )

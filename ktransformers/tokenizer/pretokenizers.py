@@ -1,0 +1,135 @@
+"""How text is cut into words before BPE merges apply, by the name that GGUF files store as `tokenizer.ggml.pre`.
+
+A GGUF file holds the name of a pre-tokenizer and not its rule, so readers need a table. The patterns are those that the
+named models publish in their own `tokenizer.json` (Oniguruma syntax, which `tokenizers` runs); which names share one
+pattern, and which vocabularies look whole words up before merging (`ignore_merges`), is part of the GGUF format as
+llama.cpp reads it. Does not know vocabularies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from ktransformers.errors import UnsupportedError
+
+__all__ = ["PRE_TOKENIZERS", "PreTokenizer", "find_pre_tokenizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """Patterns that are applied one after the other, each isolating its matches, and two facts on the vocabulary."""
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False  # a word that is a token of its own is taken whole
+    nfc: bool = False  # text is brought to Unicode NFC first
+
+    def normalizer(self) -> normalizers.Normalizer | None:
+        return normalizers.NFC() if self.nfc else None
+
+    def build(self) -> pre_tokenizers.PreTokenizer:
+        """The rule as a `tokenizers` object, byte-level spelling included."""
+        splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns]
+        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+
+_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _tiktoken(digits: str, punctuation_tail: str = r"[\r\n]*") -> str:
+    """The pattern of cl100k and its descendants; they differ in how many digits make a word."""
+    return rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+{punctuation_tail}|{_SPACES}"
+
+
+def _cased(digits: str, contraction: str) -> str:
+    """The pattern of o200k and of Mistral's tekken: words end where the case goes from lower to upper."""
+    return (
+        rf"{_LEAD}{_UPPER}*{_LOWER}+{contraction}|{_LEAD}{_UPPER}+{_LOWER}*{contraction}"
+        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    )
+
+
+_ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+_DEEPSEEK_V3_WORDS = rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+_KANA_AND_HAN = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_HAN_AND_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# The cased letters that DeepSeek-LLM's tokenizer.json lists; not a Unicode property, so spelled out as there.
+_DEEPSEEK_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
+    "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
+    "\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
+    "\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b"
+    "\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+
+_GPT2 = PreTokenizer((_GPT2_PATTERN,))
+_GPT2_DIGITS = PreTokenizer((r"\p{N}", _GPT2_PATTERN))
+_CL100K = PreTokenizer((_tiktoken(r"\p{N}{1,3}"),))
+_LLAMA3 = replace(_CL100K, ignore_merges=True)
+_QWEN = PreTokenizer((_tiktoken(r"\p{N}"),))
+_QWEN2 = replace(_QWEN, nfc=True)
+_O200K = PreTokenizer((_cased(r"\p{N}{1,3}", _CONTRACTIONS + "?"),))
+_DEEPSEEK_V3 = PreTokenizer((r"\p{N}{1,3}", _KANA_AND_HAN, _DEEPSEEK_V3_WORDS))
+_BAILING = PreTokenizer(
+    (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+        r"|\s*[\r\n]|\s+(?!\S)|\s+",
+    )
+)
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "jais", "trillion", "gigachat", "exaone4", "a.x-4.0", "mellum"), _GPT2),
+    **dict.fromkeys(("mpt", "olmo"), replace(_GPT2, nfc=True)),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _GPT2_DIGITS),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _CL100K),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2", "kormo"), _QWEN),
+    "qwen35": PreTokenizer(
+        (rf"{_CONTRACTIONS}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",),
+        nfc=True,
+    ),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _O200K),
+    "tekken": PreTokenizer((_cased(r"\p{N}", ""),), ignore_merges=True),
+    "deepseek-llm": PreTokenizer(
+        (
+            "[\r\n]",
+            rf"\s?[{_DEEPSEEK_LETTERS}]+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$",
+            _HAN_AND_HANGUL,
+            r"\p{N}",
+        )
+    ),
+    "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, r"\p{N}")),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),
+    "seed-coder": PreTokenizer((rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),
+    # What llama.cpp does for files that name no pre-tokenizer, or "default".
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")),
+}
+"""By the value of `tokenizer.ggml.pre`."""
+
+
+def find_pre_tokenizer(name: str) -> PreTokenizer:
+    """The rule that GGUF files call `name`. Raises UnsupportedError for one that is not in the table."""
+    try:
+        return PRE_TOKENIZERS[name]
+    except KeyError:
+        raise UnsupportedError(
+            f"the GGUF file's pre-tokenizer {name!r} is not one of {', '.join(sorted(PRE_TOKENIZERS))}; "
+            "pass --model_path with a folder that holds the model's tokenizer.json"
+        ) from None

@@ -1,0 +1,211 @@
+"""The tokenizer of one model: text to ids, ids to text, conversations to prompts.
+
+Wraps a Hugging Face fast tokenizer, loaded from a local folder or rebuilt from GGUF metadata. A model without a
+vocabulary (files for speed tests) still loads; using text then is an error. Does not know what the ids are run through.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
+from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
+
+__all__ = ["Message", "Tokenizer", "load_tokenizer"]
+
+_log = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+"""One turn: `role`, `content`, and what the model's template knows (`tool_calls`, `reasoning_content`, ...)."""
+
+_FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+_REASONING_TAGS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
+_TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
+_NO_VOCABULARY = (
+    "this model's files hold no vocabulary, so it takes token ids only; pass --model_path with its tokenizer"
+)
+
+
+class Tokenizer:
+    """Text and ids of one model. `backend` None: a model without vocabulary, every use of text raises ConfigError.
+
+    end_token_ids: ids that end an answer; a model's generation config may name more.
+    """
+
+    def __init__(self, backend: PreTrainedTokenizerFast | None, end_token_ids: Sequence[int] = ()):
+        self._backend = backend
+        self.end_token_ids = tuple(end_token_ids)
+        self._special: frozenset[int] = frozenset()
+        self._skipped: frozenset[int] = frozenset()
+        self._token_bytes = None
+        if backend is None:
+            return
+        if not end_token_ids and backend.eos_token_id is not None:
+            self.end_token_ids = (int(backend.eos_token_id),)
+        self._special = frozenset(i for i, token in backend.added_tokens_decoder.items() if token.special)
+        # Tags that parsers look for must be seen in the text even when a tokenizer calls them special.
+        tags = {tag for pair in (*_REASONING_TAGS, _TOOL_CALL_TAGS) for tag in pair}
+        self._skipped = self._special - {i for tag in tags if (i := self.token_id(tag)) is not None}
+        self._token_bytes = token_bytes_of(backend.backend_tokenizer)
+
+    @property
+    def has_vocabulary(self) -> bool:
+        return self._backend is not None
+
+    @property
+    def backend(self) -> Any:
+        """The Hugging Face tokenizer. Raises ConfigError when there is no vocabulary."""
+        if self._backend is None:
+            raise ConfigError(_NO_VOCABULARY)
+        return self._backend
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return len(self.backend)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.backend.bos_token_id  # type: ignore[no-any-return]
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.backend.eos_token_id  # type: ignore[no-any-return]
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of control tokens; they are left out of decoded text, the tags of reasoning and tool calls excepted."""
+        return self._special
+
+    def token_id(self, token: str) -> int | None:
+        """The id of exactly this token, or None."""
+        return self.backend.backend_tokenizer.token_to_id(token)  # type: ignore[no-any-return]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens spelled in it are recognized; add_special_tokens adds the model's BOS."""
+        encoding = self.backend.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`: what a Detokenizer returns piece by piece."""
+        return self.detokenizer(skip_special_tokens).all(token_ids)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A new stream of ids to text."""
+        skipped = self._skipped if skip_special_tokens else frozenset()
+        if self._token_bytes is not None:
+            return ByteDetokenizer(self._token_bytes, skipped)
+        decode = self.backend.backend_tokenizer.decode
+        return WindowDetokenizer(lambda ids: decode(ids, skip_special_tokens=False), skipped)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._backend is not None and self._backend.chat_template is not None
+
+    def _template_text(self) -> str:
+        template = self.backend.chat_template
+        return "".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def _known_tags(self, tags: tuple[str, str]) -> bool:
+        """Whether the model knows these tags: as tokens of their own, or because its template writes them."""
+        return all(self.token_id(tag) is not None for tag in tags) or tags[1] in self._template_text()
+
+    @property
+    def reasoning_tags(self) -> tuple[str, str] | None:
+        """The tags around this model's reasoning, or None when it has none."""
+        return next((tags for tags in _REASONING_TAGS if self.has_vocabulary and self._known_tags(tags)), None)
+
+    @property
+    def has_tool_calls(self) -> bool:
+        """Whether the model writes tool calls in the form that ToolCallParser reads."""
+        return self.has_vocabulary and self._known_tags(_TOOL_CALL_TAGS)
+
+    def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside the reasoning, because its template (or a caller) wrote the opening tag."""
+        tags = self.reasoning_tags
+        return tags is not None and self.decode(prompt_ids[-8:], skip_special_tokens=False).rstrip().endswith(tags[0])
+
+    def render_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """The conversation as text, through the model's own template in transformers' sandbox.
+
+        Raises UnsupportedError when the model has no template, ConfigError when the template refuses the messages.
+        """
+        if not messages:
+            raise ConfigError("a conversation needs at least one message")
+        if not self.has_chat_template:
+            self.backend  # noqa: B018 - says that there is no vocabulary, when that is why
+            raise UnsupportedError("this model has no chat template; send it plain text, or pass --model_path with one")
+        try:
+            text = self.backend.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **template_kwargs,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            raise ConfigError(f"the model's chat template refuses this conversation: {error}") from error
+        return str(text)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Prompt ids of a conversation. See render_chat_template."""
+        text = self.render_chat_template(messages, tools, add_generation_prompt, **template_kwargs)
+        return self.encode(text, add_special_tokens=False)
+
+    def apply_plain_template(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt ids of a conversation for a model without a template: "role: content" lines, then "assistant:"."""
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        return self.encode("\n".join([*lines, "assistant:"]))
+
+
+def _load_folder(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerFast:
+    try:
+        backend = AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+    if not getattr(backend, "is_fast", False):
+        raise UnsupportedError(f"the tokenizer in {path} has no fast version (tokenizer.json); this program needs one")
+    return backend
+
+
+def load_tokenizer(
+    model_path: Path | None, gguf_metadata: Mapping[str, object] | None, *, trust_remote_code: bool = False
+) -> Tokenizer:
+    """The tokenizer in the folder `model_path`, else the one in a GGUF file's metadata, else one without vocabulary.
+
+    A folder's tokenizer without chat template takes the GGUF file's. Raises ConfigError or UnsupportedError.
+    """
+    metadata = gguf_metadata or {}
+    if model_path is not None and any((Path(model_path) / name).is_file() for name in _FOLDER_FILES):
+        backend = _load_folder(Path(model_path), trust_remote_code)
+        template = metadata.get("tokenizer.chat_template")
+        if backend.chat_template is None and isinstance(template, str):
+            _log.info("the tokenizer in %s has no chat template; using the GGUF file's", model_path)
+            backend.chat_template = template
+        return Tokenizer(backend)
+    if metadata.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
+        _log.info("no tokenizer found: this model takes token ids only")
+        return Tokenizer(None)
+    vocab = read_gguf_vocab(metadata)
+    return Tokenizer(build_gguf_tokenizer(vocab), vocab.end_token_ids())

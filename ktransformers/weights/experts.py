@@ -1,0 +1,182 @@
+"""Expert matrices on their way from a file to the kernels: as they are, converted, or quantized while loading.
+
+Knows no file format: sources describe each expert's matrix as an `ExpertMatrix`, and get back one RawTensor per expert.
+Conversion works on rows of about a megabyte, several experts at a time, straight into the final buffer, so that
+nothing but the result and a few chunks is ever in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from ktransformers.config import physical_cores
+from ktransformers.errors import TensorMismatchError, UnsupportedError
+from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes
+from ktransformers.weights.mapped_file import typed_view
+from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize, target_type
+from ktransformers.weights.source import TensorInfo
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "BlockScaledMatrix",
+    "ExpertMatrix",
+    "FloatMatrix",
+    "RawMatrix",
+    "check_expert_shape",
+    "expert_info",
+    "load_matrices",
+]
+
+logger = logging.getLogger(__name__)
+
+CHUNK_WEIGHTS = 1 << 18
+
+FLOAT_DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
+_QUANTIZABLE_STORED = frozenset({"F32", "F16", "BF16", "F8_E4M3"})
+
+
+class ExpertMatrix(Protocol):
+    """One matrix [rows, cols] of one expert, not loaded yet."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def view(self) -> RawTensor | None:
+        """The matrix without a copy, where the file holds it in a type and layout that the kernels read."""
+        ...
+
+    def rows_f32(self, start: int, stop: int) -> torch.Tensor:
+        """Rows start .. stop - 1 as a new fp32 tensor."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RawMatrix:
+    """A matrix that is already in a type the kernels read."""
+
+    raw: RawTensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.raw.rows, self.raw.cols)
+
+    def view(self) -> RawTensor | None:
+        return self.raw
+
+    def rows_f32(self, start: int, stop: int) -> torch.Tensor:
+        rows = self.raw.rows_slice(start, stop)
+        return typed_view(rows.data, FLOAT_DTYPES[rows.qtype]).reshape(rows.shape).float()
+
+
+@dataclass(frozen=True, slots=True)
+class FloatMatrix:
+    """A float matrix [rows, cols] with any strides (a transposed or interleaved part of a fused tensor)."""
+
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.values.shape[0], self.values.shape[1])
+
+    def view(self) -> RawTensor | None:
+        return RawTensor.from_tensor(self.values) if self.values.is_contiguous() else None
+
+    def rows_f32(self, start: int, stop: int) -> torch.Tensor:
+        return self.values[start:stop].float()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScaledMatrix:
+    """FP8 values [rows, cols] times one fp32 scale per `block` (rows, cols) of them: scales [ceil, ceil]."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.values.shape[0], self.values.shape[1])
+
+    def view(self) -> RawTensor | None:
+        return None
+
+    def rows_f32(self, start: int, stop: int) -> torch.Tensor:
+        row_blocks = torch.arange(start, stop) // self.block[0]
+        scales = self.scales[row_blocks].repeat_interleave(self.block[1], dim=1)[:, : self.shape[1]]
+        return self.values[start:stop].float().mul_(scales)
+
+
+def check_expert_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raises TensorMismatchError when an expert tensor does not have the shape that the module needs."""
+    if tuple(shape) != tuple(wanted):
+        raise TensorMismatchError(f"expert tensor {name!r} has the shape {list(shape)}; the model needs {list(wanted)}")
+
+
+@lru_cache
+def _resident(natural: QuantType, cols: int, quantize_to: QuantType) -> QuantType:
+    """The type that float rows of `cols` get when `quantize_to` is asked for. Cached, so that a change is said once."""
+    if quantize_to not in QUANTIZABLE_TYPES:
+        names = ", ".join(t.name.lower() for t in QUANTIZABLE_TYPES)
+        raise UnsupportedError(f"experts cannot be quantized to {quantize_to.name}; possible types are {names}")
+    target = target_type(quantize_to, cols)
+    if target is not quantize_to:
+        logger.warning(
+            "expert rows of %d weights cannot be %s; they are held as %s",
+            cols,
+            quantize_to.name,
+            (target or natural).name,
+        )
+    return target or natural
+
+
+def expert_info(
+    name: str,
+    stored_type: str,
+    natural: QuantType,
+    shape: tuple[int, int, int],
+    stored_names: tuple[str, ...],
+    quantize_to: QuantType | None,
+) -> TensorInfo:
+    """Facts about one projection of all experts. natural: the type it is held in when not quantized while loading."""
+    resident = natural
+    if quantize_to is not None and stored_type in _QUANTIZABLE_STORED:
+        resident = _resident(natural, shape[-1], quantize_to)
+    nbytes = math.prod(shape[:-1]) * row_bytes(resident, shape[-1])
+    return TensorInfo(name, shape, stored_type, resident, nbytes, stored_names)
+
+
+def load_matrices(matrices: Sequence[ExpertMatrix], target: QuantType) -> list[RawTensor]:
+    """Each matrix as `target`: views where that is possible, else slices of one new buffer."""
+    views = [matrix.view() for matrix in matrices]
+    found = [raw for raw in views if raw is not None and raw.qtype is target]
+    if len(found) == len(matrices):
+        return found
+    rows, cols = matrices[0].shape
+    size = rows * row_bytes(target, cols)
+    buffer = torch.empty(len(matrices) * size, dtype=torch.uint8)
+    out = [RawTensor(buffer[index * size : (index + 1) * size], target, (rows, cols)) for index in range(len(matrices))]
+    with ThreadPoolExecutor(max_workers=physical_cores()) as pool:  # numpy and torch let go of the GIL in long loops
+        list(pool.map(_convert, matrices, out))
+    return out
+
+
+def _convert(matrix: ExpertMatrix, out: RawTensor) -> None:
+    rows, cols = matrix.shape
+    step = max(1, CHUNK_WEIGHTS // max(cols, 1))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        values = matrix.rows_f32(start, stop)
+        part = out.rows_slice(start, stop)
+        dtype = FLOAT_DTYPES.get(out.qtype)
+        if dtype is not None:
+            part.data.view(dtype).copy_(values.reshape(-1))
+        else:
+            part.data.copy_(torch.from_numpy(quantize(values.numpy(), out.qtype)).reshape(-1))

@@ -1,0 +1,294 @@
+"""A model's weights in GGUF files, as a WeightSource. Native block types come back as views of the memory map."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from ktransformers.errors import TensorMismatchError
+from ktransformers.kernels.native import ExpertWeights
+from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes
+from ktransformers.weights.experts import RawMatrix, check_expert_shape, expert_info, load_matrices
+from ktransformers.weights.gguf import GGUFModel
+from ktransformers.weights.names import Change, GGUFNames, Stored, ignorable_gguf
+from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
+from ktransformers.weights.transcode import dequantize, resident_type, transcode
+
+__all__ = ["GGUFSource"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """One of gate, up, down: the tensors that hold it and how an expert's matrix is found in them."""
+
+    stored: tuple[str, ...]
+    pick: Callable[[Callable[[str], RawTensor], int], RawTensor]  # (load, expert) -> [rows, cols]
+    shape: tuple[int, int, int]
+
+
+class GGUFSource:
+    """WeightSource over one GGUF model (all of its shards). config is the HF config of the module tree."""
+
+    def __init__(self, model: GGUFModel, config: PretrainedConfig):
+        self._model = model
+        self._tensors = model.tensors
+        self._config = config.get_text_config()
+        self._names = GGUFNames(model.architecture, self._config, self._tensors)
+        self._report_transcoding()
+
+    def describe(self) -> str:
+        """One line for the console: format, files, bytes."""
+        types = Counter(tensor.qtype.name for tensor in self._tensors.values())
+        mix = ", ".join(f"{count} {name}" for name, count in types.most_common())
+        nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
+        files = len(self._model.files)
+        where = self._model.files[0].path.name + (f" and {files - 1} more" if files > 1 else "")
+        return f"GGUF {self._model.architecture}, {where}, {nbytes / 1e9:.2f} GB, {len(self._tensors)} tensors ({mix})"
+
+    def stored_names(self) -> Sequence[str]:
+        """Every tensor in the files, under its own name there."""
+        return tuple(self._tensors)
+
+    def ignorable(self, stored_name: str) -> bool:
+        """Whether a stored tensor that no module asked for may be left over."""
+        return ignorable_gguf(stored_name, self._tensors, int(self._config.num_hidden_layers))
+
+    def find(self, name: str) -> TensorInfo | None:
+        """Facts about the tensor that HF calls `name`, or None when the files do not hold it."""
+        stored = self._names.find(name)
+        if stored is None:
+            return None
+        shape = self._shape(name, stored)
+        first = self._tensors[stored.names[0]]
+        if stored.change in (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS):
+            resident = QuantType.F32
+        else:
+            resident = resident_type(first.qtype, stored.names[0])
+        nbytes = math.prod(shape[:-1]) * row_bytes(resident, shape[-1])
+        types = "+".join(dict.fromkeys(self._tensors[part].qtype.name for part in stored.names))
+        return TensorInfo(name, shape, types, resident, nbytes, stored.names)
+
+    def tensor(self, name: str) -> RawTensor:
+        """The tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
+        stored = self._found(name)
+        if stored.change in (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS):
+            return RawTensor.from_tensor(self.dense(name))
+        shape = self._shape(name, stored)
+        if stored.change is Change.CONCAT_ROWS:
+            parts = [transcode(self._model.raw(part), part) for part in stored.names]
+            return RawTensor(torch.cat([part.data for part in parts]), parts[0].qtype, shape)
+        raw = self._model.raw(stored.names[0])
+        if stored.change is Change.UNPERMUTE_ROWS:
+            raw = _unpermute(raw, stored.heads)
+        raw = transcode(raw, stored.names[0])
+        return RawTensor(raw.data, raw.qtype, shape)
+
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The tensor dequantized, as a new tensor of its logical shape. Raises TensorMismatchError when missing."""
+        stored = self._found(name)
+        shape = self._shape(name, stored)
+        parts = [self._model.raw(part) for part in stored.names]
+        if stored.change is Change.UNPERMUTE_ROWS:
+            parts = [_unpermute(parts[0], stored.heads)]
+        if stored.change is Change.SUBTRACT_ONE:
+            return dequantize(parts[0], stored.names[0]).sub_(1.0).to(dtype)
+        if stored.change is Change.KV_B_FROM_PARTS:
+            return self._kv_b(stored, dtype)
+        values = [dequantize(raw, part, dtype) for raw, part in zip(parts, stored.names, strict=True)]
+        return (values[0] if len(values) == 1 else torch.cat(values)).reshape(shape)
+
+    def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
+        """Facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
+        projections = self._projections(key, layout)
+        if projections is None:
+            return None
+        infos = {part: self._projection_info(f"{key}.{part}", p, quantize_to) for part, p in projections.items()}
+        biases = self._bias_names(key, layout)
+        return ExpertsInfo(
+            infos.get("gate"),
+            infos["up"],
+            infos["down"],
+            tuple(dict.fromkeys(name for p in projections.values() for name in p.stored)) + tuple(biases.values()),
+            sum(info.nbytes for info in infos.values())
+            + sum(4 * math.prod(self._tensors[b].shape) for b in biases.values()),
+        )
+
+    def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
+        """The experts of module `key`, one [I, H], [I, H] and [H, I] matrix per expert.
+
+        Raises TensorMismatchError when an expert is missing or has the wrong shape.
+        """
+        projections = self._projections(key, layout)
+        info = self.find_experts(key, layout, quantize_to)
+        if projections is None or info is None:
+            raise TensorMismatchError(
+                f"the GGUF files hold no experts for {key!r}; they are incomplete or of another model"
+            )
+        loaded: dict[str, list[RawTensor]] = {}
+        for part, projection in projections.items():
+            target = getattr(info, part).resident_type
+            whole: dict[str, RawTensor] = {}  # each stored tensor is transcoded once, not once per expert
+
+            def load(name: str, whole: dict[str, RawTensor] = whole) -> RawTensor:
+                if name not in whole:
+                    whole[name] = transcode(self._model.raw(name), name)
+                return whole[name]
+
+            picked = [projection.pick(load, expert) for expert in range(layout.num_experts)]
+            loaded[part] = load_matrices([RawMatrix(raw) for raw in picked], target)
+        biases = {part: dequantize(self._model.raw(name), name) for part, name in self._bias_names(key, layout).items()}
+        return ExpertWeights(
+            loaded.get("gate"), loaded["up"], loaded["down"], biases.get("gate"), biases.get("up"), biases.get("down")
+        )
+
+    def _found(self, name: str) -> Stored:
+        stored = self._names.find(name)
+        if stored is None:
+            raise TensorMismatchError(
+                f"the GGUF files hold no tensor for {name!r}; they are incomplete or of another model "
+                f"(architecture {self._model.architecture!r})"
+            )
+        return stored
+
+    def _shape(self, name: str, stored: Stored) -> tuple[int, ...]:
+        """The shape that the module tree expects, as far as the file's own shape allows.
+
+        The converter drops dimensions of size 1, so they are put back where modules have them.
+        """
+        shapes = [self._tensors[part].shape for part in stored.names]
+        shape = shapes[0]
+        if stored.change is Change.CONCAT_ROWS:
+            if any(other[1:] != shape[1:] for other in shapes) or len(set(self._types_of(stored.names))) > 1:
+                raise TensorMismatchError(
+                    f"tensors {stored.names} have different widths or types; {name!r} needs them equal"
+                )
+            return (sum(other[0] for other in shapes), *shape[1:])
+        if stored.change is Change.KV_B_FROM_PARTS:
+            k_b, v_b = self._k_b_shape(), self._v_b_shape()
+            return (k_b[0] * (k_b[2] + v_b[1]), k_b[1])
+        if stored.change is Change.UNPERMUTE_ROWS and shape[0] % (2 * stored.heads):
+            raise TensorMismatchError(
+                f"tensor {stored.names[0]!r} has {shape[0]} rows, no multiple of 2 x {stored.heads} heads"
+            )
+        if name.endswith("self_attn.k_b_proj.weight"):
+            return self._reshaped(stored.names[0], shape, self._k_b_shape())
+        if name.endswith("self_attn.v_b_proj.weight"):
+            return self._reshaped(stored.names[0], shape, self._v_b_shape())
+        if name.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")) and len(shape) == 1:
+            return (1, *shape)
+        return shape
+
+    def _reshaped(self, stored: str, shape: tuple[int, ...], wanted: tuple[int, int, int]) -> tuple[int, ...]:
+        """`wanted` if it is the same rows of the same width (some converters merge the first two dimensions)."""
+        if shape[-1] != wanted[-1] or math.prod(shape) != math.prod(wanted):
+            raise TensorMismatchError(f"tensor {stored!r} has the shape {list(shape)}; the model needs {list(wanted)}")
+        return wanted
+
+    def _k_b_shape(self) -> tuple[int, int, int]:
+        c = self._config
+        return (int(c.num_attention_heads), int(c.kv_lora_rank), int(c.qk_nope_head_dim))
+
+    def _v_b_shape(self) -> tuple[int, int, int]:
+        c = self._config
+        return (int(c.num_attention_heads), int(c.v_head_dim), int(c.kv_lora_rank))
+
+    def _kv_b(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+        shapes = (self._k_b_shape(), self._v_b_shape())
+        parts = [
+            dequantize(self._model.raw(name), name, dtype).reshape(
+                self._reshaped(name, self._tensors[name].shape, shape)
+            )
+            for name, shape in zip(stored.names, shapes, strict=True)
+        ]
+        return torch.cat([parts[0].transpose(1, 2), parts[1]], dim=1).reshape(-1, shapes[0][1])
+
+    def _projections(self, key: str, layout: ExpertsLayout) -> dict[str, _Projection] | None:
+        """gate, up and down of one layer in whichever of the three ways the file stores them."""
+        block = self._names.block(key)
+        if block is None:
+            return None
+        experts, inner, hidden = layout.num_experts, layout.intermediate_size, layout.hidden_size
+        shapes = {"up": (experts, inner, hidden), "down": (experts, hidden, inner)}
+        if layout.has_gate:
+            shapes = {"gate": (experts, inner, hidden), **shapes}
+        fused = f"{block}ffn_gate_up_exps.weight"
+        found: dict[str, _Projection] = {}
+        for part, shape in shapes.items():
+            merged = f"{block}ffn_{part}_exps.weight"
+            single = tuple(f"{block}ffn_{part}.{expert}.weight" for expert in range(experts))
+            if merged in self._tensors:
+                self._check_shape(merged, shape)
+                found[part] = _Projection((merged,), lambda load, e, name=merged: load(name).select(e), shape)
+            elif part != "down" and fused in self._tensors:
+                self._check_shape(fused, (experts, 2 * inner, hidden))
+                start = 0 if part == "gate" else inner
+                found[part] = _Projection(
+                    (fused,), lambda load, e, at=start: load(fused).select(e).rows_slice(at, at + inner), shape
+                )
+            elif any(name in self._tensors for name in single):
+                for name in single:
+                    self._check_shape(name, shape[1:])
+                found[part] = _Projection(single, lambda load, e, names=single: load(names[e]), shape)
+        if not found:
+            return None
+        if missing := shapes.keys() - found.keys():
+            raise TensorMismatchError(
+                f"{key!r}: the GGUF file has some experts' tensors but not {sorted(missing)} in {block}*"
+            )
+        return found
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise TensorMismatchError(f"expert tensor {name!r} is missing")
+        check_expert_shape(name, tensor.shape, shape)
+
+    def _bias_names(self, key: str, layout: ExpertsLayout) -> dict[str, str]:
+        if not layout.has_bias:
+            return {}
+        block = self._names.block(key)
+        names = {
+            part: f"{block}ffn_{part}_exps.bias" for part in ("gate", "up", "down") if part != "gate" or layout.has_gate
+        }
+        for part, name in names.items():
+            width = layout.hidden_size if part == "down" else layout.intermediate_size
+            self._check_shape(name, (layout.num_experts, width))
+        return names
+
+    def _projection_info(self, name: str, projection: _Projection, quantize_to: QuantType | None) -> TensorInfo:
+        types = set(self._types_of(projection.stored))
+        if len(types) > 1:
+            mix = ", ".join(sorted(t.name for t in types))
+            raise TensorMismatchError(f"the experts of {name!r} have different types ({mix}); they must share one")
+        stored = types.pop()
+        natural = resident_type(stored, projection.stored[0])
+        return expert_info(name, stored.name, natural, projection.shape, projection.stored, quantize_to)
+
+    def _types_of(self, names: Sequence[str]) -> tuple[QuantType, ...]:
+        return tuple(self._tensors[name].qtype for name in names)
+
+    def _report_transcoding(self) -> None:
+        """One line per pair of types, at open: which tensors will not stay as they are in the file."""
+        pairs: Counter[tuple[str, str]] = Counter()
+        for name, tensor in self._tensors.items():
+            if not self.ignorable(name):
+                resident = resident_type(tensor.qtype, name)
+                if resident is not tensor.qtype:
+                    pairs[tensor.qtype.name, resident.name] += 1
+        for (stored, resident_name), count in sorted(pairs.items()):
+            logger.info("%d tensors of type %s are held as %s (same values, more bytes)", count, stored, resident_name)
+
+
+def _unpermute(raw: RawTensor, heads: int) -> RawTensor:
+    """Undo the converter's reordering of each head's rows, on block rows (weights) or elements (biases)."""
+    rows = raw.shape[0]
+    by_pair = raw.data.reshape(heads, rows // heads // 2, 2, -1)
+    return RawTensor(by_pair.transpose(1, 2).reshape(-1), raw.qtype, raw.shape)

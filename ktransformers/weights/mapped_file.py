@@ -1,0 +1,41 @@
+"""A file mapped read-only as one flat byte tensor. Knows no format."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from pathlib import Path
+
+import torch
+
+from ktransformers.errors import FormatError
+
+__all__ = ["map_file", "typed_view"]
+
+
+def map_file(path: Path) -> torch.Tensor:
+    """The bytes of `path` as a uint8 tensor [size] over a shared read-only mapping, which lives as long as its views.
+
+    Writing to it is a segmentation fault, so no caller may. Raises FormatError for an empty or unreadable file.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                raise FormatError(f"{path}: the file is empty; download or convert it again")
+            mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with warnings.catch_warnings():
+        # torch has no read-only tensors and warns of this one. A private writable mapping would silence it, but the
+        # kernel counts such a mapping against memory and refuses files larger than RAM.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def typed_view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """uint8 bytes [n] as elements of `dtype` [n / itemsize]: a view where the address allows it, else a copy."""
+    if data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype)

@@ -1,0 +1,183 @@
+"""From Hugging Face module names to the tensors of a GGUF file. Knows names and row orders, reads no bytes.
+
+Names come from the `gguf` package's own maps. What those do not say, because it depends on how llama.cpp's converter
+changes a tensor on its way in, is here: one table of architectures whose changes are known and tested, and a handful
+of rules. A file of any other architecture is refused, because a changed tensor would load without a complaint and
+compute garbage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import gguf
+from transformers import PretrainedConfig
+
+from ktransformers.errors import UnsupportedError
+
+__all__ = ["ARCHITECTURES", "ArchFacts", "Change", "GGUFNames", "Stored", "ignorable_gguf"]
+
+
+class Change(Enum):
+    """What must be done to a file's tensors so that they are what the module tree expects."""
+
+    NONE = auto()
+    UNPERMUTE_ROWS = auto()  # rows of each head alternate between the two rotary halves; put the halves back
+    SUBTRACT_ONE = auto()  # the file holds 1 + weight
+    CONCAT_ROWS = auto()  # one tensor per part, all of one width
+    KV_B_FROM_PARTS = auto()  # (k_b [H, R, nope], v_b [H, V, R]) -> [H * (nope + V), R]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The file's tensors that one parameter is made of. heads: for UNPERMUTE_ROWS and KV_B_FROM_PARTS."""
+
+    names: tuple[str, ...]
+    change: Change = Change.NONE
+    heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ArchFacts:
+    """What the converter does to an architecture beyond renaming.
+
+    permuted_qk: q_proj and k_proj rows (and biases) are reordered for interleaved rotary embedding.
+    norm_plus_one: norms are stored as 1 + weight.
+    """
+
+    permuted_qk: bool = False
+    norm_plus_one: bool = False
+
+
+_PLAIN = ArchFacts()
+_LLAMA = ArchFacts(permuted_qk=True)
+
+ARCHITECTURES: dict[str, ArchFacts] = {
+    "llama": _LLAMA,  # llama, mistral, mixtral
+    "arcee": _LLAMA,
+    "granite": _LLAMA,
+    "granitemoe": _LLAMA,
+    "smollm3": _LLAMA,
+    "gemma2": ArchFacts(norm_plus_one=True),
+    "gemma3": ArchFacts(norm_plus_one=True),
+    # Their rotary embeddings are either of the half-split kind in both worlds or interleaved in both.
+    "deepseek2": _PLAIN,
+    "dots1": _PLAIN,
+    "ernie4_5": _PLAIN,
+    "ernie4_5-moe": _PLAIN,
+    "glm4": _PLAIN,
+    "glm4moe": _PLAIN,
+    "gpt-oss": _PLAIN,
+    "hunyuan-dense": _PLAIN,
+    "hunyuan-moe": _PLAIN,
+    "minimax-m2": _PLAIN,
+    "olmo2": _PLAIN,
+    "olmoe": _PLAIN,
+    "phimoe": _PLAIN,
+    "qwen2": _PLAIN,
+    "qwen2moe": _PLAIN,
+    "qwen3": _PLAIN,
+    "qwen3moe": _PLAIN,
+    "seed_oss": _PLAIN,
+}
+
+_ARCH_IDS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_SUFFIXES = (".weight", ".bias")
+
+_BLOCK_NAMES = (
+    # gguf maps these from older module names only, or not at all.
+    (re.compile(r"\.e_score_correction_bias$"), "exp_probs_b.bias"),
+    (re.compile(r"\.block_sparse_moe\.router\.weight$"), "ffn_gate_inp.weight"),  # granitemoe
+    (re.compile(r"\.mlp\.gate\.wg\.weight$"), "ffn_gate_inp.weight"),  # hunyuan
+)
+
+_IGNORABLE = (
+    re.compile(r"rope_freqs\.weight"),  # llama 3's frequency factors: config_from_gguf turns them into rope parameters
+    re.compile(r"rope_factors_(long|short)\.weight"),  # longrope's factors: part of the config
+    re.compile(r"blk\.\d+\.nextn\..*"),  # multi-token prediction head: drafts tokens, is no part of the model's answer
+    re.compile(r"blk\.\d+\.attn_rot_embd(\..*)?"),  # rotary frequencies of very old files: computed from the config
+)
+
+
+def ignorable_gguf(name: str, stored: Container[str], num_layers: int) -> bool:
+    """Whether a tensor that no module asked for may be left over without an error.
+
+    stored: all names of the file. num_layers: the model's layers; blocks beyond them belong to multi-token prediction.
+    """
+    if any(pattern.fullmatch(name) for pattern in _IGNORABLE):
+        return True
+    block = re.match(r"blk\.(\d+)\.", name)
+    if block is None:
+        return False
+    if int(block[1]) >= num_layers:
+        return True
+    # Some converters write kv_b both whole and split; the split halves are what is read then.
+    return name == f"{block[0]}attn_kv_b.weight" and f"{block[0]}attn_k_b.weight" in stored
+
+
+class GGUFNames:
+    """The names of one model: `arch` is the file's `general.architecture`, `config` the HF (text) config."""
+
+    def __init__(self, arch: str, config: PretrainedConfig, stored: Container[str]):
+        if arch not in ARCHITECTURES or arch not in _ARCH_IDS:
+            raise UnsupportedError(
+                f"GGUF files of architecture {arch!r:.60} are not supported: how their tensors differ from the "
+                f"Hugging Face model is not known here. Known are {', '.join(sorted(ARCHITECTURES))}. "
+                "The model's safetensors files may work."
+            )
+        self.facts = ARCHITECTURES[arch]
+        self._stored = stored
+        self._config = config
+        self._map = gguf.get_tensor_name_map(_ARCH_IDS[arch], max(int(config.num_hidden_layers), 1))
+
+    def find(self, name: str) -> Stored | None:
+        """The tensors that HF's parameter or buffer `name` is made of, or None when the file has none."""
+        direct = self._direct(name)
+        if direct is not None:
+            return self._changed(name, direct)
+        if name.endswith("self_attn.kv_b_proj.weight"):
+            parts = tuple(self._direct(name.replace("kv_b_proj", part)) for part in ("k_b_proj", "v_b_proj"))
+            if parts[0] is not None and parts[1] is not None:
+                return Stored((parts[0], parts[1]), Change.KV_B_FROM_PARTS, int(self._config.num_attention_heads))
+        if name.endswith("shared_mlp.input_linear.weight"):  # granitemoeshared keeps gate and up in one matrix
+            block = self.block(name)
+            names = tuple(f"{block}ffn_{part}_shexp.weight" for part in ("gate", "up"))
+            if all(part in self._stored for part in names):
+                return Stored(names, Change.CONCAT_ROWS)
+        if name == "lm_head.weight" and getattr(self._config, "tie_word_embeddings", False):
+            return self.find("model.embed_tokens.weight")
+        return None
+
+    def block(self, name: str) -> str | None:
+        """The prefix ("blk.3.") of the layer that a module or parameter belongs to."""
+        match = _LAYER.search(name)
+        return None if match is None else f"blk.{match[1]}."
+
+    def _direct(self, name: str) -> str | None:
+        block = self.block(name)
+        for pattern, tail in _BLOCK_NAMES:
+            if block is not None and pattern.search(name):
+                return block + tail if block + tail in self._stored else None
+        mapped = self._map.get_name(name, try_suffixes=_SUFFIXES)
+        # Parameters without a suffix of their own (attention sinks) are stored as ".weight".
+        for candidate in (mapped, f"{mapped}.weight"):
+            if mapped is not None and candidate in self._stored:
+                return str(candidate)
+        return None
+
+    def _changed(self, name: str, stored: str) -> Stored:
+        if self.facts.permuted_qk and name.endswith(_PERMUTED):
+            heads = self._config.num_attention_heads
+            if ".k_proj." in name:
+                heads = getattr(self._config, "num_key_value_heads", None) or heads
+            return Stored((stored,), Change.UNPERMUTE_ROWS, int(heads))
+        if self.facts.norm_plus_one and name.endswith("norm.weight"):
+            return Stored((stored,), Change.SUBTRACT_ONE)
+        return Stored((stored,))
+
+
+_PERMUTED = tuple(f"self_attn.{proj}.{kind}" for proj in ("q_proj", "k_proj") for kind in ("weight", "bias"))

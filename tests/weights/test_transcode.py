@@ -1,0 +1,107 @@
+"""Transcoding: bit-for-bit the values that gguf decodes, for every type that gguf can decode."""
+
+from __future__ import annotations
+
+import gguf.quants
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as T
+
+from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.native import NATIVE_TYPES
+from ktransformers.kernels.quant import RawTensor
+from ktransformers.weights.transcode import dequantize, resident_type, transcode
+
+DECODABLE = sorted(gguf.quants._type_traits, key=lambda t: t.value)
+FLOATS = (T.F32, T.F16, T.BF16)
+SCALE_AT = {T.TQ1_0: (52,), T.TQ2_0: (64,), T.Q2_K: (80, 82), T.Q3_K: (108,), T.Q6_K: (208,)}
+"""Where the fp16 numbers of a block are, unless at its start."""
+
+
+def random_blocks(qtype: T, rows: int = 5, blocks: int = 3) -> RawTensor:
+    """Random bytes with finite fp16 scales."""
+    rng = np.random.default_rng(qtype.value)
+    block, nbytes = GGML_QUANT_SIZES[qtype]
+    if qtype in FLOATS:
+        values = torch.from_numpy(rng.standard_normal((rows, 96)).astype(np.float32))
+        return RawTensor.from_tensor(values.to({T.F32: torch.float32, T.F16: torch.float16, T.BF16: torch.bfloat16}[qtype]))
+    data = rng.integers(0, 256, size=(rows * blocks, nbytes), dtype=np.uint8)
+    if qtype is T.IQ1_M:
+        data[:, 55] &= 0x3F  # the top nibble of the last scale word is the top of its fp16 scale
+    elif qtype not in (T.MXFP4, T.NVFP4):
+        places = SCALE_AT.get(qtype, (0, 2) if qtype in (T.Q4_1, T.Q5_1, T.Q4_K, T.Q5_K) else (0,))
+        for at in places:
+            scale = (rng.standard_normal(len(data)) * 0.01).astype(np.float16)
+            data[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
+    return RawTensor(torch.from_numpy(data.reshape(-1)), qtype, (rows, blocks * block))
+
+
+def decoded(raw: RawTensor) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return gguf.quants.dequantize(raw.data.numpy().reshape(raw.rows, -1), raw.qtype)
+
+
+@pytest.mark.parametrize("qtype", [*DECODABLE, T.F32, T.F16], ids=lambda t: t.name)
+def test_transcoded_values_are_bit_equal(qtype: T) -> None:
+    raw = random_blocks(qtype)
+    out = transcode(raw, "x")
+    assert out.qtype is resident_type(qtype, "x")
+    assert out.qtype in NATIVE_TYPES
+    assert out.shape == raw.shape
+    want = decoded(raw)
+    if qtype is not T.IQ1_M:
+        assert np.isfinite(want).all()
+    assert (decoded(out).view(np.uint32) == want.view(np.uint32)).all()
+
+
+@pytest.mark.parametrize("qtype", [*DECODABLE, T.F32, T.F16], ids=lambda t: t.name)
+def test_dequantize_is_bit_equal_and_rounds_once(qtype: T) -> None:
+    raw = random_blocks(qtype)
+    want = decoded(raw)
+    assert (dequantize(raw, "x").numpy().view(np.uint32) == want.view(np.uint32)).all()
+    half = dequantize(raw, "x", torch.bfloat16)
+    assert torch.equal(half.view(torch.int16), torch.from_numpy(want.copy()).to(torch.bfloat16).view(torch.int16))
+
+
+def test_every_mxfp4_scale_survives() -> None:
+    """All 256 exponents, subnormal and infinite results included, times all 16 codes."""
+    blocks = np.zeros((256, 17), dtype=np.uint8)
+    blocks[:, 0] = np.arange(256)
+    blocks[:, 1:] = np.arange(16) * 17
+    raw = RawTensor(torch.from_numpy(blocks.reshape(-1)), T.MXFP4, (256, 32))
+    assert (decoded(transcode(raw, "x")).view(np.uint32) == decoded(raw).view(np.uint32)).all()
+
+
+def test_every_nvfp4_scale_survives() -> None:
+    blocks = np.zeros((256, 36), dtype=np.uint8)
+    blocks[:, :4] = np.arange(256)[:, None]
+    blocks[:, 4:] = np.tile(np.arange(16) * 17, 2)
+    raw = RawTensor(torch.from_numpy(blocks.reshape(-1)), T.NVFP4, (256, 64))
+    assert (decoded(transcode(raw, "x")).view(np.uint32) == decoded(raw).view(np.uint32)).all()
+
+
+@pytest.mark.parametrize("qtype", [T.Q5_0, T.IQ4_NL, T.Q3_K, T.TQ2_0], ids=lambda t: t.name)
+def test_infinite_and_nan_scales_do_not_warn_or_crash(qtype: T) -> None:
+    block, nbytes = GGML_QUANT_SIZES[qtype]
+    raw = RawTensor(torch.full((nbytes * 2,), 0xFF, dtype=torch.uint8), qtype, (1, 2 * block))
+    assert transcode(raw, "x").shape == raw.shape
+
+
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = random_blocks(T.Q3_K, rows=7)
+    whole = transcode(raw, "x").data
+    monkeypatch.setattr("ktransformers.weights.transcode.CHUNK_WEIGHTS", 1)
+    assert torch.equal(transcode(raw, "x").data, whole)
+
+
+def test_native_types_are_not_copied() -> None:
+    raw = random_blocks(T.Q4_K)
+    assert transcode(raw, "x") is raw
+
+
+@pytest.mark.parametrize("qtype", [T.I32, T.I8, T.F64, T.Q8_1, T.Q8_K], ids=lambda t: t.name)
+def test_other_types_are_refused_by_name(qtype: T) -> None:
+    with pytest.raises(UnsupportedError, match=rf"'blk\.0\.x'.*{qtype.name}"):
+        resident_type(qtype, "blk.0.x")
