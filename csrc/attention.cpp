@@ -1,6 +1,7 @@
 // Attention over a worker pool: which rows and heads go together, and whether spans of one row run in parallel.
 // The arithmetic and its order are attention.inl's; nothing here changes a result.
 #include <algorithm>
+#include <stdexcept>
 
 #include "ops.h"
 
@@ -8,6 +9,7 @@ namespace kt {
 namespace {
 
 constexpr int kMaxHeads = 16;  // query heads of a unit
+constexpr int64_t kMaxPartials = int64_t{32} << 20;  // floats that spans run in parallel may hold until they are merged
 
 // Neighbouring rows of one sequence, neighbouring query heads of one KV head.
 struct Unit {
@@ -33,6 +35,31 @@ std::vector<Unit> make_units(const AttentionArgs& a) {
     row = next;
   }
   return units;
+}
+
+[[noreturn]] void fail(int64_t row, const std::string& what) {
+  throw std::invalid_argument("attention row " + std::to_string(row) + ": " + what);
+}
+
+// Throws std::invalid_argument unless every page that a row sees is in the table and lies inside the cache.
+void check_pages(const AttentionArgs& a) {
+  int64_t seq = -1, from = 0, to = 0;  // pages of `seq` that are known to be good
+  for (int64_t row = 0; row < a.num_rows; ++row) {
+    const int64_t len = a.kv_lens[row];
+    if (a.seq_ids[row] < 0 || a.seq_ids[row] >= a.num_seqs) fail(row, "seq_id " + std::to_string(a.seq_ids[row]) + " is no row of block_table");
+    if (len < 0 || len > a.max_pages * a.page_size) fail(row, "kv_len " + std::to_string(len) + " does not fit in block_table");
+    const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, len - a.window) : 0;
+    const int64_t first = oldest / a.page_size, last = (len + a.page_size - 1) / a.page_size;
+    if (a.seq_ids[row] != seq || first < from || first > to) {
+      seq = a.seq_ids[row];
+      from = to = first;
+    }
+    for (; to < last; ++to) {
+      const int64_t page = a.block_table[seq * a.table_stride + to];
+      if (page < 0 || (page + 1) * a.page_size > a.num_slots)
+        fail(row, "page " + std::to_string(page) + " of block_table lies outside a cache of " + std::to_string(a.num_slots) + " slots");
+    }
+  }
 }
 
 // Maximum, sum and output of every query of a unit.
@@ -124,12 +151,16 @@ void run_by_span(WorkerPool::Session& session, const AttentionArgs& a, const std
 }  // namespace
 
 void attention(WorkerPool& pool, const AttentionArgs& args) {
+  check_pages(args);
   WorkerPool::Session session(pool);
   const std::vector<Unit> units = make_units(args);
-  int64_t longest = 0;
-  for (const Unit& u : units) longest = std::max(longest, u.end - u.begin);
+  int64_t longest = 0, partials = 0;
+  for (const Unit& u : units) {
+    longest = std::max(longest, u.end - u.begin);
+    partials += ((u.end - u.begin) / kPositionSplit + 1) * partial_size(kMaxQueries, args.dim_v);
+  }
   const bool enough_units = static_cast<int64_t>(units.size()) >= 4 * session.num_threads();
-  if (enough_units || session.num_threads() == 1 || longest <= kPositionSplit)
+  if (enough_units || session.num_threads() == 1 || longest <= kPositionSplit || partials > kMaxPartials)
     run_by_unit(session, args, units);
   else
     run_by_span(session, args, units);

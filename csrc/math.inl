@@ -92,6 +92,7 @@ inline vf activation(ActKind kind, vf x) {
   switch (kind) {
     case ActKind::Gelu: return gelu(x);
     case ActKind::GeluTanh: return gelu_tanh(x);
+    case ActKind::Sigmoid: return sigmoid(x);
     case ActKind::Relu: return select(unordered(x), x, max_(x, zero()));
     case ActKind::Relu2: {
       const vf r = select(unordered(x), x, max_(x, zero()));

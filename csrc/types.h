@@ -10,7 +10,7 @@ namespace kt {
 // ggml's type numbers (ggml.h, enum ggml_type), exported to Python by bind.cpp.
 enum class QType : int32_t { F32 = 0, F16 = 1, Q4_0 = 2, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30 };
 
-enum class ActKind : int32_t { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2 = 4, SwigluOai = 5 };
+enum class ActKind : int32_t { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2 = 4, Sigmoid = 5, SwigluOai = 6 };
 
 // What a weight type wants its activations to be.
 //   Float: fp32 as given.
@@ -69,7 +69,9 @@ struct AttentionArgs {
   int64_t k_slot, k_head, v_slot, v_head;
   const int32_t* block_table;
   int64_t table_stride;
+  int64_t num_seqs, max_pages;       // size of block_table
   int64_t page_size;
+  int64_t num_slots;                 // of the cache: every slot used is below
   const int32_t* seq_ids;            // [T]
   const int64_t* kv_lens;            // [T]
   int64_t num_rows;

@@ -33,7 +33,7 @@ SMOKE_SHAPE = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 
 @torch.no_grad()
 def orthogonalize(update: Tensor) -> Tensor:
     """Newton-Schulz iteration of Muon on a batch of matrices `[B, m, n]` with m <= n (quintic, five steps, bf16)."""
-    x = update.bfloat16()
+    x = update.bfloat16() if update.is_cuda else update.float()
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
         gram = x @ x.mT
@@ -243,7 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_float32_matmul_precision("high")
     shape = Shape()
     if options.smoke:
-        options.rows, options.workers, options.steps, options.no_compile = 2048, 0, options.steps or 12, True
+        options.rows, options.workers, options.steps, options.no_compile = 1024, 0, options.steps or 12, True
         options.log_every, options.eval_every, options.eval_count = 4, 10**9, 1
         shape = Shape(**SMOKE_SHAPE)
     if options.tokenizer is None:

@@ -17,6 +17,7 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import native
 from ktransformers.kernels.native import Activation, ActivationSpec
 from ktransformers.kernels.quant import RawTensor
+from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, WeightSource
 
@@ -65,11 +66,9 @@ def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
 def find_activation(module: nn.Module, layout: ExpertsLayout) -> ActivationSpec | None:
     """The native activation that equals the module's own on random rows, or None when none does.
 
-    The module is asked instead of its family being looked up, so that new families need no code here. The rows reach
-    beyond +-20 to tell clamped activations from unclamped ones.
+    The module is asked instead of its family being looked up, so that new families need no code here.
     """
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(64, (2 if layout.has_gate else 1) * 32, generator=generator) * 8
+    rows = probe_rows((2 if layout.has_gate else 1) * 32)
     try:
         if layout.has_gate:
             want = module._apply_gate(rows)  # type: ignore[operator]
@@ -77,41 +76,15 @@ def find_activation(module: nn.Module, layout: ExpertsLayout) -> ActivationSpec 
             want = module.act_fn(rows)  # type: ignore[operator]
     except (AttributeError, RuntimeError, TypeError):
         return None
+    up: torch.Tensor | None = None
+    gate = rows
     if layout.has_gate:
         gate, up = rows.chunk(2, dim=-1) if layout.is_concatenated else (rows[..., ::2], rows[..., 1::2])
-    else:
-        gate, up = rows, None
-    for spec in _candidates(module):
-        got = _reference_activation(spec, gate, up)
-        if got is not None and got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-5):
-            return spec
-    return None
-
-
-def _candidates(module: nn.Module) -> list[ActivationSpec]:
-    plain = (Activation.SILU, Activation.GELU, Activation.GELU_TANH, Activation.RELU, Activation.RELU2)
-    specs = [ActivationSpec(kind) for kind in plain]
+    candidates = list(PLAIN_ACTIVATIONS)
     alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
     if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)):
-        specs.append(ActivationSpec(Activation.SWIGLU_OAI, alpha=float(alpha), limit=float(limit)))
-    return specs
-
-
-def _reference_activation(spec: ActivationSpec, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor | None:
-    functional = nn.functional
-    if spec.kind is Activation.SWIGLU_OAI:
-        if up is None:
-            return None
-        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
-        return gate * torch.sigmoid(spec.alpha * gate) * (up + 1)
-    acted = {
-        Activation.SILU: functional.silu,
-        Activation.GELU: functional.gelu,
-        Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
-        Activation.RELU: functional.relu,
-        Activation.RELU2: lambda x: functional.relu(x).square(),
-    }[spec.kind](gate)
-    return acted if up is None else acted * up
+        candidates.append(ActivationSpec(Activation.SWIGLU_OAI, alpha=float(alpha), limit=float(limit)))
+    return first_equal(candidates, want, gate, up)
 
 
 class KTransformersExperts(Operator):
@@ -127,6 +100,7 @@ class KTransformersExperts(Operator):
         "KExpertsMarlin": "quantized experts on the GPU",
     }
     KWARGS: ClassVar[frozenset[str]] = frozenset({"backend"})
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn"})  # fused into the kernel
     BACKENDS: ClassVar[tuple[str, ...]] = ("llamafile", "AMXBF16", "AMXInt8")
 
     def __init__(

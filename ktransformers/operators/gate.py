@@ -1,8 +1,9 @@
 """Routers: which experts a token goes to, and with which weight.
 
 Families differ in how they score and choose (softmax or sigmoid, groups, correction bias), so the Hugging Face router
-keeps its own forward; only the matrix product inside it is rerouted to the native kernel. BLAS sums in another order
-for another number of rows, which would make a token's experts depend on who shares its batch.
+keeps its own forward; only the matrix product and the sigmoid inside it are rerouted to native kernels. BLAS sums in
+another order for another number of rows, and torch computes a tensor's last elements with other code than the rest:
+either would make a token's experts depend on who shares its batch.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from torch.overrides import TorchFunctionMode
 from ktransformers.core import Phase
 from ktransformers.kernels import native
 from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.operators.activation import sigmoid
 from ktransformers.operators.wrapper import WrapperOperator
 
-__all__ = ["KMoEGate", "NativeLinearMode"]
+_SIGMOIDS = frozenset({torch.sigmoid, torch.Tensor.sigmoid, functional.sigmoid})
+
+__all__ = ["KMoEGate", "NativeMathMode"]
 
 
-class NativeLinearMode(TorchFunctionMode):
-    """While active, `torch.nn.functional.linear` on fp32 CPU tensors runs on the native kernel."""
+class NativeMathMode(TorchFunctionMode):
+    """While active, `torch.nn.functional.linear` and `torch.sigmoid` on fp32 CPU tensors run on native kernels."""
 
     def __init__(self, pool: native.WorkerPool):
         super().__init__()
@@ -35,6 +39,8 @@ class NativeLinearMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.linear and self._can_run(*args, **kwargs):
             return self._linear(*args, **kwargs)
+        if func in _SIGMOIDS and not kwargs and args[0].dtype is torch.float32 and args[0].device.type == "cpu":
+            return sigmoid(args[0], self.pool)
         return func(*args, **kwargs)
 
     @staticmethod
@@ -53,11 +59,11 @@ class NativeLinearMode(TorchFunctionMode):
 class KMoEGate(WrapperOperator):
     """Any router of `transformers`: [T, H] in, (router_logits, topk_weights [T, K], topk_ids [T, K]) out."""
 
-    OPS: ClassVar[dict[str, str]] = {"KMoEGateNative": "the family's own routing on a native matrix product"}
+    OPS: ClassVar[dict[str, str]] = {"KMoEGateNative": "the family's own routing on native kernels"}
 
     def op(self, phase: Phase) -> str:
         return "KMoEGateNative"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with NativeLinearMode(self.config.require_pool()):
+        with NativeMathMode(self.config.require_pool()):
             return self.inner(*args, **kwargs)

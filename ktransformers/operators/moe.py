@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.operators.activation import sigmoid
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.experts import KTransformersExperts
 from ktransformers.operators.wrapper import WrapperOperator
@@ -59,5 +60,5 @@ class KMoEBlock(WrapperOperator):
         shared = getattr(block, "shared_expert", None)
         if shared is None:
             return None
-        scale = torch.sigmoid(block.shared_expert_gate(rows))  # type: ignore[operator]
+        scale = sigmoid(block.shared_expert_gate(rows), self.config.require_pool())  # type: ignore[operator]
         return scale * shared(rows)  # type: ignore[no-any-return]

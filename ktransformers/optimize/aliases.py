@@ -47,6 +47,7 @@ _ROPE = "rope.KRotaryEmbedding"
 _NORM = "norm.KRMSNorm"
 _MLP = "mlp.KMLP"
 _EMBEDDING = "embedding.KEmbedding"
+_ACTIVATION = "activation.KActivation"
 
 _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
     # role: {upstream module: names in it}
@@ -78,6 +79,7 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
     _NORM: {"layernorm": "RMSNorm KQwen2MoeRMSNorm KQwen3MoeRMSNorm KGlm4MoeRMSNorm DeepseekV3RMSNormTorch"},
     _MLP: {"mlp": "kDeepseekV3MLP KQwen2MoeMLP KQwen3MoeMLP KGlm4MoeMLP"},
     _EMBEDDING: {},
+    _ACTIVATION: {},
 }
 
 OPERATOR_ALIASES: dict[str, str] = {

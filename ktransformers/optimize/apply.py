@@ -91,9 +91,9 @@ def _tied_parameter(plan: Plan, name: str) -> torch.Tensor | None:
 
 def _on_meta(module: nn.Module, key: str, owned: frozenset[str]) -> Iterator[str]:
     """Names of parameters and persistent buffers without data. owned: children that an operator stands in for."""
-    state = [*module._parameters.items()]
-    state += [(n, b) for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set]
-    yield from (f"{key}.{name}" for name, tensor in state if tensor is not None and tensor.is_meta)
+    state: dict[str, torch.Tensor | None] = dict(module._parameters)
+    state.update((n, b) for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set)
+    yield from (f"{key}.{name}" for name, tensor in state.items() if tensor is not None and tensor.is_meta)
     for name, child in module.named_children():
         if name in owned:
             continue

@@ -98,7 +98,8 @@ def _check_bounds(text: str, file: str) -> None:
             limit = (
                 f"is nested deeper than {MAX_DEPTH}" if depth > MAX_DEPTH else f"has more than {MAX_ALIASES} aliases"
             )
-            raise RuleError(limit, file=file, line=event.start_mark.line + 1)
+            mark = event.start_mark
+            raise RuleError(limit, file=file, line=None if mark is None else mark.line + 1)
 
 
 class _Builder:

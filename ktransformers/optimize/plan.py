@@ -138,11 +138,12 @@ def make_plan(
     machine: Machine,
     strict: bool = False,
     extra_bytes: Mapping[str, Mapping[str, int]] | None = None,
-    ignorable: Callable[[str], bool] = lambda name: False,
+    ignorable: Callable[[str], bool] | None = None,
 ) -> Plan:
     """Decide for every module of `model` (a `transformers` model on meta, unchanged afterwards).
 
-    extra_bytes: {"kv cache": {"cpu": n}}. ignorable tells stored tensors that may be left unread.
+    extra_bytes: {"kv cache": {"cpu": n}}. ignorable tells stored tensors that may be left unread; by
+    default the source knows.
     A rule that decides nothing is a logged warning; with strict, an error. Raises RuleError, UnsupportedError, and
     TensorMismatchError naming tensors that are missing, left over or of the wrong shape.
     """
@@ -153,7 +154,7 @@ def make_plan(
     _report_unmatched(unmatched, rules.file, strict)
     shared = _shared_modules(planner.entries, planner.tied)
     entries = [_without_bytes(entry, shared[entry.key]) if entry.key in shared else entry for entry in planner.entries]
-    _check_tensors(planner.problems, entries, source, ignorable)
+    _check_tensors(planner.problems, entries, source, ignorable or source.ignorable)
     return Plan(
         model_type=planner.model_type,
         rule_file=rules.file,
@@ -275,7 +276,13 @@ class _Planner:
         devices = [self._device(device, rule) for device in wanted]
         if key and devices != list(wanted) and all(device == "cpu" for device in devices):
             self._fallbacks.append(key)
-        return Placement(*devices, rule.ops.get("generate_op"), rule.ops.get("prefill_op"))
+        return Placement(
+            generate_device=devices[0],
+            prefill_device=devices[1],
+            out_device=devices[2],
+            generate_op=rule.ops.get("generate_op"),
+            prefill_op=rule.ops.get("prefill_op"),
+        )
 
     def _device(self, named: str, rule: Rule) -> str:
         device = f"cuda:{int(named.partition(':')[2] or 0)}" if named.startswith("cuda") else named

@@ -36,6 +36,9 @@ class TiedSource:
     def stored_names(self) -> Sequence[str]:
         return self._source.stored_names()
 
+    def ignorable(self, stored_name: str) -> bool:
+        return self._source.ignorable(stored_name)
+
     def find(self, name: str) -> TensorInfo | None:
         return self._source.find(self._resolve(name))
 

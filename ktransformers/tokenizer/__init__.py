@@ -2,3 +2,7 @@
 
 Knows tokenizers of Hugging Face folders and of GGUF metadata. Does not know models, engines or HTTP.
 """
+
+from ktransformers.tokenizer.tokenizer import Message, Tokenizer, load_tokenizer
+
+__all__ = ["Message", "Tokenizer", "load_tokenizer"]

@@ -48,7 +48,7 @@ class GgufVocab:
     add_space_prefix: bool
     chat_template: str | dict[str, str] | None
 
-    def end_token_ids(self) -> tuple[int, ...]:
+    def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: the file's eos, eot and eom, and control tokens known to end a turn."""
         ids = [self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles]
         known = set(END_OF_TURN_TOKENS)

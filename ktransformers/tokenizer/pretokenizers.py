@@ -56,7 +56,10 @@ def _cased(digits: str, contraction: str) -> str:
 
 
 _ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
-_DEEPSEEK_V3_WORDS = rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+_DEEPSEEK_V3_WORDS = (
+    rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
 _KANA_AND_HAN = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _HAN_AND_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # The cased letters that DeepSeek-LLM's tokenizer.json lists; not a Unicode property, so spelled out as there.

@@ -22,7 +22,7 @@ class SplitText:
 
 
 class ReasoningParser:
-    """tags: opening and closing tag, or None for a model without them. starts_inside: the prompt opened the reasoning."""
+    """tags: opening and closing tag, None for a model without them. starts_inside: the prompt wrote the opening tag."""
 
     def __init__(self, tags: tuple[str, str] | None, starts_inside: bool = False):
         self._open, self._close = tags or ("", "")

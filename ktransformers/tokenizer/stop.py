@@ -1,7 +1,7 @@
 """Finds stop strings in a stream of text. Does not know tokens.
 
-What was matched does not depend on how the text was cut into pieces: the stop string that is complete first wins, and of
-several that end at the same character the longest.
+What was matched does not depend on how the text was cut into pieces: the stop string that is complete first wins, and
+of several that end at the same character the longest.
 """
 
 from __future__ import annotations

@@ -36,19 +36,19 @@ _NO_VOCABULARY = (
 class Tokenizer:
     """Text and ids of one model. `backend` None: a model without vocabulary, every use of text raises ConfigError.
 
-    end_token_ids: ids that end an answer; a model's generation config may name more.
+    eos_token_ids: ids that end an answer; a model's generation config may name more.
     """
 
-    def __init__(self, backend: PreTrainedTokenizerFast | None, end_token_ids: Sequence[int] = ()):
+    def __init__(self, backend: PreTrainedTokenizerFast | None, eos_token_ids: Sequence[int] = ()):
         self._backend = backend
-        self.end_token_ids = tuple(end_token_ids)
+        self.eos_token_ids = tuple(eos_token_ids)
         self._special: frozenset[int] = frozenset()
         self._skipped: frozenset[int] = frozenset()
         self._token_bytes = None
         if backend is None:
             return
-        if not end_token_ids and backend.eos_token_id is not None:
-            self.end_token_ids = (int(backend.eos_token_id),)
+        if not eos_token_ids and backend.eos_token_id is not None:
+            self.eos_token_ids = (int(backend.eos_token_id),)
         self._special = frozenset(i for i, token in backend.added_tokens_decoder.items() if token.special)
         # Tags that parsers look for must be seen in the text even when a tokenizer calls them special.
         tags = {tag for pair in (*_REASONING_TAGS, _TOOL_CALL_TAGS) for tag in pair}
@@ -208,4 +208,4 @@ def load_tokenizer(
         _log.info("no tokenizer found: this model takes token ids only")
         return Tokenizer(None)
     vocab = read_gguf_vocab(metadata)
-    return Tokenizer(build_gguf_tokenizer(vocab), vocab.end_token_ids())
+    return Tokenizer(build_gguf_tokenizer(vocab), vocab.eos_token_ids())

@@ -1,5 +1,6 @@
-"""Finds tool calls of the Hermes/Qwen form in an answer, as it streams: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+"""Finds tool calls of the Hermes/Qwen form in an answer, as it streams.
 
+The form is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 Nothing is lost: a call that is not valid JSON comes back as text, tags included. Does not run tools.
 """
 

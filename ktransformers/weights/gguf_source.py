@@ -27,11 +27,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """One of gate, up, down: the tensors that hold it and how an expert's matrix is found in them."""
+    """One of gate, up, down of all experts [E, rows, cols], and where the file keeps it.
+
+    stored: one tensor per expert, or a single one for all, in which an expert's matrix begins at `first_row`.
+    """
 
     stored: tuple[str, ...]
-    pick: Callable[[Callable[[str], RawTensor], int], RawTensor]  # (load, expert) -> [rows, cols]
     shape: tuple[int, int, int]
+    is_merged: bool = True
+    first_row: int = 0
+
+    def pick(self, load: Callable[[str], RawTensor], expert: int) -> RawTensor:
+        """The matrix [rows, cols] of one expert."""
+        if not self.is_merged:
+            return load(self.stored[expert])
+        return load(self.stored[0]).select(expert).rows_slice(self.first_row, self.first_row + self.shape[1])
 
 
 class GGUFSource:
@@ -226,17 +236,14 @@ class GGUFSource:
             single = tuple(f"{block}ffn_{part}.{expert}.weight" for expert in range(experts))
             if merged in self._tensors:
                 self._check_shape(merged, shape)
-                found[part] = _Projection((merged,), lambda load, e, name=merged: load(name).select(e), shape)
+                found[part] = _Projection((merged,), shape)
             elif part != "down" and fused in self._tensors:
                 self._check_shape(fused, (experts, 2 * inner, hidden))
-                start = 0 if part == "gate" else inner
-                found[part] = _Projection(
-                    (fused,), lambda load, e, at=start: load(fused).select(e).rows_slice(at, at + inner), shape
-                )
+                found[part] = _Projection((fused,), shape, first_row=0 if part == "gate" else inner)
             elif any(name in self._tensors for name in single):
                 for name in single:
                     self._check_shape(name, shape[1:])
-                found[part] = _Projection(single, lambda load, e, names=single: load(names[e]), shape)
+                found[part] = _Projection(single, shape, is_merged=False)
         if not found:
             return None
         if missing := shapes.keys() - found.keys():

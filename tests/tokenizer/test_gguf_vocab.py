@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
-from tokenizers.models import BPE
 
 from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
@@ -101,14 +101,35 @@ def test_control_tokens_outside_of_the_byte_alphabet(qwen_like: Tokenizer) -> No
 def test_numpy_arrays_and_end_tokens(qwen_metadata: dict[str, Any]) -> None:
     kinds = np.array(qwen_metadata["tokenizer.ggml.token_type"], dtype=np.int32)
     tokenizer = load_tokenizer(None, qwen_metadata | {"tokenizer.ggml.token_type": kinds})
-    assert tokenizer.end_token_ids == (tokenizer.token_id("<|im_end|>"),)
+    assert tokenizer.eos_token_ids == (tokenizer.token_id("<|im_end|>"),)
     named = load_tokenizer(None, qwen_metadata | {"tokenizer.ggml.eos_token_id": tokenizer.token_id("<|endoftext|>")})
-    assert named.end_token_ids == (tokenizer.token_id("<|endoftext|>"), tokenizer.token_id("<|im_end|>"))
+    assert named.eos_token_ids == (tokenizer.token_id("<|endoftext|>"), tokenizer.token_id("<|im_end|>"))
 
 
 # --- SentencePiece ---------------------------------------------------------------------------------------------------
 
-PIECES = ["▁", "h", "e", "l", "o", "w", "r", "d", "▁h", "he", "ll", "▁he", "llo", "▁hello", "wo", "▁wo", "rld", "ld", "你", "▁▁"]
+PIECES = [
+    "▁",
+    "h",
+    "e",
+    "l",
+    "o",
+    "w",
+    "r",
+    "d",
+    "▁h",
+    "he",
+    "ll",
+    "▁he",
+    "llo",
+    "▁hello",
+    "wo",
+    "▁wo",
+    "rld",
+    "ld",
+    "你",
+    "▁▁",
+]
 
 
 def spm_metadata(add_space_prefix: bool = True) -> dict[str, Any]:
@@ -127,13 +148,11 @@ def spm_metadata(add_space_prefix: bool = True) -> dict[str, Any]:
 
 
 def spm_encode(text: str) -> list[int]:
-    """SentencePiece's BPE, written naively: merge the adjacent pair of best score, leftmost first; then byte fallback."""
+    """SentencePiece's BPE, naively: merge the adjacent pair of best score, leftmost first; then byte fallback."""
     ids = {piece: 259 + i for i, piece in enumerate(PIECES)}
     symbols = list("▁" + text.replace(" ", "▁"))
     while True:
-        best = [
-            (-ids[a + b], -i) for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False)) if a + b in ids
-        ]
+        best = [(-ids[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in ids]
         if not best:
             break
         at = -max(best)[1]
@@ -154,7 +173,11 @@ def test_sentencepiece_ids(text: str) -> None:
 def test_sentencepiece_prefix_after_special_tokens() -> None:
     tokenizer = load_tokenizer(None, spm_metadata())
     inst = tokenizer.token_id("[INST]")
-    assert tokenizer.encode("hello[INST]hello", add_special_tokens=False) == [*spm_encode("hello"), inst, *spm_encode("hello")]
+    assert tokenizer.encode("hello[INST]hello", add_special_tokens=False) == [
+        *spm_encode("hello"),
+        inst,
+        *spm_encode("hello"),
+    ]
     bare = load_tokenizer(None, spm_metadata(add_space_prefix=False))
     assert bare.encode("llo", add_special_tokens=False) == [tokenizer.token_id("llo")]
     assert bare.decode(bare.encode(" llo", add_special_tokens=False)) == " llo"

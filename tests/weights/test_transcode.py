@@ -26,7 +26,9 @@ def random_blocks(qtype: T, rows: int = 5, blocks: int = 3) -> RawTensor:
     block, nbytes = GGML_QUANT_SIZES[qtype]
     if qtype in FLOATS:
         values = torch.from_numpy(rng.standard_normal((rows, 96)).astype(np.float32))
-        return RawTensor.from_tensor(values.to({T.F32: torch.float32, T.F16: torch.float16, T.BF16: torch.bfloat16}[qtype]))
+        return RawTensor.from_tensor(
+            values.to({T.F32: torch.float32, T.F16: torch.float16, T.BF16: torch.bfloat16}[qtype])
+        )
     data = rng.integers(0, 256, size=(rows * blocks, nbytes), dtype=np.uint8)
     if qtype is T.IQ1_M:
         data[:, 55] &= 0x3F  # the top nibble of the last scale word is the top of its fp16 scale

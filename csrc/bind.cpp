@@ -1,0 +1,204 @@
+// The Python face of the kernels: the only file that knows Python. Pointers cross as integers; ktransformers/kernels/
+// native.py checks shapes, types and ranges, and keeps every tensor alive during a call.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <tuple>
+
+#include "moe.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Address = uintptr_t;
+
+template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
+
+kt::WeightView weight_at(Address data, int type, int64_t rows, int64_t cols) {
+  return kt::make_weight(static_cast<kt::QType>(type), at<const uint8_t>(data), rows, cols);
+}
+
+kt::ActSpec act_spec(int kind, float alpha, float limit) {
+  if (kind < 0 || kind > static_cast<int>(kt::ActKind::SwigluOai))
+    throw std::invalid_argument("unknown activation kind " + std::to_string(kind));
+  return {static_cast<kt::ActKind>(kind), alpha, limit};
+}
+
+// (type, rows, cols, addresses of the experts, address of the bias or 0)
+using ProjectionTuple = std::tuple<int, int64_t, int64_t, std::vector<Address>, Address>;
+
+kt::ExpertProjection projection(const ProjectionTuple& source) {
+  kt::ExpertProjection p;
+  p.type = static_cast<kt::QType>(std::get<0>(source));
+  p.rows = std::get<1>(source);
+  p.cols = std::get<2>(source);
+  for (Address address : std::get<3>(source)) p.experts.push_back(at<const uint8_t>(address));
+  p.bias = at<const float>(std::get<4>(source));
+  return p;
+}
+
+void bind_pool(nb::module_& m) {
+  nb::class_<kt::WorkerPool>(m, "WorkerPool")
+      .def("__init__",
+           [](kt::WorkerPool* self, int num_threads, const std::string& isa) {
+             new (self) kt::WorkerPool(num_threads, kt::tier_by_name(isa));
+           },
+           nb::arg("num_threads"), nb::arg("isa"))
+      .def_prop_ro("num_threads", &kt::WorkerPool::num_threads)
+      .def_prop_ro("isa", [](const kt::WorkerPool& self) { return std::string(self.kernels().name); })
+      .def("close", &kt::WorkerPool::close, nb::call_guard<nb::gil_scoped_release>())
+      // For tests: runs `count` tasks, of which number `failing` throws.
+      .def("_run_failing",
+           [](kt::WorkerPool& self, int64_t count, int64_t failing) {
+             kt::WorkerPool::Session session(self);
+             session.run(count, [failing](int64_t i) {
+               if (i == failing) throw std::runtime_error("task " + std::to_string(i) + " failed");
+             });
+           },
+           nb::arg("count"), nb::arg("failing"), nb::call_guard<nb::gil_scoped_release>());
+}
+
+void bind_linear(nb::module_& m) {
+  m.def("linear",
+        [](kt::WorkerPool& pool, Address x, int64_t tokens, Address weight, int type, int64_t rows, int64_t cols, Address bias,
+           Address out) {
+          kt::linear(pool, at<const float>(x), tokens, cols, weight_at(weight, type, rows, cols), at<const float>(bias),
+                     at<float>(out), rows);
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("weight"), nb::arg("type"), nb::arg("rows"), nb::arg("cols"),
+        nb::arg("bias"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("batched_linear",
+        [](kt::WorkerPool& pool, Address x, int64_t tokens, int64_t batch, Address weight, int type, int64_t rows, int64_t cols,
+           Address out) {
+          kt::batched_linear(pool, at<const float>(x), tokens, batch, weight_at(weight, type, batch * rows, cols), at<float>(out));
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("batch"), nb::arg("weight"), nb::arg("type"), nb::arg("rows"),
+        nb::arg("cols"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("dequantize_rows",
+        [](kt::WorkerPool& pool, Address weight, int type, int64_t rows, int64_t cols, Address ids, int64_t count, Address out) {
+          for (int64_t i = 0; i < count; ++i)
+            if (at<const int64_t>(ids)[i] < 0 || at<const int64_t>(ids)[i] >= rows)
+              throw std::out_of_range("ids[" + std::to_string(i) + "] is " + std::to_string(at<const int64_t>(ids)[i]) +
+                                      ", but the weight has " + std::to_string(rows) + " rows");
+          kt::dequantize_rows(pool, weight_at(weight, type, rows, cols), at<const int64_t>(ids), count, at<float>(out));
+        },
+        nb::arg("pool"), nb::arg("weight"), nb::arg("type"), nb::arg("rows"), nb::arg("cols"), nb::arg("ids"), nb::arg("count"),
+        nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+}
+
+void bind_rows(nb::module_& m) {
+  m.def("rms_norm",
+        [](kt::WorkerPool& pool, Address x, Address weight, int64_t rows, int64_t cols, float eps, Address out) {
+          kt::rms_norm(pool, at<const float>(x), at<const float>(weight), rows, cols, eps, at<float>(out));
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("weight"), nb::arg("rows"), nb::arg("cols"), nb::arg("eps"), nb::arg("out"),
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("activate",
+        [](kt::WorkerPool& pool, int kind, float alpha, float limit, Address gate, Address up, int64_t count, Address out) {
+          kt::activate(pool, act_spec(kind, alpha, limit), at<const float>(gate), at<const float>(up), count, at<float>(out));
+        },
+        nb::arg("pool"), nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"), nb::arg("gate"), nb::arg("up"), nb::arg("count"),
+        nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+}
+
+void bind_moe(nb::module_& m) {
+  nb::class_<kt::Moe>(m, "Moe")
+      .def("__init__",
+           [](kt::Moe* self, const ProjectionTuple& gate, const ProjectionTuple& up, const ProjectionTuple& down, int kind,
+              float alpha, float limit) {
+             new (self) kt::Moe(projection(gate), projection(up), projection(down), act_spec(kind, alpha, limit));
+           },
+           nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"))
+      .def("forward",
+           [](const kt::Moe& self, kt::WorkerPool& pool, Address x, int64_t tokens, Address ids, Address weights, int64_t top_k,
+              Address out) {
+             self.forward(pool, at<const float>(x), tokens, at<const int64_t>(ids), at<const float>(weights), top_k, at<float>(out));
+           },
+           nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("ids"), nb::arg("weights"), nb::arg("top_k"), nb::arg("out"),
+           nb::call_guard<nb::gil_scoped_release>());
+}
+
+// sizes: rows, heads, kv heads, dim_k, dim_v, slots of the cache; strides: q row, q head, k slot, k head, v slot, v head,
+// all in elements; table: rows, columns, stride of the block table, page size.
+void bind_attention(nb::module_& m) {
+  m.def("attention",
+        [](kt::WorkerPool& pool, Address q, Address k, Address v, Address out, const std::vector<int64_t>& sizes,
+           const std::vector<int64_t>& strides, Address block_table, const std::vector<int64_t>& table, Address seq_ids,
+           Address kv_lens, float scale, float softcap, int64_t window, Address sinks) {
+          if (sizes.size() != 6 || strides.size() != 6 || table.size() != 4)
+            throw std::invalid_argument("attention wants 6 sizes, 6 strides and 4 numbers about the block table");
+          kt::AttentionArgs a{};
+          a.q = at<const float>(q);
+          a.k = at<const float>(k);
+          a.v = at<const float>(v);
+          a.out = at<float>(out);
+          a.num_rows = sizes[0];
+          a.num_heads = static_cast<int>(sizes[1]);
+          a.num_kv_heads = static_cast<int>(sizes[2]);
+          a.dim_k = static_cast<int>(sizes[3]);
+          a.dim_v = static_cast<int>(sizes[4]);
+          a.q_row = strides[0];
+          a.q_head = strides[1];
+          a.k_slot = strides[2];
+          a.k_head = strides[3];
+          a.v_slot = strides[4];
+          a.v_head = strides[5];
+          a.block_table = at<const int32_t>(block_table);
+          a.num_slots = sizes[5];
+          a.num_seqs = table[0];
+          a.max_pages = table[1];
+          a.table_stride = table[2];
+          a.page_size = table[3];
+          a.seq_ids = at<const int32_t>(seq_ids);
+          a.kv_lens = at<const int64_t>(kv_lens);
+          a.scale = scale;
+          a.softcap = softcap;
+          a.window = window;
+          a.sinks = at<const float>(sinks);
+          kt::attention(pool, a);
+        },
+        nb::arg("pool"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"), nb::arg("sizes"), nb::arg("strides"),
+        nb::arg("block_table"), nb::arg("table"), nb::arg("seq_ids"), nb::arg("kv_lens"),
+        nb::arg("scale"), nb::arg("softcap"), nb::arg("window"), nb::arg("sinks"), nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "CPU kernels of ktransformers. Use ktransformers.kernels.native, which checks what it passes here.";
+  // Pools and layers may live in module globals until the interpreter exits; that is no leak worth a message.
+  nb::set_leak_warnings(false);
+  m.def("available_isas", [] {
+    std::vector<std::string> names;
+    for (const kt::KernelTable* table : kt::available_tiers()) names.emplace_back(table->name);
+    return names;
+  });
+  // name -> (ggml type number, elements in a block, bytes in a block)
+  m.def("quant_types", [] {
+    nb::dict types;
+    for (const kt::QTypeInfo& info : kt::qtype_infos()) types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
+    return types;
+  });
+  m.def("activation_kinds", [] {
+    nb::dict kinds;
+    kinds["SILU"] = static_cast<int>(kt::ActKind::Silu);
+    kinds["GELU"] = static_cast<int>(kt::ActKind::Gelu);
+    kinds["GELU_TANH"] = static_cast<int>(kt::ActKind::GeluTanh);
+    kinds["RELU"] = static_cast<int>(kt::ActKind::Relu);
+    kinds["RELU2"] = static_cast<int>(kt::ActKind::Relu2);
+    kinds["SIGMOID"] = static_cast<int>(kt::ActKind::Sigmoid);
+    kinds["SWIGLU_OAI"] = static_cast<int>(kt::ActKind::SwigluOai);
+    return kinds;
+  });
+  m.attr("MAX_THREADS") = kt::kMaxThreads;
+  bind_pool(m);
+  bind_linear(m);
+  bind_rows(m);
+  bind_moe(m);
+  bind_attention(m);
+}

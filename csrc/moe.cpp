@@ -1,0 +1,168 @@
+// See moe.h. Pairs (token, k) are sorted by expert; a pair keeps its own row of scratch from gate to down, so an output
+// never depends on which tokens share its expert.
+#include "moe.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace kt {
+namespace {
+
+constexpr int64_t kPairChunk = 128;
+constexpr int64_t kScratchFloats = int64_t{48} << 20;  // of intermediate and output rows held at once
+
+// Pairs of one chunk of tokens, sorted by expert, in token order within an expert.
+struct Routing {
+  std::vector<int32_t> token;    // [pairs] row of the input
+  std::vector<int64_t> pair_of;  // [tokens * top_k] position in `token`, or -1
+  struct Group {
+    int64_t expert, first, count;  // pairs first .. first + count - 1
+    int64_t tasks_before;          // chunks of all groups before this one
+  };
+  std::vector<Group> groups;
+  int64_t chunks = 0;
+};
+
+Routing route(const int64_t* ids, int64_t tokens, int64_t top_k, int64_t num_experts) {
+  Routing r;
+  std::vector<int64_t> next(static_cast<size_t>(num_experts) + 1, 0);
+  for (int64_t i = 0; i < tokens * top_k; ++i)
+    if (ids[i] < num_experts) ++next[static_cast<size_t>(ids[i]) + 1];
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const int64_t count = next[static_cast<size_t>(e) + 1], first = next[static_cast<size_t>(e)];
+    next[static_cast<size_t>(e) + 1] = first + count;
+    if (count == 0) continue;
+    r.groups.push_back({e, first, count, r.chunks});
+    r.chunks += (count + kPairChunk - 1) / kPairChunk;
+  }
+  r.token.resize(static_cast<size_t>(next[static_cast<size_t>(num_experts)]));
+  r.pair_of.resize(static_cast<size_t>(tokens * top_k));
+  for (int64_t i = 0; i < tokens * top_k; ++i) {
+    if (ids[i] >= num_experts) {
+      r.pair_of[static_cast<size_t>(i)] = -1;
+      continue;
+    }
+    const int64_t pair = next[static_cast<size_t>(ids[i])]++;
+    r.pair_of[static_cast<size_t>(i)] = pair;
+    r.token[static_cast<size_t>(pair)] = static_cast<int32_t>(i / top_k);
+  }
+  return r;
+}
+
+// Chunk number `i` of all groups: its expert, its first pair and how many there are.
+struct PairChunk { int64_t expert, first; int count; };
+
+PairChunk chunk_at(const Routing& r, int64_t i) {
+  const auto after = std::upper_bound(r.groups.begin(), r.groups.end(), i,
+                                      [](int64_t n, const Routing::Group& g) { return n < g.tasks_before; });
+  const Routing::Group& g = *(after - 1);
+  const int64_t skip = (i - g.tasks_before) * kPairChunk;
+  return {g.expert, g.first + skip, static_cast<int>(std::min(kPairChunk, g.count - skip))};
+}
+
+TileArgs tile_args(const WeightView& weight, int64_t first_row, const Activations& act, int count, float* acc) {
+  TileArgs args{};
+  args.type = weight.type;
+  point_rows(weight, first_row, args.rows);
+  args.k = weight.cols;
+  args.act = act.form_of(weight.type);
+  args.num_tokens = count;
+  args.acc = acc;
+  return args;
+}
+
+void add_bias(float* acc, int count, const float* bias, int64_t lanes) {
+  if (bias == nullptr) return;
+  for (int t = 0; t < count; ++t)
+    for (int64_t r = 0; r < lanes; ++r) acc[t * kTileRows + r] += bias[r];
+}
+
+void copy_rows(const float* acc, int count, int64_t lanes, float* out, int64_t ldo) {
+  for (int t = 0; t < count; ++t) std::copy(acc + t * kTileRows, acc + t * kTileRows + lanes, out + t * ldo);
+}
+
+const float* bias_at(const ExpertProjection& p, int64_t expert, int64_t row) {
+  return p.bias == nullptr ? nullptr : p.bias + expert * p.rows + row;
+}
+
+}  // namespace
+
+Moe::Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActSpec act)
+    : gate_(std::move(gate)), up_(std::move(up)), down_(std::move(down)), act_(act) {
+  const size_t experts = up_.experts.size();
+  if (experts == 0 || down_.experts.size() != experts || (!gate_.experts.empty() && gate_.experts.size() != experts))
+    throw std::invalid_argument("gate, up and down must have the same number of experts, at least one");
+  if (down_.cols != up_.rows || down_.rows != up_.cols || (!gate_.experts.empty() && (gate_.rows != up_.rows || gate_.cols != up_.cols)))
+    throw std::invalid_argument("expert shapes must be gate [I, H], up [I, H], down [H, I]");
+  for (const ExpertProjection* p : {&gate_, &up_, &down_}) make_weight(p->type, nullptr, p->rows, p->cols);
+}
+
+void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights, int64_t top_k,
+                  float* out) const {
+  for (int64_t i = 0; i < tokens * top_k; ++i)
+    if (ids[i] < 0 || ids[i] > num_experts())
+      throw std::out_of_range("topk_ids[" + std::to_string(i / top_k) + ", " + std::to_string(i % top_k) + "] is " +
+                              std::to_string(ids[i]) + ", but there are " + std::to_string(num_experts()) + " experts");
+  const int64_t per_token = std::max<int64_t>(1, top_k * (up_.rows + down_.rows));
+  const int64_t chunk = std::max<int64_t>(1, kScratchFloats / per_token);
+  for (int64_t t = 0; t < tokens; t += chunk) {
+    WorkerPool::Session session(pool);
+    forward_chunk(session, x + t * up_.cols, std::min(chunk, tokens - t), ids + t * top_k, weights + t * top_k, top_k,
+                  out + t * down_.rows);
+  }
+}
+
+void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids, const float* weights,
+                        int64_t top_k, float* out) const {
+  const Routing routing = route(ids, tokens, top_k, num_experts());
+  const KernelTable& kernels = session.kernels();
+  const int64_t pairs = static_cast<int64_t>(routing.token.size()), width = up_.rows, hidden = down_.rows;
+  const bool has_gate = !gate_.experts.empty();
+  Activations inputs(session, x, tokens, up_.cols, up_.cols);
+  inputs.require(up_.type);
+  if (has_gate) inputs.require(gate_.type);
+  float* intermediate = session.scratch<float>(pairs * width);
+  const int64_t width_tiles = (width + kTileRows - 1) / kTileRows;
+  session.run(routing.chunks * width_tiles, [&](int64_t i) {
+    alignas(64) float up[kPairChunk * kTileRows], gate[kPairChunk * kTileRows];
+    const PairChunk c = chunk_at(routing, i / width_tiles);
+    const int64_t first = i % width_tiles * kTileRows, lanes = std::min<int64_t>(kTileRows, width - first);
+    const auto project = [&](const ExpertProjection& p, float* acc) {
+      TileArgs args = tile_args(p.view(c.expert), first, inputs, c.count, acc);
+      args.token_ids = routing.token.data() + c.first;
+      kernels.tile(args);
+      add_bias(acc, c.count, bias_at(p, c.expert, first), lanes);
+    };
+    project(up_, up);
+    if (has_gate) project(gate_, gate);
+    kernels.activate(act_, has_gate ? gate : nullptr, up, static_cast<int64_t>(c.count) * kTileRows, up);
+    copy_rows(up, c.count, lanes, intermediate + c.first * width + first, width);
+  });
+  Activations inner(session, intermediate, pairs, width, width);
+  inner.require(down_.type);
+  float* outputs = session.scratch<float>(pairs * hidden);
+  const int64_t hidden_tiles = (hidden + kTileRows - 1) / kTileRows;
+  session.run(routing.chunks * hidden_tiles, [&](int64_t i) {
+    alignas(64) float acc[kPairChunk * kTileRows];
+    const PairChunk c = chunk_at(routing, i / hidden_tiles);
+    const int64_t first = i % hidden_tiles * kTileRows, lanes = std::min<int64_t>(kTileRows, hidden - first);
+    TileArgs args = tile_args(down_.view(c.expert), first, inner, c.count, acc);
+    args.first_token = c.first;
+    kernels.tile(args);
+    add_bias(acc, c.count, bias_at(down_, c.expert, first), lanes);
+    copy_rows(acc, c.count, lanes, outputs + c.first * hidden + first, hidden);
+  });
+  session.run(tokens, [&](int64_t t) {
+    std::vector<const float*> rows;
+    std::vector<float> row_weights;
+    for (int64_t k = 0; k < top_k; ++k) {
+      const int64_t pair = routing.pair_of[static_cast<size_t>(t * top_k + k)];
+      if (pair < 0) continue;
+      rows.push_back(outputs + pair * hidden);
+      row_weights.push_back(weights[t * top_k + k]);
+    }
+    kernels.combine_row(rows.data(), row_weights.data(), static_cast<int>(rows.size()), hidden, out + t * hidden);
+  });
+}
+
+}  // namespace kt

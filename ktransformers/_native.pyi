@@ -1,0 +1,58 @@
+"""Types of the compiled extension (csrc/bind.cpp). Addresses are integers; sizes are in elements."""
+
+MAX_THREADS: int
+
+def available_isas() -> list[str]: ...
+def quant_types() -> dict[str, tuple[int, int, int]]: ...
+def activation_kinds() -> dict[str, int]: ...
+
+class WorkerPool:
+    def __init__(self, num_threads: int, isa: str) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    def close(self) -> None: ...
+    def _run_failing(self, count: int, failing: int) -> None: ...
+
+def linear(
+    pool: WorkerPool, x: int, tokens: int, weight: int, type: int, rows: int, cols: int, bias: int, out: int
+) -> None: ...
+def batched_linear(
+    pool: WorkerPool, x: int, tokens: int, batch: int, weight: int, type: int, rows: int, cols: int, out: int
+) -> None: ...
+def dequantize_rows(
+    pool: WorkerPool, weight: int, type: int, rows: int, cols: int, ids: int, count: int, out: int
+) -> None: ...
+def rms_norm(pool: WorkerPool, x: int, weight: int, rows: int, cols: int, eps: float, out: int) -> None: ...
+def activate(
+    pool: WorkerPool, kind: int, alpha: float, limit: float, gate: int, up: int, count: int, out: int
+) -> None: ...
+
+_Projection = tuple[int, int, int, list[int], int]
+
+class Moe:
+    def __init__(
+        self, gate: _Projection, up: _Projection, down: _Projection, kind: int, alpha: float, limit: float
+    ) -> None: ...
+    def forward(
+        self, pool: WorkerPool, x: int, tokens: int, ids: int, weights: int, top_k: int, out: int
+    ) -> None: ...
+
+def attention(
+    pool: WorkerPool,
+    q: int,
+    k: int,
+    v: int,
+    out: int,
+    sizes: list[int],
+    strides: list[int],
+    block_table: int,
+    table: list[int],
+    seq_ids: int,
+    kv_lens: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    sinks: int,
+) -> None: ...

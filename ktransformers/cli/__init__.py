@@ -1,0 +1,50 @@
+"""The `ktransformers` command: parses flags, calls the layers below, turns their errors into one line.
+
+Importing it must stay cheap: torch and transformers are imported by the commands that need them, when they run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from ktransformers.cli import chat, doctor, plan
+from ktransformers.cli.options import ArgumentParser, version
+from ktransformers.errors import KTransformersError
+
+__all__ = ["guarded", "main"]
+
+
+def build_parser() -> ArgumentParser:
+    """The parser of the whole command, one subparser per file of this package."""
+    parser = ArgumentParser(
+        prog="ktransformers",
+        description="Run Mixture-of-Experts language models that do not fit into the GPU's memory.",
+    )
+    parser.add_argument("--version", action="version", version=f"ktransformers {version()}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in (chat, plan, doctor):
+        command.add_parser(subparsers)
+    return parser
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """The exit code of `run`; this program's own errors become one line on standard error and 1."""
+    try:
+        return run()
+    except KTransformersError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output left. Python would complain once more while it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's). Returns the exit code; wrong usage exits with 2."""
+    args = build_parser().parse_args(argv)
+    return guarded(lambda: int(args.run(args)))

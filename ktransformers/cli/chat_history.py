@@ -1,0 +1,82 @@
+"""A conversation: system prompt and turns, saved to and loaded from JSON. Knows neither terminal nor model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ktransformers.errors import ConfigError
+
+__all__ = ["Conversation"]
+
+_ROLES = frozenset({"system", "user", "assistant", "tool"})
+_TEXT_KEYS = frozenset({"role", "content", "reasoning_content", "name", "tool_call_id"})
+_MAX_BYTES = 64 * 2**20
+
+
+class Conversation:
+    """system: the system prompt, or None. turns: messages as chat templates take them, without the system prompt."""
+
+    def __init__(self, system: str | None = None):
+        self.system = system
+        self.turns: list[dict[str, Any]] = []
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """What a chat template is given."""
+        head = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*head, *self.turns]
+
+    def add_user(self, text: str) -> None:
+        self.turns.append({"role": "user", "content": text})
+
+    def add_assistant(self, content: str, reasoning: str = "") -> None:
+        turn = {"role": "assistant", "content": content}
+        self.turns.append(turn | {"reasoning_content": reasoning} if reasoning else turn)
+
+    def drop_last(self) -> None:
+        """Take back the last turn."""
+        self.turns.pop()
+
+    def clear(self) -> None:
+        """Forget all turns; the system prompt stays."""
+        self.turns.clear()
+
+    def save(self, path: Path) -> None:
+        """Write the messages as a JSON list. Raises ConfigError when the file cannot be written."""
+        text = json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n"
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot save to {path}: {error.strerror}") from error
+
+    def load(self, path: Path) -> None:
+        """Replace this conversation by a saved one. Raises ConfigError, changing nothing, when it is not one."""
+        try:
+            if path.stat().st_size > _MAX_BYTES:
+                raise ConfigError(f"{path} is too large to be a conversation")
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot load {path}: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from error
+        messages = _checked(data, path)
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        self.system = messages[0]["content"] if has_system else None
+        self.turns = messages[1:] if has_system else messages
+
+
+def _checked(data: Any, path: Path) -> list[dict[str, Any]]:
+    if not isinstance(data, list):
+        raise ConfigError(f"{path} does not hold a list of messages")
+    for number, message in enumerate(data, 1):
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            raise ConfigError(f"{path}: message {number} has no role out of {', '.join(sorted(_ROLES))}")
+        if message["role"] == "system" and number > 1:
+            raise ConfigError(f"{path}: message {number} is a system prompt, which must be the first message")
+        if "content" not in message or not all(isinstance(message.get(key, ""), str) for key in _TEXT_KEYS):
+            raise ConfigError(f"{path}: the content of message {number} must be text")
+        if not isinstance(message.get("tool_calls", []), list) or set(message) - _TEXT_KEYS - {"tool_calls"}:
+            raise ConfigError(f"{path}: message {number} has keys that messages do not have")
+    return data

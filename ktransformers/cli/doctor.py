@@ -1,0 +1,94 @@
+"""`ktransformers doctor`: what this machine and this installation have. Always exits with 0: it reports, it does not judge."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+from ktransformers.cli.options import version
+from ktransformers.config import DEMO_MODEL_PATH, physical_cores
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="show what this machine and this installation have",
+        description="Show versions, the native extension, instruction sets, cores, memory and devices.",
+    )
+    parser.set_defaults(run=run)
+
+
+def _module_version(name: str) -> str:
+    try:
+        return str(getattr(importlib.import_module(name), "__version__", "present"))
+    except ImportError as error:
+        return f"missing ({error})"
+
+
+def _native() -> str:
+    try:
+        from ktransformers.kernels import native
+    except ImportError as error:
+        return f"missing ({error}); build it with `pip install .`"
+    tiers = ", ".join(isa.name.lower() for isa in native.available_isas())
+    return f"present; instruction sets: {tiers}; active: {native.active_isa().name.lower()}"
+
+
+def _memory() -> str:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return "unknown (no /proc/meminfo)"
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
+    return f"{kib['MemTotal'] / 2**20:.1f} GiB, {kib['MemAvailable'] / 2**20:.1f} GiB available"
+
+
+def _cuda() -> str:
+    try:
+        import torch
+    except ImportError:
+        return "unknown (torch is missing)"
+    if not torch.cuda.is_available():
+        return "none"
+    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _demo_model() -> str:
+    found = sorted(DEMO_MODEL_PATH.glob("*.gguf"))
+    return str(found[0]) if found else f"missing (no *.gguf in {DEMO_MODEL_PATH})"
+
+
+def _checked(check: Callable[[], str]) -> str:
+    """A check's answer; its failure is an answer too, since this command is for machines on which things fail."""
+    from ktransformers.errors import KTransformersError
+
+    try:
+        return check()
+    except (KTransformersError, OSError, RuntimeError, ValueError, AttributeError, LookupError) as error:
+        return f"failed: {error}"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report."""
+    checks: tuple[tuple[str, Callable[[], str]], ...] = (
+        ("ktransformers", version),
+        ("python", platform.python_version),
+        ("system", platform.platform),
+        ("torch", lambda: _module_version("torch")),
+        ("transformers", lambda: _module_version("transformers")),
+        ("native extension", _native),
+        ("cores", lambda: f"{physical_cores()} physical, {os.cpu_count()} logical"),
+        ("memory", _memory),
+        ("cuda devices", _cuda),
+        ("demo model", _demo_model),
+    )
+    for name, check in checks:
+        print(f"{name + ':':<18}{_checked(check)}")
+    return 0

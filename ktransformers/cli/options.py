@@ -1,0 +1,168 @@
+"""What the commands share: the argument parser, the flags of a model and of sampling, logging.
+
+Flags are spelled with underscores, as users' scripts have them; hyphens are accepted for them everywhere.
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.metadata
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ktransformers.config import CPU_QUANT_TYPES, EngineConfig
+from ktransformers.core import SamplingParams
+
+__all__ = [
+    "ArgumentParser",
+    "add_logging_flag",
+    "add_model_flags",
+    "add_sampling_flags",
+    "add_toggle",
+    "engine_config",
+    "sampling_params",
+    "set_up_logging",
+    "version",
+]
+
+_log = logging.getLogger(__name__)
+
+
+def version() -> str:
+    """The installed version, or "unknown" in a checkout that was never installed."""
+    try:
+        return importlib.metadata.version("ktransformers")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse without abbreviations, with hyphens for underscores and with the nearest name for a flag it lacks."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """See argparse. Flags that nobody knows are an error here already, while their neighbours are at hand."""
+        import sys
+
+        given = sys.argv[1:] if args is None else list(args)
+        namespace, unknown = super().parse_known_args([_with_underscores(arg) for arg in given], namespace)
+        if unknown:
+            self.error(self._explain(unknown[0]))
+        return namespace, unknown
+
+    def _explain(self, unknown: str) -> str:
+        name = unknown.partition("=")[0]
+        near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+        return f"unknown argument {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def _with_underscores(arg: str) -> str:
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
+
+
+class _Toggle(argparse.Action):
+    """--flag and --no_flag."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any):
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, not (option_string or "").startswith("--no_"))
+
+
+def add_toggle(parser: argparse._ActionsContainer, name: str, *, default: bool | None, help: str) -> None:
+    """Add --name and --no_name."""
+    parser.add_argument(f"--{name}", f"--no_{name}", dest=name, action=_Toggle, default=default, help=help)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags behind EngineConfig."""
+    group = parser.add_argument_group("model")
+    config = EngineConfig()
+    group.add_argument("--model_path", type=Path, help="folder with config.json and tokenizer (and safetensors)")
+    group.add_argument("--gguf_path", type=Path, help="a GGUF file, a folder of them, or a folder of safetensors")
+    group.add_argument("--optimize_config_path", type=Path, help="YAML rule file; default: the architecture's own")
+    group.add_argument("--max_new_tokens", type=int, default=config.max_new_tokens, help="most tokens of an answer")
+    group.add_argument("--chunk_size", type=int, default=config.chunk_size, help="most prompt tokens of one step")
+    group.add_argument("--cache_lens", type=int, default=config.cache_lens, help="tokens in the cache; 0: automatic")
+    group.add_argument("--cpu_infer", type=int, default=config.cpu_infer, help="worker threads; 0: one per core")
+    group.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
+    group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
+    group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The configuration that add_model_flags' flags ask for, not resolved yet."""
+    return EngineConfig(
+        model_path=args.model_path,
+        gguf_path=args.gguf_path,
+        optimize_config_path=args.optimize_config_path,
+        cache_lens=args.cache_lens,
+        chunk_size=args.chunk_size,
+        max_new_tokens=args.max_new_tokens,
+        cpu_infer=args.cpu_infer,
+        cpu_quant=args.cpu_quant,
+        strict=args.strict,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+_SAMPLING: tuple[tuple[str, type, str], ...] = (
+    ("temperature", float, "0 is greedy"),
+    ("top_p", float, "keep the most likely tokens up to this probability"),
+    ("top_k", int, "keep this many of the most likely tokens; 0: all"),
+    ("min_p", float, "keep tokens at least this likely, relative to the best"),
+    ("repetition_penalty", float, "above 1: tokens that occurred become less likely"),
+    ("seed", int, "make sampling repeatable"),
+)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags behind SamplingParams."""
+    group = parser.add_argument_group("sampling (defaults: the model's generation config, else greedy)")
+    for name, kind, text in _SAMPLING:
+        group.add_argument(f"--{name}", type=kind, help=text)
+
+
+def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
+    """`defaults` with what add_sampling_flags' flags say. Raises ConfigError for values out of range."""
+    given = {name: getattr(args, name) for name, _, _ in _SAMPLING if getattr(args, name) is not None}
+    params = replace(defaults, **given)
+    idle = [f"--{name}" for name in ("top_p", "top_k", "min_p", "seed") if name in given]
+    if params.is_greedy and idle:
+        _log.warning("%s: no effect at temperature 0; pass --temperature to sample", ", ".join(idle))
+    return params
+
+
+def add_logging_flag(parser: argparse.ArgumentParser) -> None:
+    levels = ("debug", "info", "warning", "error")
+    parser.add_argument("--log_level", choices=levels, default="info", help="what is logged to standard error")
+
+
+def set_up_logging(level: str) -> None:
+    """Log this program's messages to standard error, one line each."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("ktransformers")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(level.upper())

@@ -1,0 +1,209 @@
+"""The loop that turns a prompt into an answer on one sequence: prefill in chunks, then one token at a time.
+
+Knows a runner (ids and positions in, logits out), a sampler and a tokenizer. Does not know models, caches or who asked.
+
+    positions   0 ........ cached_len ........ prompt_len ........ prompt_len + n
+                already in the cache | prefill, in chunks | decode: token n is sampled for this position
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ktransformers.core import FinishReason, GenerationStats, SamplingParams
+from ktransformers.engine.sampler import RequestSampler, TokenLogprobs, sample_batch
+from ktransformers.errors import ConfigError, ContextLengthError
+from ktransformers.tokenizer.stop import StopMatcher
+from ktransformers.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["SequenceRunner", "TokenEvent", "prefill_and_generate"]
+
+
+class SequenceRunner(Protocol):
+    """What runs a model on one sequence with a static cache of max_len positions."""
+
+    @property
+    def max_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
+        """Run token_ids at positions start, start + 1, ... and write their keys and values.
+
+        start is at most the number of positions written before. Returns fp32 logits [len(keep), vocab_size] of the rows
+        in keep, which are indices into token_ids.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One step of an answer.
+
+    token_id: the new token; None only in the last event of an answer that was aborted.
+    text: what became certain of the answer's text; can lag behind the tokens (unfinished characters, stop strings).
+    finish_reason: set in the last event and only there. stop: the stop string, or the id of the end token, behind STOP.
+    stats: the same object in every event, filled as the answer goes on.
+    """
+
+    token_id: int | None
+    text: str
+    stats: GenerationStats
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+
+
+class _TextStream:
+    """Token ids to text that contains no stop string. Without a tokenizer the text is always empty."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]):
+        if tokenizer is not None and not tokenizer.has_vocabulary:
+            tokenizer = None
+        if stops and tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer, and this model's files hold none; use stop_token_ids")
+        self._detokenizer = None if tokenizer is None else tokenizer.detokenizer()
+        self._stops = StopMatcher(stops)
+
+    def add(self, token_id: int) -> tuple[str, str | None]:
+        return ("", None) if self._detokenizer is None else self._stops.feed(self._detokenizer.add(token_id))
+
+    def finish(self) -> tuple[str, str | None]:
+        """The text held back, and the stop string in it if there is one after all."""
+        if self._detokenizer is None:
+            return "", None
+        text, stop = self._stops.feed(self._detokenizer.flush())
+        return text + self._stops.flush(), stop
+
+
+class _Answer:
+    """The state of one call of prefill_and_generate."""
+
+    def __init__(
+        self,
+        runner: SequenceRunner,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        end_ids: frozenset[int],
+        text: _TextStream,
+        stats: GenerationStats,
+    ):
+        self.runner, self.prompt_ids, self.params = runner, prompt_ids, params
+        self.end_ids, self.text, self.stats = end_ids, text, stats
+        self.sampler = RequestSampler(params, prompt_ids, runner.vocab_size)
+        room = runner.max_len - len(prompt_ids)
+        self.limit = room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def prefill(self, chunk_size: int, is_stopped: Callable[[], bool]) -> torch.Tensor | None:
+        """Compute the prompt from cached_len on; logits [1, V] of its last token, or None when stopped in between."""
+        logits, total = None, len(self.prompt_ids)
+        for start in range(self.stats.cached_len, total, chunk_size):
+            if is_stopped():
+                return None
+            began = time.perf_counter()
+            chunk = self.prompt_ids[start : start + chunk_size]
+            is_last = start + len(chunk) == total
+            logits = self.runner.forward(chunk, start, [len(chunk) - 1] if is_last else [])
+            self.stats.prefill_seconds += time.perf_counter() - began
+        return logits
+
+    def decode(self, token_id: int) -> torch.Tensor:
+        began = time.perf_counter()
+        logits = self.runner.forward([token_id], len(self.prompt_ids) + self.stats.completion_len - 1, [0])
+        self.stats.decode_seconds += time.perf_counter() - began
+        return logits
+
+    def step(self, logits: torch.Tensor) -> TokenEvent:
+        """Sample the next token and say what it means for the answer."""
+        began, stats = time.perf_counter(), self.stats
+        position = len(self.prompt_ids) + stats.completion_len
+        (sampled,) = sample_batch(logits, [self.sampler], [position])
+        token_id = sampled.token_id
+        self.sampler.commit(token_id)
+        if stats.completion_len:
+            stats.decode_seconds += time.perf_counter() - began
+        else:
+            stats.prefill_seconds += time.perf_counter() - began
+        stats.completion_len += 1
+        if token_id in self.end_ids:
+            text, stop_string = self.text.finish()
+            reason, stop = FinishReason.STOP, stop_string or token_id
+            return TokenEvent(token_id, text, stats, sampled.logprobs, reason, stop)
+        text, stop_string = self.text.add(token_id)
+        is_full = stats.completion_len >= self.limit
+        if is_full and stop_string is None:
+            rest, stop_string = self.text.finish()
+            text += rest
+        if stop_string is not None:
+            return TokenEvent(token_id, text, stats, sampled.logprobs, FinishReason.STOP, stop_string)
+        return TokenEvent(token_id, text, stats, sampled.logprobs, FinishReason.LENGTH if is_full else None)
+
+    def aborted(self) -> TokenEvent:
+        return TokenEvent(None, self.text.finish()[0], self.stats, finish_reason=FinishReason.ABORT)
+
+    def run(self, chunk_size: int, is_stopped: Callable[[], bool]) -> Iterator[TokenEvent]:
+        logits = self.prefill(chunk_size, is_stopped)
+        while logits is not None:
+            event = self.step(logits)
+            yield event
+            if event.finish_reason is not None:
+                return
+            assert event.token_id is not None
+            logits = None if is_stopped() else self.decode(event.token_id)
+        yield self.aborted()
+
+
+def _check(runner: SequenceRunner, prompt_ids: Sequence[int], chunk_size: int, cached_len: int) -> None:
+    prompt_len = len(prompt_ids)
+    if prompt_len == 0:
+        raise ConfigError("the prompt is empty: there is nothing to continue")
+    if prompt_len >= runner.max_len:
+        raise ContextLengthError(
+            f"the prompt has {prompt_len} tokens and the cache holds {runner.max_len}: no room for an answer; "
+            "shorten the prompt or start with a larger --cache_lens",
+            prompt_len=prompt_len,
+            max_len=runner.max_len,
+        )
+    for token_id in prompt_ids:
+        if not 0 <= token_id < runner.vocab_size:
+            raise ConfigError(
+                f"the prompt holds token id {token_id}; this model's ids are 0 to {runner.vocab_size - 1}"
+            )
+    if chunk_size < 1:
+        raise ConfigError(f"chunk_size must be at least 1, got {chunk_size}")
+    if not 0 <= cached_len < prompt_len:
+        raise ValueError(f"cached_len {cached_len} must leave at least one of {prompt_len} prompt tokens to compute")
+
+
+def prefill_and_generate(
+    runner: SequenceRunner,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    chunk_size: int,
+    cached_len: int = 0,
+    eos_token_ids: Sequence[int] = (),
+    tokenizer: Tokenizer | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Iterator[TokenEvent]:
+    """Generate the answer to prompt_ids, one event per token. The last event carries the finish reason.
+
+    chunk_size: most prompt tokens per forward. cached_len: leading prompt tokens whose keys and values `runner` already
+    holds. eos_token_ids end the answer unless params.ignore_eos; params.stop_token_ids always do; neither kind of token
+    has text. tokenizer None: no text, no stop strings. should_stop is asked before every forward; when it says yes the
+    answer ends with ABORT. max_tokens counts at most up to the end of the cache.
+
+    Checks before any work: raises ConfigError for an empty prompt or ids outside of the vocabulary, ContextLengthError
+    when the prompt leaves no room for an answer.
+    """
+    _check(runner, prompt_ids, chunk_size, cached_len)
+    end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
+    stats = GenerationStats(prompt_len=len(prompt_ids), cached_len=cached_len)
+    answer = _Answer(runner, list(prompt_ids), params, end_ids, _TextStream(tokenizer, params.stop), stats)
+    return answer.run(chunk_size, should_stop or (lambda: False))

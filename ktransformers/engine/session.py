@@ -1,0 +1,102 @@
+"""One conversation on one static cache: remembers which tokens are in it and computes only what is new.
+
+Does not know what a conversation looks like: it compares token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+
+import torch
+
+from ktransformers.core import SamplingParams
+from ktransformers.engine.generate import SequenceRunner, TokenEvent, prefill_and_generate
+from ktransformers.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["Session", "common_prefix_len"]
+
+
+def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading entries are equal."""
+    limit = min(len(a), len(b))
+    return next((i for i in range(limit) if a[i] != b[i]), limit)
+
+
+class _RecordingRunner:
+    """A runner that notes what it wrote. A forward that fails leaves only what stands before it."""
+
+    def __init__(self, runner: SequenceRunner):
+        self._runner = runner
+        self.token_ids: list[int] = []  # in the cache, by position
+
+    @property
+    def max_len(self) -> int:
+        return self._runner.max_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
+        del self.token_ids[start:]
+        logits = self._runner.forward(token_ids, start, keep)
+        self.token_ids.extend(token_ids)
+        return logits
+
+
+class Session:
+    """Generates answers one after the other and reuses the longest prefix that a prompt shares with the cache.
+
+    The tokens are the same with and without reuse. A new call ends an answer that is still running.
+    """
+
+    def __init__(
+        self,
+        runner: SequenceRunner,
+        *,
+        chunk_size: int,
+        eos_token_ids: Sequence[int] = (),
+        tokenizer: Tokenizer | None = None,
+    ):
+        self._runner = _RecordingRunner(runner)
+        self._chunk_size, self._eos_token_ids, self._tokenizer = chunk_size, tuple(eos_token_ids), tokenizer
+        self._running: Iterator[TokenEvent] | None = None
+
+    @property
+    def max_len(self) -> int:
+        """Tokens the cache holds."""
+        return self._runner.max_len
+
+    @property
+    def cached_ids(self) -> tuple[int, ...]:
+        """The tokens in the cache, by position."""
+        return tuple(self._runner.token_ids)
+
+    def clear(self) -> None:
+        """Forget the cache, so that the next prompt is computed whole."""
+        self._stop_running()
+        self._runner.token_ids.clear()
+
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, should_stop: Callable[[], bool] | None = None
+    ) -> Iterator[TokenEvent]:
+        """See prefill_and_generate, whose errors this raises too, before any work."""
+        self._stop_running()
+        # The last prompt token is always computed: its logits are not in the cache.
+        shared = min(common_prefix_len(self._runner.token_ids, prompt_ids), max(len(prompt_ids) - 1, 0))
+        self._running = prefill_and_generate(
+            self._runner,
+            prompt_ids,
+            params,
+            chunk_size=self._chunk_size,
+            cached_len=shared,
+            eos_token_ids=self._eos_token_ids,
+            tokenizer=self._tokenizer,
+            should_stop=should_stop,
+        )
+        return self._running
+
+    def _stop_running(self) -> None:
+        if isinstance(self._running, Generator):
+            self._running.close()
+        self._running = None

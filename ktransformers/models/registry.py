@@ -1,0 +1,84 @@
+"""Which rule file a model gets when none is given, and which stored tensors it may leave unread.
+
+Knows configs, not files of weights. Families that need nothing special are not listed: they get the default files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+__all__ = ["FAMILIES", "RULES_DIR", "Family", "default_rules", "has_experts", "ignorable_tensors"]
+
+RULES_DIR = Path(__file__).resolve().parent.parent / "optimize" / "optimize_rules"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Facts of one model_type. rules: the file in RULES_DIR; rules_without_q_lora: the one for a full-rank query."""
+
+    rules: str
+    rules_without_q_lora: str | None = None
+
+
+FAMILIES: Mapping[str, Family] = {
+    "deepseek_v2": Family("DeepSeek-V2-Chat.yaml", rules_without_q_lora="DeepSeek-V2-Lite-Chat.yaml"),
+    "deepseek_v3": Family("DeepSeek-V3-Chat.yaml"),
+    "mixtral": Family("Mixtral.yaml"),
+    "qwen2_moe": Family("Qwen2-57B-A14B-Instruct.yaml"),
+    "qwen3_moe": Family("Qwen3Moe-ktransformers.yaml"),
+}
+
+# The names under which configs of transformers say how many routed experts a layer has.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def default_rules(hf_config: Any, model: nn.Module | None = None) -> Path:
+    """The rule file for a model without one of its own.
+
+    model, when it is at hand (on meta), tells whether there are experts; otherwise the config's words count.
+    """
+    family = FAMILIES.get(hf_config.model_type)
+    if family is None:
+        return RULES_DIR / ("default-moe.yaml" if has_experts(hf_config, model) else "default-dense.yaml")
+    is_full_rank = getattr(hf_config, "q_lora_rank", None) is None
+    return RULES_DIR / (family.rules_without_q_lora if is_full_rank and family.rules_without_q_lora else family.rules)
+
+
+def has_experts(hf_config: Any, model: nn.Module | None = None) -> bool:
+    """Whether some layer routes tokens to experts: a module with 3-D down_proj, or a config that counts experts."""
+    if model is not None:
+        return any(_holds_experts(module) for module in model.modules())
+    counts = (getattr(hf_config, name, None) for name in _NUM_EXPERTS)
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    down = module._parameters.get("down_proj")
+    return down is not None and down.dim() == 3
+
+
+def ignorable_tensors(model: Any) -> Callable[[str], bool]:
+    """Tells which stored tensors `model` (a causal LM of transformers) does without, by their names in the files.
+
+    These are what its class declares (`_keys_to_ignore_on_load_unexpected`), layers for multi-token prediction after
+    the last one, and rotary frequencies, which old checkpoints carry and which follow from the config.
+    """
+    declared: Iterable[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = [re.compile(pattern) for pattern in declared]
+    patterns.append(re.compile(r"rotary_emb\.inv_freq$"))
+    layer = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
+    first = int(model.config.num_hidden_layers)
+    extra = range(first, first + int(getattr(model.config, "num_nextn_predict_layers", None) or 0))
+
+    def is_ignorable(name: str) -> bool:
+        found = layer.search(name)
+        is_prediction_layer = found is not None and int(found.group(1)) in extra
+        return is_prediction_layer or any(pattern.search(name) for pattern in patterns)
+
+    return is_ignorable

@@ -1,0 +1,61 @@
+"""Opens a model's weights, whatever format they are in. Decides by content, not by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from transformers import PretrainedConfig
+
+from ktransformers.errors import ConfigError, FormatError
+from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf_source import GGUFSource
+from ktransformers.weights.safetensors import open_safetensors
+from ktransformers.weights.safetensors_source import SafetensorsSource
+
+__all__ = ["WeightFormat", "open_source", "weight_format"]
+
+WeightFormat = Literal["gguf", "safetensors"]
+
+
+def weight_format(path: Path | str, prefer: WeightFormat | None = None) -> WeightFormat:
+    """Which format a file or folder holds; `prefer` decides for a folder that holds both.
+
+    Raises ConfigError when the path does not exist, FormatError when a folder holds no weights, or both formats and
+    nothing is preferred.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist")
+    if path.is_file():
+        try:
+            with path.open("rb") as file:
+                return "gguf" if file.read(4) == b"GGUF" else "safetensors"
+        except OSError as error:
+            raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from error
+    suffixes = {entry.suffix for entry in path.iterdir()}
+    if {".gguf", ".safetensors"} <= suffixes:
+        if prefer is not None:
+            return prefer
+        raise FormatError(
+            f"{path}: holds both GGUF and safetensors weights; pass the path of the GGUF file, or move one away"
+        )
+    if ".gguf" in suffixes:
+        return "gguf"
+    if ".safetensors" in suffixes:
+        return "safetensors"
+    raise FormatError(f"{path}: holds neither .gguf nor .safetensors files")
+
+
+def open_source(
+    path: Path | str, hf_config: PretrainedConfig, prefer: WeightFormat | None = None
+) -> GGUFSource | SafetensorsSource:
+    """Open the weights at `path` (a file or a folder) for the module tree that `hf_config` describes.
+
+    Headers are read and checked, tensor bytes are not. `prefer` decides for a folder that holds both formats (callers
+    that were given a model folder rather than a weight path prefer safetensors). Raises ConfigError, FormatError,
+    UnsupportedError.
+    """
+    if weight_format(path, prefer) == "gguf":
+        return GGUFSource(open_gguf(path), hf_config)
+    return SafetensorsSource(open_safetensors(path), hf_config)

@@ -1,0 +1,330 @@
+"""A model's weights in safetensors files, as a WeightSource. BF16, F16 and F32 come back as views of the memory map."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from transformers import PretrainedConfig
+
+from ktransformers.errors import TensorMismatchError, UnsupportedError
+from ktransformers.kernels.native import ExpertWeights
+from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes
+from ktransformers.weights.checkpoint_names import CheckpointNames, Origin
+from ktransformers.weights.experts import (
+    BlockScaledMatrix,
+    ExpertMatrix,
+    FloatMatrix,
+    check_expert_shape,
+    expert_info,
+    load_matrices,
+)
+from ktransformers.weights.mapped_file import typed_view
+from ktransformers.weights.safetensors import SafetensorsModel
+from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
+
+__all__ = ["SafetensorsSource"]
+
+logger = logging.getLogger(__name__)
+
+FP8 = "F8_E4M3"
+_NATURAL = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16, FP8: QuantType.BF16}
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # DeepSeek's block scales; per-tensor or per-row scales of other tools
+_SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_IGNORABLE = (
+    re.compile(r".*\.(input|activation)_scale"),  # of FP8 activations; here activations are never FP8
+    re.compile(r".*rotary_emb\.inv_freq"),  # computed from the config
+    re.compile(r"(.*\.)?mtp(_block)?\..*"),  # multi-token prediction: drafts tokens, no part of the model's answer
+    re.compile(r".*\.(k|v)_scale"),  # of FP8 KV caches
+)
+_SUPPORTED_QUANT = (None, "fp8")
+
+
+class SafetensorsSource:
+    """WeightSource over the safetensors files of one model. config is the HF config of the module tree."""
+
+    def __init__(self, model: SafetensorsModel, config: PretrainedConfig):
+        quantization = getattr(config, "quantization_config", None) or {}
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        if method is not None and str(getattr(method, "value", method)) not in _SUPPORTED_QUANT:
+            raise UnsupportedError(
+                f"safetensors quantized with {str(method)!r:.40} are not supported; use the model's BF16 or FP8 "
+                "safetensors, or a GGUF of it"
+            )
+        self._model = model
+        self._tensors = model.tensors
+        self._config = config.get_text_config()
+        self._names = CheckpointNames(str(config.model_type), self._tensors)
+        block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+        self._block = (int(block[0]), int(block[1])) if block else (128, 128)
+        fp8 = sum(tensor.dtype == FP8 for tensor in self._tensors.values())
+        if fp8:
+            logger.info("%d FP8 tensors are held as BF16 unless they are quantized while loading", fp8)
+
+    def describe(self) -> str:
+        """One line for the console: format, files, bytes."""
+        types = Counter(tensor.dtype for tensor in self._tensors.values())
+        mix = ", ".join(f"{count} {name}" for name, count in types.most_common())
+        nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
+        files = len(self._model.files)
+        return (
+            f"safetensors, {files} file{'s' * (files > 1)}, {nbytes / 1e9:.2f} GB, {len(self._tensors)} tensors ({mix})"
+        )
+
+    def stored_names(self) -> Sequence[str]:
+        """Every tensor in the files, under its own name there."""
+        return tuple(self._tensors)
+
+    def ignorable(self, stored_name: str) -> bool:
+        """Whether a stored tensor that no module asked for may be left over."""
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", stored_name)
+        if layer is not None and int(layer[1]) >= int(self._config.num_hidden_layers):
+            return True  # layers beyond the model's own belong to multi-token prediction
+        if stored_name.endswith("lm_head.weight") and getattr(self._config, "tie_word_embeddings", False):
+            return True
+        return any(pattern.fullmatch(stored_name) for pattern in _IGNORABLE)
+
+    def find(self, name: str) -> TensorInfo | None:
+        """Facts about the tensor that HF calls `name`, or None when the files do not hold it."""
+        origin = self._origin(name)
+        if origin is None:
+            return None
+        shape = self._shape(name, origin)
+        types = tuple(dict.fromkeys(self._tensors[part].dtype for part in origin.sources))
+        resident = self._natural(origin.sources[0])
+        nbytes = math.prod(shape[:-1]) * row_bytes(resident, shape[-1]) if shape else 4
+        scales = tuple(scale for part in origin.sources if (scale := self._scale_name(part)) is not None)
+        return TensorInfo(name, shape, "+".join(types), resident, nbytes, origin.sources + scales)
+
+    def tensor(self, name: str) -> RawTensor:
+        """The tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
+        origin = self._found(name)
+        dtype = {QuantType.F32: torch.float32, QuantType.F16: torch.float16}.get(
+            self._natural(origin.sources[0]), torch.bfloat16
+        )
+        return RawTensor.from_tensor(self._assemble(name, origin, dtype))
+
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The tensor dequantized, as a new tensor of its logical shape. Raises TensorMismatchError when missing."""
+        out = self._assemble(name, self._found(name), dtype)
+        return out.clone() if self._is_mapped(out) else out
+
+    def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
+        """Facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
+        stored = self._expert_names(key, layout)
+        if stored is None:
+            return None
+        experts, inner, hidden = layout.num_experts, layout.intermediate_size, layout.hidden_size
+        infos: dict[str, TensorInfo] = {}
+        for part, names in stored.items():
+            shape = (experts, hidden, inner) if part == "down" else (experts, inner, hidden)
+            types = sorted({self._tensors[name].dtype for name in names})
+            if len(types) > 1:
+                raise TensorMismatchError(f"the experts of {key!r} have different dtypes ({', '.join(types)})")
+            scales = tuple(scale for name in names if (scale := self._scale_name(name)) is not None)
+            natural = self._natural(names[0])
+            infos[part] = expert_info(f"{key}.{part}", types[0], natural, shape, names + scales, quantize_to)
+        biases = self._bias_names(key, layout)
+        nbytes = sum(info.nbytes for info in infos.values())
+        nbytes += sum(4 * math.prod(self._tensors[name].shape) for name in biases)
+        used = tuple(dict.fromkeys(name for info in infos.values() for name in info.stored_names)) + biases
+        return ExpertsInfo(infos.get("gate"), infos["up"], infos["down"], used, nbytes)
+
+    def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
+        """The experts of module `key`, one [I, H], [I, H] and [H, I] matrix per expert.
+
+        Raises TensorMismatchError when an expert is missing or has the wrong shape.
+        """
+        info = self.find_experts(key, layout, quantize_to)
+        stored = self._expert_names(key, layout)
+        if info is None or stored is None:
+            raise TensorMismatchError(f"the safetensors files hold no experts for {key!r}; are they of another model?")
+        loaded = {
+            part: load_matrices(self._matrices(part, names, layout), getattr(info, part).resident_type)
+            for part, names in stored.items()
+        }
+        biases = self._biases(key, layout)
+        return ExpertWeights(
+            loaded.get("gate"), loaded["up"], loaded["down"], biases.get("gate"), biases.get("up"), biases.get("down")
+        )
+
+    # -- dense tensors
+
+    def _origin(self, name: str) -> Origin | None:
+        origin = self._names.find(name)
+        if origin is None and name == "lm_head.weight" and getattr(self._config, "tie_word_embeddings", False):
+            return self._names.find("model.embed_tokens.weight")
+        return origin
+
+    def _found(self, name: str) -> Origin:
+        origin = self._origin(name)
+        if origin is None:
+            raise TensorMismatchError(f"the safetensors files hold no tensor for {name!r}; are they of another model?")
+        return origin
+
+    def _shape(self, name: str, origin: Origin) -> tuple[int, ...]:
+        shapes = [self._tensors[part].shape for part in origin.sources]
+        if not origin.operations:
+            return shapes[0]
+        if origin.operations == ("Concatenate",) and len({(s[: origin.dim], s[origin.dim + 1 :]) for s in shapes}) == 1:
+            total = sum(shape[origin.dim] for shape in shapes)
+            return (*shapes[0][: origin.dim], total, *shapes[0][origin.dim + 1 :])
+        if origin.operations == ("Chunk",) and shapes[0][origin.dim] % origin.count == 0:
+            part = shapes[0][origin.dim] // origin.count
+            return (*shapes[0][: origin.dim], part, *shapes[0][origin.dim + 1 :])
+        raise UnsupportedError(
+            f"tensor {name!r} is made from {', '.join(origin.sources[:3])} by {', '.join(origin.operations)} "
+            f"(shapes {shapes[:3]}), which is not supported"
+        )
+
+    def _assemble(self, name: str, origin: Origin, dtype: torch.dtype) -> torch.Tensor:
+        """The parameter as `dtype`: a view of the map where nothing has to change."""
+        self._shape(name, origin)  # refuses what cannot be assembled
+        parts = [self._values(part, dtype) for part in origin.sources]
+        if origin.operations == ("Concatenate",):
+            return torch.cat(parts, dim=origin.dim)
+        if origin.operations == ("Chunk",):
+            return parts[0].chunk(origin.count, dim=origin.dim)[origin.index].contiguous()
+        return parts[0]
+
+    def _values(self, stored: str, dtype: torch.dtype) -> torch.Tensor:
+        self._natural(stored)
+        if self._tensors[stored].dtype != FP8:
+            return self._model.torch_tensor(stored).to(dtype)
+        matrix = self._fp8_matrix(stored, self._model.torch_tensor(stored), self._scales(stored))
+        out = torch.empty(matrix.shape, dtype=dtype)
+        step = max(1, (1 << 20) // max(matrix.shape[1], 1))
+        for start in range(0, matrix.shape[0], step):
+            out[start : start + step] = matrix.rows_f32(start, min(start + step, matrix.shape[0]))
+        return out
+
+    def _natural(self, stored: str) -> QuantType:
+        dtype = self._tensors[stored].dtype
+        if dtype not in _NATURAL:
+            raise UnsupportedError(
+                f"tensor {stored!r} is stored as {dtype}, which is no type of model weights that can be read; "
+                f"{', '.join(_NATURAL)} are"
+            )
+        return _NATURAL[dtype]
+
+    def _is_mapped(self, values: torch.Tensor) -> bool:
+        pointer = values.untyped_storage().data_ptr()
+        return any(file.data.untyped_storage().data_ptr() == pointer for file in self._model.files)
+
+    # -- FP8
+
+    def _scale_name(self, stored: str) -> str | None:
+        if self._tensors[stored].dtype != FP8:
+            return None
+        return next((stored + s for s in _SCALE_SUFFIXES if stored + s in self._tensors), None)
+
+    def _scales(self, stored: str) -> torch.Tensor:
+        name = self._scale_name(stored)
+        if name is None:
+            raise TensorMismatchError(f"FP8 tensor {stored!r} has no {stored + _SCALE_SUFFIXES[0]!r} beside it")
+        dtype = _SCALE_DTYPES.get(self._tensors[name].dtype)
+        if dtype is None:
+            raise UnsupportedError(f"scales {name!r} are {self._tensors[name].dtype}; F32, F16 and BF16 are supported")
+        return typed_view(self._model.bytes_of(name), dtype).reshape(self._tensors[name].shape).float()
+
+    def _fp8_matrix(self, stored: str, values: torch.Tensor, scales: torch.Tensor) -> BlockScaledMatrix:
+        """values [rows, cols] with scales per block, per row or for the whole matrix."""
+        if values.dim() != 2:
+            raise UnsupportedError(f"FP8 tensor {stored!r} has {values.dim()} dimensions; only matrices are supported")
+        rows, cols = values.shape
+        if scales.numel() == 1:
+            return BlockScaledMatrix(values, scales.reshape(1, 1), (rows, cols))
+        if tuple(scales.shape) == (rows, 1):
+            return BlockScaledMatrix(values, scales, (1, cols))
+        wanted = (-(-rows // self._block[0]), -(-cols // self._block[1]))
+        if tuple(scales.shape) != wanted:
+            raise TensorMismatchError(
+                f"the scales of FP8 tensor {stored!r} have the shape {list(scales.shape)}; "
+                f"[{rows}, {cols}] in blocks of {self._block[0]} x {self._block[1]} needs {list(wanted)}"
+            )
+        return BlockScaledMatrix(values, scales, self._block)
+
+    # -- experts
+
+    def _expert_names(self, key: str, layout: ExpertsLayout) -> dict[str, tuple[str, ...]] | None:
+        """Stored names per projection: one per expert, or a single fused one. None when there are none at all."""
+        parts = ("gate", "up", "down") if layout.has_gate else ("up", "down")
+        for candidate in (key, key.removeprefix("model.")):
+            single = {part: self._names.experts.get((candidate, part), {}) for part in parts}
+            if any(single.values()):
+                return {part: self._complete(key, part, names, layout.num_experts) for part, names in single.items()}
+        up = self._names.find(f"{key}.gate_up_proj" if layout.has_gate else f"{key}.up_proj")
+        down = self._names.find(f"{key}.down_proj")
+        if up is None and down is None:
+            return None
+        if up is None or down is None:
+            raise TensorMismatchError(f"{key!r}: the files hold only one of the experts' two fused tensors")
+        if up.operations or down.operations:
+            made = ", ".join(up.operations or down.operations)
+            raise UnsupportedError(f"{key!r}: fused experts made from the checkpoint by {made} are not supported")
+        experts, inner, hidden = layout.num_experts, layout.intermediate_size, layout.hidden_size
+        width = 2 * inner if layout.has_gate else inner
+        for origin, rows, cols in ((up, width, hidden), (down, hidden, inner)):
+            wanted = (experts, cols, rows) if layout.is_transposed else (experts, rows, cols)
+            check_expert_shape(origin.sources[0], self._tensors[origin.sources[0]].shape, wanted)
+        return {part: (down if part == "down" else up).sources for part in parts}
+
+    def _complete(self, key: str, part: str, names: dict[int, str], count: int) -> tuple[str, ...]:
+        if sorted(names) != list(range(count)):
+            missing = sorted(set(range(count)) - names.keys())[:5]
+            raise TensorMismatchError(
+                f"{key!r}: the files hold {len(names)} experts' {part} matrices, the model has {count}"
+                + (f"; missing are {missing}" if missing else "")
+            )
+        return tuple(names[index] for index in range(count))
+
+    def _matrices(self, part: str, names: tuple[str, ...], layout: ExpertsLayout) -> list[ExpertMatrix]:
+        inner, hidden = layout.intermediate_size, layout.hidden_size
+        shape = (hidden, inner) if part == "down" else (inner, hidden)
+        if len(names) == layout.num_experts and len(self._tensors[names[0]].shape) == 2:
+            for name in names:
+                check_expert_shape(name, self._tensors[name].shape, shape)
+            return [self._matrix(name, self._model.torch_tensor(name), None) for name in names]
+        fused = self._model.torch_tensor(names[0])
+        return [self._matrix(names[0], self._part_of(fused[e], part, layout), e) for e in range(layout.num_experts)]
+
+    def _part_of(self, matrix: torch.Tensor, part: str, layout: ExpertsLayout) -> torch.Tensor:
+        """One expert's gate, up or down [rows, cols] inside its fused matrix."""
+        if layout.is_transposed:
+            matrix = matrix.T
+        if part == "down" or not layout.has_gate:
+            return matrix
+        if not layout.is_concatenated:
+            return matrix[0::2] if part == "gate" else matrix[1::2]
+        return matrix[: layout.intermediate_size] if part == "gate" else matrix[layout.intermediate_size :]
+
+    def _matrix(self, stored: str, values: torch.Tensor, expert: int | None) -> ExpertMatrix:
+        if self._tensors[stored].dtype != FP8:
+            return FloatMatrix(values)
+        if expert is not None:
+            raise UnsupportedError(f"fused FP8 experts ({stored!r}) are not supported; only one matrix per expert is")
+        return self._fp8_matrix(stored, values, self._scales(stored))
+
+    def _bias_names(self, key: str, layout: ExpertsLayout) -> tuple[str, ...]:
+        if not layout.has_bias:
+            return ()
+        first = "gate_up_proj_bias" if layout.has_gate else "up_proj_bias"
+        return tuple(self._found(f"{key}.{kind}").sources[0] for kind in (first, "down_proj_bias"))
+
+    def _biases(self, key: str, layout: ExpertsLayout) -> dict[str, torch.Tensor]:
+        if not layout.has_bias:
+            return {}
+        up_name, down_name = self._bias_names(key, layout)
+        inner, count = layout.intermediate_size, layout.num_experts
+        check_expert_shape(up_name, self._tensors[up_name].shape, (count, inner * (2 if layout.has_gate else 1)))
+        check_expert_shape(down_name, self._tensors[down_name].shape, (count, layout.hidden_size))
+        up = self._model.torch_tensor(up_name).float().clone()
+        out = {"up": up, "down": self._model.torch_tensor(down_name).float().clone()}
+        if layout.has_gate:
+            halves = (up[:, :inner], up[:, inner:]) if layout.is_concatenated else (up[:, 0::2], up[:, 1::2])
+            out["gate"], out["up"] = halves[0].contiguous(), halves[1].contiguous()
+        return out

@@ -1,0 +1,134 @@
+"""Models without weights: functions from the tokens of a sequence to logits, strict about the runner's contract."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from ktransformers.config import EngineConfig
+from ktransformers.tokenizer import Tokenizer
+
+NextLogits = Callable[[list[int]], np.ndarray]
+"""fp32 logits [V] of the token that follows a sequence."""
+
+
+class FakeRunner:
+    """Keeps the written tokens, calls `next_logits` on each kept prefix, and refuses what a real runner refuses."""
+
+    def __init__(self, next_logits: NextLogits, vocab_size: int, max_len: int):
+        self._next_logits = next_logits
+        self.vocab_size, self.max_len = vocab_size, max_len
+        self.written: list[int] = []
+        self.calls: list[tuple[int, int, int]] = []  # start, tokens, rows kept
+        self.fails_at: int | None = None  # call number
+
+    @property
+    def num_forwarded(self) -> int:
+        return sum(count for _, count, _ in self.calls)
+
+    def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
+        assert 0 <= start <= len(self.written), f"start {start} leaves a gap after {len(self.written)} positions"
+        assert token_ids, "a step without tokens"
+        assert start + len(token_ids) <= self.max_len
+        assert all(0 <= token < self.vocab_size for token in token_ids)
+        assert all(0 <= row < len(token_ids) for row in keep)
+        del self.written[start:]
+        self.calls.append((start, len(token_ids), len(keep)))
+        if self.fails_at == len(self.calls):
+            raise RuntimeError("the fake fails here")
+        self.written += token_ids
+        rows = [self._next_logits(self.written[: start + row + 1]) for row in keep]
+        return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, self.vocab_size)
+
+
+def ngram_logits(vocab_size: int, order: int = 3) -> NextLogits:
+    """A language model of hashed n-grams."""
+
+    def logits(prefix: list[int]) -> np.ndarray:
+        seed = zlib.crc32(np.array(prefix[-order:], dtype=np.int64).tobytes())
+        return np.random.default_rng(seed).normal(0, 3, vocab_size).astype(np.float32)
+
+    return logits
+
+
+def scripted_logits(tokenizer: Tokenizer, reply: Callable[[str], str]) -> NextLogits:
+    """Answers each prompt with `reply(prompt text)`, after the last "<|im_start|>assistant" header; then <|im_end|>."""
+    header = tokenizer.encode("<|im_start|>assistant\n")
+    end = tokenizer.token_id("<|im_end|>")
+    assert end is not None
+
+    def logits(prefix: list[int]) -> np.ndarray:
+        starts = [i for i in range(len(prefix)) if prefix[i : i + len(header)] == header]
+        values = np.zeros(tokenizer.vocab_size, dtype=np.float32)
+        answered = prefix[starts[-1] + len(header) :] if starts else []
+        prompt = prefix[: len(prefix) - len(answered)]
+        wanted = tokenizer.encode(reply(tokenizer.decode(prompt, skip_special_tokens=False)))
+        at = next((i for i in range(min(len(answered), len(wanted))) if answered[i] != wanted[i]), len(answered))
+        values[wanted[at] if at < len(wanted) else end] = 20.0
+        return values
+
+    return logits
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
+    """One token per byte, and the special tokens of ChatML."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = RustTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\s+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in ("<think>", "</think>")])
+    backend = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
+    )
+    return Tokenizer(backend)
+
+
+@dataclass
+class FakeEngine:
+    """The fields of engine.builder.Engine."""
+
+    runner: FakeRunner
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    config: EngineConfig = field(default_factory=lambda: EngineConfig(chunk_size=16, max_new_tokens=200))
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    description: str = "fake"
+    hf_config: Any = None
+    plan: Any = None
+    is_closed: bool = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def scripted_engine(
+    reply: Callable[[str], str], max_len: int = 4096, template: str | None = CHAT_TEMPLATE, **config: Any
+) -> FakeEngine:
+    tokenizer = byte_tokenizer(template)
+    runner = FakeRunner(scripted_logits(tokenizer, reply), tokenizer.vocab_size, max_len)
+    engine = FakeEngine(runner, tokenizer, tokenizer.eos_token_ids)
+    engine.config = replace(engine.config, **config)
+    return engine

@@ -1,0 +1,213 @@
+"""The sampler: published RNG vectors, order of operations, exactness, distribution."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+
+from ktransformers.core import SamplingParams
+from ktransformers.engine.sampler import RequestSampler, draw_seed, philox4x32, sample_batch, uniforms
+from ktransformers.errors import ConfigError, KTransformersError
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # Random123's kat_vectors for philox4x32 with 10 rounds
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
+    found = philox4x32(np.array([words(counter)] * 2, dtype=np.uint64), np.array([words(key)] * 2, dtype=np.uint64))
+    assert found.tolist() == [words(expected)] * 2
+
+
+def test_uniforms_depend_on_seed_and_position_only() -> None:
+    seeds, positions = [0, 1, -1, 2**64 - 1, 2**70 + 1], [0, 5, 7, 7, 5]
+    together = uniforms(seeds, positions)
+    assert together.tolist() == [float(uniforms([s], [p])[0]) for s, p in zip(seeds, positions, strict=True)]
+    assert together[2] == together[3]
+    assert together[1] == together[4]
+    assert len(set(together.tolist())) == 3
+    many = uniforms([3] * 20000, range(20000))
+    assert 0.0 <= many.min() < many.max() < 1.0
+    assert abs(many.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 20000)  # five standard errors
+
+
+def pick(
+    logits: list[float], uniform: float = 0.5, prompt: tuple[int, ...] = (), answer: tuple[int, ...] = (), **params
+) -> int:
+    sampler = RequestSampler(SamplingParams(**params), prompt, len(logits))
+    for token in answer:
+        sampler.commit(token)
+    return sampler.choose(np.array(logits, dtype=np.float32), uniform)
+
+
+def support(logits: np.ndarray, **params) -> list[int]:
+    """Tokens that can be chosen at all."""
+    ids, weights = RequestSampler(SamplingParams(**params), (), logits.size)._weights(logits)
+    return (np.arange(logits.size) if ids is None else ids)[weights > 0].tolist()
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    assert pick([1.0, 3.0, 3.0, 2.0], temperature=0) == 1
+
+
+def test_inverse_cdf_in_id_order() -> None:
+    logits = np.log([0.5, 0.25, 0.25]).tolist()
+    assert [pick(logits, u) for u in (0.0, 0.49, 0.51, 0.74, 0.76, 1 - 2**-53)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_impossible_tokens_are_never_chosen() -> None:
+    """Weights that underflow to zero at either end of the vocabulary stay unreachable for every uniform number."""
+    assert {pick([-1e4, 0.0, -1e4], u) for u in (0.0, 0.5, 1 - 2**-53)} == {1}
+
+
+def test_tiny_and_huge_temperatures() -> None:
+    assert pick([1.0, 1.5, 1.2], 0.999, temperature=1e-300) == 1
+    assert pick([1.0, 90.0], 0.49, temperature=1e300) == 0
+
+
+def test_penalties_by_hand() -> None:
+    assert pick([2.0, 1.5], temperature=0, prompt=(0,), repetition_penalty=2.0) == 1  # 2 / 2 < 1.5
+    assert pick([-1.0, -1.5], temperature=0, prompt=(0,), repetition_penalty=2.0) == 1  # -1 * 2 < -1.5
+    assert pick([2.0, 1.5], temperature=0, answer=(0,), repetition_penalty=2.0) == 1
+    assert pick([2.0, 1.5], temperature=0, prompt=(0,), frequency_penalty=2.0, presence_penalty=2.0) == 0  # answer only
+    assert pick([2.0, 1.5], temperature=0, answer=(0, 0), frequency_penalty=0.25) == 0  # 2 - 0.5 = 1.5, lowest id
+    assert pick([2.0, 1.5], temperature=0, answer=(0, 0, 0), frequency_penalty=0.25) == 1
+    assert pick([2.0, 1.5], temperature=0, answer=(0, 0), presence_penalty=0.5) == 0
+    assert pick([2.0, 1.5], temperature=0, answer=(0,), presence_penalty=0.75) == 1
+
+
+def test_bias_comes_after_penalties_and_before_temperature() -> None:
+    assert pick([2.0, 1.0], temperature=0, prompt=(0,), repetition_penalty=2.0, logit_bias={0: 0.5}) == 0  # 2/2 + .5
+    assert pick([2.0, 1.0], 0.999, temperature=0.01, logit_bias={0: -1.5}) == 1
+    assert pick([2.0, 1.0], temperature=0, logit_bias={0: -100}) == 1
+
+
+def test_bias_is_checked() -> None:
+    for bias in ({2: 1.0}, {-1: 1.0}, {0: 101.0}, {0: math.nan}):
+        with pytest.raises(ConfigError, match="logit_bias"):
+            pick([1.0, 2.0], logit_bias=bias)
+
+
+@settings(deadline=None, derandomize=True)  # fp32 against fp64: another day, another rounding
+@given(
+    st.lists(st.integers(-8, 8), min_size=1, max_size=30),
+    st.integers(-1, 8),
+    st.sampled_from([0.1, 0.5, 0.8, 0.95, 1.0]),
+    st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+    st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_truncations_equal_hugging_face(
+    values: list[int], top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    logits = np.array(values, dtype=np.float32) / 2 + np.linspace(0, 0.1, len(values), dtype=np.float32)  # no ties
+    scores = torch.from_numpy(logits)[None] / temperature
+    if top_k > 0:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1.0:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    if min_p > 0.0:
+        scores = MinPLogitsWarper(min_p)(None, scores)
+    expected = torch.isfinite(scores[0]).nonzero().flatten().tolist()
+    assert support(logits, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature) == expected
+
+
+def test_repetition_penalty_equals_hugging_face() -> None:
+    logits = np.random.default_rng(0).normal(0, 2, 50).astype(np.float32)
+    ids = [3, 3, 7, 49]
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([ids]), torch.from_numpy(logits)[None].clone())
+    sampler = RequestSampler(SamplingParams(repetition_penalty=1.3), ids[:2], 50)
+    sampler.commit(7)
+    sampler.commit(49)
+    assert torch.equal(torch.from_numpy(sampler._adjusted(logits)), expected[0])
+
+
+def test_ties_at_the_edge_of_top_k_and_top_p() -> None:
+    logits = np.zeros(5, dtype=np.float32)
+    assert support(logits, top_k=2) == [0, 1, 2, 3, 4]
+    assert support(logits, top_p=0.5) == [0, 1, 2]
+
+
+def test_large_vocabulary_sorts_few_and_finds_the_same() -> None:
+    logits = np.random.default_rng(1).normal(0, 3, 50000).astype(np.float32)
+    for top_p in (0.3, 0.9, 0.999, 0.9999999):
+        weights = np.exp(logits.astype(np.float64) - float(logits.max()))
+        order = np.argsort(-weights, kind="stable")
+        count = int(np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum())) + 1
+        assert support(logits, top_p=top_p) == sorted(order[:count].tolist())
+
+
+def test_batch_composition_does_not_matter() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 300) * 3
+    kinds = [
+        SamplingParams(seed=1),
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=3, top_k=5, logprobs=3),
+        SamplingParams(seed=4, top_p=0.7, min_p=0.01),
+        SamplingParams(seed=5, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={7: 3.0}),
+        SamplingParams(seed=6, temperature=0.3, logprobs=0),
+    ]
+    positions = [10, 11, 12, 13, 14, 15]
+    requests = [RequestSampler(params, [1, 2, 3], 300) for params in kinds]
+    together = sample_batch(logits, requests, positions)
+    alone = [sample_batch(logits[i : i + 1], [requests[i]], [positions[i]])[0] for i in range(6)]
+    backwards = sample_batch(logits.flip(0), requests[::-1], positions[::-1])[::-1]
+    assert together == alone == backwards
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]])
+    request = RequestSampler(SamplingParams(temperature=0.0, logprobs=3, logit_bias={0: 50.0}), (), 4)
+    (sampled,) = sample_batch(logits, [request], [0])
+    raw = torch.log_softmax(logits[0], -1).tolist()
+    assert sampled.token_id == 0
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.logprob == raw[0]
+    assert sampled.logprobs.top == ((1, raw[1]), (3, raw[3]), (2, raw[2]))
+    (none,) = sample_batch(logits, [RequestSampler(SamplingParams(temperature=0.0), (), 4)], [0])
+    assert none.logprobs is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers(bad: float, temperature: float) -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, 4] = bad
+    with pytest.raises(KTransformersError, match="logit of token 4 at position 9"):
+        sample_batch(logits, [RequestSampler(SamplingParams(temperature=temperature, seed=0), (), 10)], [9])
+
+
+def test_shapes_are_checked() -> None:
+    request = RequestSampler(SamplingParams(seed=0), (), 4)
+    with pytest.raises(ValueError, match="do not fit"):
+        sample_batch(torch.zeros(2, 4), [request], [0])
+
+
+def test_distribution() -> None:
+    """Chi-square over 20,000 draws; 24.32 is the 0.999 quantile for 7 degrees of freedom. The seed is fixed."""
+    logits = np.array([0.0, 1.0, 2.0, -1.0, 0.5, 1.5, -0.5, 0.2], dtype=np.float32)
+    probabilities = np.exp(logits / 0.8) / np.exp(logits / 0.8).sum()
+    sampler, count = RequestSampler(SamplingParams(temperature=0.8), (), 8), 20000
+    found = np.bincount([sampler.choose(logits, float(u)) for u in uniforms([42] * count, range(count))], minlength=8)
+    expected = probabilities * count
+    assert ((found - expected) ** 2 / expected).sum() < 24.32
+
+
+def test_seeds() -> None:
+    assert draw_seed() != draw_seed()
+    assert RequestSampler(SamplingParams(seed=None), (), 4).seed >= 0
+    assert RequestSampler(SamplingParams(seed=-5), (), 4).seed == -5

@@ -1,0 +1,55 @@
+"""Default rule files per architecture, and tensors that may stay unread."""
+
+from __future__ import annotations
+
+import pytest
+
+from ktransformers.models.registry import FAMILIES, RULES_DIR, default_rules, ignorable_tensors
+from tests.optimize.fakes import meta_model
+from tests.support.tiny_models import DENSE_TYPES, MOE_TYPES, tiny_config
+
+NAMED = {
+    "deepseek_v2": "DeepSeek-V2-Lite-Chat.yaml",
+    "deepseek_v3": "DeepSeek-V3-Chat.yaml",
+    "mixtral": "Mixtral.yaml",
+    "qwen2_moe": "Qwen2-57B-A14B-Instruct.yaml",
+    "qwen3_moe": "Qwen3Moe-ktransformers.yaml",
+}
+
+
+@pytest.mark.parametrize("model_type", [*DENSE_TYPES, *MOE_TYPES])
+def test_default_rules(model_type: str) -> None:
+    expected = NAMED.get(model_type, "default-dense.yaml" if model_type in DENSE_TYPES else "default-moe.yaml")
+    model = meta_model(model_type)
+    assert default_rules(model.config, model) == RULES_DIR / expected
+    assert default_rules(model.config) == RULES_DIR / expected  # the config's own words lead to the same file
+
+
+def test_low_rank_query_of_deepseek_v2() -> None:
+    config = tiny_config("deepseek_v2", q_lora_rank=64)
+    assert default_rules(config) == RULES_DIR / "DeepSeek-V2-Chat.yaml"
+
+
+def test_files_exist() -> None:
+    for family in FAMILIES.values():
+        for name in (family.rules, family.rules_without_q_lora):
+            assert name is None or (RULES_DIR / name).is_file()
+
+
+def test_layers_for_multi_token_prediction_are_ignorable() -> None:
+    model = meta_model("deepseek_v3", layers=2, num_nextn_predict_layers=1)
+    is_ignorable = ignorable_tensors(model)
+    assert is_ignorable("model.layers.2.eh_proj.weight")
+    assert is_ignorable("blk.2.nextn.eh_proj.weight")
+    assert not is_ignorable("model.layers.1.mlp.gate.weight")
+    assert not is_ignorable("model.layers.3.mlp.gate.weight")
+    assert is_ignorable("model.layers.61.eh_proj.weight")  # declared by the class
+
+
+def test_declared_and_derived_tensors_are_ignorable() -> None:
+    is_ignorable = ignorable_tensors(meta_model("ernie4_5_moe"))
+    assert is_ignorable("model.mtp_block.0.mlp.down_proj.weight")
+    is_ignorable = ignorable_tensors(meta_model("llama"))
+    assert is_ignorable("model.layers.0.self_attn.rotary_emb.inv_freq")
+    assert not is_ignorable("model.layers.2.mlp.up_proj.weight")
+    assert not is_ignorable("model.norm.weight")

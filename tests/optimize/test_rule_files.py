@@ -1,0 +1,315 @@
+"""The shipped rule files, and files as users of upstream have them, on tiny models of their families."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktransformers.errors import RuleError
+from ktransformers.models.registry import RULES_DIR
+from ktransformers.optimize.machine import Machine
+from ktransformers.optimize.plan import Plan
+from ktransformers.optimize.rules import load_rules
+from tests.optimize.fakes import GIB, meta_model, plan_with
+from tests.support.tiny_models import DENSE_TYPES, MOE_TYPES
+
+SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "DeepSeek-V2-Chat.yaml": [("deepseek_v2", {"q_lora_rank": 64})],
+    "DeepSeek-V2-Lite-Chat.yaml": [("deepseek_v2", {})],
+    "DeepSeek-V3-Chat.yaml": [("deepseek_v3", {}), ("deepseek_v3", {"q_lora_rank": None})],
+    "DeepSeek-V3-Chat-serve.yaml": [("deepseek_v3", {})],
+    "Qwen2-57B-A14B-Instruct.yaml": [("qwen2_moe", {})],
+    "Qwen2-serve.yaml": [("qwen2_moe", {})],
+    "Qwen3Moe-ktransformers.yaml": [("qwen3_moe", {}), ("qwen3_moe", {"tie_word_embeddings": True})],
+    "Qwen3Moe-serve.yaml": [("qwen3_moe", {})],
+    "Mixtral.yaml": [("mixtral", {})],
+    "default-moe.yaml": [(model_type, {}) for model_type in MOE_TYPES],
+    "default-dense.yaml": [(model_type, {}) for model_type in DENSE_TYPES],
+}
+CASES = [(file, model_type, values) for file, cases in SHIPPED.items() for model_type, values in cases]
+ONE_GPU = Machine(8 * GIB, 4 * GIB, {"cpu": 4 * GIB, "cuda:0": 2 * GIB})
+
+
+def test_every_shipped_file_is_tested() -> None:
+    assert {path.name for path in RULES_DIR.iterdir()} == set(SHIPPED)
+
+
+def operators(plan: Plan) -> dict[str, str]:
+    return {entry.key: entry.operator for entry in plan.entries if entry.operator is not None}
+
+
+@pytest.mark.parametrize(("file", "model_type", "values"), CASES)
+def test_shipped_rules_all_match(file: str, model_type: str, values: dict[str, Any]) -> None:
+    plan = plan_with(meta_model(model_type, **values), load_rules(RULES_DIR / file), strict=True)
+    assert plan.unmatched == ()
+    found = operators(plan)
+    kept = [entry.key for entry in plan.entries if entry.is_kept and entry.nbytes and "self_attn" not in entry.key]
+    # What stays as it is: correction biases of the block or of the router.
+    assert [key for key in kept if not key.endswith((".mlp", ".moe_statics"))] == []
+    assert found["lm_head"] == "KTransformersLinear"
+    assert found["model.embed_tokens"] == "KEmbedding"
+    assert found["model.norm"] == "KRMSNorm"
+    assert found["model.rotary_emb"] == "KRotaryEmbedding"
+    has_experts = [key for key, name in found.items() if name == "KTransformersExperts"]
+    assert bool(has_experts) == ("dense" not in file)
+    assert len([name for name in found.values() if name == "KMoEGate"]) == len(has_experts)
+
+
+@pytest.mark.parametrize(("file", "model_type", "values"), CASES[:9])
+def test_shipped_rules_put_experts_on_the_cpu_and_the_rest_on_the_gpu(
+    file: str, model_type: str, values: dict[str, Any]
+) -> None:
+    plan = plan_with(meta_model(model_type, **values), load_rules(RULES_DIR / file), machine=ONE_GPU)
+    for entry in plan.entries:
+        if entry.operator in ("KTransformersExperts", "KEmbedding"):
+            assert entry.placement.generate_device == "cpu"
+        elif entry.operator is not None:
+            assert entry.placement.generate_device == entry.placement.out_device == "cuda:0"
+        if entry.operator == "KTransformersExperts":
+            assert (entry.placement.prefill_device, entry.placement.out_device) == ("cuda:0", "cuda:0")
+
+
+def test_named_families_get_their_attention_and_block() -> None:
+    deepseek = operators(plan_with(meta_model("deepseek_v3"), load_rules(RULES_DIR / "DeepSeek-V3-Chat.yaml")))
+    assert deepseek["model.layers.1.self_attn"] == "KMLAAttention"
+    assert "model.layers.1.self_attn.kv_b_proj" not in deepseek
+    assert deepseek["model.layers.1.mlp"] == "KMoEBlock"
+    assert deepseek["model.layers.0.mlp"] == deepseek["model.layers.1.mlp.shared_experts"] == "KMLP"
+    qwen = operators(plan_with(meta_model("qwen2_moe"), load_rules(RULES_DIR / "Qwen2-serve.yaml")))
+    assert qwen["model.layers.1.self_attn"] == "KAttention"
+    assert qwen["model.layers.1.mlp.shared_expert_gate"] == "KTransformersLinear"
+
+
+# As users have them: written for upstream, names of both backends, for hardware that is not here.
+
+MIXTRAL = r"""
+- match:
+    class: ktransformers.models.modeling_mixtral.MixtralRotaryEmbedding
+  replace:
+    class: ktransformers.operators.RoPE.RotaryEmbedding
+    kwargs: {generate_device: "cuda", prefill_device: "cuda"}
+- match:
+    name: "^model\\.layers\\.(?!.*block_sparse_moe\\.gate).*$"
+    class: torch.nn.Linear
+  replace:
+    class: ktransformers.operators.linear.KTransformersLinear
+    kwargs:
+      generate_device: "cuda"
+      prefill_device: "cuda"
+      generate_op: "KLinearMarlin"
+      prefill_op: "KLinearTorch"
+- match:
+    name: "^model\\.layers\\..*\\.block_sparse_moe$"
+    class: ktransformers.models.modeling_mixtral.MixtralSparseMoeBlock
+  replace:
+    class: ktransformers.operators.experts.KMistralSparseMoEBlock
+- match:
+    name: "^model\\.layers\\..*\\.block_sparse_moe\\.experts$"
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs:
+      prefill_device: "cuda"
+      prefill_op: "KExpertsTorch"
+      generate_device: "cpu"
+      generate_op: "KExpertsCPU"
+      out_device: "cuda"
+  recursive: False
+- match:
+    name: "^model.embed_tokens"
+  replace:
+    class: "default"
+    kwargs: {generate_device: "cpu", prefill_device: "cpu"}
+- match:
+    name: "^model\\.layers\\..*\\."
+  replace:
+    class: "default"
+    kwargs: {generate_device: "cuda", prefill_device: "cuda"}
+"""
+
+
+def test_mixtral_with_its_older_names() -> None:
+    plan = plan_with(meta_model("mixtral"), MIXTRAL, strict=True)
+    found = operators(plan)
+    assert found["model.layers.0.mlp"] == "KMoEBlock"
+    assert found["model.layers.1.mlp.experts"] == "KTransformersExperts"
+    assert found["model.layers.0.self_attn.q_proj"] == "KTransformersLinear"
+    assert found["model.rotary_emb"] == "KRotaryEmbedding"
+    gate = next(entry for entry in plan.entries if entry.key == "model.layers.0.mlp.gate")
+    assert (gate.operator, gate.rule) == (None, 6)
+
+
+def two_gpu_rules() -> str:
+    """DeepSeek-V3 on two GPUs, split by layer number."""
+    half = [("0", "cuda:0"), ("[1-9]|[1-6][0-9]", "cuda:1")]
+    blocks = [
+        rf"""
+- match:
+    name: "^model\\.layers\\.({layers})\\.(?!self_attn\\.kv_b_proj).*$"
+    class: torch.nn.Linear
+  replace:
+    class: ktransformers.operators.linear.KTransformersLinear
+    kwargs: {{generate_device: "{gpu}", prefill_device: "{gpu}", generate_op: KLinearMarlin, prefill_op: KLinearTorch}}
+- match:
+    name: "^model\\.layers\\.({layers})\\.mlp$"
+    class: ktransformers.models.modeling_deepseek_v3.DeepseekV3MoE
+  replace:
+    class: ktransformers.operators.experts.KDeepseekV3MoE
+    kwargs: {{generate_device: "{gpu}", prefill_device: "{gpu}"}}
+- match:
+    name: "^model\\.layers\\.({layers})\\.mlp\\.gate$"
+    class: ktransformers.models.modeling_deepseek_v3.MoEGate
+  replace:
+    class: ktransformers.operators.gate.KMoEGate
+    kwargs: {{generate_device: "{gpu}", prefill_device: "{gpu}"}}
+- match:
+    name: "^model\\.layers\\.({layers})\\.mlp\\.experts$"
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs:
+      prefill_device: "{gpu}"
+      prefill_op: "KExpertsTorch"
+      generate_device: "cpu"
+      generate_op: "KExpertsCPU"
+      out_device: "{gpu}"
+  recursive: False
+- match:
+    name: "^model\\.layers\\.({layers})\\.self_attn$"
+  replace:
+    class: ktransformers.operators.attention.KDeepseekV2Attention
+    kwargs: {{generate_device: "{gpu}", prefill_device: "{gpu}", absorb_for_prefill: False}}
+"""
+        for layers, gpu in half
+    ]
+    tail = r"""
+- match:
+    name: "^model$"
+  replace:
+    class: "ktransformers.operators.models.KDeepseekV2Model"
+    kwargs:
+      per_layer_prefill_intput_threshold: 0
+      transfer_map:
+        1: "cuda:1"
+- match:
+    name: "^model\\.layers\\.0\\."
+  replace:
+    class: "default"
+    kwargs: {generate_device: "cuda:0", prefill_device: "cuda:0"}
+- match:
+    name: "(^model\\.layers\\.([1-9]|[1-6][0-9])\\.)|(model.norm)|(lm_head)"
+  replace:
+    class: "default"
+    kwargs: {generate_device: "cuda:1", prefill_device: "cuda:1"}
+"""
+    return "".join(blocks) + tail
+
+
+def test_two_gpus_by_layer_number() -> None:
+    model = meta_model("deepseek_v3", first_k_dense_replace=0)
+    machine = Machine(8 * GIB, 4 * GIB, {"cpu": 4 * GIB, "cuda:0": GIB, "cuda:1": GIB})
+    plan = plan_with(model, two_gpu_rules(), machine=machine, strict=True)
+    by_key = {entry.key: entry for entry in plan.entries}
+    for i in (0, 1):
+        for name in ("self_attn", "self_attn.o_proj", "mlp", "mlp.gate", "input_layernorm"):
+            assert by_key[f"model.layers.{i}.{name}"].placement.generate_device == f"cuda:{i}"
+        experts = by_key[f"model.layers.{i}.mlp.experts"].placement
+        assert (experts.generate_device, experts.out_device) == ("cpu", f"cuda:{i}")
+    assert by_key["lm_head"].placement.generate_device == "cuda:1"
+    assert by_key["lm_head"].is_kept
+    assert plan.operators["model"].transfer_map == {1: "cuda:1"}
+
+
+def test_two_gpus_on_a_machine_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        plan = plan_with(meta_model("deepseek_v3", first_k_dense_replace=0), two_gpu_rules())
+    assert {entry.placement.generate_device for entry in plan.entries} == {"cpu"}
+    assert len([r for r in caplog.records if "no CUDA device" in r.getMessage()]) == 1
+
+
+QWEN3_SERVE = r"""
+- match:
+    class: ktransformers.models.modeling_qwen2_moe.Qwen2MoeRotaryEmbedding   # of another family: matches nothing
+  replace:
+    class: ktransformers.operators.RoPE.RotaryEmbedding
+    kwargs: {generate_device: "cuda", prefill_device: "cuda"}
+- match:
+    name: "^lm_head$"
+    class: torch.nn.Linear
+  replace:
+    class: ktransformers.operators.linear.KTransformersLinear
+    kwargs: {generate_device: "cuda", prefill_device: "cuda", generate_op: "VLinearMarlin", prefill_op: "KLinearTorch"}
+- match:
+    name: "^model\\.layers\\.(?!.*mlp\\.shared_expert_gate).*$"
+    class: torch.nn.Linear
+  replace:
+    class: ktransformers.operators.linear.KTransformersLinear
+    kwargs: {generate_device: "cuda", prefill_device: "cuda", generate_op: "KLinearMarlin", prefill_op: "KLinearTorch"}
+- match:
+    name: "^model\\.layers\\..*\\.mlp$"
+    class: ktransformers.models.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock
+  replace:
+    class: ktransformers.operators.experts.KQwen3MoeSparseMoeBlockV2
+    kwargs: {generate_device: "cuda", prefill_device: "cuda"}
+- match:
+    name: "^model\\.layers\\..*\\.mlp\\.experts$"
+  replace:
+    class: ktransformers.operators.experts.KTransformersExpertsV2
+    kwargs:
+      prefill_device: "cuda"
+      prefill_op: None
+      generate_device: "cpu"
+      generate_op: "KExpertsCPU"
+      out_device: "cuda"
+      backend: "AMXInt8"
+  recursive: False
+- match:
+    name: "^model\\.layers\\..*\\.self_attn$"
+  replace:
+    class: ktransformers.operators.balance_serve_attention.KQwen3MoeAttention
+    kwargs: {generate_device: "cuda", prefill_device: "cuda"}
+- match:
+    name: "^model$"
+  replace:
+    class: "ktransformers.operators.models.KQwen3MoeModel"
+    kwargs:
+      per_layer_prefill_intput_threshold: 0
+- match:
+    name: "^model.embed_tokens"
+  replace:
+    class: "default"
+    kwargs: {generate_device: "cpu", prefill_device: "cpu"}
+- match:
+    class: ktransformers.models.modeling_qwen3_moe.Qwen3MoeRMSNorm
+  replace:
+    class: ktransformers.operators.layernorm.KQwen3MoeRMSNorm
+    kwargs: {generate_device: "cuda", prefill_device: "cuda"}
+- match:
+    class: ktransformers.models.modeling_qwen3_moe.Qwen3MoeMLP
+  replace:
+    class: ktransformers.operators.mlp.KQwen2MoeMLP
+    kwargs: {generate_device: "cuda", prefill_device: "cuda"}
+"""
+
+
+def test_qwen3_serve_with_names_of_the_serving_backend() -> None:
+    plan = plan_with(meta_model("qwen3_moe"), QWEN3_SERVE)
+    assert [unmatched.rule for unmatched in plan.unmatched] == [1, 10]
+    found = operators(plan)
+    assert found["model"] == "KModel"
+    assert found["model.layers.0.mlp"] == "KMoEBlock"
+    assert found["model.layers.0.self_attn"] == "KAttention"
+    assert found["model.layers.0.self_attn.q_norm"] == "KRMSNorm"
+    with pytest.raises(RuleError, match="--strict"):
+        plan_with(meta_model("qwen3_moe"), QWEN3_SERVE, strict=True)
+
+
+def test_rule_file_of_another_family_plans_what_it_can() -> None:
+    with pytest.raises(RuleError, match=r"KMLAAttention at model\.layers\.0\.self_attn"):
+        plan_with(meta_model("qwen3_moe"), load_rules(RULES_DIR / "DeepSeek-V3-Chat.yaml"))
+
+
+def test_shipped_files_say_what_they_are_for() -> None:
+    for path in Path(RULES_DIR).iterdir():
+        assert path.read_text().startswith("# "), path.name

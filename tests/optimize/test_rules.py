@@ -1,0 +1,155 @@
+"""Rule files: what is accepted, and errors that carry file, line and rule."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from ktransformers.errors import RuleError
+from ktransformers.optimize.rules import Rule, load_rules, parse_rules
+from tests.optimize.fakes import FakeLinear
+
+FAKE = "tests.optimize.fakes.FakeLinear"
+
+
+def one(text: str) -> Rule:
+    (rule,) = parse_rules(text, "f.yaml").rules
+    return rule
+
+
+def with_kwargs(kwargs: str, operator: str = FAKE) -> str:
+    return f"- match:\n    class: torch.nn.Linear\n  replace:\n    class: {operator}\n    kwargs:\n      {kwargs}\n"
+
+
+def test_a_whole_rule() -> None:
+    rule = one(
+        "# comment\n"
+        "- match:\n"
+        "    name: '^model\\.layers\\.'\n"
+        "    class: torch.nn.Linear\n"
+        "  replace:\n"
+        f"    class: {FAKE}\n"
+        "    kwargs: {generate_device: cuda:1, prefill_device: cpu, generate_op: FastOp, prefill_op: 'None', bits: 4}\n"
+        "  recursive: False\n"
+    )
+    assert (rule.number, rule.line, rule.file) == (1, 2, "f.yaml")
+    assert rule.name is not None
+    assert rule.name.pattern == r"^model\.layers\."
+    assert rule.match_class is nn.Linear
+    assert rule.operator is FakeLinear
+    assert rule.devices == {"generate_device": "cuda:1", "prefill_device": "cpu"}
+    assert rule.ops == {"generate_op": "FastOp"}
+    assert rule.kwargs == {"bits": 4}
+    assert not rule.recursive
+
+
+@pytest.mark.parametrize("replace", ["{}", "{class: default}", "{class: 'default', kwargs: {generate_device: cpu}}"])
+def test_default_keeps_the_module(replace: str) -> None:
+    rule = one(f"- match: {{name: x}}\n  replace: {replace}\n")
+    assert rule.operator is None
+    assert rule.recursive
+
+
+@pytest.mark.parametrize("none", ["None", "'None'", "null", "~"])
+def test_none_is_no_op(none: str) -> None:
+    assert one(with_kwargs(f"generate_op: {none}")).ops == {}
+
+
+def test_own_name_is_an_op() -> None:
+    assert one(with_kwargs("generate_op: FakeLinear")).ops == {"generate_op": "FakeLinear"}
+
+
+def test_transfer_map_keys_are_numbers() -> None:
+    rule = one(with_kwargs("transfer_map: {30: 'cuda:1', '45': cpu}"))
+    assert rule.kwargs == {"transfer_map": {30: "cuda:1", 45: "cpu"}}
+
+
+def test_empty_list_is_no_rules() -> None:
+    assert parse_rules("[]").rules == ()
+
+
+def test_matching_is_a_search_and_both_conditions_hold() -> None:
+    linear, norm = nn.Linear(1, 1), nn.LayerNorm(1)
+    rule = one("- {match: {name: 'self_attn', class: torch.nn.Linear}, replace: {}}")
+    assert rule.matches("model.layers.0.self_attn.q_proj", linear, "llama")
+    assert not rule.matches("model.layers.0.self_attn.q_proj", norm, "llama")
+    assert not rule.matches("model.layers.0.mlp.up_proj", linear, "llama")
+    root = one("- {match: {name: '^$'}, replace: {}}")
+    assert root.matches("", norm, "llama")
+    ahead = one(r"- {match: {name: '^model\.layers\.(?!.*self_attn\.kv_b_proj).*$'}, replace: {}}")
+    assert ahead.matches("model.layers.0.self_attn.q_proj", linear, "llama")
+    assert not ahead.matches("model.layers.0.self_attn.kv_b_proj", linear, "llama")
+
+
+def test_subclasses_match() -> None:
+    class Special(nn.Linear):
+        pass
+
+    assert one("- {match: {class: torch.nn.Linear}, replace: {}}").matches("x", Special(1, 1), "llama")
+
+
+GOOD = "- match: {name: a}\n  replace: {class: default}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "rule", "words"),
+    [
+        ("", None, None, "holds no rules"),
+        ("match: {name: a}\n", 1, None, "must be a list of rules"),
+        (GOOD + "- 3\n", 3, 2, "a rule must be a mapping"),
+        (GOOD + "- replace: {}\n", 3, 2, "needs the key 'match'"),
+        (GOOD + "- match: {name: a}\n", 3, 2, "needs the key 'replace'"),
+        (GOOD + "- match: {name: a}\n  replcae: {}\n", 4, 2, "unknown key 'replcae' in a rule; did you mean replace?"),
+        (GOOD + "- match: {nmae: a}\n  replace: {}\n", 3, 2, "did you mean name?"),
+        (GOOD + "- match: {}\n  replace: {}\n", 3, 2, "match needs a name, a class, or both"),
+        (GOOD + "- match:\n    name: 3\n  replace: {}\n", 4, 2, "match.name must be text, not a number"),
+        (GOOD + "- match:\n    name: '('\n  replace: {}\n", 4, 2, "not a regular expression"),
+        (GOOD + "- match:\n    class: torch.nn.Liner\n  replace: {}\n", 4, 2, "did you mean torch.nn.Linear?"),
+        (GOOD + "- match: {name: a}\n  replace:\n    klass: x\n", 5, 2, "did you mean class?"),
+        (GOOD + "- match: {name: a}\n  replace:\n    class: 3\n", 5, 2, "replace.class must be a dotted name"),
+        (GOOD + "- match: {name: a}\n  replace: {}\n  recursive: 1\n", 5, 2, "recursive must be true or false"),
+        (GOOD + "- match: {name: a}\n  replace: {kwargs: [1]}\n", 4, 2, "kwargs must be a mapping"),
+        (GOOD + GOOD.replace("default", "torch.nn.Linear"), 4, 2, "not a subclass of"),
+        (with_kwargs("bitz: 4"), 6, 1, "unknown key 'bitz' in kwargs; did you mean bits?"),
+        (with_kwargs("prefil_device: cpu"), 6, 1, "did you mean prefill_device?"),
+        (with_kwargs("generate_device: gpu"), 6, 1, "generate_device must be cpu, cuda or cuda:N, got 'gpu'"),
+        (with_kwargs("generate_device: 'npu:0'"), 6, 1, "Ascend"),
+        (with_kwargs("out_device: [cpu]"), 6, 1, "out_device must be"),
+        (with_kwargs("generate_op: FastOpp"), 6, 1, "has no op 'FastOpp'; did you mean FastOp?"),
+        (with_kwargs("generate_op: KLinearIPEXLLM"), 6, 1, "IPEX, hardware that ktransformers does not drive"),
+        (with_kwargs("generate_op: 3"), 6, 1, "has no op 3"),
+        (with_kwargs("generate_op: FastOp", "default"), 6, 1, "needs an operator"),
+        (with_kwargs("prefill_op: X", "tests.optimize.fakes.FakeExperts"), 6, 1, "has one implementation"),
+        (with_kwargs("transfer_map: {a: cpu}"), 6, 1, "'a' is not a layer number"),
+        (with_kwargs("transfer_map: {1: cpu, '1': cpu}"), 6, 1, "stands there twice"),
+        (with_kwargs("transfer_map: {1: gpu}"), 6, 1, "transfer_map must be cpu, cuda or cuda:N"),
+        (with_kwargs("transfer_map: cpu"), 6, 1, "transfer_map must map layer numbers"),
+        (with_kwargs("act_order: 3"), 6, 1, "act_order must be true or false"),
+        (with_kwargs("backend: AMX"), 6, 1, "backend must be llamafile, AMXBF16 or AMXInt8"),
+        (with_kwargs("bits: 4\n      bits: 5"), 7, None, "stands here twice"),
+    ],
+)
+def test_errors_point_at_the_place(text: str, line: int | None, rule: int | None, words: str) -> None:
+    with pytest.raises(RuleError) as caught:
+        parse_rules(text, "f.yaml")
+    assert words in str(caught.value)
+    assert (caught.value.file, caught.value.line, caught.value.rule) == ("f.yaml", line, rule)
+
+
+def test_known_kwargs_without_effect_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        rules = parse_rules(with_kwargs("{act_order: true, group_size: -1}") * 3, "f.yaml").rules
+    assert [rule.kwargs for rule in rules] == [{}, {}, {}]
+    assert len([r for r in caplog.records if "act_order has no effect on FakeLinear" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "group_size has no effect on FakeLinear" in r.getMessage()]) == 1
+    assert len(caplog.records) == 2
+
+
+def test_load_rules_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD + "- {}\n")
+    with pytest.raises(RuleError, match=r"mine\.yaml:3 \(rule 2\)"):
+        load_rules(path)

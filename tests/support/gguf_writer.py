@@ -1,0 +1,255 @@
+"""Writes a Hugging Face model as GGUF the way llama.cpp's converter does, derived here by hand as the tests' oracle.
+
+What the converter does beyond renaming: rows of q and k permuted for the llama and granite families, kv_b split in two
+and k_b transposed for MLA, experts merged per projection, dimensions of size 1 dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as QuantType
+from transformers import PreTrainedModel
+
+from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
+
+ARCH_OF = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "olmoe": "olmoe",
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
+    "granitemoe": "granitemoe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "phimoe": "phimoe",
+    "dots1": "dots1",
+    "minimax_m2": "minimax-m2",
+    "hunyuan_v1_moe": "hunyuan-moe",
+}
+PERMUTED_ARCHS = ("llama", "granitemoe")
+
+
+def write_gguf(
+    model: PreTrainedModel,
+    path: Path,
+    experts_qtype: QuantType = QuantType.F32,
+    dense_qtype: QuantType = QuantType.F32,
+    *,
+    experts: str = "merged",
+    kv_b: str = "split",
+    shard_max_tensors: int = 0,
+) -> Path:
+    """Write `model` (config and weights, no tokenizer) to `path` and return the path of the file to open.
+
+    Matrices get the types asked for where their rows allow it, else Q8_0 or F16; routers, norms and biases stay F32.
+    experts: "merged" (one tensor per projection), "single" (one per expert), "gate_up" (gate and up in one tensor).
+    kv_b: "split" (attn_k_b, attn_v_b) or "whole" (attn_kv_b, as old files have it).
+    """
+    config = model.config
+    arch = ARCH_OF[config.model_type]
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=shard_max_tensors)
+    add_metadata(writer, model)
+    for name, values in gguf_tensors(model, experts=experts, kv_b=kv_b):
+        is_expert = "_exps" in name or name.split(".")[-2].isdigit()
+        qtype = experts_qtype if is_expert else dense_qtype
+        if values.ndim < 2 or "ffn_gate_inp" in name or name.endswith("bias"):
+            qtype = QuantType.F32
+        add_tensor(writer, name, values, qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if shard_max_tensors:
+        return sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))[0]
+    return path
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, qtype: QuantType) -> None:
+    """Add `values` as `qtype`, or as Q8_0 or F16 where the rows are no multiple of the type's block."""
+    if values.shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0]:
+        qtype = QuantType.Q8_0 if values.shape[-1] % 32 == 0 else QuantType.F16
+    rows = np.ascontiguousarray(values, dtype=np.float32).reshape(-1, values.shape[-1])
+    data = quantize(rows, qtype) if qtype in QUANTIZABLE_TYPES else gguf.quants.quantize(rows, qtype)
+    writer.add_tensor(name, data.reshape(*values.shape[:-1], -1), raw_dtype=qtype)
+
+
+def gguf_tensors(
+    model: PreTrainedModel, *, experts: str = "merged", kv_b: str = "split"
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name in the file, fp32 values) of every tensor."""
+    config = model.config
+    arch = ARCH_OF[config.model_type]
+    arch_id = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    name_map = gguf.get_tensor_name_map(arch_id, config.num_hidden_layers)
+    state = model.state_dict()
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    for name, tensor in state.items():
+        block = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
+        values = tensor.float().numpy()
+        if ".experts." in name:
+            yield from _expert_tensors(block, name.rsplit(".", 1)[1], values, config.model_type, experts)
+            continue
+        if name.endswith("kv_b_proj.weight") and kv_b == "split":
+            yield from _split_kv_b(block, values, config)
+            continue
+        if arch in PERMUTED_ARCHS and ".q_proj." in name:
+            values = permute(values, config.num_attention_heads)
+        if arch in PERMUTED_ARCHS and ".k_proj." in name:
+            values = permute(values, config.num_key_value_heads)
+        yield _renamed(name, block, name_map), np.atleast_1d(values.squeeze())
+
+
+def permute(values: np.ndarray, heads: int) -> np.ndarray:
+    """Row 2i of a head is row i of its first half, row 2i + 1 row i of its second half."""
+    out = np.empty_like(values)
+    size = len(values) // heads
+    for head in range(heads):
+        for i in range(size // 2):
+            out[head * size + 2 * i] = values[head * size + i]
+            out[head * size + 2 * i + 1] = values[head * size + size // 2 + i]
+    return out
+
+
+def _renamed(name: str, block: str, name_map: gguf.TensorNameMap) -> str:
+    if name.endswith("e_score_correction_bias"):
+        return block + "exp_probs_b.bias"
+    if name.endswith(("router.weight", "mlp.gate.weight", "mlp.gate.wg.weight")):
+        return block + "ffn_gate_inp.weight"
+    if name.endswith("self_attn.sinks"):
+        return block + "attn_sinks.weight"
+    found = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return str(found)
+
+
+def _expert_tensors(
+    block: str, kind: str, values: np.ndarray, model_type: str, experts: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Split the module's fused gate_up_proj, and put gpt_oss's [E, in, out] matrices the other way round."""
+    suffix = "bias" if kind.endswith("_bias") else "weight"
+    if model_type == "gpt_oss" and suffix == "weight":
+        values = values.transpose(0, 2, 1)
+    if kind.startswith("down"):
+        parts = {"down": values}
+    elif experts == "gate_up":
+        parts = {"gate_up": values}
+    elif model_type == "gpt_oss":
+        parts = {"gate": values[:, 0::2], "up": values[:, 1::2]}
+    else:
+        half = values.shape[1] // 2
+        parts = {"gate": values[:, :half], "up": values[:, half:]}
+    for part, part_values in parts.items():
+        if experts == "single":
+            for index, matrix in enumerate(part_values):
+                yield f"{block}ffn_{part}.{index}.{suffix}", matrix
+        else:
+            yield f"{block}ffn_{part}_exps.{suffix}", part_values
+
+
+def _split_kv_b(block: str, values: np.ndarray, config: object) -> Iterator[tuple[str, np.ndarray]]:
+    heads, nope, v_dim = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+    by_head = values.reshape(heads, nope + v_dim, -1)
+    yield block + "attn_k_b.weight", by_head[:, :nope].transpose(0, 2, 1)
+    yield block + "attn_v_b.weight", by_head[:, nope:]
+
+
+def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    """The hyperparameters that the converter writes for the model's family."""
+    config = model.config
+    kind = config.model_type
+    rope = config.rope_parameters
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_string("tokenizer.ggml.model", "no_vocab")
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    if kind in ("deepseek_v2", "deepseek_v3"):
+        _add_mla(writer, config)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        if getattr(config, "head_dim", None) is not None:
+            writer.add_key_length(head_dim)
+            writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "mscale_all_dim" in rope:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    _add_experts(writer, config)
+
+
+def _add_mla(writer: gguf.GGUFWriter, config: object) -> None:
+    writer.add_head_count_kv(1)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+
+
+def _add_experts(writer: gguf.GGUFWriter, config: object) -> None:
+    kind = config.model_type
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    count = next((getattr(config, c) for c in counts if getattr(config, c, None)), None)
+    if count is None:
+        return
+    writer.add_expert_count(count)
+    used = getattr(config, "moe_topk", None) or getattr(config, "moe_k", None) or config.num_experts_per_tok
+    writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
+    width = getattr(config, "moe_intermediate_size", None)
+    if isinstance(width, int):
+        writer.add_expert_feed_forward_length(width)
+    elif kind in ("gpt_oss", "minimax_m2", "hunyuan_v1_moe"):
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if kind == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if kind == "hunyuan_v1_moe":
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+    if kind in ("deepseek_v2", "deepseek_v3", "glm4_moe", "dots1"):
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        if config.norm_topk_prob:
+            writer.add_expert_weights_norm(True)
+    if kind in ("deepseek_v3", "glm4_moe"):
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if kind in ("deepseek_v3", "glm4_moe", "dots1", "minimax_m2"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if kind == "deepseek_v2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    if kind == "ernie4_5_moe":
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(config.moe_intermediate_size)
+    if kind == "granitemoe":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)

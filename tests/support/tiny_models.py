@@ -1,0 +1,283 @@
+"""Tiny random Hugging Face models of every family that the tests cover."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MOE_TYPES = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "mixtral",
+    "olmoe",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "ernie4_5_moe",
+    "phimoe",
+    "dots1",
+    "minimax_m2",
+    "hunyuan_v1_moe",
+)
+MODEL_TYPES = (*DENSE_TYPES, *MOE_TYPES)
+
+NUM_EXPERTS = 8
+VOCAB_SIZE = 160
+
+
+def tiny_config(model_type: str, *, hidden: int = 64, layers: int = 2, **overrides: object) -> PretrainedConfig:
+    """A config of `model_type` in which every feature of the family is on.
+
+    hidden 64 gives experts 96 wide (no multiple of 64), hidden 256 gives 256 (which K-quants need). There are 8 experts
+    of which 2 or 4 are used, 4 heads, 2 KV heads, and a head_dim that is not hidden / heads where a family allows it.
+    """
+    inner = hidden * 3 // 2 if hidden % 256 else hidden
+    values: dict[str, object] = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    values.update(_FAMILY_VALUES.get(model_type, lambda inner, layers: {})(inner, layers))
+    values.update(overrides)
+    config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
+    return config
+
+
+def tiny_model(model_type: str, seed: int = 0, **config_values: object) -> PreTrainedModel:
+    """A model of tiny_config(model_type, **config_values) in fp32 and eval mode.
+
+    Weights are normal with a standard deviation of 1 / sqrt(fan in), so that activations neither vanish nor explode;
+    norms are near 1; biases, sinks and correction biases are small but not zero, so that losing one shows.
+    """
+    return random_model(tiny_config(model_type, **config_values), seed)
+
+
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model of `config` with tiny_model's weights."""
+    config._attn_implementation = "eager"
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = dict(model.named_parameters())
+    tensors.update({name: b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")})
+    with torch.no_grad():
+        for name, tensor in sorted(tensors.items()):
+            noise = torch.randn(tensor.shape, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                tensor.copy_(1 + 0.1 * noise)
+            elif tensor.dim() < 2 or name.endswith("bias"):
+                tensor.copy_(0.1 * noise)
+            elif "embed_tokens" in name:
+                tensor.copy_(noise)
+            else:
+                fan_in = tensor.shape[-2] if _is_transposed(config, name) else tensor.shape[-1]
+                tensor.copy_(noise * fan_in**-0.5)
+    return model.eval()
+
+
+def write_safetensors(model: PreTrainedModel, folder: Path, max_shard_size: str = "1GB") -> Path:
+    """Save in the layout of published checkpoints (transformers undoes its own renames and fusions)."""
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def _is_transposed(config: PretrainedConfig, name: str) -> bool:
+    return config.model_type == "gpt_oss" and ".experts." in name
+
+
+def _qwen2_moe(inner: int, layers: int) -> dict[str, object]:
+    return {
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": inner,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen3_moe(inner: int, layers: int) -> dict[str, object]:
+    return {
+        "moe_intermediate_size": inner,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 4,
+        "head_dim": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _deepseek_v2(inner: int, layers: int) -> dict[str, object]:
+    return {
+        "moe_intermediate_size": inner,
+        "n_routed_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "topk_method": "greedy",
+        "n_group": None,
+        "topk_group": None,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    }
+
+
+def _deepseek_v3(inner: int, layers: int) -> dict[str, object]:
+    return {
+        **_deepseek_v2(inner, layers),
+        "q_lora_rank": 64,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    }
+
+
+def _glm4_moe(inner: int, layers: int) -> dict[str, object]:
+    return {
+        "moe_intermediate_size": inner,
+        "n_routed_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "head_dim": 32,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    }
+
+
+def _gpt_oss(inner: int, layers: int) -> dict[str, object]:
+    return {
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+        "sliding_window": 16,
+        "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(layers)],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    }
+
+
+def _granitemoe(inner: int, layers: int) -> dict[str, object]:
+    return {
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.25,
+        "attention_multiplier": 0.125,
+        "logits_scaling": 4.0,
+    }
+
+
+def _ernie(inner: int, layers: int) -> dict[str, object]:
+    return {
+        "moe_intermediate_size": inner,
+        "moe_num_experts": NUM_EXPERTS,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": layers - 1,
+        "moe_layer_interval": 1,
+    }
+
+
+def _dots1(inner: int, layers: int) -> dict[str, object]:
+    return {
+        "moe_intermediate_size": inner,
+        "n_routed_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "head_dim": 32,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * layers,
+    }
+
+
+_FAMILY_VALUES = {
+    "qwen3": lambda inner, layers: {"head_dim": 32},
+    "mistral": lambda inner, layers: {"head_dim": 32, "sliding_window": None},
+    "mixtral": lambda inner, layers: {
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "olmoe": lambda inner, layers: {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": False},
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+    "granitemoe": _granitemoe,
+    "ernie4_5_moe": _ernie,
+    "phimoe": lambda inner, layers: {
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "attention_bias": True,
+        "lm_head_bias": True,
+    },
+    "dots1": _dots1,
+    "minimax_m2": lambda inner, layers: {
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "hunyuan_v1_moe": lambda inner, layers: {
+        "num_experts": NUM_EXPERTS,
+        "moe_topk": [2] * layers,
+        "head_dim": 16,
+    },
+}

@@ -1,0 +1,277 @@
+"""Detokenizer, stop strings, reasoning and tool-call parsers: exact, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders
+from transformers import PreTrainedTokenizerFast
+
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.tokenizer.detokenizer import ByteDetokenizer, WindowDetokenizer, token_bytes_of
+from ktransformers.tokenizer.reasoning import ReasoningParser
+from ktransformers.tokenizer.stop import StopMatcher, held_back
+from ktransformers.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from ktransformers.tokenizer.tool_calls import ToolCall, ToolCallParser
+
+from .conftest import STRINGS
+
+
+def cuts(text: str, seed: int) -> list[str]:
+    """`text` in random pieces."""
+    rng, pieces, at = random.Random(seed), [], 0
+    while at < len(text):
+        step = rng.randint(1, 4)
+        pieces.append(text[at : at + step])
+        at += step
+    return pieces
+
+
+# --- detokenizer -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 606), max_size=40))
+def test_byte_level_equals_the_full_decoding(qwen_like: RustTokenizer, ids: list[int]) -> None:
+    """Random ids are mostly malformed UTF-8: both must replace the same bytes."""
+    table = token_bytes_of(qwen_like)
+    assert table is not None
+    assert ByteDetokenizer(table).all(ids) == qwen_like.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("text", STRINGS)
+def test_pieces_hold_whole_characters(qwen_like: RustTokenizer, text: str) -> None:
+    table = token_bytes_of(qwen_like)
+    assert table is not None
+    stream = ByteDetokenizer(table)
+    pieces = [stream.add(token) for token in qwen_like.encode(text).ids]
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) == qwen_like.normalizer.normalize_str(text)  # type: ignore[union-attr]
+    assert stream.flush() == ""
+
+
+def test_unfinished_character_shows_at_the_end(qwen_like: RustTokenizer) -> None:
+    ids = qwen_like.encode("😀").ids
+    table = token_bytes_of(qwen_like)
+    assert table is not None
+    stream = ByteDetokenizer(table)
+    if len(ids) == 1:
+        pytest.skip("the vocabulary learned this emoji")
+    assert [stream.add(token) for token in ids[:-1]] == [""] * (len(ids) - 1)
+    assert stream.flush() == "\ufffd"
+
+
+def test_unknown_ids_have_no_text(qwen_like: RustTokenizer) -> None:
+    table = token_bytes_of(qwen_like)
+    assert table is not None
+    assert table[10**6] == b""
+
+
+def test_window_detokenizer_equals_the_full_decoding(qwen_like: RustTokenizer) -> None:
+    for text in STRINGS:
+        ids = qwen_like.encode(text).ids
+        stream = WindowDetokenizer(lambda some: qwen_like.decode(some, skip_special_tokens=False))
+        assert stream.all(ids) == qwen_like.decode(ids, skip_special_tokens=False)
+
+
+def test_other_decoders_use_the_window(qwen_like: RustTokenizer) -> None:
+    other = RustTokenizer.from_str(qwen_like.to_str())
+    other.decoder = decoders.Metaspace()
+    assert token_bytes_of(other) is None
+    assert isinstance(Tokenizer(PreTrainedTokenizerFast(tokenizer_object=other)).detokenizer(), WindowDetokenizer)
+
+
+def test_tags_survive_when_special_tokens_are_skipped(qwen_metadata: dict[str, Any]) -> None:
+    """Some tokenizers mark <think> as special; the reasoning parser must still see it."""
+    tokens = qwen_metadata["tokenizer.ggml.tokens"]
+    kinds = [
+        3 if token == "<think>" else kind
+        for token, kind in zip(tokens, qwen_metadata["tokenizer.ggml.token_type"], strict=True)
+    ]
+    tokenizer = load_tokenizer(None, qwen_metadata | {"tokenizer.ggml.token_type": kinds})
+    ids = tokenizer.encode("<think>a</think>b<|im_end|>")
+    assert tokenizer.decode(ids) == "<think>a</think>b"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<think>a</think>b<|im_end|>"
+
+
+# --- chat templates and folders --------------------------------------------------------------------------------------
+
+
+def test_folder_and_gguf_agree(tmp_path: Path, qwen_like: RustTokenizer, qwen_metadata: dict[str, Any]) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=qwen_like, eos_token="<|im_end|>").save_pretrained(tmp_path)
+    folder = load_tokenizer(tmp_path, qwen_metadata)
+    gguf = load_tokenizer(None, qwen_metadata)
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": "你好 17 + 25?"}]
+    ids = gguf.apply_chat_template(messages)
+    assert ids == folder.apply_chat_template(messages)  # the folder has no template of its own
+    assert gguf.decode(ids, skip_special_tokens=False) == gguf.render_chat_template(messages)
+    assert folder.eos_token_ids == gguf.eos_token_ids
+    assert gguf.render_chat_template(messages, add_generation_prompt=False).endswith("<|im_end|>\n")
+
+
+def test_folder_without_tokenizer_falls_back_to_gguf(tmp_path: Path, qwen_metadata: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert load_tokenizer(tmp_path, qwen_metadata).has_vocabulary
+
+
+def test_broken_folder(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_tokenizer(tmp_path, None)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ 1 + 'a' }}", "{% if %}"])
+def test_templates_that_refuse(template: str, qwen_metadata: dict[str, Any]) -> None:
+    tokenizer = load_tokenizer(None, qwen_metadata | {"tokenizer.chat_template": template})
+    with pytest.raises(ConfigError, match="refuses this conversation"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_template_cannot_reach_python(qwen_metadata: dict[str, Any]) -> None:
+    hostile = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(ConfigError, match="refuses"):
+        load_tokenizer(None, qwen_metadata | {"tokenizer.chat_template": hostile}).apply_chat_template(
+            [{"role": "user", "content": "x"}]
+        )
+
+
+def test_no_template(qwen_metadata: dict[str, Any]) -> None:
+    tokenizer = load_tokenizer(None, {k: v for k, v in qwen_metadata.items() if k != "tokenizer.chat_template"})
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(UnsupportedError, match="no chat template"):
+        tokenizer.apply_chat_template(messages)
+    assert tokenizer.decode(tokenizer.apply_plain_template(messages)) == "user: hi\nassistant:"
+    with pytest.raises(ConfigError, match="at least one message"):
+        tokenizer.apply_chat_template([])
+
+
+def test_prompt_that_opens_reasoning(qwen_metadata: dict[str, Any]) -> None:
+    tokenizer = load_tokenizer(None, qwen_metadata)
+    assert tokenizer.reasoning_tags == ("<think>", "</think>")
+    assert tokenizer.has_tool_calls
+    assert tokenizer.opens_reasoning(tokenizer.encode("assistant\n<think>\n"))
+    assert not tokenizer.opens_reasoning(tokenizer.encode("assistant\n<think>\n</think>\n"))
+
+
+# --- stop strings ----------------------------------------------------------------------------------------------------
+
+
+def run_stops(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
+    matcher, shown = StopMatcher(stops), ""
+    for piece in pieces:
+        text, stop = matcher.feed(piece)
+        shown += text
+        if stop is not None:
+            return shown, stop
+    return shown + matcher.flush(), None
+
+
+def naive_stop(stops: list[str], text: str) -> tuple[str, str | None]:
+    """Grow the text by one character until some stop string is its end."""
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            longest = max(ending, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@given(
+    st.text(alphabet="ab\n", max_size=30),
+    st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 1000),
+)
+def test_stops_do_not_depend_on_the_cut(text: str, stops: list[str], seed: int) -> None:
+    assert run_stops(stops, cuts(text, seed)) == naive_stop(stops, text)
+
+
+def test_only_what_could_be_a_stop_is_held_back() -> None:
+    matcher = StopMatcher(["</s>", "STOP"])
+    assert matcher.feed("abc<") == ("abc", None)
+    assert matcher.feed("/x") == ("</x", None)
+    assert matcher.feed("ST") == ("", None)
+    assert matcher.feed("OPPED") == ("", "STOP")
+    assert held_back("xSTO", ("STOP", "TOY")) == 3
+
+
+# --- reasoning -------------------------------------------------------------------------------------------------------
+
+TAGS = ("<think>", "</think>")
+
+
+def run_reasoning(pieces: list[str], tags: tuple[str, str] | None = TAGS, inside: bool = False) -> tuple[str, str]:
+    parser = ReasoningParser(tags, inside)
+    parts = [*map(parser.feed, pieces), parser.flush()]
+    return "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "expected"),
+    [
+        ("<think>\nwhy\n</think>\n\nbecause", False, ("why\n", "because")),
+        ("  \n<think>a</think>b", False, ("a", "b")),
+        ("why</think>because", True, ("why", "because")),
+        ("\nwhy", True, ("why", "")),
+        ("plain answer", False, ("", "plain answer")),
+        ("use the <think> tag </think> so", False, ("", "use the <think> tag </think> so")),
+        ("<thin", False, ("", "<thin")),
+        ("<think>a</thin b", False, ("a</thin b", "")),
+        ("<think>a</think>b<think>c</think>", False, ("a", "b<think>c</think>")),
+        ("", False, ("", "")),
+        ("<think></think>\n", False, ("", "")),
+    ],
+)
+def test_reasoning(text: str, inside: bool, expected: tuple[str, str]) -> None:
+    for seed in range(20):
+        assert run_reasoning(cuts(text, seed), inside=inside) == expected
+    assert run_reasoning([text], inside=inside) == expected
+
+
+def test_model_without_reasoning_keeps_everything() -> None:
+    assert run_reasoning(["<think>", "a"], tags=None) == ("", "<think>a")
+
+
+# --- tool calls ------------------------------------------------------------------------------------------------------
+
+
+def run_tools(pieces: list[str]) -> tuple[str, list[ToolCall]]:
+    parser, text, calls = ToolCallParser(), "", []
+    for shown, found in [*map(parser.feed, pieces), parser.flush()]:
+        text += shown
+        calls += found
+    return text, calls
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": "</x>"}}\n</tool_call>'
+ADD = ToolCall("add", json.dumps({"a": 17, "b": "</x>"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CALL, ("", [ADD])),
+        (f"I will add.\n{CALL}", ("I will add.\n", [ADD])),
+        (f"{CALL}\n{CALL}\n", ("", [ADD, ADD])),
+        (f"{CALL}\ndone", ("\ndone", [ADD])),
+        (CALL.removesuffix("</tool_call>"), ("", [ADD])),
+        ("<tool_call>{bad</tool_call>", ("<tool_call>{bad</tool_call>", [])),
+        ("<tool_call>[1]</tool_call> x", ("<tool_call>[1]</tool_call> x", [])),
+        ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', ("", [ToolCall("f", '{"x": 1}')])),
+        ('<tool_call>{"name": "f"}</tool_call>', ("", [ToolCall("f", "{}")])),
+        ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', None),
+        ("a < b and <tool", ("a < b and <tool", [])),
+        ("", ("", [])),
+    ],
+)
+def test_tool_calls(text: str, expected: tuple[str, list[ToolCall]] | None) -> None:
+    expected = expected or (text, [])
+    for seed in range(20):
+        assert run_tools(cuts(text, seed)) == expected
+    assert run_tools([text]) == expected

@@ -1,0 +1,146 @@
+"""GGUFSource: every parameter of every family is found with exactly its values, and nothing stored is left over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf.quants
+import pytest
+import torch
+from gguf import GGMLQuantizationType as T
+
+from ktransformers.errors import TensorMismatchError, UnsupportedError
+from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf_source import GGUFSource
+from ktransformers.weights.quantize import quantize
+from ktransformers.weights.source import ExpertsLayout
+from tests.support.gguf_writer import write_gguf
+from tests.support.tiny_models import MODEL_TYPES, MOE_TYPES, tiny_model
+from tests.weights.checks import check_whole_model, expected_experts, layout_of, values_of
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_tensor_is_found_and_equal(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type)
+    source = GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf")), model.config)
+    check_whole_model(source, model)
+    assert "GGUF" in source.describe()
+
+
+@pytest.mark.parametrize("experts", ["single", "gate_up"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_experts_in_other_layouts(model_type: str, experts: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type)
+    check_whole_model(
+        GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf", experts=experts)), model.config), model
+    )
+
+
+def test_shards_and_folder(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    first = write_gguf(model, tmp_path / "m.gguf", shard_max_tensors=9)
+    assert first.name.startswith("m-00001-of-0000")
+    for path in (first, tmp_path, sorted(tmp_path.iterdir())[-1]):
+        check_whole_model(GGUFSource(open_gguf(path), model.config), model)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+def test_mla_split_and_whole(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type)
+    whole = GGUFSource(open_gguf(write_gguf(model, tmp_path / "whole.gguf", kv_b="whole")), model.config)
+    check_whole_model(whole, model)
+    key = "model.layers.1.self_attn."
+    assert whole.find(key + "k_b_proj.weight") is None
+    split = GGUFSource(open_gguf(write_gguf(model, tmp_path / "split.gguf")), model.config)
+    c = model.config
+    kv_b = model.state_dict()[key + "kv_b_proj.weight"].reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+    k_b, v_b = split.tensor(key + "k_b_proj.weight"), split.tensor(key + "v_b_proj.weight")
+    assert torch.equal(values_of(k_b), kv_b[:, : c.qk_nope_head_dim].transpose(1, 2))
+    assert torch.equal(values_of(v_b), kv_b[:, c.qk_nope_head_dim :])
+    info = split.find(key + "k_b_proj.weight")
+    assert info is not None
+    assert info.stored_names == ("blk.1.attn_k_b.weight",)
+
+
+@pytest.mark.parametrize("qtype", [T.Q8_0, T.Q4_0, T.Q4_K, T.Q6_K, T.BF16, T.F16, T.Q5_0, T.Q4_1], ids=lambda t: t.name)
+def test_quantized_rows_are_unpermuted_without_dequantizing(qtype: T, tmp_path: Path) -> None:
+    """The blocks that come back are those that quantizing the unpermuted matrix gives."""
+    model = tiny_model("mixtral", hidden=256)
+    source = GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf", qtype, qtype)), model.config)
+    plain = model.state_dict()
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"):
+        raw = source.tensor(name)
+        matrix = plain[name].numpy()
+        stored = (quantize if qtype in (T.Q4_K, T.Q6_K) else gguf.quants.quantize)(matrix, qtype)
+        assert (values_of(raw).numpy() == gguf.quants.dequantize(stored, qtype)).all()
+        assert torch.equal(source.dense(name), values_of(raw))
+    layout = layout_of(model, "model.layers.0.mlp.experts")
+    weights = source.experts("model.layers.0.mlp.experts", layout)
+    info = source.find_experts("model.layers.0.mlp.experts", layout)
+    assert info is not None
+    assert info.up.stored_type == qtype.name
+    assert weights.up[3].qtype is info.up.resident_type
+
+
+def test_native_types_are_views_of_the_map(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", hidden=256)
+    opened = open_gguf(write_gguf(model, tmp_path / "m.gguf", T.Q4_K, T.Q6_K))
+    source = GGUFSource(opened, model.config)
+    start = opened.files[0].data.data_ptr()
+    end = start + opened.files[0].data.numel()
+    weights = source.experts("model.layers.0.mlp.experts", layout_of(model, "model.layers.0.mlp.experts"))
+    raws = [*weights.gate, *weights.up, *weights.down, source.tensor("model.layers.0.self_attn.q_proj.weight")]
+    assert all(start <= raw.data.data_ptr() < end for raw in raws)
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", tie_word_embeddings=True)
+    opened = open_gguf(write_gguf(model, tmp_path / "m.gguf"))
+    info = GGUFSource(opened, model.config).find("lm_head.weight")
+    assert info is not None
+    assert info.stored_names == ("token_embd.weight",)
+    model.config.tie_word_embeddings = False
+    assert GGUFSource(opened, model.config).find("lm_head.weight") is None
+
+
+@pytest.mark.parametrize("model_type", MOE_TYPES[:3])
+def test_quantize_while_loading(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type, hidden=256)
+    key = "model.layers.1.mlp.experts"
+    layout = layout_of(model, key)
+    opened = open_gguf(write_gguf(model, tmp_path / "m.gguf", T.BF16))
+    source = GGUFSource(opened, model.config)
+    info, weights = source.find_experts(key, layout, T.Q4_K), source.experts(key, layout, T.Q4_K)
+    assert info is not None
+    for part in ("gate", "up", "down"):
+        wanted = expected_experts(model, key, layout)[part].to(torch.bfloat16).float()
+        assert getattr(info, part).resident_type is T.Q4_K
+        for raw, matrix in zip(getattr(weights, part), wanted, strict=True):
+            assert (raw.data.numpy() == quantize(matrix.numpy(), T.Q4_K).reshape(-1)).all()
+    quantized = GGUFSource(open_gguf(write_gguf(model, tmp_path / "q.gguf", T.Q8_0)), model.config)
+    stays = quantized.find_experts(key, layout, T.Q4_K)
+    assert stays is not None
+    assert stays.up.resident_type is T.Q8_0
+
+
+def test_missing_and_wrong_tensors_are_named(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    source = GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf")), model.config)
+    assert source.find("model.layers.0.nothing.weight") is None
+    with pytest.raises(TensorMismatchError, match=r"model\.layers\.7\.self_attn\.q_proj\.weight"):
+        source.tensor("model.layers.7.self_attn.q_proj.weight")
+    layout = layout_of(model, "model.layers.0.mlp.experts")
+    wrong = ExpertsLayout(layout.num_experts * 2, layout.hidden_size, layout.intermediate_size)
+    with pytest.raises(TensorMismatchError, match=r"blk\.0\.ffn_gate_exps\.weight"):
+        source.experts("model.layers.0.mlp.experts", wrong)
+    with pytest.raises(TensorMismatchError, match=r"model\.layers\.9\.mlp\.experts"):
+        source.experts("model.layers.9.mlp.experts", layout)
+
+
+def test_unknown_architecture_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedError, match="mamba"):
+        GGUFSource(open_gguf(tmp_path / "m.gguf"), tiny_model("llama").config)
