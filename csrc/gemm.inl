@@ -18,6 +18,8 @@
 
 namespace {
 
+constexpr int kFewTokens = 4;  // up to here staging costs more than it saves
+
 struct FloatStage {
   alignas(64) float w[kTileCols * 16];  // [column][row]
 };
@@ -27,30 +29,30 @@ struct QuantStage {
   alignas(64) int32_t sc[16 * 16];        // [sub-block][row], see scale_lane
   alignas(64) int32_t m[8 * 16];          // [pair of sub-blocks][row], two int16
   alignas(64) float d[8 * 16];            // [block][row]
-  alignas(64) float dmin[16];
+  alignas(64) float dmin[16] = {};
 };
 
 inline int64_t token_row(const TileArgs& a, int t) { return a.token_ids ? a.token_ids[t] : a.first_token + t; }
 
 // ---- unquantized ----
 
+// Fewer than 8 columns: copied, so that nothing behind the row is read; the missing ones are 0.
+template <QType TYPE> inline void copy_columns(const uint8_t* const* rows, int64_t at, int count, float* dst) {
+  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
+  alignas(64) uint8_t copy[16][32] = {};
+  const uint8_t* src[16];
+  for (int r = 0; r < 16; ++r) {
+    std::memcpy(copy[r], rows[r] + at, static_cast<size_t>(count * bytes));
+    src[r] = copy[r];
+  }
+  store_columns8<TYPE>(src, 0, dst);
+}
+
 template <QType TYPE> void stage_float(const uint8_t* const* rows, int64_t first, int cols, FloatStage& st) {
   constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
-  alignas(64) float copy[16][16];
-  const uint8_t* src[16];
-  for (int c = 0; c < cols; c += 16) {
-    const bool partial = cols - c < 16;
-    for (int r = 0; r < 16; ++r) {
-      const uint8_t* p = rows[r] + (first + c) * bytes;
-      if (TYPE == QType::F32 && !partial) {
-        src[r] = p;
-        continue;
-      }
-      store(copy[r], partial ? load_weights_n<TYPE>(p, cols - c) : load_weights<TYPE>(p));
-      src[r] = reinterpret_cast<const uint8_t*>(copy[r]);
-    }
-    transpose16(src, reinterpret_cast<uint8_t*>(st.w + c * 16));
-  }
+  int c = 0;
+  for (; c + 8 <= cols; c += 8) store_columns8<TYPE>(rows, (first + c) * bytes, st.w + c * 16);
+  if (c < cols) copy_columns<TYPE>(rows, (first + c) * bytes, cols - c, st.w + c * 16);
 }
 
 template <int C> inline void float_kernel(const float* w, const float* const* x, int cols, float* acc) {
@@ -75,7 +77,37 @@ template <int C> void float_tokens(const TileArgs& a, const FloatStage& st, int6
   if constexpr (C > 1) float_tokens<C / 2>(a, st, first, cols, t);
 }
 
+// Without a stage: the columns of a few tokens' weights go from the transposition straight into the sums.
+template <QType TYPE, int C> void float_few(const TileArgs& a, int t) {
+  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
+  for (; t + C <= a.num_tokens; t += C) {
+    const float* x[C];
+    vf acc[C];
+    for (int c = 0; c < C; ++c) {
+      x[c] = a.act.x + token_row(a, t + c) * a.act.ldx;
+      acc[c] = zero();
+    }
+    for (int64_t first = 0; first < a.k; first += kTileCols) {
+      const int64_t end = a.k - first < kTileCols ? a.k : first + kTileCols;
+      vf s[C];
+      for (int c = 0; c < C; ++c) s[c] = zero();
+      int64_t k = first;
+      for (; k + 8 <= end; k += 8) fma_columns8<TYPE, C>(a.rows, k * bytes, x, k, s);
+      if (k < end) {
+        alignas(64) float columns[8 * 16];
+        copy_columns<TYPE>(a.rows, k * bytes, static_cast<int>(end - k), columns);
+        for (int64_t j = k; j < end; ++j)
+          for (int c = 0; c < C; ++c) s[c] = fma_(load(columns + 16 * (j - k)), set1(x[c][j]), s[c]);
+      }
+      for (int c = 0; c < C; ++c) acc[c] = add(acc[c], s[c]);
+    }
+    for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
+  }
+  if constexpr (C > 1) float_few<TYPE, C / 2>(a, t);
+}
+
 template <QType TYPE> void float_tile(const TileArgs& a) {
+  if (a.num_tokens <= kFewTokens) return float_few<TYPE, 2>(a, 0);
   FloatStage st;
   for (int64_t first = 0; first < a.k; first += kTileCols) {
     const int cols = static_cast<int>(a.k - first < kTileCols ? a.k - first : kTileCols);
@@ -87,17 +119,26 @@ template <QType TYPE> void float_tile(const TileArgs& a) {
 // ---- blocks of 32 ----
 
 struct FormatQ8_0 {
-  static constexpr int bytes = 34;
+  static constexpr int bytes = 34, offset = kSignFlip;  // of the dot products along a row
   static constexpr bool is_signed = true;
   static void unpack(const uint8_t* p, uint8_t* q) {
     for (int i = 0; i < 32; ++i) q[i] = p[2 + i] ^ kSignFlip;
   }
+  static vp dot(const uint8_t* p, const int8_t* y) { return dot_s8(p + 2, y); }
 };
 struct FormatQ4_0 {
-  static constexpr int bytes = 18;
+  static constexpr int bytes = 18, offset = 8;
   static constexpr bool is_signed = false;
-  static void unpack(const uint8_t* p, uint8_t* q) { unpack_q4_0(p, q); }
+  static void unpack(const uint8_t* p, uint8_t* q) { storeb(q, nibbles16(p + 2)); }
+  static vp dot(const uint8_t* p, const int8_t* y) { return dot_u8(nibbles16(p + 2), y); }
 };
+
+// The half at byte offset `at` of 16 rows, as fp32.
+inline vf load_halves(const uint8_t* const* rows, int64_t at) {
+  alignas(64) uint8_t halves[64];
+  for (int r = 0; r < 16; ++r) std::memcpy(halves + 2 * r, rows[r] + at, 2);
+  return load_f16(halves);
+}
 
 inline void interleave(uint8_t (*unpacked)[kTileCols], int cols, uint8_t* w) {
   const uint8_t* src[16];
@@ -111,12 +152,10 @@ template <class F> void stage_q32(const uint8_t* const* rows, int64_t block, int
   alignas(64) uint8_t unpacked[16][kTileCols];
   for (int r = 0; r < 16; ++r) {
     const uint8_t* p = rows[r] + block * F::bytes;
-    for (int b = 0; b < count; ++b, p += F::bytes) {
-      F::unpack(p, unpacked[r] + 32 * b);
-      st.d[b * 16 + r] = half_to_float(p);
-    }
+    for (int b = 0; b < count; ++b) F::unpack(p + b * F::bytes, unpacked[r] + 32 * b);
     if (count % 2 != 0) std::memset(unpacked[r] + 32 * count, 0, 32);  // columns are interleaved 64 at a time
   }
+  for (int b = 0; b < count; ++b) store(st.d + b * 16, load_halves(rows, (block + b) * F::bytes));
   interleave(unpacked, 32 * count, st.w);
 }
 
@@ -124,6 +163,7 @@ template <class F, int C> inline void dot32(const uint8_t* w, const int8_t* cons
   if constexpr (F::is_signed) {
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c]);
+#pragma GCC unroll 4
     for (int step = 0; step < 8; ++step) {
       const wb column = load_wb(w + 64 * step);
 #pragma GCC unroll 16
@@ -133,6 +173,7 @@ template <class F, int C> inline void dot32(const uint8_t* w, const int8_t* cons
     uacc u[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) u[c] = uacc_zero();
+#pragma GCC unroll 4
     for (int step = 0; step < 8; ++step) {  // at most 8 * 2 * 15 * 127 in an int16
       const wb column = load_wb(w + 64 * step);
 #pragma GCC unroll 16
@@ -177,7 +218,27 @@ template <class F, int C> void q32_tokens(const TileArgs& a, const QuantStage& s
   if constexpr (C > 1) q32_tokens<F, C / 2>(a, st, block, count, t);
 }
 
+// Without a stage: one dot product per row and block, then 16 rows at once.
+template <class F> void q32_few(const TileArgs& a) {
+  for (int t = 0; t < a.num_tokens; ++t) {
+    const int64_t row = token_row(a, t);
+    const int8_t* y = a.act.q + row * a.act.ldq;
+    const float* da = a.act.d + row * a.act.ldd;
+    const int16_t* sums = a.act.sums + row * a.act.lds;
+    vf acc = zero();
+    for (int64_t b = 0; b < a.k / 32; ++b) {
+      vp parts[16];
+#pragma GCC unroll 16
+      for (int r = 0; r < 16; ++r) parts[r] = F::dot(a.rows[r] + b * F::bytes, y + 32 * b);
+      const vi isum = subi(reduce_rows(parts), set1i(F::offset * sums[b]));
+      acc = add(acc, mul(mul(load_halves(a.rows, b * F::bytes), set1(da[b])), to_float(isum)));
+    }
+    store(a.acc + t * 16, acc);
+  }
+}
+
 template <class F> void q32_tile(const TileArgs& a) {
+  if (a.num_tokens <= kFewTokens) return q32_few<F>(a);
   QuantStage st;
   const int64_t blocks = a.k / 32;
   for (int64_t block = 0; block < blocks; block += 8) {
@@ -189,22 +250,6 @@ template <class F> void q32_tile(const TileArgs& a) {
 
 // ---- super-blocks of 256 ----
 
-struct FormatQ4K {
-  static constexpr int bytes = 144, subs = 8, narrow_steps = 8;  // 8 * 2 * 15 * 127 fits in an int16
-  static constexpr bool has_min = true;
-  static void unpack(const uint8_t* p, uint8_t* q) { unpack_q4_k(p, q); }
-};
-struct FormatQ5K {
-  static constexpr int bytes = 176, subs = 8, narrow_steps = 4;  // 4 * 2 * 31 * 127
-  static constexpr bool has_min = true;
-  static void unpack(const uint8_t* p, uint8_t* q) { unpack_q5_k(p, q); }
-};
-struct FormatQ6K {
-  static constexpr int bytes = 210, subs = 16, narrow_steps = 2;  // 2 * 2 * 63 * 127
-  static constexpr bool has_min = false;
-  static void unpack(const uint8_t* p, uint8_t* q) { unpack_q6_k(p, q); }
-};
-
 inline int32_t pack_pair(int lo, int hi) {
   return static_cast<int32_t>(static_cast<uint16_t>(lo) | (static_cast<uint32_t>(static_cast<uint16_t>(hi)) << 16));
 }
@@ -214,13 +259,10 @@ template <class F> void stage_scales(const uint8_t* p, int r, QuantStage& st) {
     const KScales ks = unpack_scales(p + 4);
     for (int s = 0; s < 8; ++s) st.sc[s * 16 + r] = scale_lane(ks.sc[s]);
     for (int s = 0; s < 4; ++s) st.m[s * 16 + r] = pack_pair(ks.m[2 * s], ks.m[2 * s + 1]);
-    st.d[r] = half_to_float(p);
-    st.dmin[r] = half_to_float(p + 2);
   } else {  // the offset 32 becomes a minimum of 32 * scale, subtracted before the sum is scaled
     const int8_t* sc = reinterpret_cast<const int8_t*>(p + 192);
     for (int s = 0; s < 16; ++s) st.sc[s * 16 + r] = scale_lane(sc[s]);
     for (int s = 0; s < 8; ++s) st.m[s * 16 + r] = pack_pair(32 * sc[2 * s], 32 * sc[2 * s + 1]);
-    st.d[r] = half_to_float(p + 208);
   }
 }
 
@@ -228,9 +270,11 @@ template <class F> void stage_q256(const uint8_t* const* rows, int64_t block, Qu
   alignas(64) uint8_t unpacked[16][kTileCols];
   for (int r = 0; r < 16; ++r) {
     const uint8_t* p = rows[r] + block * F::bytes;
-    F::unpack(p, unpacked[r]);
+    unpack256<F>(p, unpacked[r]);
     stage_scales<F>(p, r, st);
   }
+  store(st.d, load_halves(rows, block * F::bytes + (F::has_min ? 0 : 208)));
+  if (F::has_min) store(st.dmin, load_halves(rows, block * F::bytes + 2));
   interleave(unpacked, kTileCols, st.w);
 }
 
@@ -243,7 +287,7 @@ template <class F, int C> inline void dot256(const QuantStage& st, const int8_t*
     uacc u[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) u[c] = uacc_zero();
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int step = 0; step < steps; ++step) {
       const wb column = load_wb(st.w + 64 * (first + step));
 #pragma GCC unroll 16
@@ -253,6 +297,13 @@ template <class F, int C> inline void dot256(const QuantStage& st, const int8_t*
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) total[c] = flush_scaled(total[c], u[c], scale);
   }
+}
+
+// acc + the contribution of one super-block: (3) or (4) above.
+template <class F> inline vf add_super(vf acc, vf d, vf dmin, vf da, vi isum, vi msum) {
+  if constexpr (!F::has_min) return add(acc, mul(mul(d, da), to_float(subi(isum, msum))));
+  acc = add(acc, mul(mul(d, da), to_float(isum)));
+  return sub(acc, mul(mul(dmin, da), to_float(msum)));
 }
 
 template <class F, int C> void q256_tokens(const TileArgs& a, const QuantStage& st, int64_t block, int t) {
@@ -268,21 +319,52 @@ template <class F, int C> void q256_tokens(const TileArgs& a, const QuantStage& 
       const vf da = set1(a.act.d[row * a.act.ldd + block]);
       vi low = set1i(0);
       for (int s = 0; s < F::subs / 2; ++s) low = pair_dot(low, loadi(st.m + 16 * s), sums + 2 * s);
-      vf acc = load(a.acc + (t + c) * 16);
-      const vf scale = mul(load(st.d), da);
-      if constexpr (F::has_min) {
-        acc = add(acc, mul(scale, to_float(total[c])));
-        acc = sub(acc, mul(mul(load(st.dmin), da), to_float(low)));
-      } else {
-        acc = add(acc, mul(scale, to_float(subi(total[c], low))));
-      }
-      store(a.acc + (t + c) * 16, acc);
+      store(a.acc + (t + c) * 16,
+            add_super<F>(load(a.acc + (t + c) * 16), load(st.d), load(st.dmin), da, total[c], low));
     }
   }
   if constexpr (C > 1) q256_tokens<F, C / 2>(a, st, block, t);
 }
 
+template <class F, int S> inline vp dot_chunks(const uint8_t* p, const int8_t* y, vs scales, vp acc) {
+  if constexpr (S == 8) {
+    return acc;
+  } else {
+    return dot_chunks<F, S + 1>(p, y, scales, add_scaled<S>(acc, F::template chunk<S>(p), y + 32 * S, scales));
+  }
+}
+
+// Without a stage: one dot product per row and super-block, then 16 rows at once.
+template <class F> void q256_few(const TileArgs& a) {
+  for (int t = 0; t < a.num_tokens; ++t) {
+    const int64_t row = token_row(a, t);
+    vf acc = zero();
+    for (int64_t b = 0; b < a.k / 256; ++b) {
+      const int8_t* y = a.act.q + row * a.act.ldq + 256 * b;
+      const int16_t* sums = a.act.sums + row * a.act.lds + kSumsPerSuper * b;
+      vp parts[16], mins[16];
+      for (int r = 0; r < 16; ++r) {
+        const uint8_t* p = a.rows[r] + b * F::bytes;
+        if constexpr (F::has_min) {
+          const KScales ks = unpack_scales(p + 4);
+          parts[r] = dot_chunks<F, 0>(p, y, scales8(ks.sc), zerop());
+          mins[r] = dot_mins8(ks.m, sums + 16);
+        } else {
+          parts[r] = dot_chunks<F, 0>(p, y, scales16(p + 192), zerop());
+          mins[r] = dot_mins16(p + 192, sums);
+        }
+      }
+      const vi msum = F::has_min ? reduce_rows(mins) : shl<5>(reduce_rows(mins));
+      const vf d = load_halves(a.rows, b * F::bytes + (F::has_min ? 0 : 208));
+      const vf dmin = F::has_min ? load_halves(a.rows, b * F::bytes + 2) : zero();
+      acc = add_super<F>(acc, d, dmin, set1(a.act.d[row * a.act.ldd + b]), reduce_rows(parts), msum);
+    }
+    store(a.acc + t * 16, acc);
+  }
+}
+
 template <class F> void q256_tile(const TileArgs& a) {
+  if (a.num_tokens <= kFewTokens) return q256_few<F>(a);
   QuantStage st;
   for (int64_t block = 0; block < a.k / 256; ++block) {
     stage_q256<F>(a.rows, block, st);

@@ -3,8 +3,6 @@
 
 namespace {
 
-using namespace kt;
-
 // exp(x). Cody and Waite reduction x = n ln2 + r, |r| <= ln2 / 2, then a degree-6 polynomial; error below 1.5 ulp.
 // Below -87.33654 (where the result would be subnormal) it returns 0, above 88.72283 infinity; NaN gives NaN.
 inline vf exp_(vf x) {

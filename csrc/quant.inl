@@ -11,59 +11,68 @@ namespace {
 
 struct KScales { uint8_t sc[8], m[8]; };
 
+// 8 six-bit scales and 8 six-bit minima from 12 bytes, four at a time in 32-bit words.
 inline KScales unpack_scales(const uint8_t* p) {
+  uint32_t in[3], sc[2], m[2];
+  std::memcpy(in, p, 12);
+  sc[0] = in[0] & 0x3f3f3f3fu;
+  m[0] = in[1] & 0x3f3f3f3fu;
+  sc[1] = (in[2] & 0x0f0f0f0fu) | ((in[0] >> 2) & 0x30303030u);
+  m[1] = ((in[2] >> 4) & 0x0f0f0f0fu) | ((in[1] >> 2) & 0x30303030u);
   KScales s;
-  for (int j = 0; j < 4; ++j) {
-    s.sc[j] = p[j] & 63;
-    s.m[j] = p[4 + j] & 63;
-    s.sc[4 + j] = static_cast<uint8_t>((p[8 + j] & 15) | ((p[j] >> 6) << 4));
-    s.m[4 + j] = static_cast<uint8_t>((p[8 + j] >> 4) | ((p[4 + j] >> 6) << 4));
-  }
+  std::memcpy(s.sc, sc, 8);
+  std::memcpy(s.m, m, 8);
   return s;
 }
 
-inline void unpack_q4_0(const uint8_t* p, uint8_t* q) {
-  for (int i = 0; i < 16; ++i) {
-    q[i] = p[2 + i] & 15;
-    q[16 + i] = p[2 + i] >> 4;
+// The formats of 256: chunk<S> gives weights 32 S .. 32 S + 31 as unsigned bytes.
+struct FormatQ4K {
+  static constexpr int bytes = 144, subs = 8, narrow_steps = 8;  // 8 * 2 * 15 * 127 fits in an int16
+  static constexpr bool has_min = true;
+  template <int S> static vb chunk(const uint8_t* p) {
+    const vb x = loadb(p + 16 + 32 * (S / 2));
+    return S % 2 == 0 ? andb(x, 15) : shr_mask<4>(x, 15);
   }
-}
-
-inline void unpack_q4_k(const uint8_t* p, uint8_t* q) {
-  for (int j = 0; j < 4; ++j)
-    for (int i = 0; i < 32; ++i) {
-      q[64 * j + i] = p[16 + 32 * j + i] & 15;
-      q[64 * j + 32 + i] = p[16 + 32 * j + i] >> 4;
-    }
-}
-
-inline void unpack_q5_k(const uint8_t* p, uint8_t* q) {
-  const uint8_t *qh = p + 16, *qs = p + 48;
-  for (int j = 0; j < 4; ++j)
-    for (int i = 0; i < 32; ++i) {
-      q[64 * j + i] = static_cast<uint8_t>((qs[32 * j + i] & 15) | (((qh[i] >> (2 * j)) & 1) << 4));
-      q[64 * j + 32 + i] = static_cast<uint8_t>((qs[32 * j + i] >> 4) | (((qh[i] >> (2 * j + 1)) & 1) << 4));
-    }
-}
-
-inline void unpack_q6_k(const uint8_t* p, uint8_t* q) {
-  for (int n = 0; n < 2; ++n) {
-    const uint8_t *ql = p + 64 * n, *qh = p + 128 + 32 * n;
-    uint8_t* out = q + 128 * n;
-    for (int i = 0; i < 32; ++i) {
-      out[i] = static_cast<uint8_t>((ql[i] & 15) | ((qh[i] & 3) << 4));
-      out[32 + i] = static_cast<uint8_t>((ql[32 + i] & 15) | (((qh[i] >> 2) & 3) << 4));
-      out[64 + i] = static_cast<uint8_t>((ql[i] >> 4) | (((qh[i] >> 4) & 3) << 4));
-      out[96 + i] = static_cast<uint8_t>((ql[32 + i] >> 4) | ((qh[i] >> 6) << 4));
-    }
+};
+struct FormatQ5K {
+  static constexpr int bytes = 176, subs = 8, narrow_steps = 4;  // 4 * 2 * 31 * 127
+  static constexpr bool has_min = true;
+  template <int S> static vb chunk(const uint8_t* p) {
+    const vb x = loadb(p + 48 + 32 * (S / 2)), high = loadb(p + 16);
+    const vb low = S % 2 == 0 ? andb(x, 15) : shr_mask<4>(x, 15);
+    if constexpr (S < 4) return orb(low, mask_shl<4 - S>(high, 1 << S));
+    return orb(low, shr_mask<(S < 4 ? 0 : S - 4)>(high, 16));
   }
+};
+struct FormatQ6K {
+  static constexpr int bytes = 210, subs = 16, narrow_steps = 2;  // 2 * 2 * 63 * 127
+  static constexpr bool has_min = false;
+  template <int S> static vb chunk(const uint8_t* p) {
+    constexpr int part = S % 4;
+    const vb x = loadb(p + 64 * (S / 4) + 32 * (part % 2)), high = loadb(p + 128 + 32 * (S / 4));
+    const vb low = part < 2 ? andb(x, 15) : shr_mask<4>(x, 15);
+    if constexpr (part < 2) return orb(low, mask_shl<4 - 2 * (part < 2 ? part : 0)>(high, 3 << (2 * part)));
+    if constexpr (part == 2) return orb(low, andb(high, 48));
+    return orb(low, shr_mask<2>(high, 48));
+  }
+};
+
+template <class F> inline void unpack256(const uint8_t* p, uint8_t* q) {
+  storeb(q, F::template chunk<0>(p));
+  storeb(q + 32, F::template chunk<1>(p));
+  storeb(q + 64, F::template chunk<2>(p));
+  storeb(q + 96, F::template chunk<3>(p));
+  storeb(q + 128, F::template chunk<4>(p));
+  storeb(q + 160, F::template chunk<5>(p));
+  storeb(q + 192, F::template chunk<6>(p));
+  storeb(q + 224, F::template chunk<7>(p));
 }
 
 // Sequence of operations of gguf.quants.dequantize, so that results are equal bit for bit.
 inline void dequantize_k(QType type, const uint8_t* p, float* out) {
   uint8_t q[256];
   if (type == QType::Q6_K) {
-    unpack_q6_k(p, q);
+    unpack256<FormatQ6K>(p, q);
     const float d = half_to_float(p + 208);
     for (int s = 0; s < 16; ++s) {
       const float ds = d * static_cast<float>(static_cast<int8_t>(p[192 + s]));
@@ -72,9 +81,9 @@ inline void dequantize_k(QType type, const uint8_t* p, float* out) {
     return;
   }
   if (type == QType::Q4_K)
-    unpack_q4_k(p, q);
+    unpack256<FormatQ4K>(p, q);
   else
-    unpack_q5_k(p, q);
+    unpack256<FormatQ5K>(p, q);
   const float d = half_to_float(p), dmin = half_to_float(p + 2);
   const KScales ks = unpack_scales(p + 4);
   for (int s = 0; s < 8; ++s) {
@@ -119,7 +128,7 @@ void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
     case QType::Q4_0:
       for (int64_t b = 0; b < k / 32; ++b) {
         uint8_t q[32];
-        unpack_q4_0(row + 18 * b, q);
+        storeb(q, nibbles16(row + 18 * b + 2));
         const float d = half_to_float(row + 18 * b);
         for (int i = 0; i < 32; ++i) out[32 * b + i] = d * static_cast<float>(static_cast<int>(q[i]) - 8);
       }

@@ -6,13 +6,13 @@
 #include <cstdint>
 #include <cstring>
 
-#include "types.h"
+#include "simd_x86.h"
 
 namespace {
 
 constexpr bool kNarrowSums = true;  // uacc holds int16: flushed before it can overflow
 constexpr uint8_t kSignFlip = 0;
-constexpr int kFloatTokens = 6, kQuantTokens = 4;
+constexpr int kFloatTokens = 6, kQuantTokens = 3;
 
 struct vf { __m256 a, b; };
 struct vi { __m256i a, b; };
@@ -116,30 +116,12 @@ inline vf load_f16(const uint8_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
 }
-inline float half_to_float(const uint8_t* p) {
-  uint16_t h;
-  std::memcpy(&h, p, 2);
-  return _cvtsh_ss(h);
-}
-
 // 8 x 8 words: rows src[0..7] at byte offset `at`; column c goes to dst + c * 64.
 inline void transpose8(const uint8_t* const* src, size_t at, uint8_t* dst) {
-  __m256 r[8], t[8];
+  __m256 r[8];
   for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(src[i] + at));
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(reinterpret_cast<float*>(dst + i * 64), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps(reinterpret_cast<float*>(dst + (i + 4) * 64), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-  }
+  transpose8x8(r);
+  for (int i = 0; i < 8; ++i) _mm256_storeu_ps(reinterpret_cast<float*>(dst + i * 64), r[i]);
 }
 inline void transpose16(const uint8_t* const* src, uint8_t* dst) {
   transpose8(src, 0, dst);
@@ -172,7 +154,6 @@ inline int32_t scale_lane(int scale) {
   return static_cast<int32_t>(half | (half << 16));
 }
 inline vi sdot_init(int) { return uacc_zero(); }
-// maddubs wants an unsigned factor: |w| * (y with the sign of w). |y| <= 127, so that no sum of two saturates.
 inline __m256i sdot_half(__m256i acc, __m256i w, __m256i y) {
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(y, w));
   return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -181,6 +162,63 @@ inline vi sdot(vi acc, wb w, const int8_t* y) {
   const __m256i yy = broadcast4(y);
   return {sdot_half(acc.a, w.a, yy), sdot_half(acc.b, w.b, yy)};
 }
+inline vi reduce_rows(const vp* p) { return {reduce8(p), reduce8(p + 8)}; }
+
+// Columns of 8 rows of unquantized weights at byte offset `at`: r[c] holds column c.
+template <QType TYPE> inline void columns8(const uint8_t* const* rows, int64_t at, __m256* r) {
+  if constexpr (TYPE == QType::F16) {
+    for (int i = 0; i < 8; ++i) r[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)));
+    transpose8x8(r);
+  } else if constexpr (TYPE == QType::BF16) {
+    // Transposed as 16-bit words; the last step puts a zero word below each.
+    __m256i t[4], u[4];
+    for (int i = 0; i < 4; ++i) t[i] = _mm256_castps_si256(join128(rows[i] + at, rows[i + 4] + at));
+    u[0] = _mm256_unpacklo_epi16(t[0], t[1]);
+    u[1] = _mm256_unpackhi_epi16(t[0], t[1]);
+    u[2] = _mm256_unpacklo_epi16(t[2], t[3]);
+    u[3] = _mm256_unpackhi_epi16(t[2], t[3]);
+    for (int i = 0; i < 2; ++i) {
+      t[2 * i] = _mm256_unpacklo_epi32(u[i], u[i + 2]);
+      t[2 * i + 1] = _mm256_unpackhi_epi32(u[i], u[i + 2]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      r[2 * i] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(_mm256_setzero_si256(), t[i]));
+      r[2 * i + 1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(_mm256_setzero_si256(), t[i]));
+    }
+  } else {
+    for (int half = 0; half < 2; ++half) {
+      __m256 t[4], u[4];
+      for (int i = 0; i < 4; ++i) t[i] = join128(rows[i] + at + 16 * half, rows[i + 4] + at + 16 * half);
+      for (int i = 0; i < 2; ++i) {
+        u[2 * i] = _mm256_unpacklo_ps(t[2 * i], t[2 * i + 1]);
+        u[2 * i + 1] = _mm256_unpackhi_ps(t[2 * i], t[2 * i + 1]);
+      }
+      r[4 * half] = _mm256_shuffle_ps(u[0], u[2], 0x44);
+      r[4 * half + 1] = _mm256_shuffle_ps(u[0], u[2], 0xee);
+      r[4 * half + 2] = _mm256_shuffle_ps(u[1], u[3], 0x44);
+      r[4 * half + 3] = _mm256_shuffle_ps(u[1], u[3], 0xee);
+    }
+  }
+}
+// 8 columns of 16 rows to dst[column][row].
+template <QType TYPE> inline void store_columns8(const uint8_t* const* rows, int64_t at, float* dst) {
+  for (int half = 0; half < 2; ++half) {
+    __m256 r[8];
+    columns8<TYPE>(rows + 8 * half, at, r);
+    for (int c = 0; c < 8; ++c) _mm256_storeu_ps(dst + 16 * c + 8 * half, r[c]);
+  }
+}
+// s[c] = fma(column, x[c][column], s[c]) for 8 columns, ascending.
+template <QType TYPE, int C> inline void fma_columns8(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
+  __m256 r[8];
+  columns8<TYPE>(rows, at, r);
+  for (int j = 0; j < 8; ++j)
+    for (int c = 0; c < C; ++c) s[c].a = _mm256_fmadd_ps(r[j], _mm256_set1_ps(x[c][k + j]), s[c].a);
+  columns8<TYPE>(rows + 8, at, r);
+  for (int j = 0; j < 8; ++j)
+    for (int c = 0; c < C; ++c) s[c].b = _mm256_fmadd_ps(r[j], _mm256_set1_ps(x[c][k + j]), s[c].b);
+}
+
 inline vi pair_dot(vi total, vi a, const int16_t* y) {
   const __m256i yy = broadcast4(y);
   return {_mm256_add_epi32(total.a, _mm256_madd_epi16(a.a, yy)), _mm256_add_epi32(total.b, _mm256_madd_epi16(a.b, yy))};

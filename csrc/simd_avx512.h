@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "types.h"
+#include "simd_x86.h"
 
 namespace {
 
@@ -75,11 +75,6 @@ inline vf load_bf16(const uint8_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
 }
 inline vf load_f16(const uint8_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-inline float half_to_float(const uint8_t* p) {
-  uint16_t h;
-  std::memcpy(&h, p, 2);
-  return _cvtsh_ss(h);
-}
 
 inline void transpose16(const uint8_t* const* src, uint8_t* dst) {
   __m512i r[16], t[16];
@@ -122,6 +117,72 @@ inline int32_t scale_lane(int scale) { return scale; }
 // The weights are staged as q + 128, so the sum starts at -128 times the sum of the block's activations.
 inline vi sdot_init(int sum) { return set1i(-128 * sum); }
 inline vi sdot(vi acc, wb w, const int8_t* y) { return {_mm512_dpbusd_epi32(acc.v, w.v, broadcast4(y))}; }
+inline vi reduce_rows(const vp* p) { return {_mm512_inserti64x4(_mm512_castsi256_si512(reduce8(p)), reduce8(p + 8), 1)}; }
+
+// 16 bytes of rows i, i + 4, i + 8, i + 12, one in each 128-bit quarter.
+inline __m512i join4(const uint8_t* const* rows, int i, int64_t at) {
+  const auto part = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + at)); };
+  __m512i v = _mm512_castsi128_si512(part(i));
+  v = _mm512_inserti32x4(v, part(i + 4), 1);
+  v = _mm512_inserti32x4(v, part(i + 8), 2);
+  return _mm512_inserti32x4(v, part(i + 12), 3);
+}
+// Columns of 16 rows of unquantized weights at byte offset `at`: r[c] holds column c.
+template <QType TYPE> inline void columns8(const uint8_t* const* rows, int64_t at, __m512* r) {
+  if constexpr (TYPE == QType::F16) {
+    __m256 lo[8], hi[8];
+    for (int i = 0; i < 8; ++i) {
+      lo[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)));
+      hi[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i + 8] + at)));
+    }
+    transpose8x8(lo);
+    transpose8x8(hi);
+    for (int i = 0; i < 8; ++i) r[i] = _mm512_insertf32x8(_mm512_castps256_ps512(lo[i]), hi[i], 1);
+  } else if constexpr (TYPE == QType::BF16) {
+    // Transposed as 16-bit words; the last step puts a zero word below each.
+    __m512i t[4], u[4];
+    for (int i = 0; i < 4; ++i) t[i] = join4(rows, i, at);
+    u[0] = _mm512_unpacklo_epi16(t[0], t[1]);
+    u[1] = _mm512_unpackhi_epi16(t[0], t[1]);
+    u[2] = _mm512_unpacklo_epi16(t[2], t[3]);
+    u[3] = _mm512_unpackhi_epi16(t[2], t[3]);
+    for (int i = 0; i < 2; ++i) {
+      t[2 * i] = _mm512_unpacklo_epi32(u[i], u[i + 2]);
+      t[2 * i + 1] = _mm512_unpackhi_epi32(u[i], u[i + 2]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      r[2 * i] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(_mm512_setzero_si512(), t[i]));
+      r[2 * i + 1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(_mm512_setzero_si512(), t[i]));
+    }
+  } else {
+    for (int half = 0; half < 2; ++half) {
+      __m512 t[4], u[4];
+      for (int i = 0; i < 4; ++i) t[i] = _mm512_castsi512_ps(join4(rows, i, at + 16 * half));
+      for (int i = 0; i < 2; ++i) {
+        u[2 * i] = _mm512_unpacklo_ps(t[2 * i], t[2 * i + 1]);
+        u[2 * i + 1] = _mm512_unpackhi_ps(t[2 * i], t[2 * i + 1]);
+      }
+      r[4 * half] = _mm512_shuffle_ps(u[0], u[2], 0x44);
+      r[4 * half + 1] = _mm512_shuffle_ps(u[0], u[2], 0xee);
+      r[4 * half + 2] = _mm512_shuffle_ps(u[1], u[3], 0x44);
+      r[4 * half + 3] = _mm512_shuffle_ps(u[1], u[3], 0xee);
+    }
+  }
+}
+// 8 columns of 16 rows to dst[column][row].
+template <QType TYPE> inline void store_columns8(const uint8_t* const* rows, int64_t at, float* dst) {
+  __m512 r[8];
+  columns8<TYPE>(rows, at, r);
+  for (int c = 0; c < 8; ++c) _mm512_storeu_ps(dst + 16 * c, r[c]);
+}
+// s[c] = fma(column, x[c][column], s[c]) for 8 columns, ascending.
+template <QType TYPE, int C> inline void fma_columns8(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
+  __m512 r[8];
+  columns8<TYPE>(rows, at, r);
+  for (int j = 0; j < 8; ++j)
+    for (int c = 0; c < C; ++c) s[c].v = _mm512_fmadd_ps(r[j], _mm512_set1_ps(x[c][k + j]), s[c].v);
+}
+
 inline vi pair_dot(vi total, vi a, const int16_t* y) { return {_mm512_dpwssd_epi32(total.v, a.v, broadcast4(y))}; }
 
 }  // namespace

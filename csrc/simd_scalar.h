@@ -11,6 +11,8 @@
 
 namespace {
 
+using namespace kt;
+
 constexpr bool kNarrowSums = false;  // uacc holds int32: any number of steps between two flushes
 constexpr uint8_t kSignFlip = 0;     // Q8_0 weights are staged as they are
 constexpr int kFloatTokens = 2, kQuantTokens = 2;
@@ -136,6 +138,69 @@ inline vi sdot(vi acc, wb w, const int8_t* y) {
   KT_LANES for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<int32_t>(static_cast<int8_t>(w.v[4 * i + j])) * y[j];
   return acc;
 }
+
+// ---- what simd_x86.h gives the other tiers ----
+
+struct vb { uint8_t v[32]; };
+using vp = int32_t;
+struct vs { int16_t v[16]; };  // scale of each 16 weights of a super-block
+
+#define KT_BYTES for (int i = 0; i < 32; ++i)
+inline vb loadb(const uint8_t* p) { vb r; std::memcpy(r.v, p, 32); return r; }
+inline void storeb(uint8_t* p, vb x) { std::memcpy(p, x.v, 32); }
+inline vb andb(vb x, int mask) { KT_BYTES x.v[i] = static_cast<uint8_t>(x.v[i] & mask); return x; }
+inline vb orb(vb x, vb y) { KT_BYTES x.v[i] = static_cast<uint8_t>(x.v[i] | y.v[i]); return x; }
+template <int N> inline vb shr_mask(vb x, int mask) { KT_BYTES x.v[i] = static_cast<uint8_t>((x.v[i] >> N) & mask); return x; }
+template <int N> inline vb mask_shl(vb x, int mask) { KT_BYTES x.v[i] = static_cast<uint8_t>((x.v[i] & mask) << N); return x; }
+inline vb nibbles16(const uint8_t* p) {
+  vb r;
+  for (int i = 0; i < 16; ++i) {
+    r.v[i] = p[i] & 15;
+    r.v[16 + i] = p[i] >> 4;
+  }
+  return r;
+}
+inline vp zerop() { return 0; }
+inline vp dot_u8(vb w, const int8_t* y) { vp sum = 0; KT_BYTES sum += static_cast<int32_t>(w.v[i]) * y[i]; return sum; }
+inline vp dot_s8(const uint8_t* w, const int8_t* y) {
+  vp sum = 0;
+  KT_BYTES sum += static_cast<int32_t>(static_cast<int8_t>(w[i])) * y[i];
+  return sum;
+}
+inline vs scales8(const uint8_t* sc) { vs r; for (int i = 0; i < 16; ++i) r.v[i] = sc[i / 2]; return r; }
+inline vs scales16(const uint8_t* sc) { vs r; for (int i = 0; i < 16; ++i) r.v[i] = static_cast<int8_t>(sc[i]); return r; }
+template <int S> inline vp add_scaled(vp acc, vb w, const int8_t* y, vs scales) {
+  KT_BYTES acc += static_cast<int32_t>(w.v[i]) * y[i] * scales.v[2 * S + i / 16];
+  return acc;
+}
+inline vp dot_mins8(const uint8_t* m, const int16_t* sums) { vp r = 0; for (int i = 0; i < 8; ++i) r += m[i] * sums[i]; return r; }
+inline vp dot_mins16(const uint8_t* m, const int16_t* sums) {
+  vp r = 0;
+  for (int i = 0; i < 16; ++i) r += static_cast<int8_t>(m[i]) * sums[i];
+  return r;
+}
+inline vi reduce_rows(const vp* p) { return loadi(p); }
+#undef KT_BYTES
+
+template <QType TYPE> inline float weight_at(const uint8_t* p) {
+  if constexpr (TYPE == QType::F16) return half_to_float(p);
+  uint32_t u = 0;
+  std::memcpy(&u, p, TYPE == QType::F32 ? 4 : 2);
+  if (TYPE == QType::BF16) u <<= 16;
+  float value;
+  std::memcpy(&value, &u, 4);
+  return value;
+}
+template <QType TYPE> inline void store_columns8(const uint8_t* const* rows, int64_t at, float* dst) {
+  for (int c = 0; c < 8; ++c) KT_LANES dst[16 * c + i] = weight_at<TYPE>(rows[i] + at + c * (TYPE == QType::F32 ? 4 : 2));
+}
+template <QType TYPE, int C> inline void fma_columns8(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
+  alignas(64) float columns[8 * 16];
+  store_columns8<TYPE>(rows, at, columns);
+  for (int j = 0; j < 8; ++j)
+    for (int c = 0; c < C; ++c) s[c] = fma_(load(columns + 16 * j), set1(x[c][k + j]), s[c]);
+}
+
 // total += a[lane][0] * y[0] + a[lane][1] * y[1], int16 pairs.
 inline vi pair_dot(vi total, vi a, const int16_t* y) {
   KT_LANES {

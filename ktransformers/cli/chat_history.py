@@ -71,7 +71,7 @@ def _checked(data: Any, path: Path) -> list[dict[str, Any]]:
     if not isinstance(data, list):
         raise ConfigError(f"{path} does not hold a list of messages")
     for number, message in enumerate(data, 1):
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        if not isinstance(message, dict) or message.get("role") not in tuple(_ROLES):
             raise ConfigError(f"{path}: message {number} has no role out of {', '.join(sorted(_ROLES))}")
         if message["role"] == "system" and number > 1:
             raise ConfigError(f"{path}: message {number} is a system prompt, which must be the first message")

@@ -6,7 +6,7 @@ Puts `\"\"\"` blocks together. Does not know commands or models.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -92,10 +92,3 @@ def read_prompt_file(path: Path) -> str:
     if not text:
         raise ConfigError(f"{path} is empty, so it cannot be a prompt")
     return text
-
-
-def chained(first: Iterator[Turn], read_line: ReadLine) -> Iterator[Turn | None]:
-    """Turns that are known already, then turns that are read."""
-    yield from first
-    while True:
-        yield read_turn(read_line)

@@ -29,10 +29,7 @@ def format_stats(stats: GenerationStats) -> str:
 
 
 class View(ABC):
-    """Where answers and messages go. An answer is begin, any number of reasoning and content, end."""
-
-    def begin(self) -> None:
-        """An answer starts."""
+    """Where answers and messages go. An answer is any number of reasoning and content, then end."""
 
     @abstractmethod
     def reasoning(self, text: str) -> None:
@@ -60,7 +57,7 @@ class PlainView(View):
 
     def __init__(self, out: TextIO, err: TextIO):
         self._out, self._err = out, err
-        self._is_line_open = False
+        self._is_line_open = True  # an empty answer is an empty line, so that answers can be counted
         self._is_reasoning = False
 
     def reasoning(self, text: str) -> None:
@@ -77,7 +74,7 @@ class PlainView(View):
             self._write(self._err, "\n")
         if self._is_line_open:
             self._write(self._out, "\n")
-        self._is_line_open = self._is_reasoning = False
+        self._is_line_open, self._is_reasoning = True, False
 
     def note(self, text: str) -> None:
         self._write(self._err, text + "\n")
@@ -176,7 +173,7 @@ class RichView(View):
 
 @contextmanager
 def loading_bar(err: TextIO) -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar with bytes and rate on a terminal, nothing elsewhere. Yields what `build_engine` calls with its progress."""
+    """A bar with bytes and rate on a terminal, nothing elsewhere. Yields the callback that `build_engine` takes."""
     if not err.isatty():
         yield None
         return

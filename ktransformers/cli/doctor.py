@@ -1,4 +1,4 @@
-"""`ktransformers doctor`: what this machine and this installation have. Always exits with 0: it reports, it does not judge."""
+"""`ktransformers doctor`: what this machine and this installation have. Exits with 0: it reports, it does not judge."""
 
 from __future__ import annotations
 

@@ -101,8 +101,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model_path", type=Path, help="folder with config.json and tokenizer (and safetensors)")
     group.add_argument("--gguf_path", type=Path, help="a GGUF file, a folder of them, or a folder of safetensors")
     group.add_argument("--optimize_config_path", type=Path, help="YAML rule file; default: the architecture's own")
-    group.add_argument("--max_new_tokens", type=int, default=config.max_new_tokens, help="most tokens of an answer")
-    group.add_argument("--chunk_size", type=int, default=config.chunk_size, help="most prompt tokens of one step")
+    group.add_argument(
+        "--max_new_tokens", type=int, default=config.max_new_tokens, help="most tokens of an answer (%(default)s)"
+    )
+    group.add_argument(
+        "--chunk_size", type=int, default=config.chunk_size, help="most prompt tokens of one step (%(default)s)"
+    )
     group.add_argument("--cache_lens", type=int, default=config.cache_lens, help="tokens in the cache; 0: automatic")
     group.add_argument("--cpu_infer", type=int, default=config.cpu_infer, help="worker threads; 0: one per core")
     group.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
@@ -153,7 +157,7 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Sampl
     return params
 
 
-def add_logging_flag(parser: argparse.ArgumentParser) -> None:
+def add_logging_flag(parser: argparse._ActionsContainer) -> None:
     levels = ("debug", "info", "warning", "error")
     parser.add_argument("--log_level", choices=levels, default="info", help="what is logged to standard error")
 

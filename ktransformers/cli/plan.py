@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktransformers.cli.options import add_logging_flag, set_up_logging
 from ktransformers.config import CPU_QUANT_TYPES, EngineConfig
 from ktransformers.errors import ConfigError
 
 if TYPE_CHECKING:
     from ktransformers.optimize.plan import Plan
 
-__all__ = ["add_parser", "engine_config", "plan_command"]
+__all__ = ["add_parser", "plan_command", "plan_config"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,28 +29,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="show where every module would run and whether the model fits, without loading it",
         description="Show where every module would run, what it would hold, and whether the model fits. "
         "Reads headers only. Exit code 1 when the model does not fit.",
-        allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", type=Path, help="a model's folder, or a GGUF file")
-    _add(parser, "model_path", type=Path, help="folder with config.json and tokenizer (when MODEL does not say it)")
-    _add(parser, "gguf_path", type=Path, help="a GGUF file, a folder of them, or a folder of safetensors")
-    _add(parser, "optimize_config_path", type=Path, help="rule file; by default the one of the architecture")
-    _add(parser, "cpu_quant", help=f"quantize BF16/F16/F32/FP8 experts to one of {', '.join(CPU_QUANT_TYPES)}")
-    _add(parser, "cache_lens", type=int, default=0, help="tokens in the cache; 0: the model's context, at most 8192")
-    _add(parser, "strict", action="store_true", help="a rule that matches nothing is an error")
-    _add(parser, "trust_remote_code", action="store_true", help="run the Python files that come with the model")
+    parser.add_argument("--model_path", type=Path, help="folder with config.json (when MODEL is the weights)")
+    parser.add_argument("--gguf_path", type=Path, help="a GGUF file, a folder of them, or a folder of safetensors")
+    parser.add_argument("--optimize_config_path", type=Path, help="YAML rule file; default: the architecture's own")
+    parser.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
+    parser.add_argument("--cache_lens", type=int, default=0, help="tokens in the cache; 0: automatic")
+    parser.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
     parser.add_argument("--full", action="store_true", help="every module on its own line, nothing left out")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_logging_flag(parser)
     parser.set_defaults(run=plan_command)
 
 
-def _add(parser: argparse.ArgumentParser, name: str, **options: object) -> None:
-    """Add --some_name; --some-name means the same."""
-    flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-    parser.add_argument(*flags, dest=name, **options)  # type: ignore[arg-type]
-
-
-def engine_config(args: argparse.Namespace) -> EngineConfig:
+def plan_config(args: argparse.Namespace) -> EngineConfig:
     """The configuration that the arguments ask for. Raises ConfigError."""
     model_path, gguf_path = args.model_path, args.gguf_path
     if args.model is not None:
@@ -81,7 +76,8 @@ def _place_model(model: Path, model_path: Path | None, gguf_path: Path | None) -
 
 def plan_command(args: argparse.Namespace) -> int:
     """Print the plan; 0 when the model fits, 1 when it does not. Raises KTransformersError for everything else."""
-    config = engine_config(args)
+    set_up_logging(args.log_level)
+    config = plan_config(args)
     from ktransformers.engine.builder import plan_model
 
     plan = plan_model(config)

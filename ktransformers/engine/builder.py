@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ktransformers.cache.static import LayerShape, StaticCache
 from ktransformers.config import EngineConfig
 from ktransformers.engine.runner import StaticRunner
 from ktransformers.engine.skeleton import build_skeleton, cache_shapes, load_hf_config, restore_buffers
+from ktransformers.errors import FormatError
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.gguf_config import config_from_gguf
@@ -26,7 +29,10 @@ from ktransformers.optimize.plan import Plan, make_plan
 from ktransformers.optimize.rules import load_rules
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.weights.gguf import GGUFModel, open_gguf
-from ktransformers.weights.loader import has_gguf, open_source
+from ktransformers.weights.gguf_source import GGUFSource
+from ktransformers.weights.loader import WeightFormat, weight_format
+from ktransformers.weights.safetensors import open_safetensors
+from ktransformers.weights.safetensors_source import SafetensorsSource
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["DEFAULT_CACHE_LEN", "Engine", "Progress", "build_engine", "plan_model"]
@@ -42,13 +48,13 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(slots=True)
 class Engine:
-    """A loaded model with what is needed to feed it. tokenizer is None when the model's files carry none."""
+    """A loaded model with what is needed to feed it. tokenizer has no vocabulary when the model's files carry none."""
 
     config: EngineConfig
     hf_config: Any
     plan: Plan
     runner: StaticRunner
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     generation_defaults: Mapping[str, Any]
     description: str
@@ -71,18 +77,39 @@ class _Opened:
 
 def _open(config: EngineConfig) -> _Opened:
     config = config.resolved()
-    weights_path = config.gguf_path or config.model_path
-    assert weights_path is not None
-    gguf = open_gguf(weights_path) if has_gguf(weights_path) else None
-    if config.model_path is not None:
-        hf_config = load_hf_config(config.model_path, config.trust_remote_code)
-    elif gguf is not None:
-        hf_config = config_from_gguf(gguf.metadata, {name: t.shape for name, t in gguf.tensors.items()})
-    else:
-        hf_config = load_hf_config(weights_path, config.trust_remote_code)
-    hf_config = hf_config.get_text_config(decoder=True)
+    path = config.gguf_path or config.model_path
+    assert path is not None
+    # A model's own folder may hold a GGUF beside its safetensors; a path given as weights must be unambiguous.
+    prefer: WeightFormat | None = None if config.gguf_path is not None else "safetensors"
+    gguf = open_gguf(path) if weight_format(path, prefer) == "gguf" else None
+    hf_config = _hf_config(config, gguf, path)
     model = build_skeleton(hf_config, config.trust_remote_code)
-    return _Opened(config, model.config, gguf, model, open_source(weights_path, model.config))
+    source: WeightSource
+    if gguf is not None:
+        source = GGUFSource(gguf, model.config)
+    else:
+        source = SafetensorsSource(open_safetensors(path), model.config)
+    return _Opened(config, model.config, gguf, model, source)
+
+
+def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Any:
+    """--model_path's config.json, else what the GGUF's metadata say, else the config.json beside the weights."""
+    folder = config.model_path
+    if gguf is not None and (folder is None or (folder == path and not (folder / "config.json").is_file())):
+        shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
+        return config_from_gguf(gguf.metadata, shapes, _rope_factors(gguf))
+    folder = folder or (path if path.is_dir() else path.parent)
+    return load_hf_config(folder, config.trust_remote_code).get_text_config(decoder=True)
+
+
+def _rope_factors(gguf: GGUFModel) -> list[float] | None:
+    """The values of Llama 3.1's frequency factors, which its GGUF files store as a tensor."""
+    info = gguf.info("rope_freqs.weight")
+    if info is None:
+        return None
+    if info.qtype is not QuantType.F32:
+        raise FormatError(f"tensor rope_freqs.weight is {info.qtype.name}, not F32")
+    return gguf.raw("rope_freqs.weight").data.clone().view(torch.float32).tolist()
 
 
 def _cache_len(config: EngineConfig, hf_config: Any) -> int:
@@ -123,7 +150,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     try:
         plan, shapes, max_len = _make_plan(opened, pool)
         plan.check_fits()
-        tokenizer = load_tokenizer(_tokenizer_path(opened), None if opened.gguf is None else opened.gguf.metadata)
+        tokenizer = load_tokenizer(
+            _tokenizer_path(opened),
+            None if opened.gguf is None else opened.gguf.metadata,
+            trust_remote_code=opened.config.trust_remote_code,
+        )
         _load(opened, plan, progress)
     except BaseException:
         pool.close()
@@ -157,7 +188,9 @@ def _tokenizer_path(opened: _Opened) -> Path | None:
     if opened.config.model_path is not None:
         return opened.config.model_path
     path = opened.config.gguf_path
-    return path if opened.gguf is None else None
+    if path is None or opened.gguf is not None:
+        return None
+    return path if path.is_dir() else path.parent
 
 
 def _generation_defaults(opened: _Opened) -> dict[str, Any]:
@@ -172,10 +205,9 @@ def _generation_defaults(opened: _Opened) -> dict[str, Any]:
     return {name: values[name] for name in known if values.get(name) is not None}
 
 
-def _eos_token_ids(opened: _Opened, defaults: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _eos_token_ids(opened: _Opened, defaults: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
     ids: set[int] = set()
     for value in (defaults.get("eos_token_id"), getattr(opened.hf_config, "eos_token_id", None)):
         ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    if tokenizer is not None:
-        ids.update(tokenizer.eos_token_ids)
+    ids.update(tokenizer.eos_token_ids)
     return tuple(sorted(ids))

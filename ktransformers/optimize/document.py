@@ -109,9 +109,10 @@ class _Builder:
         self.loader, self.file = loader, file
         self.num_values = 0
         self.open_nodes: set[int] = set()
+        self.entry: int | None = None  # which entry of the top-level list is being built, from 1
 
     def fail(self, message: str, node: yaml.Node) -> RuleError:
-        return RuleError(message, file=self.file, line=node.start_mark.line + 1)
+        return RuleError(message, file=self.file, line=node.start_mark.line + 1, rule=self.entry)
 
     def build(self, node: yaml.Node) -> Item:
         self.num_values += 1
@@ -125,12 +126,22 @@ class _Builder:
         self.open_nodes.add(id(node))
         try:
             if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
-                return Item([self.build(child) for child in node.value], line)
+                return Item(self.entries(node.value), line)
             if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
                 return self.mapping(node, line)
         finally:
             self.open_nodes.discard(id(node))
         raise self.fail(f"the YAML tag {node.tag!r} is not allowed here", node)
+
+    def entries(self, nodes: list[yaml.Node]) -> list[Item]:
+        if len(self.open_nodes) > 1:
+            return [self.build(node) for node in nodes]
+        items = []
+        for number, node in enumerate(nodes, start=1):
+            self.entry = number
+            items.append(self.build(node))
+        self.entry = None
+        return items
 
     def scalar(self, node: yaml.ScalarNode) -> Scalar:
         if node.tag == "tag:yaml.org,2002:timestamp":  # an unquoted date is text in a rule file

@@ -153,7 +153,7 @@ def make_plan(
     unmatched = explain_unmatched(model, rules, {entry.key: entry.rule for entry in planner.entries})
     _report_unmatched(unmatched, rules.file, strict)
     shared = _shared_modules(planner.entries, planner.tied)
-    entries = [_without_bytes(entry, shared[entry.key]) if entry.key in shared else entry for entry in planner.entries]
+    entries = _count_once(planner.entries, shared)
     _check_tensors(planner.problems, entries, source, ignorable or source.ignorable)
     return Plan(
         model_type=planner.model_type,
@@ -319,7 +319,7 @@ def _shared_modules(entries: list[PlanEntry], tied: Mapping[str, str]) -> dict[s
     shared: dict[str, str] = {}
     for name, target in tied.items():
         entry, owner = by_key.get(name.rpartition(".")[0]), by_key.get(target.rpartition(".")[0])
-        if entry is None or owner is None or entry.stored_names != owner.stored_names:
+        if entry is None or owner is None or not entry.stored_names >= owner.stored_names:
             continue
         is_in_place = all(">" not in kind for kind in entry.quant_types)
         if entry.is_kept == owner.is_kept and entry.quant_types == owner.quant_types and is_in_place:
@@ -327,8 +327,19 @@ def _shared_modules(entries: list[PlanEntry], tied: Mapping[str, str]) -> dict[s
     return shared
 
 
-def _without_bytes(entry: PlanEntry, owner: str) -> PlanEntry:
-    return replace(entry, nbytes={}, note=f"shares {owner}")
+def _count_once(entries: Iterable[PlanEntry], shared: Mapping[str, str]) -> list[PlanEntry]:
+    """Take off a tied module's bytes what it shares; a bias of its own still counts."""
+    entries = list(entries)
+    by_key = {entry.key: entry for entry in entries}
+    result = []
+    for entry in entries:
+        if entry.key in shared:
+            owner = by_key[shared[entry.key]]
+            own = {device: n - owner.nbytes.get(device, 0) for device, n in entry.nbytes.items()}
+            own = {device: n for device, n in own.items() if n > 0}
+            entry = replace(entry, nbytes=own, note=f"shares {owner.key}")
+        result.append(entry)
+    return result
 
 
 def _check_tensors(

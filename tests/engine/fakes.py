@@ -59,18 +59,27 @@ def ngram_logits(vocab_size: int, order: int = 3) -> NextLogits:
     return logits
 
 
+THINK = "<think>\n"
+
+
 def scripted_logits(tokenizer: Tokenizer, reply: Callable[[str], str]) -> NextLogits:
     """Answers each prompt with `reply(prompt text)`, after the last "<|im_start|>assistant" header; then <|im_end|>."""
     header = tokenizer.encode("<|im_start|>assistant\n")
     end = tokenizer.token_id("<|im_end|>")
     assert end is not None
+    think = tokenizer.encode(THINK)
+
+    def said(prompt: list[int]) -> str:
+        return reply(tokenizer.decode(prompt, skip_special_tokens=False))
 
     def logits(prefix: list[int]) -> np.ndarray:
         starts = [i for i in range(len(prefix)) if prefix[i : i + len(header)] == header]
         values = np.zeros(tokenizer.vocab_size, dtype=np.float32)
         answered = prefix[starts[-1] + len(header) :] if starts else []
+        if answered[: len(think)] == think and not said(prefix[: starts[-1] + len(header)]).startswith(THINK):
+            answered = answered[len(think) :]  # the prompt goes on: the tag was forced
         prompt = prefix[: len(prefix) - len(answered)]
-        wanted = tokenizer.encode(reply(tokenizer.decode(prompt, skip_special_tokens=False)))
+        wanted = tokenizer.encode(said(prompt))
         at = next((i for i in range(min(len(answered), len(wanted))) if answered[i] != wanted[i]), len(answered))
         values[wanted[at] if at < len(wanted) else end] = 20.0
         return values

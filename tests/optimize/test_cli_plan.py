@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.cli.plan import add_parser, engine_config
+from ktransformers.cli import plan as plan_module
+from ktransformers.cli.options import ArgumentParser
+from ktransformers.cli.plan import add_parser, plan_config
 from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError
 from ktransformers.optimize.machine import Machine
@@ -21,7 +23,7 @@ TINY = Machine(10, 10, {"cpu": 10})
 
 
 def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = ArgumentParser()
     add_parser(parser.add_subparsers())
     return parser.parse_args(["plan", *arguments])
 
@@ -38,6 +40,7 @@ def fake_builder(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], list[En
         module = types.ModuleType("ktransformers.engine.builder")
         module.plan_model = plan_model  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "ktransformers.engine.builder", module)
+        monkeypatch.setattr(plan_module, "set_up_logging", lambda level: None)  # it would outlive the test
         return seen
 
     return install
@@ -50,7 +53,7 @@ def folder_with_config(tmp_path: Path) -> Path:
 
 def test_flags_take_hyphens_and_underscores(tmp_path: Path) -> None:
     args = parse("--gguf-path", "a", "--model_path", "b", "--cpu-quant", "q8_0", "--cache_lens", "64", "--strict")
-    config = engine_config(args)
+    config = plan_config(args)
     assert (config.gguf_path, config.model_path) == (Path("a"), Path("b"))
     assert (config.cpu_quant, config.cache_lens, config.strict) == ("q8_0", 64, True)
 
@@ -62,7 +65,7 @@ def test_model_is_a_folder_or_a_gguf_file(tmp_path: Path) -> None:
     shards = tmp_path / "shards"
 
     def paths(*arguments: str) -> tuple[Path | None, Path | None]:
-        config = engine_config(parse(*arguments))
+        config = plan_config(parse(*arguments))
         return config.model_path, config.gguf_path
 
     assert paths(str(folder)) == (folder, None)
@@ -74,9 +77,9 @@ def test_model_is_a_folder_or_a_gguf_file(tmp_path: Path) -> None:
 
 def test_wrong_models(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
-        engine_config(parse(str(tmp_path / "nothing")))
+        plan_config(parse(str(tmp_path / "nothing")))
     with pytest.raises(ConfigError, match="too much"):
-        engine_config(parse(str(tmp_path), "--model_path", "a", "--gguf_path", "b"))
+        plan_config(parse(str(tmp_path), "--model_path", "a", "--gguf_path", "b"))
 
 
 def test_table_and_exit_code_0(

@@ -230,6 +230,13 @@ def test_tied_weights_count_once_where_memory_is_shared(
     assert entry_of(plan, "lm_head").note == ("" if head_bytes else "shares model.embed_tokens")
 
 
+def test_a_tied_module_still_counts_its_own_bias() -> None:
+    plan = plan_with(meta_model("phimoe", tie_word_embeddings=True), EXPERTS_RULE)  # its lm_head has a bias
+    head = entry_of(plan, "lm_head")
+    assert head.nbytes == {"cpu": 4 * 160}
+    assert head.note == "shares model.embed_tokens"
+
+
 def test_untied_weights_are_needed() -> None:
     model = meta_model("llama", tie_word_embeddings=False)
     source = FakeSource(model)

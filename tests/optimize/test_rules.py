@@ -129,7 +129,7 @@ GOOD = "- match: {name: a}\n  replace: {class: default}\n"
         (with_kwargs("transfer_map: cpu"), 6, 1, "transfer_map must map layer numbers"),
         (with_kwargs("act_order: 3"), 6, 1, "act_order must be true or false"),
         (with_kwargs("backend: AMX"), 6, 1, "backend must be llamafile, AMXBF16 or AMXInt8"),
-        (with_kwargs("bits: 4\n      bits: 5"), 7, None, "stands here twice"),
+        (with_kwargs("bits: 4\n      bits: 5"), 7, 1, "stands here twice"),
     ],
 )
 def test_errors_point_at_the_place(text: str, line: int | None, rule: int | None, words: str) -> None:

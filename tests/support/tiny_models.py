@@ -137,8 +137,8 @@ def _deepseek_v2(inner: int, layers: int) -> dict[str, object]:
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
         "topk_method": "greedy",
-        "n_group": None,
-        "topk_group": None,
+        "n_group": 1,
+        "topk_group": 1,
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
     }

@@ -1,0 +1,110 @@
+"""From a GGUF file's metadata to the Hugging Face config of its model, so that the file alone is enough to run it.
+
+The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, as llama.cpp's converter writes them.
+Only architectures whose every field was compared with the original config are accepted; for others the user passes
+`--model_path`, a folder with the original config.json. Knows no tensor's values except llama 3's frequency factors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ktransformers.errors import FormatError, UnsupportedError
+from ktransformers.models.gguf_facts import Facts, Values, rope_parameters
+from ktransformers.models.gguf_families import FAMILIES
+from ktransformers.weights.gguf import GGUFModel
+from ktransformers.weights.transcode import dequantize
+
+__all__ = ["GGUF_CONFIG_ARCHITECTURES", "config_from_gguf", "config_of_model"]
+
+GGUF_CONFIG_ARCHITECTURES: tuple[str, ...] = tuple(FAMILIES)
+"""Architectures for which `--gguf_path` alone is enough."""
+
+
+def config_of_model(model: GGUFModel) -> PretrainedConfig:
+    """The config of an opened GGUF model. Raises FormatError or UnsupportedError."""
+    factors = None
+    if "rope_freqs.weight" in model.tensors:
+        factors = dequantize(model.raw("rope_freqs.weight"), "rope_freqs.weight").tolist()
+    shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
+    return config_from_gguf(model.metadata, shapes, factors)
+
+
+def config_from_gguf(
+    metadata: Mapping[str, object],
+    tensor_shapes: Mapping[str, tuple[int, ...]],
+    rope_factors: Sequence[float] | None = None,
+) -> PretrainedConfig:
+    """The config that `metadata` and `tensor_shapes` (torch order, by stored name) describe.
+
+    rope_factors: the values of `rope_freqs.weight`, where the file has it. Raises FormatError for values that are
+    missing, absurd or contradict the tensors, UnsupportedError for architectures and features that are not known here.
+    """
+    facts = Facts(metadata, tensor_shapes)
+    family = FAMILIES.get(facts.arch)
+    if family is None:
+        raise UnsupportedError(
+            f"no config can be made from GGUF files of architecture {facts.arch!r:.60} "
+            f"(only of {', '.join(FAMILIES)}); pass --model_path, a folder with the model's original config.json"
+        )
+    model_type, specific = family(facts)
+    values: Values = {**_common(facts), "rope_parameters": rope_parameters(facts, rope_factors), **specific}
+    values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    try:
+        config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise FormatError(f"the GGUF file's metadata make no valid {model_type} config: {reason:.200}") from error
+    return config
+
+
+def _common(facts: Facts) -> Values:
+    embedding = facts.shapes.get("token_embd.weight")
+    if embedding is None or len(embedding) != 2:
+        raise FormatError(
+            "the GGUF file has no token_embd.weight; it holds no language model, or its first shard is missing"
+        )
+    layers = facts.layers
+    blocks = {int(match[1]) for name in facts.shapes if (match := re.match(r"blk\.(\d{1,9})\.", name))}
+    if not 0 < layers <= len(blocks) or not set(range(layers)) <= blocks:
+        raise FormatError(f"the metadata say {layers} layers, but the file has tensors of {len(blocks)}")
+    hidden = facts.int("embedding_length")
+    if hidden != embedding[1]:
+        raise FormatError(f"{facts.arch}.embedding_length is {hidden}, but token_embd.weight is {embedding[1]} wide")
+    heads = facts.int("attention.head_count")
+    values: Values = {
+        "vocab_size": embedding[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": facts.find_int("attention.head_count_kv", 1) or heads,
+        "max_position_embeddings": facts.int("context_length"),
+        "rms_norm_eps": facts.float("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in facts.shapes,
+        **_token_ids(facts.metadata, embedding[0]),
+    }
+    if (inner := facts.find_int("feed_forward_length", 1)) is not None:
+        values["intermediate_size"] = inner
+    return values
+
+
+def _token_ids(metadata: Mapping[str, object], vocab_size: int) -> Values:
+    ids: dict[str, int] = {}
+    for kind in ("bos", "eos", "eot", "padding"):
+        value = metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        if value is None:
+            continue
+        if type(value) is not int or not 0 <= value < vocab_size:
+            raise FormatError(f"tokenizer.ggml.{kind}_token_id is {value!r:.40}, not a token of {vocab_size}")
+        ids[kind] = value
+    ends = list(dict.fromkeys(ids[kind] for kind in ("eos", "eot") if kind in ids))
+    return {
+        "bos_token_id": ids.get("bos"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": ids.get("padding"),
+    }

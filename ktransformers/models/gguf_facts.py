@@ -1,0 +1,145 @@
+"""Checked access to a GGUF file's metadata, and the rotary embedding that they describe. Knows no model family."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ktransformers.errors import FormatError, UnsupportedError
+
+__all__ = ["Facts", "Values", "rope_parameters"]
+
+MAX_COUNT = 1 << 31
+Values = dict[str, object]
+
+
+class Facts:
+    """Checked access to one file's metadata (keys of the architecture without its prefix) and tensor shapes."""
+
+    def __init__(self, metadata: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]):
+        arch = metadata.get("general.architecture")
+        if not isinstance(arch, str):
+            raise FormatError("the GGUF file does not say its general.architecture; it holds no language model")
+        self.arch = arch
+        self.metadata = metadata
+        self.shapes = shapes
+
+    def raw(self, key: str) -> object:
+        return self.metadata.get(f"{self.arch}.{key}")
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model itself, without those of multi-token prediction at its end."""
+        return self.int("block_count") - (self.find_int("nextn_predict_layers") or 0)
+
+    def has(self, tensor: str) -> bool:
+        """Whether any layer, or the model itself, has the tensor: `tensor` is a regex of what follows "blk.N."."""
+        pattern = re.compile(rf"(blk\.\d+\.)?(?:{tensor})")
+        return any(pattern.fullmatch(name) for name in self.shapes)
+
+    def shape(self, tensor: str) -> tuple[int, ...] | None:
+        """The shape of the first layer's tensor of that name."""
+        pattern = re.compile(rf"blk\.\d+\.{re.escape(tensor)}")
+        return next((shape for name, shape in self.shapes.items() if pattern.fullmatch(name)), None)
+
+    def find_int(self, key: str, least: int = 0) -> int | None:
+        """A count, or None when the file does not say. A list with one entry per layer must hold one value only."""
+        value = self.raw(key)
+        if isinstance(value, np.ndarray) and value.size and (value == value.flat[0]).all():
+            value = value.flat[0].item()
+        if value is None:
+            return None
+        if isinstance(value, np.ndarray):
+            raise UnsupportedError(f"{self.arch}.{key} differs from layer to layer; pass --model_path with the config")
+        if type(value) is not int or not least <= value <= MAX_COUNT:
+            raise FormatError(f"{self.arch}.{key} is {value!r:.40}; a count of at least {least} is needed")
+        return value
+
+    def int(self, key: str, least: int = 1) -> int:
+        value = self.find_int(key, least)
+        if value is None:
+            raise FormatError(f"the GGUF file lacks {self.arch}.{key}; pass --model_path with the model's config.json")
+        return value
+
+    def find_float(self, key: str) -> float | None:
+        value = self.raw(key)
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+            raise FormatError(f"{self.arch}.{key} is {value!r:.40}; a finite number is needed")
+        # The file holds fp32; what was 1e-06 in config.json is the double 9.99999997e-07 here. Seven digits undo that.
+        return float(f"{value:.7g}")
+
+    def float(self, key: str, default: float | None = None) -> float:
+        value = self.find_float(key)
+        value = default if value is None else value
+        if value is None:
+            raise FormatError(f"the GGUF file lacks {self.arch}.{key}; pass --model_path with the model's config.json")
+        return value
+
+    def bool(self, key: str, default: bool) -> bool:
+        value = self.raw(key)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            raise FormatError(f"{self.arch}.{key} is {value!r:.40}; a boolean is needed")
+        return value
+
+
+def rope_parameters(facts: Facts, factors: Sequence[float] | None) -> Values:
+    """The `rope_parameters` of transformers 5."""
+    if facts.has(r"rope_factors_(long|short)\.weight"):
+        raise UnsupportedError(
+            "longrope from a GGUF file is not supported; pass --model_path with the model's config.json"
+        )
+    rope: Values = {"rope_type": "default", "rope_theta": facts.float("rope.freq_base", 10000.0)}
+    kind = facts.raw("rope.scaling.type")
+    if kind == "linear":
+        rope |= {"rope_type": "linear", "factor": facts.float("rope.scaling.factor")}
+    elif kind == "yarn":
+        rope |= _yarn(facts)
+    elif kind not in (None, "none"):
+        raise UnsupportedError(f"rope scaling {kind!r:.40} is not supported; pass --model_path with the config")
+    if "rope_freqs.weight" in facts.shapes:
+        if rope["rope_type"] != "default" or factors is None:
+            raise UnsupportedError("rope_freqs.weight beside rope scaling is not supported; pass --model_path")
+        rope |= _llama3_rope(factors, float(str(rope["rope_theta"])))
+    return rope
+
+
+def _yarn(facts: Facts) -> Values:
+    rope: Values = {
+        "rope_type": "yarn",
+        "factor": facts.float("rope.scaling.factor"),
+        "original_max_position_embeddings": facts.int("rope.scaling.original_context_length"),
+        "beta_fast": facts.float("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": facts.float("rope.scaling.yarn_beta_slow", 1.0),
+    }
+    if (multiplier := facts.find_float("rope.scaling.yarn_log_multiplier")) is not None:
+        # The converter writes 0.1 * mscale_all_dim. It does not write mscale, which is equal in every published model;
+        # then the two cancel in the rotary tables and only the attention scale is left.
+        mscale = float(f"{multiplier * 10:.6g}")
+        rope |= {"mscale": mscale, "mscale_all_dim": mscale}
+    elif (attention := facts.find_float("rope.scaling.yarn_attn_factor")) is not None:
+        rope["attention_factor"] = attention
+    return rope
+
+
+def _llama3_rope(factors: Sequence[float], theta: float) -> Values:
+    """Llama 3's parameters, inferred from the factors and accepted only when they give back the same factors."""
+    rope: Values = {"rope_type": "llama3", "factor": float(f"{max(factors, default=0.0):.6g}")}
+    low, high, original = 1.0, 4.0, 8192
+    rope |= {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
+    factor = max(factors, default=0.0)
+    for index, given in enumerate(factors):
+        wavelength = 2 * math.pi * theta ** (index / len(factors))
+        smooth = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        wanted = 1 / ((1 - smooth) / factor + smooth) if factor > 0 else 0.0
+        if not math.isclose(given, wanted, rel_tol=1e-3):  # the converter computed wavelengths in fp32
+            raise UnsupportedError(
+                "rope_freqs.weight is not that of Llama 3; pass --model_path with the model's config.json"
+            )
+    return rope

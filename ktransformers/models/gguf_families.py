@@ -1,0 +1,289 @@
+"""Per GGUF architecture: the `transformers` model type, and the config values that only its family has.
+
+What a converter does not write because llama.cpp assumes it (a router that normalizes, groups of experts) is filled in
+from the published models of the family. Each entry is tested against the config that a file was written from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ktransformers.errors import FormatError, UnsupportedError
+from ktransformers.models.gguf_facts import Facts, Values, rope_parameters
+
+__all__ = ["FAMILIES"]
+
+logger = logging.getLogger(__name__)
+
+SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
+
+
+def _head_dim(facts: Facts) -> Values:
+    value = facts.find_int("attention.key_length", 1) or facts.find_int("rope.dimension_count", 2)
+    return {} if value is None else {"head_dim": value}
+
+
+def _partial_rotary(facts: Facts) -> Values:
+    """rope_parameters with the share of head_dim that rotates; only for families that rotate a part."""
+    head_dim = facts.int("attention.key_length")
+    share = facts.int("rope.dimension_count", 2) / head_dim
+    return {"head_dim": head_dim, "rope_parameters": {**rope_parameters(facts, None), "partial_rotary_factor": share}}
+
+
+def _experts(facts: Facts, count: str, used: str = "num_experts_per_tok") -> Values:
+    values: Values = {count: facts.int("expert_count"), used: facts.int("expert_used_count")}
+    gate = facts.shape("ffn_gate_exps.weight") or facts.shape("ffn_up_exps.weight")
+    width = facts.find_int("expert_feed_forward_length", 1)
+    if width is None and gate is not None:
+        width = gate[-2]
+    if width is not None:
+        values["moe_intermediate_size"] = width
+    return values
+
+
+def _gating(facts: Facts, default: int) -> int:
+    value = facts.find_int("expert_gating_func") or default
+    if value not in (SOFTMAX, SIGMOID):
+        raise UnsupportedError(f"{facts.arch}.expert_gating_func {value} is not supported (softmax and sigmoid are)")
+    return value
+
+
+def _expect_gating(facts: Facts, wanted: int) -> None:
+    if _gating(facts, wanted) != wanted:
+        raise UnsupportedError(f"{facts.arch} with this expert_gating_func is no known model; pass --model_path")
+
+
+def _routing(facts: Facts) -> Values:
+    """What the DeepSeek-like routers share."""
+    return {
+        "n_shared_experts": facts.int("expert_shared_count"),
+        "first_k_dense_replace": facts.int("leading_dense_block_count", 0),
+        "routed_scaling_factor": facts.float("expert_weights_scale", 1.0),
+        "norm_topk_prob": facts.bool("expert_weights_norm", False),
+        "n_group": facts.find_int("expert_group_count") or 1,
+        "topk_group": facts.find_int("expert_group_used_count") or 1,
+    }
+
+
+def _llama(facts: Facts) -> tuple[str, Values]:
+    has_bias = facts.has(r"attn_q\.bias")
+    if has_bias != facts.has(r"attn_output\.bias"):
+        raise UnsupportedError("a llama file with biases on some attention projections only; pass --model_path")
+    if facts.find_int("expert_count"):
+        if has_bias:
+            raise UnsupportedError("a mixtral file with attention biases is no known model; pass --model_path")
+        mixtral = _experts(facts, "num_local_experts")
+        inner = mixtral.pop("moe_intermediate_size", None)
+        return "mixtral", {**mixtral, **_head_dim(facts), "intermediate_size": inner, "sliding_window": None}
+    return "llama", {**_head_dim(facts), "attention_bias": has_bias, "mlp_bias": facts.has(r"ffn_down\.bias")}
+
+
+def _qwen2(facts: Facts) -> tuple[str, Values]:
+    return "qwen2", {"use_sliding_window": False}
+
+
+def _qwen3(facts: Facts) -> tuple[str, Values]:
+    return "qwen3", {**_head_dim(facts), "use_sliding_window": False, "attention_bias": facts.has(r"attn_q\.bias")}
+
+
+def _qwen2moe(facts: Facts) -> tuple[str, Values]:
+    shared = facts.find_int("expert_shared_feed_forward_length", 1)
+    shape = facts.shape("ffn_up_shexp.weight")
+    if shared is None and shape is not None:
+        shared = shape[0]
+    # Qwen's converter does not write norm_topk_prob; every published Qwen2-MoE has it false, every Qwen3-MoE true.
+    return "qwen2_moe", {
+        **_experts(facts, "num_experts"),
+        "shared_expert_intermediate_size": shared,
+        "norm_topk_prob": facts.bool("expert_weights_norm", False),
+        "use_sliding_window": False,
+        "qkv_bias": facts.has(r"attn_q\.bias"),
+    }
+
+
+def _qwen3moe(facts: Facts) -> tuple[str, Values]:
+    return "qwen3_moe", {
+        **_experts(facts, "num_experts"),
+        **_head_dim(facts),
+        "norm_topk_prob": facts.bool("expert_weights_norm", True),
+        "use_sliding_window": False,
+        "attention_bias": facts.has(r"attn_q\.bias"),
+        "mlp_only_layers": [
+            layer for layer in range(facts.layers) if f"blk.{layer}.ffn_gate_inp.weight" not in facts.shapes
+        ],
+    }
+
+
+def _deepseek2(facts: Facts) -> tuple[str, Values]:
+    rope_dim = facts.int("rope.dimension_count", 2)
+    # Files made since absorbed MLA describe the cached latent by key_length, and the heads by key_length_mla.
+    key = facts.find_int("attention.key_length_mla", 1) or facts.int("attention.key_length")
+    value = facts.find_int("attention.value_length_mla", 1) or facts.int("attention.value_length")
+    if key <= rope_dim:
+        raise FormatError(f"deepseek2: heads of {key} cannot hold a rotary part of {rope_dim}")
+    values: Values = {
+        **_experts(facts, "n_routed_experts"),
+        **_routing(facts),
+        "num_key_value_heads": facts.int("attention.head_count"),
+        "q_lora_rank": facts.find_int("attention.q_lora_rank") or None,
+        "kv_lora_rank": facts.int("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key - rope_dim,
+        "v_head_dim": value,
+        "attention_bias": facts.has(r"attn_kv_a_mqa\.bias"),
+    }
+    has_bias = facts.has(r"exp_probs_b(\.bias)?")
+    is_v3 = _gating(facts, SIGMOID if has_bias else SOFTMAX) == SIGMOID
+    if is_v3 != has_bias:
+        raise UnsupportedError("a deepseek2 file is neither DeepSeek-V2 (softmax) nor V3 (sigmoid and exp_probs_b)")
+    if facts.raw("expert_group_count") is None:
+        values |= _unwritten_groups(is_v3, facts.int("expert_count"))
+    if is_v3:
+        return "deepseek_v3", values
+    values["topk_method"] = "greedy" if values["n_group"] == 1 else "group_limited_greedy"
+    return "deepseek_v2", values
+
+
+def _unwritten_groups(is_v3: bool, experts: int) -> Values:
+    """Expert groups of files from before the converter wrote them, known by the number of experts."""
+    known = {(True, 256): (8, 4), (False, 160): (8, 3)}.get((is_v3, experts))  # DeepSeek-V3 and R1; V2 and V2.5
+    if known is None:
+        return {}
+    logger.warning(
+        "the GGUF file does not say its expert groups; taking %d of %d, as DeepSeek published", known[1], known[0]
+    )
+    return {"n_group": known[0], "topk_group": known[1]}
+
+
+def _olmoe(facts: Facts) -> tuple[str, Values]:
+    values = _experts(facts, "num_experts")
+    values["intermediate_size"] = values.pop("moe_intermediate_size", None)
+    return "olmoe", {
+        **values,
+        "norm_topk_prob": facts.bool("expert_weights_norm", False),
+        "clip_qkv": facts.find_float("attention.clamp_kqv"),
+        "attention_bias": facts.has(r"attn_q\.bias"),
+    }
+
+
+def _glm4moe(facts: Facts) -> tuple[str, Values]:
+    _expect_gating(facts, SIGMOID)
+    return "glm4_moe", {
+        **_experts(facts, "n_routed_experts"),
+        **_routing(facts),
+        **_partial_rotary(facts),
+        "attention_bias": facts.has(r"attn_q\.bias"),
+        "use_qk_norm": facts.has(r"attn_q_norm\.weight"),
+    }
+
+
+def _dots1(facts: Facts) -> tuple[str, Values]:
+    _expect_gating(facts, SIGMOID)
+    return "dots1", {
+        **_experts(facts, "n_routed_experts"),
+        **_routing(facts),
+        **_head_dim(facts),
+        "attention_bias": facts.has(r"attn_q\.bias"),
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * facts.layers,
+    }
+
+
+def _gpt_oss(facts: Facts) -> tuple[str, Values]:
+    values = _experts(facts, "num_local_experts")
+    inner = values.pop("moe_intermediate_size", None)
+    rope = rope_parameters(facts, None)
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # of every gpt-oss; the format has no key for it
+    return "gpt_oss", {
+        **values,
+        **_head_dim(facts),
+        "intermediate_size": inner,
+        "sliding_window": facts.int("attention.sliding_window"),
+        "rope_parameters": rope,
+    }
+
+
+def _granitemoe(facts: Facts) -> tuple[str, Values]:
+    values = _experts(facts, "num_local_experts")
+    inner = values.pop("moe_intermediate_size", None)
+    values |= {
+        "intermediate_size": inner,
+        "attention_multiplier": facts.float("attention.scale", 1.0),
+        "embedding_multiplier": facts.float("embedding_scale", 1.0),
+        "residual_multiplier": facts.float("residual_scale", 1.0),
+        "logits_scaling": facts.float("logit_scale", 1.0),
+        "attention_bias": facts.has(r"attn_q\.bias"),
+    }
+    shared = facts.shape("ffn_up_shexp.weight")
+    if shared is None:
+        return "granitemoe", values
+    return "granitemoeshared", {**values, "shared_intermediate_size": shared[0]}
+
+
+def _ernie(facts: Facts) -> tuple[str, Values]:
+    _expect_gating(facts, SOFTMAX)
+    return "ernie4_5_moe", {
+        **_experts(facts, "moe_num_experts", "moe_k"),
+        "moe_num_shared_experts": facts.find_int("expert_shared_count") or 0,
+        "moe_layer_start_index": facts.int("leading_dense_block_count", 0),
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": facts.find_int("interleave_moe_layer_step", 1) or 1,
+        "use_bias": facts.has(r"attn_q\.bias"),
+    }
+
+
+def _phimoe(facts: Facts) -> tuple[str, Values]:
+    values = _experts(facts, "num_local_experts")
+    values["intermediate_size"] = values.pop("moe_intermediate_size", None)
+    return "phimoe", {
+        **values,
+        "attention_bias": facts.has(r"attn_q\.bias"),
+        "lm_head_bias": "output.bias" in facts.shapes,
+        "sliding_window": facts.find_int("attention.sliding_window", 1),
+    }
+
+
+def _minimax(facts: Facts) -> tuple[str, Values]:
+    _expect_gating(facts, SIGMOID)
+    values = _experts(facts, "num_local_experts")
+    values["intermediate_size"] = values.pop("moe_intermediate_size", None)
+    return "minimax_m2", {**values, **_partial_rotary(facts)}
+
+
+def _hunyuan(facts: Facts) -> tuple[str, Values]:
+    values = _experts(facts, "num_experts", "moe_topk")
+    layers = facts.layers
+    inner = values.pop("moe_intermediate_size", None)
+    shared = facts.shape("ffn_up_shexp.weight")
+    if shared is not None and shared[0] != inner:
+        raise UnsupportedError(
+            "a hunyuan-moe file whose shared expert is not as wide as the routed ones; pass --model_path"
+        )
+    return "hunyuan_v1_moe", {
+        **values,
+        **_head_dim(facts),
+        "intermediate_size": inner,
+        "moe_topk": [values["moe_topk"]] * layers,
+        "attention_bias": facts.has(r"attn_q\.bias"),
+    }
+
+
+FAMILIES: dict[str, Callable[[Facts], tuple[str, Values]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "deepseek2": _deepseek2,
+    "olmoe": _olmoe,
+    "glm4moe": _glm4moe,
+    "dots1": _dots1,
+    "gpt-oss": _gpt_oss,
+    "granitemoe": _granitemoe,
+    "ernie4_5-moe": _ernie,
+    "phimoe": _phimoe,
+    "minimax-m2": _minimax,
+    "hunyuan-moe": _hunyuan,
+}

@@ -1,0 +1,58 @@
+"""A chat program on a model without weights, for tests that need a process of its own: `python fake_chat.py [flags]`.
+
+The model answers every prompt with what stands in REPLIES for its last user turn, or repeats that turn.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from ktransformers.cli import guarded
+from ktransformers.cli.chat import local_chat_parser, run
+
+FAKES = Path(__file__).parent.parent / "engine" / "fakes.py"
+ENDLESS = "endless"
+
+
+def load_fakes() -> Any:
+    spec = importlib.util.spec_from_file_location("fakes", FAKES)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fakes"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def reply(prompt: str) -> str:
+    turns = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
+    if turns[-1] == ENDLESS:
+        return "on and on " * 100000
+    if prompt.rstrip().endswith("<think>"):
+        return "it is easy</think>\n\n" + turns[-1]
+    if turns[-1] == "think":
+        return "<think>\nlet me see\n</think>\n\nthought"
+    if turns[-1] == "count":
+        return f"{len(turns)} turns"
+    if turns[-1] == "system":
+        return "".join(re.findall(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", prompt, re.DOTALL)) or "none"
+    return f"you said {turns[-1]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    fakes = load_fakes()
+    args = local_chat_parser().parse_args(argv)
+    args.gguf_path = Path(__file__)  # any path: nothing is loaded
+
+    def build(config: Any, progress: Any) -> Any:
+        return fakes.scripted_engine(reply, config.cache_lens or 4096, max_new_tokens=config.max_new_tokens)
+
+    return guarded(lambda: run(args, build))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

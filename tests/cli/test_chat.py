@@ -1,0 +1,297 @@
+"""The chat as users meet it: through pipes and on a pseudo-terminal, with a model without weights behind it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from . import fake_chat
+
+PROGRAM = [sys.executable, str(Path(__file__).parent / "fake_chat.py")]
+ROOT = Path(__file__).parent.parent.parent
+TIMEOUT = 120  # seconds; only a hang reaches it
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PROMPT_TOOLKIT_NO_CPR": "1",
+        "TERM": "xterm",
+        "COLUMNS": "100",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[str, str]]]:
+    """Runs a chat whose input is a pipe, in this process; returns standard output and error."""
+    logger = logging.getLogger("ktransformers")
+    before = logger.handlers[:], logger.propagate, logger.level
+
+    def run(text: str | bytes, *flags: str, code: int = 0) -> tuple[str, str]:
+        data = text if isinstance(text, bytes) else text.encode()
+        streams = [io.TextIOWrapper(io.BytesIO(content), encoding="ascii") for content in (data, b"", b"")]
+        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            monkeypatch.setattr(sys, name, stream)
+        try:
+            found = fake_chat.main(list(flags))
+        except SystemExit as end:
+            found = end.code
+        streams[2].flush()
+        out, err = (stream.buffer.getvalue().decode() for stream in streams[1:])  # type: ignore[attr-defined]
+        assert found == code, err
+        return out, err
+
+    yield run
+    logger.handlers[:], logger.propagate, level = before
+    logger.setLevel(level)
+
+
+Chat = Callable[..., tuple[str, str]]
+
+# --- pipes -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_turn_per_line_answers_only_on_stdout(chat: Chat, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("from\na file 你好\n", encoding="utf-8")
+    saved = tmp_path / "chat.json"
+    lines = [
+        "hello",
+        "",
+        "count",
+        '"""two',
+        'lines"""',
+        '"""',
+        "/help is text here",
+        '"""',
+        str(prompt),
+        "/usr/bin is a folder?",
+        "/system be brief",
+        "system",
+        f"/save {saved}",
+        "/clear",
+        "count",
+        f"/load {saved}",
+        "count",
+        "/stats",
+        "/exit",
+        "never read",
+    ]
+    out, err = chat("\n".join(lines))
+    assert out.splitlines() == [
+        "you said hello",
+        "2 turns",
+        "you said two",
+        "lines",
+        "you said /help is text here",
+        "you said from",
+        "a file 你好",
+        "you said /usr/bin is a folder?",
+        "be brief",
+        "1 turns",
+        "8 turns",
+    ]
+    assert err.count("prompt eval: ") == 9
+    assert "tokens/s · eval: " in err
+    assert re.search(r"cache: \d+ of 4096 tokens", err)
+    messages = json.loads(saved.read_text(encoding="utf-8"))
+    assert messages[0] == {"role": "system", "content": "be brief"}
+    assert [message["role"] for message in messages[1:]] == ["user", "assistant"] * 7
+
+
+def test_last_line_without_newline_and_open_block(chat: Chat) -> None:
+    assert chat("a")[0] == "you said a\n"
+    assert chat('"""a\nb')[0] == "you said a\nb\n"
+    assert chat("")[0] == ""
+
+
+def test_bytes_that_are_not_utf8(chat: Chat) -> None:
+    assert chat(b"\xff\xfe x\n")[0] == "you said \ufffd\ufffd x\n"
+
+
+def test_prompt_file_comes_first(chat: Chat, tmp_path: Path) -> None:
+    prompt = tmp_path / "p.txt"
+    prompt.write_text("/exit\n", encoding="utf-8")
+    out, _ = chat("count\n", "--prompt_file", str(prompt), "--system=s")
+    assert out == "you said /exit\n2 turns\n"
+    _, err = chat("", "--prompt_file", str(tmp_path / "none"), code=1)
+    assert re.fullmatch(r"error: cannot read .*none: No such file or directory\n", err)
+
+
+def test_reasoning_is_not_part_of_the_answer(chat: Chat) -> None:
+    out, err = chat("think\ncount\n")
+    assert out == "thought\n2 turns\n"
+    assert "let me see" in err
+
+
+def test_force_think(chat: Chat) -> None:
+    out, err = chat("hi\n", "--force-think")
+    assert out == "hi\n"
+    assert "it is easy" in err
+
+
+def test_context_full_keeps_the_conversation(chat: Chat, tmp_path: Path) -> None:
+    saved = tmp_path / "chat.json"
+    out, err = chat(f"hello\n{'x' * 200}\n/save {saved}\n/clear\nagain\n", "--cache_lens", "120", code=1)
+    assert out == "you said hello\nyou said again\n"
+    assert re.search(r"error: the prompt has \d+ tokens and the cache holds 120.*/clear", err)
+    assert [message["content"] for message in json.loads(saved.read_text())] == ["hello", "you said hello"]
+
+
+def test_answers_that_are_cut(chat: Chat) -> None:
+    out, err = chat("hello\n", "--max_new_tokens", "5")
+    assert out == "you s\n"
+    assert "cut after 5 tokens; --max_new_tokens" in err
+    out, err = chat("hello\n", "--cache_lens", "45")
+    assert out.startswith("you")
+    assert "the cache of 45 tokens is full. /clear" in err
+
+
+def test_errors_of_turns(chat: Chat) -> None:
+    _, err = chat("/lod x\n/load\n/load /no/such/file\n", code=1)
+    assert err.splitlines() == [
+        "error: unknown command /lod; did you mean /load?",
+        "error: usage: /load FILE",
+        "error: cannot load /no/such/file: No such file or directory",
+    ]
+
+
+def test_errors_of_flags(chat: Chat) -> None:
+    assert "--mode long_context is not supported" in chat("", "--mode", "long_context", code=1)[1]
+    assert chat("", "--temperature", "-1", code=1)[1] == "error: temperature must be at least 0, got -1.0\n"
+    assert "did you mean --cache_lens?" in chat("", "--cache-len", "5", code=2)[1]
+    assert "expected one argument" in chat("", "--system", code=2)[1]
+    err = chat("", "--top_p", "0.5", "--use-cuda-graph")[1]
+    assert "--top_p: no effect at temperature 0" in err
+    assert "--use_cuda_graph has no effect" in err
+    assert chat("", "--no-use_cuda_graph", "--log_level", "error", "--top_p", "0.5")[1] == ""
+
+
+def test_interrupted_script_ends() -> None:
+    process = subprocess.Popen(
+        PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"endless\nhello\n")
+    process.stdin.flush()
+    assert process.stdout.read(10) == b"on and on "
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 130
+    assert b"you said" not in out
+
+
+# --- terminal --------------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """The chat on a pseudo-terminal."""
+
+    def __init__(self, *flags: str):
+        pid, self._fd = pty.fork()
+        if pid == 0:
+            os.execve(PROGRAM[0], [*PROGRAM, *flags], environment())
+        self._pid = pid
+        self._seen = ""
+
+    def expect(self, text: str) -> str:
+        """Read until `text` was shown; what came before it."""
+        while text not in self._seen:
+            ready, _, _ = select.select([self._fd], [], [], TIMEOUT)
+            assert ready, f"waited for {text!r}, saw {self._seen!r}"
+            try:
+                self._seen += os.read(self._fd, 65536).decode("utf-8", "replace")
+            except OSError:  # the program ended
+                raise AssertionError(f"ended before {text!r}, saw {self._seen!r}") from None
+        before, self._seen = self._seen.split(text, 1)
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def exit_code(self) -> int:
+        while True:
+            try:
+                if not os.read(self._fd, 65536):
+                    break
+            except OSError:
+                break
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    terminal = Terminal()
+    terminal.expect(">>> ")
+    yield terminal
+    terminal.close()
+
+
+def test_terminal_conversation(terminal: Terminal) -> None:
+    terminal.type("think\r")
+    terminal.expect("\x1b[2mlet me see")
+    terminal.expect("thought")
+    terminal.expect("prompt eval: ")
+    terminal.expect(">>> ")
+    terminal.type("some **bold** text\r")
+    terminal.expect("\x1b[1mbold")
+    terminal.expect(">>> ")
+    terminal.type('"""first\r')
+    terminal.expect("... ")
+    terminal.type('second"""\r')
+    terminal.expect("you said first")
+    terminal.expect("second")
+    terminal.expect(">>> ")
+    terminal.type("/help\r")
+    terminal.expect("/system [TEXT]")
+    terminal.expect(">>> ")
+    terminal.type("/nonsense\r")
+    terminal.expect("unknown command /nonsense")
+    terminal.expect(">>> ")
+    terminal.type("/exit\r")
+    assert terminal.exit_code() == 0
+
+
+def test_ctrl_c(terminal: Terminal) -> None:
+    terminal.type("endless\r")
+    terminal.expect("on and on on and on")
+    terminal.type("\x03")
+    terminal.expect("stopped")
+    terminal.expect(">>> ")
+    terminal.type("count\r")
+    terminal.expect("2 turns")  # the stopped answer is part of the conversation
+    terminal.expect(">>> ")
+    terminal.type("\x03")
+    terminal.expect("press Ctrl-C again")
+    terminal.expect(">>> ")
+    terminal.type("count\r")  # it only counts twice in a row
+    terminal.expect("3 turns")
+    terminal.expect(">>> ")
+    terminal.type("\x03")
+    terminal.expect("press Ctrl-C again")
+    terminal.expect(">>> ")
+    terminal.type("\x03")
+    assert terminal.exit_code() == 0
+
+
+def test_ctrl_d_leaves(terminal: Terminal) -> None:
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0

@@ -1,0 +1,257 @@
+"""config_from_gguf: the config that a file was written from comes back, and absurd metadata do not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ktransformers.errors import FormatError, KTransformersError, UnsupportedError
+from ktransformers.models.gguf_config import config_from_gguf, config_of_model
+from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf_source import GGUFSource
+from tests.support.gguf_writer import write_gguf
+from tests.support.tiny_models import MODEL_TYPES, random_model, tiny_config, tiny_model
+from tests.weights.checks import check_whole_model
+
+# Fields that a file does not hold, and that do not change what a model computes for these configs.
+NOT_STORED = {
+    "architectures", "dtype", "transformers_version", "pad_token_id", "num_nextn_predict_layers", "router_jitter_noise",
+    "input_jitter_noise", "pretraining_tp", "max_window_layers", "topk_method", "initializer_range", "sliding_window",
+    "router_aux_loss_coef", "eod_token_id", "sep_token_id", "head_dim", "_name_or_path", "moe_norm_min",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_config_comes_back(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type)
+    opened = open_gguf(write_gguf(model, tmp_path / "m.gguf"))
+    config = config_of_model(opened)
+    wanted, got = model.config.to_dict(), config.to_dict()
+    expected_type = "llama" if model_type == "mistral" else model_type
+    assert config.model_type == expected_type
+    assert config.architectures == [type(model).__name__.replace("Mistral", "Llama")]
+    if model_type == "mistral":
+        wanted["model_type"] = "llama"
+        got.pop("attention_bias"), got.pop("mlp_bias"), got.pop("pretraining_tp")
+    assert {k: v for k, v in wanted.items() if k not in NOT_STORED and got.get(k) != v} == {}
+    rebuilt = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    assert {n: p.shape for n, p in rebuilt.state_dict().items()} == {n: p.shape for n, p in model.state_dict().items()}
+    rebuilt.load_state_dict(model.state_dict())
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(rebuilt(tokens).logits, model(tokens).logits)
+    check_whole_model(GGUFSource(opened, config), rebuilt)
+
+
+def preset(arch: str, layers: int, dense: int, shapes: dict[str, tuple[int, ...]], **keys: object) -> tuple[dict, dict]:
+    """Metadata and shapes as a published file of that size has them; `shapes` are per layer, "moe:" from `dense` on."""
+    metadata: dict[str, object] = {"general.architecture": arch, f"{arch}.block_count": layers}
+    metadata |= {f"{arch}.{key.replace('__', '.')}": value for key, value in keys.items()}
+    tensors = {"output.weight": shapes["token_embd.weight"], "output_norm.weight": (1,)}
+    for name, shape in shapes.items():
+        if name.startswith("token_embd"):
+            tensors[name] = shape
+            continue
+        first = dense if name.startswith("moe:") else 0
+        tensors |= {f"blk.{layer}.{name.removeprefix('moe:')}": shape for layer in range(first, layers)}
+    return metadata, tensors
+
+
+def deepseek_v3(**changes: object) -> tuple[dict, dict]:
+    values: dict[str, object] = {
+        "context_length": 163840, "embedding_length": 7168, "feed_forward_length": 18432, "attention__head_count": 128,
+        "attention__head_count_kv": 1, "attention__layer_norm_rms_epsilon": float(np.float32(1e-6)),
+        "attention__key_length": 576, "attention__value_length": 512, "attention__key_length_mla": 192,
+        "attention__value_length_mla": 128, "attention__q_lora_rank": 1536, "attention__kv_lora_rank": 512,
+        "rope__dimension_count": 64, "rope__freq_base": 10000.0, "rope__scaling__type": "yarn",
+        "rope__scaling__factor": 40.0, "rope__scaling__original_context_length": 4096,
+        "rope__scaling__yarn_log_multiplier": float(np.float32(0.1)), "expert_count": 256, "expert_used_count": 8,
+        "expert_shared_count": 1, "expert_feed_forward_length": 2048, "expert_weights_scale": 2.5,
+        "expert_weights_norm": True, "expert_gating_func": 2, "leading_dense_block_count": 3,
+        "expert_group_count": 8, "expert_group_used_count": 4,
+    }  # fmt: skip
+    values |= changes
+    shapes = {
+        "token_embd.weight": (129280, 7168),
+        "attn_norm.weight": (7168,),
+        "moe:ffn_gate_inp.weight": (256, 7168),
+        "moe:exp_probs_b.bias": (256,),
+        "moe:ffn_gate_exps.weight": (256, 2048, 7168),
+    }
+    return preset("deepseek2", 61, 3, shapes, **{k: v for k, v in values.items() if v is not None})
+
+
+def test_deepseek_v3() -> None:
+    config = config_from_gguf(*deepseek_v3())
+    got = {key: getattr(config, key) for key in (
+        "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank",
+        "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "num_experts_per_tok",
+        "n_shared_experts", "first_k_dense_replace", "moe_intermediate_size", "intermediate_size", "n_group",
+        "topk_group", "norm_topk_prob", "routed_scaling_factor", "rms_norm_eps", "vocab_size", "tie_word_embeddings",
+    )}  # fmt: skip
+    assert list(got.values()) == [
+        "deepseek_v3", 61, 128, 128, 1536, 512, 128, 64, 128, 256, 8, 1, 3, 2048, 18432, 8, 4, True, 2.5, 1e-6, 129280,
+        False,
+    ]  # fmt: skip
+    # As in the published config.json.
+    assert config.rope_parameters == {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    }  # fmt: skip
+
+
+def test_deepseek_v3_of_old_files() -> None:
+    """Before absorbed MLA the key length was a head's, and expert groups were not written."""
+    config = config_from_gguf(
+        *deepseek_v3(
+            attention__key_length=192,
+            attention__value_length=128,
+            attention__key_length_mla=None,
+            attention__value_length_mla=None,
+            attention__head_count_kv=128,
+            expert_group_count=None,
+            expert_group_used_count=None,
+        )
+    )
+    assert (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) == (128, 64, 128)
+    assert (config.n_group, config.topk_group) == (8, 4)
+
+
+def test_deepseek_v2_lite() -> None:
+    metadata, shapes = deepseek_v3(
+        embedding_length=2048,
+        attention__head_count=16,
+        attention__q_lora_rank=None,
+        expert_count=64,
+        expert_used_count=6,
+        expert_shared_count=2,
+        expert_feed_forward_length=1408,
+        expert_weights_scale=1.0,
+        expert_weights_norm=False,
+        expert_gating_func=1,
+        leading_dense_block_count=1,
+        expert_group_count=None,
+        expert_group_used_count=None,
+        rope__scaling__yarn_log_multiplier=float(np.float32(0.0707)),
+    )
+    shapes = {name: shape for name, shape in shapes.items() if "exp_probs_b" not in name}
+    shapes["token_embd.weight"] = (102400, 2048)
+    config = config_from_gguf(metadata, shapes)
+    assert config.model_type == "deepseek_v2"
+    assert config.q_lora_rank is None
+    assert (config.topk_method, config.n_group, config.norm_topk_prob) == ("greedy", 1, False)
+    assert config.rope_parameters["mscale_all_dim"] == 0.707
+
+
+def test_qwen3_30b() -> None:
+    shapes = {
+        "token_embd.weight": (151936, 2048),
+        "ffn_gate_inp.weight": (128, 2048),
+        "ffn_gate_exps.weight": (128, 768, 2048),
+    }
+    keys: dict[str, object] = {
+        "context_length": 40960, "embedding_length": 2048, "feed_forward_length": 6144, "attention__head_count": 32,
+        "attention__head_count_kv": 4, "attention__key_length": 128, "attention__value_length": 128,
+        "attention__layer_norm_rms_epsilon": float(np.float32(1e-6)), "rope__freq_base": 1e6, "expert_count": 128,
+        "expert_used_count": 8, "expert_feed_forward_length": 768,
+    }  # fmt: skip
+    config = config_from_gguf(*preset("qwen3moe", 48, 0, shapes, **keys))
+    assert config.model_type == "qwen3_moe"
+    assert (config.head_dim, config.num_experts, config.moe_intermediate_size) == (128, 128, 768)
+    assert config.norm_topk_prob is True
+    assert config.mlp_only_layers == []
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
+
+
+def llama_with_factors(tmp_path: Path, factors: np.ndarray) -> Path:
+    model = tiny_model("llama")
+    import tests.support.gguf_writer as support
+
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    support.add_metadata(writer, model)
+    for name, values in support.gguf_tensors(model):
+        writer.add_tensor(name, np.ascontiguousarray(values))
+    writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_rope_is_inferred_from_the_factors(factor: float, tmp_path: Path) -> None:
+    wanted = {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": factor, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = tiny_config("llama", rope_parameters=wanted)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2).float() / 16)
+    path = llama_with_factors(tmp_path, (plain / scaled).numpy())
+    opened = open_gguf(path)
+    got = config_of_model(opened)
+    assert got.rope_parameters == wanted
+    check_whole_model(GGUFSource(opened, got), random_model(config))
+
+
+def test_other_factors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="not that of Llama 3"):
+        config_of_model(open_gguf(llama_with_factors(tmp_path, np.linspace(1, 9, 8))))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", None, "general.architecture"),
+        ("general.architecture", "mamba", "mamba.*--model_path"),
+        ("qwen3moe.block_count", 3, "3 layers.*tensors of 2"),
+        ("qwen3moe.block_count", 1 << 40, "block_count"),
+        ("qwen3moe.block_count", -1, "block_count"),
+        ("qwen3moe.block_count", None, r"lacks qwen3moe\.block_count"),
+        ("qwen3moe.embedding_length", 65, "65.*64 wide"),
+        ("qwen3moe.attention.head_count", 0, "head_count"),
+        ("qwen3moe.attention.head_count", "4", "head_count"),
+        ("qwen3moe.attention.head_count", True, "head_count"),
+        ("qwen3moe.attention.head_count_kv", np.array([2, 4]), "differs from layer to layer"),
+        ("qwen3moe.attention.layer_norm_rms_epsilon", math.nan, "finite"),
+        ("qwen3moe.rope.freq_base", math.inf, "finite"),
+        ("qwen3moe.rope.scaling.type", "ntk", "ntk"),
+        ("tokenizer.ggml.eos_token_id", 160, "eos_token_id"),
+        ("qwen3moe.expert_weights_norm", 1, "boolean"),
+    ],
+)
+def test_absurd_metadata_are_refused(key: str, value: object, message: str, tmp_path: Path) -> None:
+    model = open_gguf(write_gguf(tiny_model("qwen3_moe"), tmp_path / "m.gguf"))
+    metadata = dict(model.metadata) | {key: value}
+    if value is None:
+        del metadata[key]
+    with pytest.raises((FormatError, UnsupportedError), match=message):
+        config_from_gguf(metadata, {name: t.shape for name, t in model.tensors.items()})
+
+
+def test_equal_per_layer_values_are_one_value(tmp_path: Path) -> None:
+    model = open_gguf(write_gguf(tiny_model("qwen3_moe"), tmp_path / "m.gguf"))
+    metadata = dict(model.metadata) | {"qwen3moe.attention.head_count_kv": np.array([2, 2], dtype=np.int32)}
+    assert config_from_gguf(metadata, {n: t.shape for n, t in model.tensors.items()}).num_key_value_heads == 2
+
+
+def test_end_of_turn_is_an_end_token_too(tmp_path: Path) -> None:
+    model = open_gguf(write_gguf(tiny_model("qwen3_moe"), tmp_path / "m.gguf"))
+    shapes = {name: t.shape for name, t in model.tensors.items()}
+    assert config_from_gguf(model.metadata, shapes).eos_token_id == 2
+    config = config_from_gguf(dict(model.metadata) | {"tokenizer.ggml.eot_token_id": 7}, shapes)
+    assert config.eos_token_id == [2, 7]
+
+
+def test_files_without_embeddings_are_refused() -> None:
+    with pytest.raises(KTransformersError, match="token_embd"):
+        config_from_gguf({"general.architecture": "llama"}, {})
