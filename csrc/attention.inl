@@ -70,8 +70,8 @@ template <int C> void score_queries(const SpanState& st, const FloatStage& stage
 inline void score_sub_tile(const AttentionArgs& a, SpanState& st, int sub, FloatStage& stage) {
   float* scores = &st.scores[sub][0][0];
   for (int i = 0; i < st.count; ++i) store(scores + i * 16, zero());
-  for (int first = 0; first < a.dim_k; first += kTileCols) {
-    const int cols = a.dim_k - first < kTileCols ? a.dim_k - first : kTileCols;
+  for (int first = 0; first < a.dim_k; first += kFloatCols) {
+    const int cols = a.dim_k - first < kFloatCols ? a.dim_k - first : kFloatCols;
     stage_float<QType::F32>(st.k + 16 * sub, first, cols, stage);
     score_queries<kFloatTokens>(st, stage, first, cols, scores, 0);
   }

@@ -5,7 +5,7 @@
 // tokens of the call. Each output is one lane's accumulator, and sees these operations in this order, whatever the
 // number of tokens, the split of rows or the tier (all fp32 operations round once; no fused ones but in (1)):
 //
-// (1) F32, F16, BF16, for every chunk of 256 columns (the last may be shorter):
+// (1) F32, F16, BF16, for every chunk of 128 columns (the last may be shorter):
 //       s = 0; for k ascending: s = fma(w[k], x[k], s);   acc = acc + s
 // (2) Q8_0, Q4_0, for every block of 32, ascending, with q the integer weight and a, da the int8 activations and scale:
 //       isum = sum q[k] a[k] (int32, exact);              acc = acc + (d * da) * float(isum)
@@ -18,10 +18,11 @@
 
 namespace {
 
+constexpr int kFloatCols = 128;  // columns of one chunk of (1): a stage of 8 KiB
 constexpr int kFewTokens = 4;  // up to here staging costs more than it saves
 
 struct FloatStage {
-  alignas(64) float w[kTileCols * 16];  // [column][row]
+  alignas(64) float w[kFloatCols * 16];  // [column][row]
 };
 
 struct QuantStage {
@@ -36,22 +37,26 @@ inline int64_t token_row(const TileArgs& a, int t) { return a.token_ids ? a.toke
 
 // ---- unquantized ----
 
-// Fewer than 8 columns: copied, so that nothing behind the row is read; the missing ones are 0.
+// Fewer than 16 columns: copied, so that nothing behind the row is read; the missing ones are 0.
 template <QType TYPE> inline void copy_columns(const uint8_t* const* rows, int64_t at, int count, float* dst) {
   constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
-  alignas(64) uint8_t copy[16][32] = {};
+  alignas(64) uint8_t copy[16][64] = {};
   const uint8_t* src[16];
   for (int r = 0; r < 16; ++r) {
     std::memcpy(copy[r], rows[r] + at, static_cast<size_t>(count * bytes));
     src[r] = copy[r];
   }
   store_columns8<TYPE>(src, 0, dst);
+  store_columns8<TYPE>(src, 8 * bytes, dst + 8 * 16);
 }
 
 template <QType TYPE> void stage_float(const uint8_t* const* rows, int64_t first, int cols, FloatStage& st) {
   constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
   int c = 0;
-  for (; c + 8 <= cols; c += 8) store_columns8<TYPE>(rows, (first + c) * bytes, st.w + c * 16);
+  for (; c + 16 <= cols; c += 16) {
+    store_columns8<TYPE>(rows, (first + c) * bytes, st.w + c * 16);
+    store_columns8<TYPE>(rows, (first + c + 8) * bytes, st.w + (c + 8) * 16);
+  }
   if (c < cols) copy_columns<TYPE>(rows, (first + c) * bytes, cols - c, st.w + c * 16);
 }
 
@@ -77,9 +82,31 @@ template <int C> void float_tokens(const TileArgs& a, const FloatStage& st, int6
   if constexpr (C > 1) float_tokens<C / 2>(a, st, first, cols, t);
 }
 
+// Sums of G chunks, each on its own: they do not wait for one another, which is what hides the latency of fma.
+template <QType TYPE, int C, int G> inline void few_chunks(const TileArgs& a, const float* const* x, int64_t first, vf* acc) {
+  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
+  vf s[G][C];
+  for (int g = 0; g < G; ++g)
+    for (int c = 0; c < C; ++c) s[g][c] = zero();
+  const int cols = G == 1 && a.k - first < kFloatCols ? static_cast<int>(a.k - first) : kFloatCols;
+  int k = 0;
+  for (; k + 16 <= cols; k += 16)
+    for (int g = 0; g < G; ++g) {
+      const int64_t column = first + g * kFloatCols + k;
+      fma_columns16<TYPE, C>(a.rows, column * bytes, x, column, s[g]);
+    }
+  if (k < cols) {
+    alignas(64) float columns[16 * 16];
+    copy_columns<TYPE>(a.rows, (first + k) * bytes, cols - k, columns);
+    for (int j = 0; j < cols - k; ++j)
+      for (int c = 0; c < C; ++c) s[0][c] = fma_(load(columns + 16 * j), set1(x[c][first + k + j]), s[0][c]);
+  }
+  for (int g = 0; g < G; ++g)
+    for (int c = 0; c < C; ++c) acc[c] = add(acc[c], s[g][c]);
+}
+
 // Without a stage: the columns of a few tokens' weights go from the transposition straight into the sums.
 template <QType TYPE, int C> void float_few(const TileArgs& a, int t) {
-  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
   for (; t + C <= a.num_tokens; t += C) {
     const float* x[C];
     vf acc[C];
@@ -87,20 +114,9 @@ template <QType TYPE, int C> void float_few(const TileArgs& a, int t) {
       x[c] = a.act.x + token_row(a, t + c) * a.act.ldx;
       acc[c] = zero();
     }
-    for (int64_t first = 0; first < a.k; first += kTileCols) {
-      const int64_t end = a.k - first < kTileCols ? a.k : first + kTileCols;
-      vf s[C];
-      for (int c = 0; c < C; ++c) s[c] = zero();
-      int64_t k = first;
-      for (; k + 8 <= end; k += 8) fma_columns8<TYPE, C>(a.rows, k * bytes, x, k, s);
-      if (k < end) {
-        alignas(64) float columns[8 * 16];
-        copy_columns<TYPE>(a.rows, k * bytes, static_cast<int>(end - k), columns);
-        for (int64_t j = k; j < end; ++j)
-          for (int c = 0; c < C; ++c) s[c] = fma_(load(columns + 16 * (j - k)), set1(x[c][j]), s[c]);
-      }
-      for (int c = 0; c < C; ++c) acc[c] = add(acc[c], s[c]);
-    }
+    int64_t first = 0;
+    for (; first + 2 * kFloatCols <= a.k; first += 2 * kFloatCols) few_chunks<TYPE, C, 2>(a, x, first, acc);
+    for (; first < a.k; first += kFloatCols) few_chunks<TYPE, C, 1>(a, x, first, acc);
     for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
   }
   if constexpr (C > 1) float_few<TYPE, C / 2>(a, t);
@@ -109,8 +125,8 @@ template <QType TYPE, int C> void float_few(const TileArgs& a, int t) {
 template <QType TYPE> void float_tile(const TileArgs& a) {
   if (a.num_tokens <= kFewTokens) return float_few<TYPE, 2>(a, 0);
   FloatStage st;
-  for (int64_t first = 0; first < a.k; first += kTileCols) {
-    const int cols = static_cast<int>(a.k - first < kTileCols ? a.k - first : kTileCols);
+  for (int64_t first = 0; first < a.k; first += kFloatCols) {
+    const int cols = static_cast<int>(a.k - first < kFloatCols ? a.k - first : kFloatCols);
     stage_float<TYPE>(a.rows, first, cols, st);
     float_tokens<kFloatTokens>(a, st, first, cols, 0);
   }
@@ -163,7 +179,7 @@ template <class F, int C> inline void dot32(const uint8_t* w, const int8_t* cons
   if constexpr (F::is_signed) {
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c]);
-#pragma GCC unroll 4
+#pragma GCC unroll 2  // unrolled further, GCC multiplies everything first and spills
     for (int step = 0; step < 8; ++step) {
       const wb column = load_wb(w + 64 * step);
 #pragma GCC unroll 16
@@ -173,7 +189,7 @@ template <class F, int C> inline void dot32(const uint8_t* w, const int8_t* cons
     uacc u[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) u[c] = uacc_zero();
-#pragma GCC unroll 4
+#pragma GCC unroll 2  // unrolled further, GCC multiplies everything first and spills
     for (int step = 0; step < 8; ++step) {  // at most 8 * 2 * 15 * 127 in an int16
       const wb column = load_wb(w + 64 * step);
 #pragma GCC unroll 16
@@ -287,7 +303,7 @@ template <class F, int C> inline void dot256(const QuantStage& st, const int8_t*
     uacc u[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) u[c] = uacc_zero();
-#pragma GCC unroll 4
+#pragma GCC unroll 2  // unrolled further, GCC multiplies everything first and spills
     for (int step = 0; step < steps; ++step) {
       const wb column = load_wb(st.w + 64 * (first + step));
 #pragma GCC unroll 16

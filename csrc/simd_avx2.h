@@ -208,15 +208,20 @@ template <QType TYPE> inline void store_columns8(const uint8_t* const* rows, int
     for (int c = 0; c < 8; ++c) _mm256_storeu_ps(dst + 16 * c + 8 * half, r[c]);
   }
 }
-// s[c] = fma(column, x[c][column], s[c]) for 8 columns, ascending.
-template <QType TYPE, int C> inline void fma_columns8(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
+// s[c] = fma(column, x[c][column], s[c]) for 16 columns, ascending. 8 rows at a time: rows that are 4 KiB apart share a
+// set of the first-level cache, which has 8 ways.
+template <QType TYPE, int C> inline void fma_columns16(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
+  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
+  for (int i = 0; i < 16; ++i) _mm_prefetch(reinterpret_cast<const char*>(rows[i] + at + 512), _MM_HINT_T0);
   __m256 r[8];
-  columns8<TYPE>(rows, at, r);
-  for (int j = 0; j < 8; ++j)
-    for (int c = 0; c < C; ++c) s[c].a = _mm256_fmadd_ps(r[j], _mm256_set1_ps(x[c][k + j]), s[c].a);
-  columns8<TYPE>(rows + 8, at, r);
-  for (int j = 0; j < 8; ++j)
-    for (int c = 0; c < C; ++c) s[c].b = _mm256_fmadd_ps(r[j], _mm256_set1_ps(x[c][k + j]), s[c].b);
+  for (int j = 0; j < 16; ++j) {
+    if (j % 8 == 0) columns8<TYPE>(rows, at + j * bytes, r);
+    for (int c = 0; c < C; ++c) s[c].a = _mm256_fmadd_ps(r[j % 8], _mm256_set1_ps(x[c][k + j]), s[c].a);
+  }
+  for (int j = 0; j < 16; ++j) {
+    if (j % 8 == 0) columns8<TYPE>(rows + 8, at + j * bytes, r);
+    for (int c = 0; c < C; ++c) s[c].b = _mm256_fmadd_ps(r[j % 8], _mm256_set1_ps(x[c][k + j]), s[c].b);
+  }
 }
 
 inline vi pair_dot(vi total, vi a, const int16_t* y) {

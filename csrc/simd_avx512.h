@@ -175,12 +175,14 @@ template <QType TYPE> inline void store_columns8(const uint8_t* const* rows, int
   columns8<TYPE>(rows, at, r);
   for (int c = 0; c < 8; ++c) _mm512_storeu_ps(dst + 16 * c, r[c]);
 }
-// s[c] = fma(column, x[c][column], s[c]) for 8 columns, ascending.
-template <QType TYPE, int C> inline void fma_columns8(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
+// s[c] = fma(column, x[c][column], s[c]) for 16 columns, ascending.
+template <QType TYPE, int C> inline void fma_columns16(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
+  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
   __m512 r[8];
-  columns8<TYPE>(rows, at, r);
-  for (int j = 0; j < 8; ++j)
-    for (int c = 0; c < C; ++c) s[c].v = _mm512_fmadd_ps(r[j], _mm512_set1_ps(x[c][k + j]), s[c].v);
+  for (int j = 0; j < 16; ++j) {
+    if (j % 8 == 0) columns8<TYPE>(rows, at + j * bytes, r);
+    for (int c = 0; c < C; ++c) s[c].v = _mm512_fmadd_ps(r[j % 8], _mm512_set1_ps(x[c][k + j]), s[c].v);
+  }
 }
 
 inline vi pair_dot(vi total, vi a, const int16_t* y) { return {_mm512_dpwssd_epi32(total.v, a.v, broadcast4(y))}; }

@@ -194,10 +194,11 @@ template <QType TYPE> inline float weight_at(const uint8_t* p) {
 template <QType TYPE> inline void store_columns8(const uint8_t* const* rows, int64_t at, float* dst) {
   for (int c = 0; c < 8; ++c) KT_LANES dst[16 * c + i] = weight_at<TYPE>(rows[i] + at + c * (TYPE == QType::F32 ? 4 : 2));
 }
-template <QType TYPE, int C> inline void fma_columns8(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
-  alignas(64) float columns[8 * 16];
+template <QType TYPE, int C> inline void fma_columns16(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
+  alignas(64) float columns[16 * 16];
   store_columns8<TYPE>(rows, at, columns);
-  for (int j = 0; j < 8; ++j)
+  store_columns8<TYPE>(rows, at + 8 * (TYPE == QType::F32 ? 4 : 2), columns + 8 * 16);
+  for (int j = 0; j < 16; ++j)
     for (int c = 0; c < C; ++c) s[c] = fma_(load(columns + 16 * j), set1(x[c][k + j]), s[c]);
 }
 

@@ -1,7 +1,7 @@
 """A cache for one sequence of bounded length: one page that holds all its positions.
 
-    L layers; per layer: keys fp32 [max_len, kv_heads, key_dim], values fp32 [max_len, kv_heads, value_dim]
-    latent attention (MLA): kv_heads is 1, and values is a view of the first value_dim columns of keys
+L layers; per layer: keys fp32 [max_len, kv_heads, key_dim], values fp32 [max_len, kv_heads, value_dim]
+latent attention (MLA): kv_heads is 1, and values is a view of the first value_dim columns of keys
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def _is_meta(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.is_meta
 
 
-def cache_shapes(model: Any, operators: dict[str, nn.Module]) -> list[LayerShape]:
+def cache_shapes(model: Any, operators: Mapping[str, nn.Module]) -> list[LayerShape]:
     """The cache that each layer needs, in the order of layer_idx; `operators` are the planned ones by key.
 
     Latent shapes are for layers that run our absorbed MLA; any other attention module caches what it hands to the
@@ -107,7 +108,9 @@ def cache_shapes(model: Any, operators: dict[str, nn.Module]) -> list[LayerShape
         else:
             shapes[layer_idx] = _expanded_shape(module, key)
     if sorted(shapes) != list(range(model.config.num_hidden_layers)):
-        raise UnsupportedError(f"model type {model.config.model_type}: attention found for layers {sorted(shapes)} only")
+        raise UnsupportedError(
+            f"model type {model.config.model_type}: attention found for layers {sorted(shapes)} only"
+        )
     return [shapes[i] for i in range(len(shapes))]
 
 

@@ -120,7 +120,9 @@ def expect_shape(info: TensorInfo | None, key: str, shape: tuple[int, ...]) -> T
     if info is None:
         raise TensorMismatchError(f"tensor {key} is missing from the weight files")
     if tuple(info.shape) != tuple(shape):
-        raise TensorMismatchError(f"tensor {key} has shape {tuple(info.shape)}, the model's config needs {tuple(shape)}")
+        raise TensorMismatchError(
+            f"tensor {key} has shape {tuple(info.shape)}, the model's config needs {tuple(shape)}"
+        )
     return info
 
 

@@ -120,7 +120,9 @@ class KTransformersExperts(Operator):
         self.num_experts = self.layout.num_experts
         self.activation = find_activation(module, self.layout)
         if self.activation is None:
-            logger.warning("%s: no native kernel for its activation, runs as KExpertsTorch (slow)", type(module).__name__)
+            logger.warning(
+                "%s: no native kernel for its activation, runs as KExpertsTorch (slow)", type(module).__name__
+            )
         object.__setattr__(self, "_module", module)  # for its _apply_gate only; its parameters stay on meta
         self.gate_up_proj = empty_parameter((self.num_experts, 0, 0))
         self._kernel: native.MoeKernel | None = None
@@ -172,7 +174,7 @@ class KTransformersExperts(Operator):
         weights = self._weights
         assert weights is not None, f"{self.key} is not loaded"
         out = torch.zeros_like(rows)
-        for expert in topk_ids.unique().tolist():
+        for expert in sorted(set(topk_ids.flatten().tolist())):
             if expert == self.num_experts:  # the sentinel of expert parallelism
                 continue
             token, slot = torch.where(topk_ids == expert)

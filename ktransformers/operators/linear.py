@@ -46,7 +46,9 @@ class KTransformersLinear(Operator):
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         if not isinstance(module, nn.Linear):
-            raise UnsupportedError(f"KTransformersLinear cannot replace {key}: {type(module).__name__} is not nn.Linear")
+            raise UnsupportedError(
+                f"KTransformersLinear cannot replace {key}: {type(module).__name__} is not nn.Linear"
+            )
         self.in_features, self.out_features = module.in_features, module.out_features
         self.has_bias = module.bias is not None
         # Hugging Face code reads `linear.weight.dtype` and `.shape`; the bytes live in `_weight`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -40,25 +40,28 @@ class KMoEBlock(WrapperOperator):
             )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        block = self.inner
+        block: Any = self.inner
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, topk_weights, topk_ids = block.gate(rows)  # type: ignore[operator]
+        _, topk_weights, topk_ids = block.gate(rows)
         experts = block.experts
         if not isinstance(experts, KTransformersExperts):
-            routed, shared = experts(rows, topk_ids, topk_weights), self._shared(rows)  # type: ignore[operator]
+            routed, shared = experts(rows, topk_ids, topk_weights), self._shared(rows)
         else:
             ticket = experts.submit(rows, topk_ids, topk_weights)
             shared = self._shared(rows)
             routed = experts.collect(ticket)
-        return (routed if shared is None else routed + shared).view(hidden_states.shape)
+        output: torch.Tensor = routed if shared is None else routed + shared
+        return output.view(hidden_states.shape)
 
     def _shared(self, rows: torch.Tensor) -> torch.Tensor | None:
-        block = self.inner
+        block: Any = self.inner
         shared = getattr(block, "shared_experts", None)
         if shared is not None:
-            return shared(rows)  # type: ignore[no-any-return]
+            output: torch.Tensor = shared(rows)
+            return output
         shared = getattr(block, "shared_expert", None)
         if shared is None:
             return None
-        scale = sigmoid(block.shared_expert_gate(rows), self.config.require_pool())  # type: ignore[operator]
-        return scale * shared(rows)  # type: ignore[no-any-return]
+        scale = sigmoid(block.shared_expert_gate(rows), self.config.require_pool())
+        weighted: torch.Tensor = scale * shared(rows)
+        return weighted

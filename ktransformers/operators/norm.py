@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ def _probe(module: nn.Module) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, weight.shape[0], generator=generator)
-    twin = copy.deepcopy(module).to_empty(device="cpu")
+    twin: Any = copy.deepcopy(module).to_empty(device="cpu")
     with torch.no_grad():
         scale = torch.rand(weight.shape, generator=generator) + 0.5
         twin.weight.copy_(scale)

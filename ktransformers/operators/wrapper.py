@@ -25,7 +25,7 @@ class DenseState:
     def names(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, shape) of everything that a checkpoint holds for the module itself."""
         transient = self.module._non_persistent_buffers_set
-        state = [(n, p) for n, p in self.module._parameters.items() if p is not None]
+        state: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in self.module._parameters.items() if p is not None]
         state += [(n, b) for n, b in self.module._buffers.items() if b is not None and n not in transient]
         return [(name, tuple(tensor.shape)) for name, tensor in state]
 

@@ -150,7 +150,7 @@ class _Builder:
             raise self.fail(f"the YAML tag {node.tag!r} is not allowed here", node)
         try:
             value: Scalar = self.loader.construct_object(node)
-        except ValueError as error:  # such as an explicit `!!int x`
+        except (ValueError, KeyError, IndexError) as error:  # what PyYAML raises for `!!int x`, `!!bool x`, `!!int ''`
             raise self.fail(f"{node.value!r} is not a valid {node.tag.rsplit(':', 1)[-1]}", node) from error
         return value
 

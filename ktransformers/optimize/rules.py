@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -232,10 +233,15 @@ class _RuleParser:
         return pattern, wanted
 
     def pattern(self, text: str, line: int) -> re.Pattern[str]:
-        try:
-            return re.compile(text)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise self.fail(f"match.name {text!r} is not a regular expression: {error}", line) from error
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                pattern = re.compile(text)
+            except (re.error, RecursionError, OverflowError) as error:
+                raise self.fail(f"match.name {text!r} is not a regular expression: {error}", line) from error
+        for warning in caught:  # such as "possible nested set" for [[
+            logger.warning("%s", self.fail(f"match.name {text!r}: {warning.message}", line))
+        return pattern
 
     def operator(self, item: Item | None) -> type[Operator] | None:
         if item is None or item.value == "default":

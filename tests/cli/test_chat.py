@@ -21,7 +21,7 @@ from . import fake_chat
 
 PROGRAM = [sys.executable, str(Path(__file__).parent / "fake_chat.py")]
 ROOT = Path(__file__).parent.parent.parent
-TIMEOUT = 120  # seconds; only a hang reaches it
+TIMEOUT = 60  # seconds; only a hang reaches it
 
 
 def environment() -> dict[str, str]:
@@ -156,9 +156,9 @@ def test_answers_that_are_cut(chat: Chat) -> None:
     out, err = chat("hello\n", "--max_new_tokens", "5")
     assert out == "you s\n"
     assert "cut after 5 tokens; --max_new_tokens" in err
-    out, err = chat("hello\n", "--cache_lens", "45")
+    out, err = chat("hello\n", "--cache_lens", "30")
     assert out.startswith("you")
-    assert "the cache of 45 tokens is full. /clear" in err
+    assert "the cache of 30 tokens is full. /clear" in err
 
 
 def test_errors_of_turns(chat: Chat) -> None:
@@ -240,7 +240,7 @@ class Terminal:
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
     terminal = Terminal()
-    terminal.expect(">>> ")
+    terminal.expect(">>>")
     yield terminal
     terminal.close()
 
@@ -250,22 +250,22 @@ def test_terminal_conversation(terminal: Terminal) -> None:
     terminal.expect("\x1b[2mlet me see")
     terminal.expect("thought")
     terminal.expect("prompt eval: ")
-    terminal.expect(">>> ")
+    terminal.expect(">>>")
     terminal.type("some **bold** text\r")
     terminal.expect("\x1b[1mbold")
-    terminal.expect(">>> ")
+    terminal.expect(">>>")
     terminal.type('"""first\r')
-    terminal.expect("... ")
+    terminal.expect("...")
     terminal.type('second"""\r')
     terminal.expect("you said first")
     terminal.expect("second")
-    terminal.expect(">>> ")
+    terminal.expect(">>>")
     terminal.type("/help\r")
     terminal.expect("/system [TEXT]")
-    terminal.expect(">>> ")
+    terminal.expect(">>>")
     terminal.type("/nonsense\r")
     terminal.expect("unknown command /nonsense")
-    terminal.expect(">>> ")
+    terminal.expect(">>>")
     terminal.type("/exit\r")
     assert terminal.exit_code() == 0
 
@@ -275,19 +275,19 @@ def test_ctrl_c(terminal: Terminal) -> None:
     terminal.expect("on and on on and on")
     terminal.type("\x03")
     terminal.expect("stopped")
-    terminal.expect(">>> ")
+    terminal.expect(">>>")
     terminal.type("count\r")
     terminal.expect("2 turns")  # the stopped answer is part of the conversation
-    terminal.expect(">>> ")
+    terminal.expect(">>>")
     terminal.type("\x03")
     terminal.expect("press Ctrl-C again")
-    terminal.expect(">>> ")
+    terminal.expect(">>>")
     terminal.type("count\r")  # it only counts twice in a row
     terminal.expect("3 turns")
-    terminal.expect(">>> ")
+    terminal.expect(">>>")
     terminal.type("\x03")
     terminal.expect("press Ctrl-C again")
-    terminal.expect(">>> ")
+    terminal.expect(">>>")
     terminal.type("\x03")
     assert terminal.exit_code() == 0
 

@@ -88,7 +88,11 @@ def test_rms_norm_is_told_from_its_lookalikes(config: OperatorConfig) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
 
-    cases = ((nn.RMSNorm(16, eps=1e-5), "KRMSNormNative"), (nn.LayerNorm(16), "KNormTorch"), (OffsetNorm(), "KNormTorch"))
+    cases = (
+        (nn.RMSNorm(16, eps=1e-5), "KRMSNormNative"),
+        (nn.LayerNorm(16), "KNormTorch"),
+        (OffsetNorm(), "KNormTorch"),
+    )
     for module, op in cases:
         x = rows(7, 16, seed=1)
         want = module(x)
@@ -126,7 +130,9 @@ class OddExperts(nn.Module):
         self.down_proj = nn.Parameter(rows(3, 16, 8, seed=1))
         self.act_fn = nn.Mish()
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         out = torch.zeros_like(hidden_states)
         for t in range(hidden_states.shape[0]):
             for k in range(top_k_index.shape[1]):
@@ -202,7 +208,9 @@ def test_rotary_table_equals_the_module(config: OperatorConfig) -> None:
         assert operator.op(Phase.GENERATE) == "KRotaryTable"
         x, positions = rows(1, 3, 64), torch.tensor([[0, 17, 4999]])
         got, want = operator(x, positions), module(x, positions)
-        for a, b in zip(got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,), strict=True):
+        for a, b in zip(
+            got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,), strict=True
+        ):
             # cos and sin of the same angles, computed at another place of a longer vector: at most an ulp apart
             torch.testing.assert_close(a, b, rtol=0, atol=1.2e-7 * 2)
 

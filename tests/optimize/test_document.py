@@ -53,6 +53,8 @@ def test_unquoted_date_stays_text() -> None:
         ("a: !!set {x}\n", 1, "tag"),
         ("a: !!binary aGk=\n", 1, "tag"),
         ("a: !!int x\n", 1, "'x' is not a valid int"),
+        ("a: !!int ''\n", 1, "'' is not a valid int"),
+        ("a: !!bool x\n", 1, "'x' is not a valid bool"),
         ("? [1, 2]\n: 3\n", 1, "a key must be a single value"),
         ("a: &x\n  b: *x\n", 1, "an alias contains itself"),
         ("a: *nobody\n", 1, "not valid YAML"),

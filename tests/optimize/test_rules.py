@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,35 @@ def test_load_rules_names_the_file(tmp_path: Path) -> None:
     path.write_text(GOOD + "- {}\n")
     with pytest.raises(RuleError, match=r"mine\.yaml:3 \(rule 2\)"):
         load_rules(path)
+
+
+def test_a_doubtful_regular_expression_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    one("- match: {name: '[[a]'}\n  replace: {}\n")
+    (record,) = caplog.records
+    assert "f.yaml:1 (rule 1): match.name '[[a]': Possible nested set" in record.getMessage()
+
+
+def test_mutated_files_are_rules_or_rule_errors() -> None:
+    rng = random.Random(0)
+    text = (
+        "- match: {name: '^model\\.(?!x)[a-c]', class: torch.nn.Linear}\n"
+        "  replace:\n"
+        f"    class: {FAKE}\n"
+        "    kwargs: &k {generate_device: 'cuda:1', generate_op: FastOp, bits: 4, transfer_map: {3: cpu}}\n"
+        "  recursive: False\n"
+        "- {match: {name: a}, replace: {class: default, kwargs: {out_device: cpu}}}\n"
+    )
+    outcomes = set()
+    for _ in range(400):
+        mutated = list(text)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(mutated))
+            mutated[at : at + rng.randint(0, 3)] = rng.choice(
+                ["", "\n", "  ", "*k", "&k ", "[", "}", ":", "'", "!!int ", "\0"]
+            )
+        try:
+            outcomes.add(type(parse_rules("".join(mutated), "f.yaml")).__name__)
+        except RuleError as error:
+            assert error.file == "f.yaml"  # noqa: PT017 - either outcome is right
+            outcomes.add("RuleError")
+    assert outcomes == {"Rules", "RuleError"}

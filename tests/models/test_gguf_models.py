@@ -1,0 +1,98 @@
+"""GGUF end to end: `--gguf_path` alone, against `transformers` in fp32 on the same weights.
+
+F32 files must agree as closely as safetensors do (tests/models/test_agreement.py). For quantized files the oracle is
+`transformers` on the dequantized weights; the kernels' int8 activations then cost, per product of K terms, a random walk of
+steps of relative size 1/127/sqrt(12) = 0.2 %, which residual streams of a few layers raise to about 1 % of the logits' scale.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.builder import Engine, build_engine
+from ktransformers.kernels.quant import QuantType
+from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
+from tests.support.gguf_writer import write_gguf
+from tests.support.tiny_models import tiny_model
+
+NAMED = ["qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "llama", "qwen3"]
+GENERIC = ["olmoe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "granitemoe", "minimax_m2", "phimoe", "dots1", "qwen2"]
+F32_TOLERANCE, INT8_TOLERANCE = 1e-4, 3e-2
+
+
+def prompt(vocab_size: int, length: int = 24) -> list[int]:
+    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def open_engine(path: Path, **settings: object) -> Engine:
+    return build_engine(EngineConfig(gguf_path=path, cache_lens=64, **{"cpu_infer": 1, **settings}))  # type: ignore[arg-type]
+
+
+def logits_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("model_type", NAMED + GENERIC)
+def test_f32_file_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type, seed=1)
+    engine = open_engine(write_gguf(model, tmp_path / "model.gguf"))
+    ids = prompt(model.config.vocab_size)
+    want, got = logits_of(model, ids), engine.runner.forward(ids, 0, range(len(ids)))
+    assert (got - want).abs().max() <= F32_TOLERANCE * want.abs().max()
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+def dequantized(model: PreTrainedModel, experts_qtype: QuantType, dense_qtype: QuantType) -> PreTrainedModel:
+    """A copy whose matrices went through the file's types and back, by the `gguf` package's dequantization."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            if parameter.dim() < 2 or name.endswith(("mlp.gate.weight", "router.weight", "bias")):
+                continue
+            qtype = experts_qtype if ".experts." in name else dense_qtype
+            if parameter.shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0]:
+                qtype = QuantType.Q8_0 if parameter.shape[-1] % 32 == 0 else QuantType.F16
+            rows = parameter.float().numpy().reshape(-1, parameter.shape[-1])
+            packed = quantize(rows, qtype) if qtype in QUANTIZABLE_TYPES else gguf.quants.quantize(rows, qtype)
+            values = np.ascontiguousarray(gguf.quants.dequantize(packed, qtype), dtype=np.float32)
+            parameter.copy_(torch.from_numpy(values).view(parameter.shape))
+    return twin
+
+
+@pytest.mark.parametrize("qtype", ["Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "BF16", "F16"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_quantized_file_agrees_with_dequantized_weights(model_type: str, qtype: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type, seed=3, hidden=256)
+    kind = QuantType[qtype]
+    engine = open_engine(write_gguf(model, tmp_path / "model.gguf", kind, kind, kv_b="whole"))
+    ids = prompt(model.config.vocab_size)
+    want, got = logits_of(dequantized(model, kind, kind), ids), engine.runner.forward(ids, 0, range(len(ids)))
+    tolerance = F32_TOLERANCE if qtype in ("BF16", "F16") else INT8_TOLERANCE
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    # A row whose router nearly ties may take another expert and differ by more: the median row must not.
+    assert errors.median() <= tolerance
+    assert (errors > tolerance).sum() <= 3
+
+
+@pytest.mark.parametrize("hidden", [64, 256])
+def test_same_logits_with_any_threads_and_chunks(hidden: int, tmp_path: Path) -> None:
+    """Experts 96 wide (no multiple of a K-quant block) and 256 wide; exact whatever splits the work."""
+    model = tiny_model("qwen2_moe", seed=4, hidden=hidden)
+    path = write_gguf(model, tmp_path / "model.gguf", QuantType.Q4_K, QuantType.Q6_K)
+    ids = prompt(model.config.vocab_size, 33)
+    whole = open_engine(path).runner.forward(ids, 0, range(len(ids)))
+    for threads in (1, 2, 3):
+        runner = open_engine(path, cpu_infer=threads).runner
+        for size in (1, 7, 33):
+            chunks = [(at, ids[at : at + size]) for at in range(0, len(ids), size)]
+            parts = [runner.forward(chunk, at, range(len(chunk))) for at, chunk in chunks]
+            assert torch.equal(torch.cat(parts), whole), (threads, size)

@@ -1,0 +1,51 @@
+"""Plans over real files and real operators: nothing missing, nothing left over, and the bytes are the checkpoint's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from ktransformers.engine.skeleton import build_skeleton, restore_buffers
+from ktransformers.kernels.native import WorkerPool
+from ktransformers.models.registry import default_rules
+from ktransformers.operators.base import OperatorConfig
+from ktransformers.optimize.apply import apply_plan, load_plan
+from ktransformers.optimize.plan import make_plan
+from ktransformers.optimize.rules import load_rules
+from ktransformers.weights.loader import open_source
+from tests.optimize.fakes import MACHINE
+from tests.support.tiny_models import tiny_model, write_safetensors
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_tied"),
+    [("qwen2_moe", True), ("deepseek_v3", False), ("mixtral", False), ("minimax_m2", True), ("llama", True)],
+)
+def test_bytes_are_those_of_the_checkpoint(model_type: str, is_tied: bool, tmp_path: Path) -> None:
+    write_safetensors(tiny_model(model_type, tie_word_embeddings=is_tied), tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        stored = sum(4 * file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - not a mapping
+    skeleton = build_skeleton(tiny_model(model_type, tie_word_embeddings=is_tied).config)
+    source = open_source(tmp_path, skeleton.config)
+    pool = WorkerPool(1)
+    try:
+        plan = make_plan(
+            skeleton,
+            load_rules(default_rules(skeleton.config, skeleton)),
+            operator_config=OperatorConfig(skeleton.config, pool),
+            source=source,
+            machine=MACHINE,
+            strict=True,
+            ignorable=lambda name: False,
+        )
+        assert plan.weight_bytes == {"cpu": stored}
+        assert set().union(*(entry.stored_names for entry in plan.entries)) == set(source.stored_names())
+        apply_plan(skeleton, plan)
+        restore_buffers(skeleton)
+        progress: list[int] = []
+        load_plan(skeleton, plan, source, lambda nbytes, key: progress.append(nbytes))
+        assert progress[-1] == stored
+    finally:
+        pool.close()
