@@ -115,7 +115,7 @@ template <QType TYPE, int C> void float_few(const TileArgs& a, int t) {
       acc[c] = zero();
     }
     int64_t first = 0;
-    for (; first + 2 * kFloatCols <= a.k; first += 2 * kFloatCols) few_chunks<TYPE, C, 2>(a, x, first, acc);
+    for (; first + 4 * kFloatCols <= a.k; first += 4 * kFloatCols) few_chunks<TYPE, C, 4>(a, x, first, acc);
     for (; first < a.k; first += kFloatCols) few_chunks<TYPE, C, 1>(a, x, first, acc);
     for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
   }

@@ -212,7 +212,6 @@ template <QType TYPE> inline void store_columns8(const uint8_t* const* rows, int
 // set of the first-level cache, which has 8 ways.
 template <QType TYPE, int C> inline void fma_columns16(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
   constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
-  for (int i = 0; i < 16; ++i) _mm_prefetch(reinterpret_cast<const char*>(rows[i] + at + 512), _MM_HINT_T0);
   __m256 r[8];
   for (int j = 0; j < 16; ++j) {
     if (j % 8 == 0) columns8<TYPE>(rows, at + j * bytes, r);

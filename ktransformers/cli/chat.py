@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     """Load the model and chat. Returns the exit code. `build` replaces the loading of a real model, for tests."""
     set_up_logging(args.log_level)
     _check_flags(args)
-    config = _with_default_model(engine_config(args))
+    config = _with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
     from ktransformers.cli.chat_input import Turn, read_prompt_file
     from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
     from ktransformers.cli.chat_output import loading_bar

@@ -113,17 +113,18 @@ class RichView(View):
     def __init__(self, console: Console):
         self._console = console
         self._live: Live | None = None
-        self._tail = ""
+        self._tail = self._reasoning_tail = ""
         self._drawn = 0.0
         self._is_reasoning = False
 
     def reasoning(self, text: str) -> None:
-        self._is_reasoning = True
+        self._is_reasoning, self._reasoning_tail = True, (self._reasoning_tail + text)[-2:]
         self._console.print(text, style="dim", end="", markup=False, highlight=False, soft_wrap=True)
 
     def content(self, text: str) -> None:
-        if self._is_reasoning:
-            self._console.print("\n")
+        if self._is_reasoning:  # one blank line between it and the content
+            ends = len(self._reasoning_tail) - len(self._reasoning_tail.rstrip("\n"))
+            self._console.print("\n" * (2 - ends), end="")
             self._is_reasoning = False
         self._tail += text
         blocks, self._tail = split_blocks(self._tail)
@@ -143,7 +144,7 @@ class RichView(View):
             self._print_block(self._tail)
         elif self._is_reasoning:
             self._console.print()
-        self._tail, self._drawn, self._is_reasoning = "", 0.0, False
+        self._tail, self._reasoning_tail, self._drawn, self._is_reasoning = "", "", 0.0, False
 
     def note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, highlight=False)

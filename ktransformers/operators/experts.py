@@ -70,10 +70,8 @@ def find_activation(module: nn.Module, layout: ExpertsLayout) -> ActivationSpec 
     """
     rows = probe_rows((2 if layout.has_gate else 1) * 32)
     try:
-        if layout.has_gate:
-            want = module._apply_gate(rows)  # type: ignore[operator]
-        else:
-            want = module.act_fn(rows)  # type: ignore[operator]
+        function: Any = module._apply_gate if layout.has_gate else module.act_fn
+        want = function(rows)
     except (AttributeError, RuntimeError, TypeError):
         return None
     up: torch.Tensor | None = None

@@ -295,9 +295,9 @@ class _Planner:
     def report_fallback(self) -> None:
         if self._fallbacks:
             logger.info(
-                "no CUDA device to compute on: %d modules that %s places on cuda run on the CPU",
-                len(self._fallbacks),
+                "%s places %d modules on cuda; there is no CUDA device that this version uses, they run on the CPU",
                 self.rules.file,
+                len(self._fallbacks),
             )
 
 

@@ -31,7 +31,7 @@ def load_fakes() -> Any:
 def reply(prompt: str) -> str:
     turns = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
     if turns[-1] == ENDLESS:
-        return "on and on " * 100000
+        return "on and on " * 1000
     if prompt.rstrip().endswith("<think>"):
         return "it is easy</think>\n\n" + turns[-1]
     if turns[-1] == "think":

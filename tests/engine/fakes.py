@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,17 +70,18 @@ def scripted_logits(tokenizer: Tokenizer, reply: Callable[[str], str]) -> NextLo
     assert end is not None
     think = tokenizer.encode(THINK)
 
-    def said(prompt: list[int]) -> str:
-        return reply(tokenizer.decode(prompt, skip_special_tokens=False))
+    @functools.cache
+    def said(prompt: tuple[int, ...]) -> list[int]:
+        return tokenizer.encode(reply(tokenizer.decode(prompt, skip_special_tokens=False)))
 
     def logits(prefix: list[int]) -> np.ndarray:
         starts = [i for i in range(len(prefix)) if prefix[i : i + len(header)] == header]
         values = np.zeros(tokenizer.vocab_size, dtype=np.float32)
         answered = prefix[starts[-1] + len(header) :] if starts else []
-        if answered[: len(think)] == think and not said(prefix[: starts[-1] + len(header)]).startswith(THINK):
+        if answered[: len(think)] == think and said(tuple(prefix[: starts[-1] + len(header)]))[: len(think)] != think:
             answered = answered[len(think) :]  # the prompt goes on: the tag was forced
         prompt = prefix[: len(prefix) - len(answered)]
-        wanted = tokenizer.encode(said(prompt))
+        wanted = said(tuple(prompt))
         at = next((i for i in range(min(len(answered), len(wanted))) if answered[i] != wanted[i]), len(answered))
         values[wanted[at] if at < len(wanted) else end] = 20.0
         return values

@@ -1,8 +1,8 @@
 """Our engine against `transformers` eager in fp32: logits and greedy tokens, for named and for generic families.
 
-Weights are random and stored as F32 safetensors, so both sides multiply the same numbers in fp32 and differ only in the
-order of summation. Sums of K ~ 100 products of relative error 2^-24 each, a dozen layers deep, stay far below 1e-4 of the
-logits' scale; a wrong rotation, mask, router or expert order is off by 1e-2 and more.
+Weights are random and stored as F32 safetensors, so both sides multiply the same numbers in fp32 and differ only in
+the order of summation. Sums of K ~ 100 products of relative error 2^-24 each, a few layers deep, stay far below 1e-4
+of the logits' scale; a wrong rotation, mask, router or expert order is off by 1e-2 and more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GGUF end to end: `--gguf_path` alone, against `transformers` in fp32 on the same weights.
 
 F32 files must agree as closely as safetensors do (tests/models/test_agreement.py). For quantized files the oracle is
-`transformers` on the dequantized weights; the kernels' int8 activations then cost, per product of K terms, a random walk of
-steps of relative size 1/127/sqrt(12) = 0.2 %, which residual streams of a few layers raise to about 1 % of the logits' scale.
+`transformers` on the dequantized weights; the kernels' int8 activations then cost, per product of K terms, a random
+walk of steps of relative size 1/127/sqrt(12) = 0.2 %, which residual streams of a few layers raise to about 1 %.
 """
 
 from __future__ import annotations

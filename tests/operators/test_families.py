@@ -34,7 +34,7 @@ TOLERANCE = 1e-4
 
 
 def runner_of(model: torch.nn.Module, max_len: int = 64) -> StaticRunner:
-    state = {k: v for k, v in model.state_dict().items()}
+    state = dict(model.state_dict())
     skeleton = build_skeleton(copy.deepcopy(model.config))
     pool, source = WorkerPool(1), DictSource(state)
     plan = make_plan(

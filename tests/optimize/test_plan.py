@@ -107,8 +107,8 @@ def test_cuda_without_cuda_is_cpu_with_one_line(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.INFO):
         plan = plan_with(meta_model("llama"), rule)
     assert entry_of(plan, "lm_head").placement == Placement("cpu", "cpu", "cpu")
-    lines = [r.getMessage() for r in caplog.records if "no CUDA device" in r.getMessage()]
-    assert lines == ["no CUDA device to compute on: 15 modules that <rules> places on cuda run on the CPU"]
+    (line,) = [r.getMessage() for r in caplog.records if "no CUDA device" in r.getMessage()]
+    assert line.startswith("<rules> places 15 modules on cuda; ")
 
 
 def test_a_gpu_that_is_not_there_is_an_error() -> None:
