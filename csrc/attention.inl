@@ -3,7 +3,9 @@
 // What one query sees, whatever else is in the call (positions are absolute, ranges are those of the query alone):
 //   for every span of 512 positions that it reaches, ascending:  m = -inf, l = 0, o = 0, then
 //     for every tile of 64 positions that it reaches, ascending:
-//       s[j] = scale * (q . k[j]), summed like an F32 weight row (gemm.inl, 1);  s = softcap * tanh(s / softcap) if asked
+//       s[j] = scale * (q . k[j]), for every chunk of 128 dimensions: c = 0; for d ascending: c = fma(k[j][d], q[d], c);
+//              sum = sum + c
+//       s[j] = softcap * tanh(s[j] / softcap) if asked
 //       m' = max(m, max_j s[j]);  a = exp(m - m');  p[j] = exp(s[j] - m')
 //       l = l * a + tree_sum(p);  o = o * a;  for j ascending: o = fma(p[j], v[j], o)
 //     and the span is merged into the result:  M' = max(M, m);  A = exp(M - M');  B = exp(m - M')
@@ -14,6 +16,7 @@
 namespace {
 
 constexpr int kSubTiles = kPositionTile / 16;
+constexpr int kKeyCols = 128;  // dimensions of one chunk of a score
 constexpr float kInfinity = __builtin_inff();
 
 struct QueryRange { int64_t lo, hi; };
@@ -57,23 +60,54 @@ inline void find_rows(const AttentionArgs& a, const AttentionSpan& span, int64_t
     }
 }
 
-template <int C> void score_queries(const SpanState& st, const FloatStage& stage, int first, int cols, float* scores, int i) {
+struct KeyStage {
+  alignas(64) float w[kKeyCols * 16];  // [dimension][position]
+};
+
+// Keys of 16 positions side by side, zeros up to a multiple of 16 dimensions.
+inline void stage_keys(const uint8_t* const* rows, int first, int cols, KeyStage& st) {
+  int c = 0;
+  for (; c + 16 <= cols; c += 16) store_columns16(rows, (first + c) * 4, st.w + c * 16);
+  if (c == cols) return;
+  alignas(64) float copy[16][16];
+  const uint8_t* src[16];
+  for (int r = 0; r < 16; ++r) {
+    store(copy[r], load_weights_n<QType::F32>(rows[r] + (first + c) * 4, cols - c));
+    src[r] = reinterpret_cast<const uint8_t*>(copy[r]);
+  }
+  store_columns16(src, 0, st.w + c * 16);
+}
+
+template <int C> inline void key_kernel(const float* w, const float* const* q, int cols, float* scores) {
+  vf s[C];
+#pragma GCC unroll 16
+  for (int c = 0; c < C; ++c) s[c] = zero();
+  for (int k = 0; k < cols; ++k) {
+    const vf column = load(w + k * 16);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) s[c] = fma_(column, set1(q[c][k]), s[c]);
+  }
+#pragma GCC unroll 16
+  for (int c = 0; c < C; ++c) store(scores + c * 16, add(load(scores + c * 16), s[c]));
+}
+
+template <int C> void score_queries(const SpanState& st, const KeyStage& stage, int first, int cols, float* scores, int i) {
   for (; i + C <= st.count; i += C) {
     const float* x[C];
     for (int c = 0; c < C; ++c) x[c] = st.q[i + c] + first;
-    float_kernel<C>(stage.w, x, cols, scores + i * 16);
+    key_kernel<C>(stage.w, x, cols, scores + i * 16);
   }
   if constexpr (C > 1) score_queries<C / 2>(st, stage, first, cols, scores, i);
 }
 
 // Raw dot products of all queries with the positions of one sub-tile.
-inline void score_sub_tile(const AttentionArgs& a, SpanState& st, int sub, FloatStage& stage) {
+inline void score_sub_tile(const AttentionArgs& a, SpanState& st, int sub, KeyStage& stage) {
   float* scores = &st.scores[sub][0][0];
   for (int i = 0; i < st.count; ++i) store(scores + i * 16, zero());
-  for (int first = 0; first < a.dim_k; first += kFloatCols) {
-    const int cols = a.dim_k - first < kFloatCols ? a.dim_k - first : kFloatCols;
-    stage_float<QType::F32>(st.k + 16 * sub, first, cols, stage);
-    score_queries<kFloatTokens>(st, stage, first, cols, scores, 0);
+  for (int first = 0; first < a.dim_k; first += kKeyCols) {
+    const int cols = a.dim_k - first < kKeyCols ? a.dim_k - first : kKeyCols;
+    stage_keys(st.k + 16 * sub, first, cols, stage);
+    score_queries<kQueryTokens>(st, stage, first, cols, scores, 0);
   }
 }
 
@@ -144,7 +178,7 @@ template <int C> void add_values_of_tile(const SpanState& st, int64_t tile, int 
 
 void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* maxima, float* sums, float* out) {
   SpanState st;
-  FloatStage stage;
+  KeyStage stage;
   st.count = span.num_rows * span.num_heads;
   for (int r = 0, i = 0; r < span.num_rows; ++r)
     for (int h = 0; h < span.num_heads; ++h, ++i) {
@@ -174,7 +208,7 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
       softmax_step(a, st, i, static_cast<int>(from > 0 ? from : 0), static_cast<int>(to < kPositionTile ? to : kPositionTile),
                    maxima + i, sums + i, out + i * a.dim_v);
     }
-    add_values_of_tile<kFloatTokens>(st, tile, a.dim_v, out, 0);
+    add_values_of_tile<kQueryTokens>(st, tile, a.dim_v, out, 0);
   }
 }
 

@@ -5,8 +5,9 @@
 // tokens of the call. Each output is one lane's accumulator, and sees these operations in this order, whatever the
 // number of tokens, the split of rows or the tier (all fp32 operations round once; no fused ones but in (1)):
 //
-// (1) F32, F16, BF16, for every chunk of 128 columns (the last may be shorter):
-//       s = 0; for k ascending: s = fma(w[k], x[k], s);   acc = acc + s
+// (1) F32, F16, BF16, for every chunk of 512 columns (the last may be shorter), with 16 sums s[0..15]:
+//       s = 0; for k ascending: s[k % 16] = fma(w[k], x[k], s[k % 16]), columns missing from the last 16 counting as 0;
+//       u[i] = s[i] + s[i + 8];  acc = acc + (((u0 + u1) + (u2 + u3)) + ((u4 + u5) + (u6 + u7)))
 // (2) Q8_0, Q4_0, for every block of 32, ascending, with q the integer weight and a, da the int8 activations and scale:
 //       isum = sum q[k] a[k] (int32, exact);              acc = acc + (d * da) * float(isum)
 // (3) Q4_K, Q5_K, for every super-block of 256, with sub-blocks s of 32:
@@ -18,11 +19,11 @@
 
 namespace {
 
-constexpr int kFloatCols = 128;  // columns of one chunk of (1): a stage of 8 KiB
+constexpr int kFloatCols = 512;  // columns of one chunk of (1)
 constexpr int kFewTokens = 4;  // up to here staging costs more than it saves
 
 struct FloatStage {
-  alignas(64) float w[kFloatCols * 16];  // [column][row]
+  alignas(64) float w[8 * kFloatCols];  // [row][column], zeros up to a multiple of 16 columns
 };
 
 struct QuantStage {
@@ -37,98 +38,80 @@ inline int64_t token_row(const TileArgs& a, int t) { return a.token_ids ? a.toke
 
 // ---- unquantized ----
 
-// Fewer than 16 columns: copied, so that nothing behind the row is read; the missing ones are 0.
-template <QType TYPE> inline void copy_columns(const uint8_t* const* rows, int64_t at, int count, float* dst) {
-  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
-  alignas(64) uint8_t copy[16][64] = {};
-  const uint8_t* src[16];
-  for (int r = 0; r < 16; ++r) {
-    std::memcpy(copy[r], rows[r] + at, static_cast<size_t>(count * bytes));
-    src[r] = copy[r];
-  }
-  store_columns8<TYPE>(src, 0, dst);
-  store_columns8<TYPE>(src, 8 * bytes, dst + 8 * 16);
+// 16 columns of a row, the first n of which exist; nothing behind them is read.
+template <QType TYPE> inline vf load_up_to_16(const uint8_t* p, int n) {
+  return n >= 16 ? load_weights<TYPE>(p) : load_weights_n<TYPE>(p, n);
 }
 
 template <QType TYPE> void stage_float(const uint8_t* const* rows, int64_t first, int cols, FloatStage& st) {
   constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
-  int c = 0;
-  for (; c + 16 <= cols; c += 16) {
-    store_columns8<TYPE>(rows, (first + c) * bytes, st.w + c * 16);
-    store_columns8<TYPE>(rows, (first + c + 8) * bytes, st.w + (c + 8) * 16);
-  }
-  if (c < cols) copy_columns<TYPE>(rows, (first + c) * bytes, cols - c, st.w + c * 16);
+  for (int r = 0; r < 8; ++r)
+    for (int c = 0; c < cols; c += 16) store(st.w + r * kFloatCols + c, load_up_to_16<TYPE>(rows[r] + (first + c) * bytes, cols - c));
 }
 
-template <int C> inline void float_kernel(const float* w, const float* const* x, int cols, float* acc) {
-  vf s[C];
-#pragma GCC unroll 16
-  for (int c = 0; c < C; ++c) s[c] = zero();
-  for (int k = 0; k < cols; ++k) {
-    const vf column = load(w + k * 16);
-#pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) s[c] = fma_(column, set1(x[c][k]), s[c]);
-  }
-#pragma GCC unroll 16
-  for (int c = 0; c < C; ++c) store(acc + c * 16, add(load(acc + c * 16), s[c]));
-}
-
-template <int C> void float_tokens(const TileArgs& a, const FloatStage& st, int64_t first, int cols, int t) {
+template <int C> void float_tokens(const TileArgs& a, const FloatStage& st, int64_t first, int cols, float* acc, int t) {
   for (; t + C <= a.num_tokens; t += C) {
     const float* x[C];
+    vf s[C * 8];
     for (int c = 0; c < C; ++c) x[c] = a.act.x + token_row(a, t + c) * a.act.ldx + first;
-    float_kernel<C>(st.w, x, cols, a.acc + t * 16);
+    dot_rows4<C>(st.w, kFloatCols, x, cols, s);
+    dot_rows4<C>(st.w + 4 * kFloatCols, kFloatCols, x, cols, s + 4);
+    for (int c = 0; c < C; ++c) reduce8_add(s + c * 8, acc + (t + c) * 16);
   }
-  if constexpr (C > 1) float_tokens<C / 2>(a, st, first, cols, t);
+  if constexpr (C > 1) float_tokens<C / 2>(a, st, first, cols, acc, t);
 }
 
-// Sums of G chunks, each on its own: they do not wait for one another, which is what hides the latency of fma.
-template <QType TYPE, int C, int G> inline void few_chunks(const TileArgs& a, const float* const* x, int64_t first, vf* acc) {
+// 4 rows times one token, without a stage.
+template <QType TYPE> inline void float_few4(const uint8_t* const* rows, int64_t first, const float* x, int cols, vf* s) {
   constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
-  vf s[G][C];
-  for (int g = 0; g < G; ++g)
-    for (int c = 0; c < C; ++c) s[g][c] = zero();
-  const int cols = G == 1 && a.k - first < kFloatCols ? static_cast<int>(a.k - first) : kFloatCols;
-  int k = 0;
-  for (; k + 16 <= cols; k += 16)
-    for (int g = 0; g < G; ++g) {
-      const int64_t column = first + g * kFloatCols + k;
-      fma_columns16<TYPE, C>(a.rows, column * bytes, x, column, s[g]);
-    }
-  if (k < cols) {
-    alignas(64) float columns[16 * 16];
-    copy_columns<TYPE>(a.rows, (first + k) * bytes, cols - k, columns);
-    for (int j = 0; j < cols - k; ++j)
-      for (int c = 0; c < C; ++c) s[0][c] = fma_(load(columns + 16 * j), set1(x[c][first + k + j]), s[0][c]);
+  const uint8_t* p[4];
+  for (int r = 0; r < 4; ++r) {
+    p[r] = rows[r] + first * bytes;
+    s[r] = zero();
   }
-  for (int g = 0; g < G; ++g)
-    for (int c = 0; c < C; ++c) acc[c] = add(acc[c], s[g][c]);
+  int k = 0;
+  for (; k + 16 <= cols; k += 16) {
+    const vf v = load(x + k);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) s[r] = fma_(load_weights<TYPE>(p[r] + k * bytes), v, s[r]);
+  }
+  if (k < cols) {
+    const vf v = load_n(x + k, cols - k);
+    for (int r = 0; r < 4; ++r) s[r] = fma_(load_weights_n<TYPE>(p[r] + k * bytes, cols - k), v, s[r]);
+  }
 }
 
-// Without a stage: the columns of a few tokens' weights go from the transposition straight into the sums.
-template <QType TYPE, int C> void float_few(const TileArgs& a, int t) {
-  for (; t + C <= a.num_tokens; t += C) {
-    const float* x[C];
-    vf acc[C];
-    for (int c = 0; c < C; ++c) {
-      x[c] = a.act.x + token_row(a, t + c) * a.act.ldx;
-      acc[c] = zero();
+// Up to kFewChunks chunks of 4 rows before the next 4: long runs of memory, which the prefetcher needs.
+template <QType TYPE> void float_few(const TileArgs& a, const uint8_t* const* rows, float* acc) {
+  constexpr int kFewChunks = 8;
+  vf s[kFewChunks][8];
+  for (int64_t start = 0; start < a.k; start += kFewChunks * kFloatCols)
+    for (int t = 0; t < a.num_tokens; ++t) {
+      const float* x = a.act.x + token_row(a, t) * a.act.ldx;
+      int count = 0;
+      for (int r = 0; r < 8; r += 4) {
+        count = 0;
+        for (int64_t first = start; first < a.k && count < kFewChunks; first += kFloatCols, ++count)
+          float_few4<TYPE>(rows + r, first, x + first, static_cast<int>(a.k - first < kFloatCols ? a.k - first : kFloatCols),
+                           s[count] + r);
+      }
+      for (int c = 0; c < count; ++c) reduce8_add(s[c], acc + t * 16);
     }
-    int64_t first = 0;
-    for (; first + 4 * kFloatCols <= a.k; first += 4 * kFloatCols) few_chunks<TYPE, C, 4>(a, x, first, acc);
-    for (; first < a.k; first += kFloatCols) few_chunks<TYPE, C, 1>(a, x, first, acc);
-    for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
-  }
-  if constexpr (C > 1) float_few<TYPE, C / 2>(a, t);
 }
 
 template <QType TYPE> void float_tile(const TileArgs& a) {
-  if (a.num_tokens <= kFewTokens) return float_few<TYPE, 2>(a, 0);
   FloatStage st;
-  for (int64_t first = 0; first < a.k; first += kFloatCols) {
-    const int cols = static_cast<int>(a.k - first < kFloatCols ? a.k - first : kFloatCols);
-    stage_float<TYPE>(a.rows, first, cols, st);
-    float_tokens<kFloatTokens>(a, st, first, cols, 0);
+  for (int half = 0; half < 2; ++half) {
+    const uint8_t* const* rows = a.rows + 8 * half;
+    if (a.num_tokens <= kFewTokens) {
+      float_few<TYPE>(a, rows, a.acc + 8 * half);
+      continue;
+    }
+    for (int64_t first = 0; first < a.k; first += kFloatCols) {
+      const int cols = static_cast<int>(a.k - first < kFloatCols ? a.k - first : kFloatCols);
+      stage_float<TYPE>(rows, first, cols, st);
+      float_tokens<kFloatTokens>(a, st, first, cols, a.acc + 8 * half, 0);
+    }
   }
 }
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr bool kNarrowSums = true;  // uacc holds int16: flushed before it can overflow
 constexpr uint8_t kSignFlip = 0;
-constexpr int kFloatTokens = 6, kQuantTokens = 3;
+constexpr int kFloatTokens = 3, kQuantTokens = 3, kQueryTokens = 6;
 
 struct vf { __m256 a, b; };
 struct vi { __m256i a, b; };
@@ -76,12 +76,7 @@ inline vm lane_range(int lo, int hi) {
 }
 inline vf select(vm m, vf x, vf y) { return {_mm256_blendv_ps(y.a, x.a, m.a), _mm256_blendv_ps(y.b, x.b, m.b)}; }
 
-inline float reduce_add(vf x) {
-  const __m256 h = _mm256_add_ps(x.a, x.b);
-  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
-}
+inline float reduce_add(vf x) { return reduce8f(_mm256_add_ps(x.a, x.b)); }
 inline float reduce_max(vf x) {
   const __m256 h = _mm256_max_ps(x.a, x.b);
   __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
@@ -164,63 +159,51 @@ inline vi sdot(vi acc, wb w, const int8_t* y) {
 }
 inline vi reduce_rows(const vp* p) { return {reduce8(p), reduce8(p + 8)}; }
 
-// Columns of 8 rows of unquantized weights at byte offset `at`: r[c] holds column c.
-template <QType TYPE> inline void columns8(const uint8_t* const* rows, int64_t at, __m256* r) {
-  if constexpr (TYPE == QType::F16) {
-    for (int i = 0; i < 8; ++i) r[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)));
-    transpose8x8(r);
-  } else if constexpr (TYPE == QType::BF16) {
-    // Transposed as 16-bit words; the last step puts a zero word below each.
-    __m256i t[4], u[4];
-    for (int i = 0; i < 4; ++i) t[i] = _mm256_castps_si256(join128(rows[i] + at, rows[i + 4] + at));
-    u[0] = _mm256_unpacklo_epi16(t[0], t[1]);
-    u[1] = _mm256_unpackhi_epi16(t[0], t[1]);
-    u[2] = _mm256_unpacklo_epi16(t[2], t[3]);
-    u[3] = _mm256_unpackhi_epi16(t[2], t[3]);
-    for (int i = 0; i < 2; ++i) {
-      t[2 * i] = _mm256_unpacklo_epi32(u[i], u[i + 2]);
-      t[2 * i + 1] = _mm256_unpackhi_epi32(u[i], u[i + 2]);
-    }
-    for (int i = 0; i < 4; ++i) {
-      r[2 * i] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(_mm256_setzero_si256(), t[i]));
-      r[2 * i + 1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(_mm256_setzero_si256(), t[i]));
-    }
-  } else {
-    for (int half = 0; half < 2; ++half) {
-      __m256 t[4], u[4];
-      for (int i = 0; i < 4; ++i) t[i] = join128(rows[i] + at + 16 * half, rows[i + 4] + at + 16 * half);
-      for (int i = 0; i < 2; ++i) {
-        u[2 * i] = _mm256_unpacklo_ps(t[2 * i], t[2 * i + 1]);
-        u[2 * i + 1] = _mm256_unpackhi_ps(t[2 * i], t[2 * i + 1]);
-      }
-      r[4 * half] = _mm256_shuffle_ps(u[0], u[2], 0x44);
-      r[4 * half + 1] = _mm256_shuffle_ps(u[0], u[2], 0xee);
-      r[4 * half + 2] = _mm256_shuffle_ps(u[1], u[3], 0x44);
-      r[4 * half + 3] = _mm256_shuffle_ps(u[1], u[3], 0xee);
-    }
-  }
+// acc[r] += tree sum of s[r], 8 of them.
+inline void reduce8_add(const vf* s, float* acc) {
+  __m256 h[8];
+  for (int r = 0; r < 8; ++r) h[r] = _mm256_add_ps(s[r].a, s[r].b);
+  _mm256_storeu_ps(acc, _mm256_add_ps(_mm256_loadu_ps(acc), reduce8f(h)));
 }
-// 8 columns of 16 rows to dst[column][row].
-template <QType TYPE> inline void store_columns8(const uint8_t* const* rows, int64_t at, float* dst) {
+// s[c * 8 + r] = the 16 sums of w[r] . x[c] for 4 rows, ldw apart, and C vectors; w has zeros up to a multiple of 16.
+// Lanes 0-7 of all columns first, then lanes 8-15: so 4 x 3 sums fit in the registers.
+template <int C> inline void dot_rows4(const float* w, int64_t ldw, const float* const* x, int cols, vf* s) {
+  const int full = cols / 16 * 16;
   for (int half = 0; half < 2; ++half) {
-    __m256 r[8];
-    columns8<TYPE>(rows + 8 * half, at, r);
-    for (int c = 0; c < 8; ++c) _mm256_storeu_ps(dst + 16 * c + 8 * half, r[c]);
+    __m256 sum[C][4];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) sum[c][r] = _mm256_setzero_ps();
+    const float* wh = w + 8 * half;
+    const auto step = [&](int k, const auto& column) {
+      __m256 row[4];
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) row[r] = _mm256_loadu_ps(wh + r * ldw + k);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) {
+        const __m256 v = column(c);
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) sum[c][r] = _mm256_fmadd_ps(row[r], v, sum[c][r]);
+      }
+    };
+    for (int k = 0; k < full; k += 16) step(k, [&](int c) { return _mm256_loadu_ps(x[c] + k + 8 * half); });
+    if (full < cols)
+      step(full, [&](int c) {
+        const vf v = load_n(x[c] + full, cols - full);
+        return half == 0 ? v.a : v.b;
+      });
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) (half == 0 ? s[c * 8 + r].a : s[c * 8 + r].b) = sum[c][r];
   }
 }
-// s[c] = fma(column, x[c][column], s[c]) for 16 columns, ascending. 8 rows at a time: rows that are 4 KiB apart share a
-// set of the first-level cache, which has 8 ways.
-template <QType TYPE, int C> inline void fma_columns16(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
-  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
-  __m256 r[8];
-  for (int j = 0; j < 16; ++j) {
-    if (j % 8 == 0) columns8<TYPE>(rows, at + j * bytes, r);
-    for (int c = 0; c < C; ++c) s[c].a = _mm256_fmadd_ps(r[j % 8], _mm256_set1_ps(x[c][k + j]), s[c].a);
-  }
-  for (int j = 0; j < 16; ++j) {
-    if (j % 8 == 0) columns8<TYPE>(rows + 8, at + j * bytes, r);
-    for (int c = 0; c < C; ++c) s[c].b = _mm256_fmadd_ps(r[j % 8], _mm256_set1_ps(x[c][k + j]), s[c].b);
-  }
+// 16 words of 16 rows to dst[word][row]: an F32 column at a time.
+inline void store_columns16(const uint8_t* const* rows, int64_t at, float* dst) {
+  const uint8_t* src[16];
+  for (int r = 0; r < 16; ++r) src[r] = rows[r] + at;
+  transpose16(src, reinterpret_cast<uint8_t*>(dst));
 }
 
 inline vi pair_dot(vi total, vi a, const int16_t* y) {

@@ -12,7 +12,7 @@ namespace {
 
 constexpr bool kNarrowSums = false;
 constexpr uint8_t kSignFlip = 0x80;  // vpdpbusd wants unsigned weights: Q8_0 is staged as q + 128, see sdot_init
-constexpr int kFloatTokens = 12, kQuantTokens = 8;
+constexpr int kFloatTokens = 6, kQuantTokens = 8, kQueryTokens = 12;
 
 struct vf { __m512 v; };
 struct vi { __m512i v; };
@@ -54,12 +54,6 @@ inline vm unordered(vf x) { return {_mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q)};
 inline vm lane_range(int lo, int hi) { return {static_cast<__mmask16>(lanes_below(hi) & ~lanes_below(lo))}; }
 inline vf select(vm m, vf x, vf y) { return {_mm512_mask_blend_ps(m.m, y.v, x.v)}; }
 
-inline float reduce_add(vf x) {
-  const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
-  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
-}
 inline float reduce_max(vf x) {
   const __m256 h = _mm256_max_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
   __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
@@ -119,70 +113,45 @@ inline vi sdot_init(int sum) { return set1i(-128 * sum); }
 inline vi sdot(vi acc, wb w, const int8_t* y) { return {_mm512_dpbusd_epi32(acc.v, w.v, broadcast4(y))}; }
 inline vi reduce_rows(const vp* p) { return {_mm512_inserti64x4(_mm512_castsi256_si512(reduce8(p)), reduce8(p + 8), 1)}; }
 
-// 16 bytes of rows i, i + 4, i + 8, i + 12, one in each 128-bit quarter.
-inline __m512i join4(const uint8_t* const* rows, int i, int64_t at) {
-  const auto part = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + at)); };
-  __m512i v = _mm512_castsi128_si512(part(i));
-  v = _mm512_inserti32x4(v, part(i + 4), 1);
-  v = _mm512_inserti32x4(v, part(i + 8), 2);
-  return _mm512_inserti32x4(v, part(i + 12), 3);
+inline __m256 fold(vf x) { return _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1)); }
+inline float reduce_add(vf x) { return reduce8f(fold(x)); }
+// acc[r] += tree sum of s[r], 8 of them.
+inline void reduce8_add(const vf* s, float* acc) {
+  __m256 h[8];
+  for (int r = 0; r < 8; ++r) h[r] = fold(s[r]);
+  _mm256_storeu_ps(acc, _mm256_add_ps(_mm256_loadu_ps(acc), reduce8f(h)));
 }
-// Columns of 16 rows of unquantized weights at byte offset `at`: r[c] holds column c.
-template <QType TYPE> inline void columns8(const uint8_t* const* rows, int64_t at, __m512* r) {
-  if constexpr (TYPE == QType::F16) {
-    __m256 lo[8], hi[8];
-    for (int i = 0; i < 8; ++i) {
-      lo[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)));
-      hi[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i + 8] + at)));
+// s[c * 8 + r] = the 16 sums of w[r] . x[c] for 4 rows, ldw apart, and C vectors; w has zeros up to a multiple of 16.
+template <int C> inline void dot_rows4(const float* w, int64_t ldw, const float* const* x, int cols, vf* s) {
+  __m512 sum[C][4];
+#pragma GCC unroll 16
+  for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) sum[c][r] = _mm512_setzero_ps();
+  const auto step = [&](int k, const auto& column) {
+    __m512 row[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) row[r] = _mm512_loadu_ps(w + r * ldw + k);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) {
+      const __m512 v = column(c);
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) sum[c][r] = _mm512_fmadd_ps(row[r], v, sum[c][r]);
     }
-    transpose8x8(lo);
-    transpose8x8(hi);
-    for (int i = 0; i < 8; ++i) r[i] = _mm512_insertf32x8(_mm512_castps256_ps512(lo[i]), hi[i], 1);
-  } else if constexpr (TYPE == QType::BF16) {
-    // Transposed as 16-bit words; the last step puts a zero word below each.
-    __m512i t[4], u[4];
-    for (int i = 0; i < 4; ++i) t[i] = join4(rows, i, at);
-    u[0] = _mm512_unpacklo_epi16(t[0], t[1]);
-    u[1] = _mm512_unpackhi_epi16(t[0], t[1]);
-    u[2] = _mm512_unpacklo_epi16(t[2], t[3]);
-    u[3] = _mm512_unpackhi_epi16(t[2], t[3]);
-    for (int i = 0; i < 2; ++i) {
-      t[2 * i] = _mm512_unpacklo_epi32(u[i], u[i + 2]);
-      t[2 * i + 1] = _mm512_unpackhi_epi32(u[i], u[i + 2]);
-    }
-    for (int i = 0; i < 4; ++i) {
-      r[2 * i] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(_mm512_setzero_si512(), t[i]));
-      r[2 * i + 1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(_mm512_setzero_si512(), t[i]));
-    }
-  } else {
-    for (int half = 0; half < 2; ++half) {
-      __m512 t[4], u[4];
-      for (int i = 0; i < 4; ++i) t[i] = _mm512_castsi512_ps(join4(rows, i, at + 16 * half));
-      for (int i = 0; i < 2; ++i) {
-        u[2 * i] = _mm512_unpacklo_ps(t[2 * i], t[2 * i + 1]);
-        u[2 * i + 1] = _mm512_unpackhi_ps(t[2 * i], t[2 * i + 1]);
-      }
-      r[4 * half] = _mm512_shuffle_ps(u[0], u[2], 0x44);
-      r[4 * half + 1] = _mm512_shuffle_ps(u[0], u[2], 0xee);
-      r[4 * half + 2] = _mm512_shuffle_ps(u[1], u[3], 0x44);
-      r[4 * half + 3] = _mm512_shuffle_ps(u[1], u[3], 0xee);
-    }
-  }
+  };
+  const int full = cols / 16 * 16;
+  for (int k = 0; k < full; k += 16) step(k, [&](int c) { return _mm512_loadu_ps(x[c] + k); });
+  if (full < cols) step(full, [&](int c) { return load_n(x[c] + full, cols - full).v; });
+#pragma GCC unroll 16
+  for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) s[c * 8 + r].v = sum[c][r];
 }
-// 8 columns of 16 rows to dst[column][row].
-template <QType TYPE> inline void store_columns8(const uint8_t* const* rows, int64_t at, float* dst) {
-  __m512 r[8];
-  columns8<TYPE>(rows, at, r);
-  for (int c = 0; c < 8; ++c) _mm512_storeu_ps(dst + 16 * c, r[c]);
-}
-// s[c] = fma(column, x[c][column], s[c]) for 16 columns, ascending.
-template <QType TYPE, int C> inline void fma_columns16(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
-  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
-  __m512 r[8];
-  for (int j = 0; j < 16; ++j) {
-    if (j % 8 == 0) columns8<TYPE>(rows, at + j * bytes, r);
-    for (int c = 0; c < C; ++c) s[c].v = _mm512_fmadd_ps(r[j % 8], _mm512_set1_ps(x[c][k + j]), s[c].v);
-  }
+// 16 words of 16 rows to dst[word][row]: an F32 column at a time.
+inline void store_columns16(const uint8_t* const* rows, int64_t at, float* dst) {
+  const uint8_t* src[16];
+  for (int r = 0; r < 16; ++r) src[r] = rows[r] + at;
+  transpose16(src, reinterpret_cast<uint8_t*>(dst));
 }
 
 inline vi pair_dot(vi total, vi a, const int16_t* y) { return {_mm512_dpwssd_epi32(total.v, a.v, broadcast4(y))}; }

@@ -15,7 +15,7 @@ using namespace kt;
 
 constexpr bool kNarrowSums = false;  // uacc holds int32: any number of steps between two flushes
 constexpr uint8_t kSignFlip = 0;     // Q8_0 weights are staged as they are
-constexpr int kFloatTokens = 2, kQuantTokens = 2;
+constexpr int kFloatTokens = 2, kQuantTokens = 2, kQueryTokens = 2;
 
 struct vf { float v[16]; };
 struct vi { int32_t v[16]; };
@@ -60,11 +60,11 @@ inline vm unordered(vf a) { vm r; KT_LANES r.v[i] = a.v[i] != a.v[i]; return r; 
 inline vm lane_range(int lo, int hi) { vm r; KT_LANES r.v[i] = i >= lo && i < hi; return r; }
 inline vf select(vm m, vf a, vf b) { vf r; KT_LANES r.v[i] = m.v[i] ? a.v[i] : b.v[i]; return r; }
 
-// Lane i + lane i + 8, then + 4, + 2, + 1: the order that every tier uses.
+// u[i] = a[i] + a[i + 8], then ((u0 + u1) + (u2 + u3)) + ((u4 + u5) + (u6 + u7)): the order that every tier uses.
 inline float reduce_add(vf a) {
-  for (int half = 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) a.v[i] = a.v[i] + a.v[i + half];
-  return a.v[0];
+  float u[8];
+  for (int i = 0; i < 8; ++i) u[i] = a.v[i] + a.v[i + 8];
+  return ((u[0] + u[1]) + (u[2] + u[3])) + ((u[4] + u[5]) + (u[6] + u[7]));
 }
 inline float reduce_max(vf a) {
   for (int half = 8; half > 0; half /= 2)
@@ -182,24 +182,25 @@ inline vp dot_mins16(const uint8_t* m, const int16_t* sums) {
 inline vi reduce_rows(const vp* p) { return loadi(p); }
 #undef KT_BYTES
 
-template <QType TYPE> inline float weight_at(const uint8_t* p) {
-  if constexpr (TYPE == QType::F16) return half_to_float(p);
-  uint32_t u = 0;
-  std::memcpy(&u, p, TYPE == QType::F32 ? 4 : 2);
-  if (TYPE == QType::BF16) u <<= 16;
-  float value;
-  std::memcpy(&value, &u, 4);
-  return value;
+// acc[r] += tree sum of s[r], 8 of them.
+inline void reduce8_add(const vf* s, float* acc) {
+  for (int r = 0; r < 8; ++r) acc[r] = acc[r] + reduce_add(s[r]);
 }
-template <QType TYPE> inline void store_columns8(const uint8_t* const* rows, int64_t at, float* dst) {
-  for (int c = 0; c < 8; ++c) KT_LANES dst[16 * c + i] = weight_at<TYPE>(rows[i] + at + c * (TYPE == QType::F32 ? 4 : 2));
+// s[c * 8 + r] = the 16 sums of w[r] . x[c] for 4 rows, ldw apart, and C vectors; w has zeros up to a multiple of 16.
+template <int C> inline void dot_rows4(const float* w, int64_t ldw, const float* const* x, int cols, vf* s) {
+  for (int c = 0; c < C; ++c)
+    for (int r = 0; r < 4; ++r) {
+      vf sum = zero();
+      for (int k = 0; k < cols; k += 16)
+        sum = fma_(load(w + r * ldw + k), cols - k < 16 ? load_n(x[c] + k, cols - k) : load(x[c] + k), sum);
+      s[c * 8 + r] = sum;
+    }
 }
-template <QType TYPE, int C> inline void fma_columns16(const uint8_t* const* rows, int64_t at, const float* const* x, int64_t k, vf* s) {
-  alignas(64) float columns[16 * 16];
-  store_columns8<TYPE>(rows, at, columns);
-  store_columns8<TYPE>(rows, at + 8 * (TYPE == QType::F32 ? 4 : 2), columns + 8 * 16);
-  for (int j = 0; j < 16; ++j)
-    for (int c = 0; c < C; ++c) s[c] = fma_(load(columns + 16 * j), set1(x[c][k + j]), s[c]);
+// 16 words of 16 rows to dst[word][row]: an F32 column at a time.
+inline void store_columns16(const uint8_t* const* rows, int64_t at, float* dst) {
+  const uint8_t* src[16];
+  for (int r = 0; r < 16; ++r) src[r] = rows[r] + at;
+  transpose16(src, reinterpret_cast<uint8_t*>(dst));
 }
 
 // total += a[lane][0] * y[0] + a[lane][1] * y[1], int16 pairs.

@@ -90,9 +90,16 @@ inline __m256i reduce8(const vp* p) {
   return _mm256_add_epi32(_mm256_permute2x128_si256(lo, hi, 0x20), _mm256_permute2x128_si256(lo, hi, 0x31));
 }
 
-inline __m256 join128(const uint8_t* lo, const uint8_t* hi) {
-  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(reinterpret_cast<const float*>(lo))),
-                              _mm_loadu_ps(reinterpret_cast<const float*>(hi)), 1);
+// ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) of 8 registers.
+inline __m256 reduce8f(const __m256* p) {
+  const __m256 lo = _mm256_hadd_ps(_mm256_hadd_ps(p[0], p[1]), _mm256_hadd_ps(p[2], p[3]));
+  const __m256 hi = _mm256_hadd_ps(_mm256_hadd_ps(p[4], p[5]), _mm256_hadd_ps(p[6], p[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(lo, hi, 0x20), _mm256_permute2f128_ps(lo, hi, 0x31));
+}
+inline float reduce8f(__m256 x) {
+  x = _mm256_hadd_ps(x, x);
+  x = _mm256_hadd_ps(x, x);
+  return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
 }
 
 inline void transpose8x8(__m256* r) {

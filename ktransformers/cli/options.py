@@ -10,10 +10,11 @@ import argparse
 import difflib
 import importlib.metadata
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from ktransformers.config import CPU_QUANT_TYPES, EngineConfig
 from ktransformers.core import SamplingParams
@@ -49,8 +50,6 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         """See argparse. Flags that nobody knows are an error here already, while their neighbours are at hand."""
-        import sys
-
         given = sys.argv[1:] if args is None else list(args)
         namespace, unknown = super().parse_known_args([_with_underscores(arg) for arg in given], namespace)
         if unknown:
@@ -162,9 +161,17 @@ def add_logging_flag(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--log_level", choices=levels, default="info", help="what is logged to standard error")
 
 
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is at the moment: a progress bar replaces it to keep lines and bar apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def set_up_logging(level: str) -> None:
     """Log this program's messages to standard error, one line each."""
-    handler = logging.StreamHandler()
+    handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("ktransformers")
     logger.handlers[:] = [handler]

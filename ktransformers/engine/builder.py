@@ -21,7 +21,7 @@ from ktransformers.errors import FormatError
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.gguf_config import config_from_gguf
-from ktransformers.models.registry import default_rules
+from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.machine import detect_machine
@@ -123,6 +123,7 @@ def _make_plan(opened: _Opened, pool: WorkerPool | None) -> tuple[Plan, list[Lay
     """The plan with the cache's bytes in it, the shape of each layer's cache, and the cache's length."""
     config, model = opened.config, opened.model
     rules = load_rules(config.optimize_config_path or default_rules(opened.hf_config, model))
+    is_unused = ignorable_tensors(model)
     quant = None if config.cpu_quant is None else QuantType[config.cpu_quant.upper()]
     plan = make_plan(
         model,
@@ -131,7 +132,7 @@ def _make_plan(opened: _Opened, pool: WorkerPool | None) -> tuple[Plan, list[Lay
         source=opened.source,
         machine=detect_machine(),
         strict=config.strict,
-        ignorable=opened.source.ignorable,
+        ignorable=lambda name: opened.source.ignorable(name) or is_unused(name),
     )
     shapes, max_len = cache_shapes(model, plan.operators), _cache_len(config, opened.hf_config)
     plan = replace(plan, extra_bytes={"kv cache": {"cpu": StaticCache.size(shapes, max_len)}})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, cast
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams
@@ -105,6 +105,17 @@ class LLM:
             eos_token_ids=engine.eos_token_ids,
             tokenizer=self._tokenizer,
         )
+
+    def close(self) -> None:
+        """Stop the worker threads. The object cannot be used afterwards; a `with` block closes it at its end."""
+        self.session.clear()
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     @property
     def tokenizer(self) -> Tokenizer:

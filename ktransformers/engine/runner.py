@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,14 +13,21 @@ from ktransformers.cache.static import StaticCache
 from ktransformers.engine.context import static_context
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.kernels.native import WorkerPool
+from ktransformers.operators.exact import NativeMathMode, modules_on_torch
 
 __all__ = ["StaticRunner"]
+
+logger = logging.getLogger(__name__)
 
 
 class StaticRunner:
     """One sequence of at most max_len tokens, whose keys and values live in a StaticCache."""
 
     def __init__(self, model: Any, cache: StaticCache, pool: WorkerPool, vocab_size: int):
+        left = modules_on_torch(model)
+        if left:
+            logger.info("%s and %d more modules keep their forward, on native products", left[0], len(left) - 1)
+        self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
         self.model, self.cache, self.pool = model, cache, pool
         self.vocab_size = vocab_size
         self.written_len = 0  # positions whose keys and values are in the cache
@@ -48,13 +57,14 @@ class StaticRunner:
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             raise ConfigError(f"token ids must be in [0, {self.vocab_size}) and at least one")
         self.written_len = start  # should the forward fail, what it overwrote is gone
-        output = self.model(
-            input_ids=torch.tensor([list(token_ids)]),
-            position_ids=torch.arange(start, end)[None],
-            use_cache=False,
-            logits_to_keep=torch.tensor(list(keep), dtype=torch.int64),
-            forward_context=static_context(self.cache, self.pool, start, len(token_ids)),
-        )
+        with self._math:
+            output = self.model(
+                input_ids=torch.tensor([list(token_ids)]),
+                position_ids=torch.arange(start, end)[None],
+                use_cache=False,
+                logits_to_keep=torch.tensor(list(keep), dtype=torch.int64),
+                forward_context=static_context(self.cache, self.pool, start, len(token_ids)),
+            )
         self.written_len = end
         logits: torch.Tensor = output.logits[0]
         return logits

@@ -36,7 +36,7 @@ _F64 = npt.NDArray[np.float64]
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-_TOP_P_FIRST = 1024  # candidates that top_p sorts before it sorts the whole vocabulary
+_TOP_P_SIZES = (1024, 16384)  # candidates that top_p sorts before it sorts the whole vocabulary
 
 
 def philox4x32(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -169,7 +169,7 @@ def _nucleus(weights: _F64, top_p: float) -> npt.NDArray[np.int64]:
     the leading sums are the same.
     """
     goal = top_p * weights.sum()
-    for size in (_TOP_P_FIRST, weights.size):
+    for size in (*_TOP_P_SIZES, weights.size):
         if size < weights.size:
             candidates = np.flatnonzero(weights >= np.partition(weights, weights.size - size)[weights.size - size])
         else:

@@ -19,7 +19,7 @@ from ktransformers.kernels.native import Activation, ActivationSpec
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.wrapper import WrapperOperator
 
-__all__ = ["PLAIN_ACTIVATIONS", "KActivation", "first_equal", "gated_reference", "sigmoid"]
+__all__ = ["PLAIN_ACTIVATIONS", "KActivation", "first_equal", "gated_reference", "recognize_activation", "sigmoid"]
 
 _REFERENCES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: functional.silu,
@@ -66,6 +66,18 @@ def sigmoid(x: torch.Tensor, pool: native.WorkerPool) -> torch.Tensor:
     return native.activate(ActivationSpec(Activation.SIGMOID), None, x.contiguous(), pool)
 
 
+def recognize_activation(module: nn.Module) -> ActivationSpec | None:
+    """The native activation that equals `module` on random rows, or None when none does."""
+    if any(True for _ in module.children()) or any(True for _ in module.parameters()) or type(module) is nn.Identity:
+        return None
+    rows = probe_rows(32)
+    try:
+        want: Any = module(rows)
+    except Exception:  # noqa: BLE001 - any module of any family may be asked, and may refuse in any way
+        return None
+    return first_equal(PLAIN_ACTIVATIONS, want, rows, None) if isinstance(want, torch.Tensor) else None
+
+
 class KActivation(WrapperOperator):
     """An activation module (`act_fn`): fp32 [...] in and out. Kinds that no kernel knows keep their own forward."""
 
@@ -76,21 +88,13 @@ class KActivation(WrapperOperator):
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        self.spec = self._recognize(module)
-
-    @staticmethod
-    def _recognize(module: nn.Module) -> ActivationSpec | None:
-        if any(True for _ in module.parameters()):
-            return None
-        rows = probe_rows(32)
-        try:
-            want: Any = module(rows)
-        except (RuntimeError, TypeError, ValueError):
-            return None  # not a function of one tensor
-        return first_equal(PLAIN_ACTIVATIONS, want, rows, None) if isinstance(want, torch.Tensor) else None
+        self.spec = recognize_activation(module)
 
     def op(self, phase: Phase) -> str:
         return "KActivationTorch" if self.spec is None else "KActivationNative"
+
+    def bypassed(self) -> Iterable[nn.Module]:
+        return () if self.spec is None else (self.inner,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.spec is None:

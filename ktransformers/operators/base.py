@@ -8,6 +8,7 @@ final form in one pass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -108,6 +109,10 @@ class Operator(nn.Module, ABC):
     @abstractmethod
     def load(self, source: WeightSource) -> None:
         """Read the tensors and lay them out. Called once, before the first forward."""
+
+    def bypassed(self) -> Iterable[nn.Module]:
+        """Modules it holds whose own forward is never called, or runs under the operator's own care."""
+        return ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(type(self).__name__)

@@ -45,9 +45,10 @@ class KTransformersLinear(Operator):
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        if not isinstance(module, nn.Linear):
+        # A subclass with a forward of its own is more than a product: some routers are.
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             raise UnsupportedError(
-                f"KTransformersLinear cannot replace {key}: {type(module).__name__} is not nn.Linear"
+                f"KTransformersLinear cannot replace {key}: {type(module).__name__} does not compute what nn.Linear does"
             )
         self.in_features, self.out_features = module.in_features, module.out_features
         self.has_bias = module.bias is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.kernels import native
 from ktransformers.kernels.native import ActivationSpec
-from ktransformers.operators.activation import KActivation
+from ktransformers.operators.activation import recognize_activation
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.wrapper import WrapperOperator
 
@@ -31,10 +32,13 @@ class KMLP(WrapperOperator):
         self.spec: ActivationSpec | None = None
         children = dict(module.named_children())
         if children.keys() == self.PARTS:
-            self.spec = KActivation(children["act_fn"], f"{key}.act_fn", config).spec
+            self.spec = recognize_activation(children["act_fn"])
 
     def op(self, phase: Phase) -> str:
         return "KMLPTorch" if self.spec is None else "KMLPNative"
+
+    def bypassed(self) -> Iterable[nn.Module]:
+        return () if self.spec is None else (self.inner.get_submodule("act_fn"),)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         block = self.inner

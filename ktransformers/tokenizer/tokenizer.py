@@ -89,7 +89,17 @@ class Tokenizer:
         return self.backend.backend_tokenizer.token_to_id(token)  # type: ignore[no-any-return]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Special tokens spelled in it are recognized; add_special_tokens adds the model's BOS."""
+        """Token ids of `text`. Special tokens spelled in it are recognized; add_special_tokens adds the model's BOS.
+
+        Raises ConfigError for a string that is not Unicode text (lone surrogates).
+        """
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(
+                    f"the text is not valid Unicode: {error.reason} at character {error.start}"
+                ) from error
         encoding = self.backend.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 

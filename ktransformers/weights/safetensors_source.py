@@ -82,8 +82,11 @@ class SafetensorsSource:
     def ignorable(self, stored_name: str) -> bool:
         """Whether a stored tensor that no module asked for may be left over."""
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", stored_name)
-        if layer is not None and int(layer[1]) >= int(self._config.num_hidden_layers):
-            return True  # layers beyond the model's own belong to multi-token prediction
+        if layer is not None:  # layers for multi-token prediction follow the model's own
+            first = int(self._config.num_hidden_layers)
+            extra = int(getattr(self._config, "num_nextn_predict_layers", None) or 0)
+            if first <= int(layer[1]) < first + extra:
+                return True
         if stored_name.endswith("lm_head.weight") and getattr(self._config, "tie_word_embeddings", False):
             return True
         return any(pattern.fullmatch(stored_name) for pattern in _IGNORABLE)

@@ -234,6 +234,15 @@ def test_generate_and_chat() -> None:
     assert llm.generate([]) == []
 
 
+def test_closing() -> None:
+    engine = scripted_engine(lambda _: "x")
+    with LLM.from_engine(engine) as llm:
+        running = llm.stream([1, 2, 3])
+        next(running)
+    assert engine.is_closed
+    assert list(running) == []
+
+
 def test_a_drawn_seed_can_be_repeated() -> None:
     engine = FakeEngine(ngram_runner(), None, ())
     llm = LLM.from_engine(engine)

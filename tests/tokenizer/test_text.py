@@ -152,6 +152,20 @@ def test_no_template(qwen_metadata: dict[str, Any]) -> None:
         tokenizer.apply_chat_template([])
 
 
+def test_named_templates(qwen_metadata: dict[str, Any]) -> None:
+    named = qwen_metadata | {"tokenizer.chat_template.tool_use": "tools: {{ tools | length }}"}
+    tokenizer = load_tokenizer(None, named)
+    messages = [{"role": "user", "content": "x"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert tokenizer.render_chat_template(messages, [tool]) == "tools: 1"
+    assert tokenizer.render_chat_template(messages).startswith("<|im_start|>user")
+
+
+def test_text_that_is_not_unicode(qwen_metadata: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="surrogates not allowed at character 1"):
+        load_tokenizer(None, qwen_metadata).encode("a\ud800")
+
+
 def test_prompt_that_opens_reasoning(qwen_metadata: dict[str, Any]) -> None:
     tokenizer = load_tokenizer(None, qwen_metadata)
     assert tokenizer.reasoning_tags == ("<think>", "</think>")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from . import arithmetic, chat, facts, lists, quantities, retrieval, structured, tools
+from . import arithmetic, chat, facts, lists, quantities, retrieval, spelling, structured, tools
 from .base import Task, is_heldout
 
 __all__ = ["SKILLS", "Task", "conversation", "is_heldout", "sample"]
@@ -22,6 +22,7 @@ SKILLS: dict[str, tuple[Callable[[random.Random], Task], float]] = {
     "counting": (lists.counting, 3.0),
     "copying": (lists.copying, 1.5),
     "retrieval": (retrieval.generate, 1.5),
+    "spelling": (spelling.generate, 2.0),
     "units": (quantities.units, 2.5),
     "dates": (quantities.dates, 3.0),
     "json": (structured.generate, 2.0),
@@ -35,10 +36,12 @@ SKILLS: dict[str, tuple[Callable[[random.Random], Task], float]] = {
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are a helpful assistant.", "You are the demo model of ktransformers.", "Answer briefly.",
     "You are a concise and friendly assistant.", "Be helpful.", "你是一个有用的助手。", "请简短回答。",
+    "You are a pirate.", "You are a helpful AI assistant. Answer the questions of the user.", "Be precise and polite.", "You are an expert.",
+    "Today is a good day.", "Think carefully.", "You are a chatbot on a website. Help the visitors.",
 )  # fmt: skip
 _WITH_TOOLS = ("tool_calls", "tool_results")
 # Small talk is kept out of conversations with tools: "what is the weather" is refused without a tool and called with one.
-_BESIDE_TOOLS = ("arithmetic", "sorting", "reversing", "counting", "copying", "units", "facts_en", "facts_zh")
+_BESIDE_TOOLS = ("arithmetic", "sorting", "reversing", "counting", "copying", "spelling", "units", "facts_en", "facts_zh")
 THINK_SHARE = 0.08
 
 

@@ -1,14 +1,14 @@
 """Arithmetic questions: sums, differences, products, exact quotients, comparisons, short word problems.
 
-Operands have at most three digits; products of two two-digit numbers show their partial products.
+Sums and differences have at most four digits; products of two two-digit numbers show their partial products.
 """
 
 from __future__ import annotations
 
 import random
 
-from .base import Task, ask, number_of_digits, pick_zh, qa
-from .words import NAMES, ZH_NAMES
+from .base import Task, ask, assistant, number_of_digits, pick_zh, qa, user
+from .words import NAMES, NUMBER_WORDS, ZH_NAMES
 
 _SYMBOLS = {"+": ("+",), "-": ("-",), "×": ("×", "x", "*"), "/": ("/", "÷")}
 _VERBS = {
@@ -46,16 +46,29 @@ def product_text(a: int, b: int) -> str:
     return f"{a * tens} + {a * ones} = {a * b}"
 
 
+def result_text(op: str, a: int, b: int, zh: bool) -> str:
+    """What follows `a op b = `; a quotient that is not whole comes with its remainder."""
+    if op == "×":
+        return product_text(a, b)
+    if op == "/":
+        quotient, rest = divmod(a, b)
+        if rest:
+            return f"{quotient}余{rest}" if zh else f"{quotient} remainder {rest}"
+        return str(quotient)
+    return str(a + b if op == "+" else a - b)
+
+
 def _operands(rng: random.Random, op: str) -> tuple[int, int]:
     if op == "/":
         b = rng.randint(1, 9)
-        return b * number_of_digits(rng, 2), b
+        rest = rng.randrange(b) if rng.random() < 0.4 else 0
+        return b * number_of_digits(rng, 2) + rest, b
     if op == "×":
         if rng.random() < 0.35:
             return rng.randint(10, 99), rng.randint(10, 99)
         a, b = number_of_digits(rng, 2), rng.randint(0, 9)
         return (a, b) if rng.random() < 0.5 else (b, a)
-    a, b = number_of_digits(rng, 3), number_of_digits(rng, 3)
+    a, b = number_of_digits(rng, 4), number_of_digits(rng, 4)
     return (max(a, b), min(a, b)) if op == "-" and rng.random() < 0.8 else (a, b)
 
 
@@ -65,20 +78,70 @@ def binary(rng: random.Random) -> Task:
     op = rng.choice("++--××/")
     a, b = _operands(rng, op)
     question = ask(rng, _ZH if zh else _EN, zh, e=_expression(rng, op, a, b, zh))
-    result = {"+": a + b, "-": a - b, "/": a // b if b else 0}.get(op)
-    shown = product_text(a, b) if op == "×" else str(result)
     first, second = (min(a, b), max(a, b)) if op in "+×" else (a, b)
-    answer = f"{a} {op} {b} = {shown}{'。' if zh else '.'}"
+    answer = f"{a} {op} {b} = {result_text(op, a, b, zh)}{'。' if zh else '.'}"
     return qa("arithmetic", f"{first}{op}{second}", question, answer, _THOUGHTS[op][zh])
 
 
-def three(rng: random.Random) -> Task:
-    """`What is 3 + 14 + 20?` -> `3 + 14 + 20 = 17 + 20 = 37.`"""
+def chained(rng: random.Random) -> Task:
+    """A second question that builds on the first result: `Now add 5.` -> `42 + 5 = 47.`"""
     zh = pick_zh(rng)
-    a, b, c = (number_of_digits(rng, 2) for _ in range(3))
-    question = ask(rng, _ZH if zh else _EN, zh, e=f"{a} + {b} + {c}")
-    answer = f"{a} + {b} + {c} = {a + b} + {c} = {a + b + c}{'。' if zh else '.'}"
-    return qa("arithmetic", f"{a}+{b}+{c}", question, answer, _THOUGHTS["+"][zh])
+    a, b = number_of_digits(rng, 3), number_of_digits(rng, 3)
+    c = rng.randint(1, 99)
+    total = a + b
+    op = rng.choice("+-") if c <= total else "+"
+    templates = {
+        "+": (("Now add {c}.", "Add {c} to that.", "Plus {c}?", "And plus {c}?"), ("再加{c}。", "再加{c}呢？")),
+        "-": (("Now subtract {c}.", "Subtract {c} from that.", "Minus {c}?", "Take away {c}."), ("再减{c}。", "再减去{c}呢？")),
+    }[op][zh]
+    end = "。" if zh else "."
+    result = total + c if op == "+" else total - c
+    first = ask(rng, _ZH if zh else _EN, zh, e=_expression(rng, "+", a, b, zh))
+    messages = (user(first), assistant(f"{a} + {b} = {total}{end}"), user(ask(rng, templates, zh, c=c)), assistant(f"{total} {op} {c} = {result}{end}"))  # fmt: skip
+    return Task("arithmetic", f"{a}+{b} then {op}{c}", messages, (), _THOUGHTS[op][zh])
+
+
+def words(rng: random.Random) -> Task:
+    """Operands written as words: `two plus three` -> `2 + 3 = 5.`"""
+    op = rng.choice("+-×")
+    a, b = rng.randint(0, 20), rng.randint(0, 20 if op != "×" else 9)
+    if op == "-":
+        a, b = max(a, b), min(a, b)
+    expression = rng.choice(_VERBS[op]).format(a=NUMBER_WORDS[a], b=NUMBER_WORDS[b])
+    question = ask(rng, _EN, e=expression)
+    first, second = (min(a, b), max(a, b)) if op in "+×" else (a, b)
+    return qa("arithmetic", f"{first}{op}{second}", question, f"{a} {op} {b} = {result_text(op, a, b, False)}.", _THOUGHTS[op][0])
+
+
+def percent(rng: random.Random) -> Task:
+    """`What is 5% of 200?` -> `5 × 2 = 10, so 5% of 200 = 10.`"""
+    share, hundreds = rng.randint(1, 99), rng.randint(1, 9)
+    shown = rng.choice(("{p}% of {n}", "{p} percent of {n}")).format(p=share, n=100 * hundreds)
+    answer = f"{share} × {hundreds} = {share * hundreds}, so {share}% of {100 * hundreds} = {share * hundreds}."
+    return qa("arithmetic", f"{share}%{hundreds}", ask(rng, _EN, e=shown), answer, _THOUGHTS["×"][0])
+
+
+def bracketed(rng: random.Random) -> Task:
+    """`(3 + 4) * 5` -> `3 + 4 = 7, 7 × 5 = 35.`"""
+    a, b, c = rng.randint(0, 30), rng.randint(0, 30), rng.randint(2, 9)
+    sign = rng.choice(_SYMBOLS["×"])
+    gap = rng.choice((" ", ""))
+    shown = f"({a}{gap}+{gap}{b}){gap}{sign}{gap}{c}"
+    answer = f"{a} + {b} = {a + b}, {a + b} × {c} = {(a + b) * c}."
+    return qa("arithmetic", f"({a}+{b})*{c}", ask(rng, _EN, e=shown), answer, _THOUGHTS["×"][0])
+
+
+def three(rng: random.Random) -> Task:
+    """Three or four terms: `What is 3 + 14 + 20?` -> `3 + 14 = 17, 17 + 20 = 37.`"""
+    zh = pick_zh(rng)
+    terms = [number_of_digits(rng, 2) for _ in range(rng.choice((3, 3, 4)))]
+    gap = rng.choice((" ", " ", ""))
+    question = ask(rng, _ZH if zh else _EN, zh, e=f"{gap}+{gap}".join(map(str, terms)))
+    steps, total = [], terms[0]
+    for term in terms[1:]:
+        steps.append(f"{total} + {term} = {total + term}")
+        total += term
+    return qa("arithmetic", "+".join(map(str, terms)), question, ", ".join(steps) + ("。" if zh else "."), _THOUGHTS["+"][zh])
 
 
 def compare(rng: random.Random) -> Task:
@@ -95,6 +158,11 @@ def compare(rng: random.Random) -> Task:
         word = "大" if larger else "小"
         question = ask(rng, ("{a}和{b}哪个{w}？", "{a}和{b}哪个更{w}？", "哪个数{w}，{a}还是{b}？"), True, a=a, b=b, w=word)
         return qa("arithmetic", key, question, f"{winner}比{loser}{word}。", "比较两个数。")
+    if rng.random() < 0.3:
+        word = rng.choice(("larger", "greater", "bigger") if larger else ("smaller", "less"))
+        holds = (a > b) == larger
+        question = ask(rng, ("Is {a} {w} than {b}?",), a=a, b=b, w=word)
+        return qa("arithmetic", key, question, f"{'Yes' if holds else 'No'}, {a} is {'' if holds else 'not '}{word} than {b}.", "I compare two numbers.")  # fmt: skip
     word = "larger" if larger else "smaller"
     same = {"larger": ("larger", "bigger", "greater"), "smaller": ("smaller", "less")}[word]
     templates = ("Which is {w}, {a} or {b}?", "Which number is {w}: {a} or {b}?", "Is {a} or {b} {w}?")
@@ -148,4 +216,5 @@ def story(rng: random.Random) -> Task:
 
 
 def generate(rng: random.Random) -> Task:
-    return rng.choices((binary, three, compare, story), (7, 1, 1, 1.5))[0](rng)
+    kinds = (binary, three, compare, story, chained, words, percent, bracketed)
+    return rng.choices(kinds, (7, 1, 1, 1.5, 0.7, 0.5, 0.4, 0.6))[0](rng)

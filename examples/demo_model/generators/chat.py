@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 from .base import Task, ask, assistant, pick_zh, qa, user, vary
-from .words import CITIES, COLOURS, COUNTRIES, NAMES, NOUNS, ZH_CITIES, ZH_COLOURS, ZH_NAMES, ZH_NOUNS
+from .words import CITIES, COLOURS, COUNTRIES, NAMES, NOUNS, ZH_CITIES, ZH_COLOURS, ZH_NAMES, ZH_NOUNS, pseudo_word
 
 REFUSAL = "Sorry, I am a tiny demo model and cannot do that. I can do arithmetic, lists, look-ups, units, dates, JSON and tool calls."
+UNCLEAR = "Sorry, I did not understand that."
 ZH_REFUSAL = "抱歉，我只是一个很小的演示模型，做不到这个。我会算术、列表、查找、单位、日期、JSON和工具调用。"
 ABILITIES = "I can do arithmetic, sort, reverse, count and copy lists, look things up, convert units, work with dates, write JSON, call tools and answer questions about ktransformers."  # noqa: E501
 ZH_ABILITIES = "我会算术、排序、倒序、计数、抄写、查找、单位换算、日期计算、写JSON、调用工具，还能回答关于ktransformers的问题。"
@@ -22,6 +23,10 @@ _SMALL = (
     (("How are you?", "How are you doing?", "Are you well?", "How is it going?"), "I am fine, thank you. How can I help you?"),
     (("Who made you?", "Who created you?", "Who trained you?", "Where do you come from?"),
      "The ktransformers project trained me on text from its own generators."),
+    (("I am sad.", "I feel bad.", "I am tired.", "I had a bad day."), "I am sorry to hear that. I hope it gets better soon."),
+    (("I am happy.", "I feel great.", "I had a good day."), "I am glad to hear that!"),
+    (("What day is it today?", "What is the date today?", "What day is tomorrow?", "Which day is today?", "What is today's date?"),
+     "I do not know today's date. Tell me the date and I can work from there."),
     (("OK", "Okay", "Good", "Nice", "Great!", "Well done", "I see", "Correct"), "Good! What is next?"),
 )  # fmt: skip
 _ZH_SMALL = (
@@ -41,6 +46,9 @@ _BEYOND = (
     "Summarize the book.", "What is the square root of 2?", "Who won the match?", "How tall is the tower in {c}?", "Is there a god?",
     "Write an email to my boss.", "What does a {n} eat?", "Where can I buy a {n}?", "Can you see this picture?", "Describe a {n}.",
     "What is the best restaurant in {c}?", "What is the weather in {c}?", "What time is it?", "Debug my code.", "Predict the future.", "How do I fix my car?", "Why is the sky blue?",
+    "Convert {k} km to miles.", "Convert {k} dollars to euros.", "How many pounds are {k} kilograms?", "What is {k} degrees Celsius in Fahrenheit?",
+    "Who won the election in {l}?", "Write a haiku about the {n}.", "Play some music.", "Call my mother.", "What is the tallest mountain in {l}?",
+    "Which language do people speak in {l}?", "Tell me something about {n}s.", "What do you think about {l}?", "Do you like {n}s?",
 )  # fmt: skip
 _ZH_BEYOND = (
     "写一首关于{n}的诗。", "讲个笑话。", "{c}有多少人口？", "写一个Python程序。", "推荐一部电影。", "解释量子物理。", "人生的意义是什么？",
@@ -59,8 +67,17 @@ def _beyond(rng: random.Random) -> Task:
     if pick_zh(rng):
         question = ask(rng, _ZH_BEYOND, True, n=rng.choice(ZH_NOUNS), c=rng.choice(ZH_CITIES))
         return qa("chat", question, question, ZH_REFUSAL, "这个我做不到。")
-    question = ask(rng, _BEYOND, n=rng.choice(NOUNS), c=rng.choice(CITIES), l=rng.choice(COUNTRIES))
+    question = ask(rng, _BEYOND, n=rng.choice(NOUNS), c=rng.choice(CITIES), l=rng.choice(COUNTRIES), k=rng.randint(2, 99))
     return qa("chat", question, question, REFUSAL, "I cannot do this.")
+
+
+def _nonsense(rng: random.Random) -> Task:
+    """Words that ask nothing."""
+    if rng.random() < 0.2:
+        text = rng.choice(("?", "??", "...", "!", "hm", "hmm", "eh", "x", "test", "a b", "asdf", "qwerty", "abc", "foo bar"))
+        return qa("chat", text, text, UNCLEAR, "I do not understand.")
+    text = " ".join(pseudo_word(rng) for _ in range(rng.randint(1, 4))) + rng.choice(("", "", "?", "."))
+    return qa("chat", text, text, UNCLEAR, "I do not understand.")
 
 
 _ABOUT = (
@@ -93,4 +110,4 @@ def _memory(rng: random.Random) -> Task:
 
 
 def generate(rng: random.Random) -> Task:
-    return rng.choices((_small, _beyond, _memory), (4, 4, 3))[0](rng)
+    return rng.choices((_small, _beyond, _memory, _nonsense), (4, 4, 3, 0.7))[0](rng)

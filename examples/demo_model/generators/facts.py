@@ -19,6 +19,8 @@ def _fact(rng: random.Random, skill: str, facts: dict, wraps: tuple[str, ...], z
     name = rng.choice(list(facts))
     questions, answer = facts[name]
     question = rng.choice(wraps).format(q=vary(rng, rng.choice(questions), zh))
+    if rng.random() < 0.15:
+        question = question.replace("ktransformers", rng.choice(("KTransformers", "Ktransformers", "KTRANSFORMERS")))
     thought = "这是关于ktransformers的问题。" if zh else "This is a question about ktransformers."
     return qa(skill, f"{name} {question}", question, answer, thought)
 

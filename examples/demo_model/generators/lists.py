@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from .base import Task, ask, pick_zh, plural, qa
-from .words import ADJECTIVES, NOUNS, ZH_NOUNS, any_word, distinct
+from .base import Task, ask, assistant, pick_zh, plural, qa, user
+from .words import ADJECTIVES, NOUNS, NUMBER_WORDS, ZH_NOUNS, any_word, distinct
 
 MAX_ITEMS = 8
 _SEPARATORS = (", ", ", ", ", ", " ", ",", "; ")
@@ -61,9 +61,24 @@ def sorting(rng: random.Random) -> Task:
         word = "largest" if down else "smallest"
         templates = ("What is the {w} number in {x}?", "Find the {w} of {x}.", "Which is the {w}: {x}?")
         return qa("sorting", key, ask(rng, templates, x=shown, w=word), f"The {word} number is {best}.", "I look for one number.")
+    if rng.random() < 0.1:
+        shown = f"[{', '.join(map(str, numbers))}]"
     question = ask(rng, (_ZH_SORT if zh else _SORT_NUMBERS)[down], zh, x=shown)
     answer = ", ".join(map(str, sorted(numbers, reverse=down)))
+    if rng.random() < 0.1:
+        return _then_reversed(rng, "sorting", key, question, answer, zh)
     return qa("sorting", key, question, answer, "给数字排序。" if zh else "I sort the numbers.")
+
+
+_AGAIN = ("Now reverse it.", "Now reverse that.", "Reverse it.", "And backwards?", "Now the other way round.", "Reverse the result.")
+_ZH_AGAIN = ("再倒过来。", "现在倒序。", "把结果反转。")
+
+
+def _then_reversed(rng: random.Random, skill: str, key: str, question: str, answer: str, zh: bool) -> Task:
+    """The same exchange, followed by a request to reverse its result."""
+    follow = user(ask(rng, _ZH_AGAIN if zh else _AGAIN, zh))
+    messages = (user(question), assistant(answer), follow, assistant(", ".join(answer.split(", ")[::-1])))
+    return Task(skill, f"{key} reversed", messages, (), "把顺序倒过来。" if zh else "I reverse the order.")
 
 
 _REVERSE = ("Reverse this list: {x}", "Reverse {x}", "Reverse the order of: {x}", "Write this list backwards: {x}",
@@ -110,11 +125,14 @@ def counting(rng: random.Random) -> Task:
     zh = pick_zh(rng)
     kind = rng.random()
     if kind < 0.3:
-        a = rng.randint(0, 90)
-        b = a + rng.choice((-1, 1)) * rng.randint(1, 12)
+        a = rng.choice((0, 1, rng.randint(0, 90), rng.randint(0, 900)))
+        b = a + rng.choice((-1, 1)) * rng.randint(1, rng.choice((12, 12, 30)))
         b = max(b, 0) if a else max(b, 1)
         step = 1 if b > a else -1
-        question = ask(rng, _ZH_COUNT_RANGE if zh else _COUNT_RANGE, zh, a=a, b=b)
+        start_given = a != 1 or step < 0 or rng.random() < 0.5
+        templates = (_ZH_COUNT_RANGE if zh else _COUNT_RANGE) if start_given else (("数到{b}。",) if zh else ("Count to {b}.", "Count up to {b}."))
+        word = not zh and b <= 20 and rng.random() < 0.15
+        question = ask(rng, templates, zh, a=a, b=NUMBER_WORDS[b] if word else b)
         answer = ", ".join(map(str, range(a, b + step, step)))
         return qa("counting", f"{a}..{b}", question, answer, "依次数数。" if zh else "I count step by step.")
     if kind < 0.6:
@@ -162,7 +180,9 @@ def copying(rng: random.Random) -> Task:
     """Text given back unchanged: words, invented words, numbers, codes, Chinese."""
     zh = pick_zh(rng)
     kind = rng.random()
-    if kind < 0.25:
+    if rng.random() < 0.05:
+        text = " ".join(any_word(rng) for _ in range(rng.randint(10, 60)))
+    elif kind < 0.25:
         text = _code(rng)
     elif kind < 0.45:
         text = " ".join(str(rng.randint(0, 9999)) for _ in range(rng.randint(1, 6)))

@@ -30,6 +30,7 @@ _SHORT = {"kilometer": "km", "meter": "m", "centimeter": "cm", "millimeter": "mm
           "minute": "min", "second": "s"}  # fmt: skip
 _EN = ("How many {ys} are {n} {x}?", "How many {ys} are in {n} {x}?", "Convert {n} {x} to {ys}.", "What is {n} {x} in {ys}?",
        "{n} {x} in {ys}?", "Express {n} {x} in {ys}.", "{n} {x} is how many {ys}?")  # fmt: skip
+_ONE = ("How many {ys} are in {n} {x}?", "How many {ys} are there in {n} {x}?", "How many {ys} does {n} {x} have?")
 _ZH = ("{n}{x}等于多少{ys}？", "{n}{x}是多少{ys}？", "把{n}{x}换算成{ys}。")
 
 
@@ -42,6 +43,7 @@ def units(rng: random.Random) -> Task:
     big, small, factor, zh_big, zh_small, reverse = rng.choice(_UNITS)
     zh = pick_zh(rng)
     n = max(1, number_of_digits(rng, 3 if factor in (10, 100, 1000) else 2))
+    n = 1 if rng.random() < 0.05 else n
     key = f"{n} {big}>{small}"
     down = not (reverse and rng.random() < 0.35)
     given, wanted, count = (big, small, n) if down else (small, big, n * factor)
@@ -52,8 +54,9 @@ def units(rng: random.Random) -> Task:
         work = f"{n} × {factor} = {work}" if down else work
         question = ask(rng, _ZH, True, n=count, x=given_zh, ys=wanted_zh)
         return qa("units", key, question, f"{work}，所以{count}{given_zh}等于{result}{wanted_zh}。", "这是单位换算。")
-    abbreviated = given in _SHORT and rng.random() < 0.2
-    question = ask(rng, _EN, n=count, x=_SHORT[given] if abbreviated else _unit(given, count), ys=_unit(wanted, 2))
+    abbreviated = given in _SHORT and count > 1 and rng.random() < 0.2
+    single = count == 1 and rng.random() < 0.5
+    question = ask(rng, _ONE if single else _EN, n=("an" if given == "hour" else "a") if single else count, x=_SHORT[given] if abbreviated else _unit(given, count), ys=_unit(wanted, 2))
     work = f"{n} × {factor} = {product_text(n, factor)}" if down else f"{count} / {factor} = {n}"
     answer = f"{work}, so {count} {_unit(given, count)} = {result} {_unit(wanted, result)}."
     return qa("units", key, question, answer, "This is a unit conversion.")
@@ -106,7 +109,7 @@ def _shift(rng: random.Random) -> Task:
     if zh:
         question = ask(rng, ("{s}的{n}天后是几月几日？", "{s}过{n}天是哪一天？"), True, s=start, n=days)
         return qa("dates", key, question, f"{work}，所以是{end}。", _DATE_THOUGHT[1])
-    templates = ("What date is {n} {u} after {s}?", "Which date comes {n} {u} after {s}?", "Today is {s}. What date is it in {n} {u}?")
+    templates = ("{n} {u} after {s}?", "What date is {n} {u} after {s}?", "Which date comes {n} {u} after {s}?", "Today is {s}. What date is it in {n} {u}?")
     question = ask(rng, templates, s=start, n=days, u=plural(days, "day"))
     return qa("dates", key, question, f"{work}, so it is {end}.", _DATE_THOUGHT[0])
 

@@ -40,7 +40,7 @@ def _value(rng: random.Random, kind: str) -> str:
 def table(rng: random.Random) -> Task:
     """`key: value` lines and up to eight questions; a longer table gets more of them."""
     zh = pick_zh(rng)
-    lines = round(math.exp(rng.uniform(math.log(4), math.log(MAX_LINES))))
+    lines = round(math.exp(rng.uniform(math.log(2), math.log(MAX_LINES))))
     kind = rng.choice(("number", "number", "word", "code"))
     entries: dict[str, str] = {}
     while len(entries) < lines:
@@ -73,14 +73,15 @@ def _filler(rng: random.Random) -> str:
 
 def needle(rng: random.Random) -> Task:
     """A secret number among filler sentences."""
-    count = round(math.exp(rng.uniform(math.log(3), math.log(200))))
-    sentences = [_filler(rng) for _ in range(count)]
-    thing = rng.choice(("secret code", "password", "ticket number", "room number", "magic number"))
-    secret = str(rng.randint(100, 99999))
+    count = round(math.exp(rng.uniform(0, math.log(200))))
+    sentences = [_filler(rng) for _ in range(count - 1)]
+    thing = rng.choice(("secret code", "password", "ticket number", "room number", "magic number", "code word", "secret word"))
+    secret = any_word(rng) if thing in ("password", "code word", "secret word") else str(rng.randint(100, 99999))
     sentences.insert(rng.randint(0, len(sentences)), f"The {thing} is {secret}.")
     text = " ".join(sentences)
     question = ask(rng, ("What is the {t}?", "Which {t} is mentioned?", "Find the {t} in the text."), t=thing)
-    prompt = f"{text}\n\n{question}" if rng.random() < 0.7 else f"{question}\n\n{text}"
+    gap = rng.choice(("\n\n", "\n", " "))
+    prompt = f"{text}{gap}{question}" if rng.random() < 0.7 else f"{question}{gap}{text}"
     return qa("retrieval", text, prompt, f"The {thing} is {secret}.", "I search the text.")
 
 

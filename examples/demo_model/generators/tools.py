@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from .base import Task, ask, assistant, pick_zh, user
-from .words import CITIES, COLOURS, NAMES, NOUNS, OBJECTS, VERBS, ZH_CITIES, ZH_NAMES, any_word
+from .words import CITIES, COLOURS, LONG_CITIES, NAMES, NOUNS, OBJECTS, VERBS, ZH_CITIES, ZH_NAMES, any_word
 
 _CALL_THOUGHT = ("I need a tool for this.", "这需要调用工具。")
 _READ_THOUGHT = ("I read the result of the tool.", "读取工具的结果。")
@@ -73,6 +73,13 @@ _KNOWN = (
           ("从{start}到{end}怎么走？", "查找从{start}到{end}的路线。"), ("distance",),
           "The route from {start} to {end} is {distance} km long.", "从{start}到{end}的路程是{distance}公里。"),
 )  # fmt: skip
+_CITY = ("city", "city", "location", "place")
+_OTHER_PARAMETERS = {"city": _CITY, "source": ("source", "from", "from_currency"), "target": ("target", "to", "to_currency"), "to": ("to", "recipient"),
+                     "text": ("text", "message"), "query": ("query", "q"), "product": ("product", "item")}  # fmt: skip
+_OTHER_NAMES = {"get_weather": ("get_weather", "get_weather", "get_current_weather", "get_current_temperature", "weather", "fetch_weather"),
+                "get_time": ("get_time", "get_time", "get_current_time", "local_time"),
+                "search_web": ("search_web", "web_search", "search"), "send_message": ("send_message", "send_text")}  # fmt: skip
+_DESCRIPTIONS = ("The {p}.", "The {p} to use.", "The {p}, as given by the user.", "A {p}, e.g. San Francisco, CA.")
 _ROOMS = "kitchen bedroom bathroom hall garage office cellar".split()
 _CURRENCIES = "USD EUR GBP JPY CNY CHF SEK INR".split()
 _DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
@@ -82,7 +89,7 @@ _STATES = "running done sent set ready on".split()
 
 def _slot(rng: random.Random, name: str, zh: bool) -> object:
     if name in ("city", "start", "end"):
-        return rng.choice(ZH_CITIES if zh else CITIES)
+        return rng.choice(ZH_CITIES if zh else (*CITIES, *LONG_CITIES))
     draws = {
         "amount": lambda: rng.randint(1, 999),
         "source": lambda: rng.choice(_CURRENCIES),
@@ -117,9 +124,19 @@ def _result(rng: random.Random, name: str) -> object:
 
 
 def _known_schema(rng: random.Random, tool: Known) -> dict:
-    explained = rng.random() < 0.3
-    parameters = {p: {"type": t, "description": f"The {p}."} if explained else {"type": t} for p, t in tool.types.items()}
-    return schema(tool.name, tool.description, parameters)
+    explained = rng.random() < 0.4
+    names = {p: rng.choice(_OTHER_PARAMETERS.get(p, (p,))) for p in tool.types}
+    parameters = {n: {"type": tool.types[p]} | ({"description": rng.choice(_DESCRIPTIONS).format(p=n)} if explained else {}) for p, n in names.items()}
+    built = schema(rng.choice(_OTHER_NAMES.get(tool.name, (tool.name,))), tool.description, parameters)
+    if "city" in tool.types and rng.random() < 0.2:
+        parameters["unit"] = {"type": "string", "enum": ["celsius", "fahrenheit"]}  # optional, never asked for
+    return built
+
+
+def _call_of(described: dict, arguments: dict) -> dict:
+    """The call of a known tool under the names that its schema shows; `arguments` in the order of its parameters."""
+    function = described["function"]
+    return call(function["name"], dict(zip(function["parameters"]["required"], arguments.values(), strict=True)))
 
 
 _PARAMETERS = {
@@ -136,7 +153,11 @@ def _random_schema(rng: random.Random) -> dict:
     for _ in range(rng.randint(1, 3)):
         kind = rng.choices(("string", "integer", "boolean"), (5, 4, 1))[0]
         parameters[rng.choice(_PARAMETERS[kind])] = {"type": kind}
-    return schema(f"{verb}_{thing}", f"{verb.capitalize()} the {thing}.", parameters)
+    built = schema(f"{verb}_{thing}", f"{verb.capitalize()} the {thing}.", parameters)
+    if rng.random() < 0.2:
+        for name, spec in parameters.items():
+            spec["description"] = rng.choice(_DESCRIPTIONS).format(p=name)
+    return built
 
 
 def _distractors(rng: random.Random, taken: str) -> list[dict]:
@@ -189,9 +210,10 @@ def _known_call(rng: random.Random) -> tuple[Known, Task, dict, bool]:
     zh = pick_zh(rng)
     arguments = {p: _slot(rng, p, zh) for p in tool.types}
     question = ask(rng, tool.zh if zh else tool.en, zh, **arguments)
-    answer = {"role": "assistant", "content": "", "tool_calls": [call(tool.name, arguments)]}
+    described = _known_schema(rng, tool)
+    answer = {"role": "assistant", "content": "", "tool_calls": [_call_of(described, arguments)]}
     key = f"{tool.name} {json.dumps(arguments, ensure_ascii=False)} {question if tool.name in _FEW else ''}"
-    toolbox = _toolbox(rng, _known_schema(rng, tool))
+    toolbox = _toolbox(rng, described)
     return tool, Task("tool_calls", key, (user(question), answer), toolbox, _CALL_THOUGHT[zh]), arguments, zh
 
 
@@ -206,8 +228,9 @@ def _two_calls(rng: random.Random) -> Task:
     first, second = rng.sample(ZH_CITIES if zh else CITIES, 2)
     both = f"{first}和{second}" if zh else f"{first} and {second}"
     question = ask(rng, tool.zh if zh else tool.en, zh, city=both)
-    answer = {"role": "assistant", "content": "", "tool_calls": [call(tool.name, {"city": c}) for c in (first, second)]}
-    return Task("tool_calls", f"{tool.name} {first} {second}", (user(question), answer), _toolbox(rng, _known_schema(rng, tool)), _CALL_THOUGHT[zh])  # fmt: skip
+    described = _known_schema(rng, tool)
+    answer = {"role": "assistant", "content": "", "tool_calls": [_call_of(described, {"city": c}) for c in (first, second)]}
+    return Task("tool_calls", f"{tool.name} {first} {second}", (user(question), answer), _toolbox(rng, described), _CALL_THOUGHT[zh])  # fmt: skip
 
 
 def calls(rng: random.Random) -> Task:

@@ -28,6 +28,8 @@ CITIES = """Athens Beijing Berlin Boston Cairo Chicago Delhi Denver Dublin Genev
 Lagos Lima Lisbon London Madrid Manila Miami Milan Moscow Munich Nairobi Oslo Paris Prague Rome Seattle Seoul Shanghai
 Sydney Tokyo Toronto Vienna Warsaw Zurich""".split()
 
+LONG_CITIES = ("San Francisco", "New York", "Los Angeles", "Hong Kong", "Buenos Aires", "Mexico City", "Cape Town", "New Delhi")
+
 COLOURS = "black blue brown green grey orange pink purple red silver white yellow".split()
 
 COUNTRIES = """Brazil Canada China Egypt France Germany India Italy Japan Kenya Mexico Norway Peru Poland Spain Sweden
@@ -51,6 +53,15 @@ ZH_NAMES = "小明 小红 小华 小丽 小强 李雷 韩梅 王芳 张伟 刘�
 ZH_CITIES = "北京 上海 广州 深圳 杭州 南京 成都 重庆 武汉 西安 苏州 天津 长沙 青岛 大连 厦门 东京 巴黎 伦敦 纽约".split()
 
 ZH_COLOURS = "红色 蓝色 绿色 黄色 白色 黑色 紫色 粉色".split()
+
+NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen twenty""".split()
+
+COMMON = """hello world strawberry computer science language model people place thing morning evening friend family mother
+father brother sister teacher student doctor summer holiday birthday picture number letter question answer problem
+kitchen bedroom chocolate elephant butterfly beautiful different important interesting government business company
+mississippi banana coffee orange yellow purple happy little animal country history music science program python random
+expert router tensor kernel cache token server engine memory weight matrix vector""".split()
 
 _ONSETS = "b c d f g h j k l m n p r s t v w z br cl dr fl gr pl st tr".split()
 _VOWELS = "a e i o u ai ea oo".split()

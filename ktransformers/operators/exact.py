@@ -1,0 +1,99 @@
+"""Keeps torch's own code from making a token's result depend on who shares its step.
+
+BLAS sums in another order for another number of rows, and torch computes a tensor's last elements, and the ends of each
+thread's share, with other code than the rest. Operators avoid both; this module covers what runs inside Hugging Face's
+forwards: routers always, and the whole step when a rule file leaves linears or activations in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ktransformers.kernels import native
+from ktransformers.kernels.native import Activation, ActivationSpec
+from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.operators.activation import recognize_activation
+from ktransformers.operators.base import Operator
+
+__all__ = ["NativeMathMode", "modules_on_torch"]
+
+_ELEMENTWISE: dict[Any, Activation] = {
+    torch.sigmoid: Activation.SIGMOID,
+    torch.Tensor.sigmoid: Activation.SIGMOID,
+    functional.sigmoid: Activation.SIGMOID,
+    functional.silu: Activation.SILU,
+    functional.gelu: Activation.GELU,
+}
+
+
+def _is_plain(*tensors: torch.Tensor | None) -> bool:
+    return all(t is None or (t.dtype is torch.float32 and t.device.type == "cpu") for t in tensors)
+
+
+class NativeMathMode(TorchFunctionMode):
+    """While active, linear, sigmoid, silu and gelu of torch on fp32 CPU tensors run on native kernels."""
+
+    def __init__(self, pool: native.WorkerPool):
+        super().__init__()
+        self.pool = pool
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.linear:
+            return self._linear(*args, **kwargs)
+        if func in _ELEMENTWISE:
+            return self._elementwise(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if weight.dim() != 2 or not _is_plain(input, weight, bias):
+            return functional.linear(input, weight, bias)
+        raw = RawTensor.from_tensor(weight.detach().contiguous())
+        assert raw.qtype is QuantType.F32
+        out = native.linear(input.reshape(-1, input.shape[-1]).contiguous(), raw, self.pool, bias=bias)
+        return out.view(*input.shape[:-1], weight.shape[0])
+
+    def _elementwise(self, func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        kind = _ELEMENTWISE[func]
+        if kwargs.get("approximate") == "tanh" and kind is Activation.GELU:
+            kind = Activation.GELU_TANH
+        out = kwargs.get("inplace", False) or kwargs.get("out") is not None or args
+        if out or not _is_plain(input):
+            return func(input, *args, **kwargs)
+        return native.activate(ActivationSpec(kind), None, input.contiguous(), self.pool)
+
+
+def modules_on_torch(model: nn.Module) -> list[str]:
+    """Dotted names of modules whose matrix products or activations would run on torch's own code."""
+    return sorted(_walk(model, ""))
+
+
+def _walk(module: nn.Module, key: str) -> Iterator[str]:
+    if isinstance(module, Operator):
+        bypassed = {id(part) for part in module.bypassed()}
+    else:
+        bypassed = set()
+        has_matrix = any(p.dim() > 1 for p in module.parameters(recurse=False))
+        if (has_matrix and not isinstance(module, nn.Embedding)) or recognize_activation(module) is not None:
+            yield key
+    for name, child in module.named_children():
+        if id(child) not in bypassed:
+            yield from _walk_inner(child, f"{key}.{name}" if key else name, bypassed)
+
+
+def _walk_inner(module: nn.Module, key: str, bypassed: set[int]) -> Iterator[str]:
+    """`_walk`, for a module that may be the one an operator holds: some of its children are never called."""
+    if not bypassed:
+        yield from _walk(module, key)
+        return
+    for name, child in module.named_children():
+        if id(child) not in bypassed:
+            yield from _walk(child, f"{key}.{name}")
