@@ -13,6 +13,7 @@ from ktransformers.cache.static import StaticCache
 from ktransformers.engine.context import static_context
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.kernels.native import WorkerPool
+from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.exact import NativeMathMode, modules_on_torch
 
 __all__ = ["StaticRunner"]
@@ -37,7 +38,6 @@ class StaticRunner:
         """Most tokens of the sequence, prompt and answer together."""
         return self.cache.max_len
 
-    @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
         """Run `token_ids` at positions start, start + 1, ..., overwriting what the cache holds from there on.
 
@@ -57,14 +57,31 @@ class StaticRunner:
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             raise ConfigError(f"token ids must be in [0, {self.vocab_size}) and at least one")
         self.written_len = start  # should the forward fail, what it overwrote is gone
+        context = static_context(self.cache, self.pool, start, len(token_ids))
+        logits = self.step(
+            torch.tensor(list(token_ids)),
+            torch.arange(start, end),
+            context,
+            torch.tensor(list(keep), dtype=torch.int64),
+        )
+        self.written_len = end
+        return logits
+
+    @torch.inference_mode()
+    def step(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> torch.Tensor:
+        """One flattened step of any sequences: int64 [T] ids and positions, int64 [N] rows to keep.
+
+        Returns their logits, fp32 [N, vocab_size]. Checks nothing: `forward` does for one sequence.
+        """
         with self._math:
             output = self.model(
-                input_ids=torch.tensor([list(token_ids)]),
-                position_ids=torch.arange(start, end)[None],
+                input_ids=token_ids[None],
+                position_ids=positions[None],
                 use_cache=False,
-                logits_to_keep=torch.tensor(list(keep), dtype=torch.int64),
-                forward_context=static_context(self.cache, self.pool, start, len(token_ids)),
+                logits_to_keep=keep,
+                forward_context=context,
             )
-        self.written_len = end
         logits: torch.Tensor = output.logits[0]
         return logits

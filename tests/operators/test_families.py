@@ -94,12 +94,5 @@ def test_two_packed_sequences_equal_each_alone(model_type: str) -> None:
         kv_lens=(positions + 1).to(torch.int32),
         block_table=torch.tensor([[0], [1]], dtype=torch.int32),
     )
-    with torch.inference_mode():
-        packed = runner.model(
-            input_ids=torch.tensor([first + second]),
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=torch.arange(sum(lengths)),
-            forward_context=context,
-        ).logits[0]
+    packed = runner.step(torch.tensor(first + second), positions, context, torch.arange(sum(lengths)))
     assert torch.equal(packed, torch.cat(alone))
