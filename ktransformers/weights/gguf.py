@@ -328,10 +328,10 @@ def _checked_shards(files: list[GGUFFile]) -> list[GGUFFile]:
     for index, file in enumerate(files):
         if len(files) == 1 and "split.count" not in file.metadata:
             break  # "-00001-of-00001" without split metadata is a whole file
-        if _split_number(file, "split.count", -1) != len(files):
+        if _split_number(file, "split.count", 0) != len(files):
             raise FormatError(f"{file.path}: its metadata say {file.metadata.get('split.count')!r:.20} shards, "
                               f"its name {len(files)}; the files do not belong together")  # fmt: skip
-        if _split_number(file, "split.no", -1) != index:
+        if _split_number(file, "split.no", len(files)) != index:
             raise FormatError(f"{file.path}: its metadata say shard {file.metadata.get('split.no')!r:.20} (from 0), "
                               f"its name {index}; the files were renamed")  # fmt: skip
     total = sum(len(file.tensors) for file in files)

@@ -21,7 +21,7 @@ SKILLS: dict[str, tuple[Callable[[random.Random], Task], float]] = {
     "reversing": (lists.reversing, 2.0),
     "counting": (lists.counting, 3.0),
     "copying": (lists.copying, 1.5),
-    "retrieval": (retrieval.generate, 1.5),
+    "retrieval": (retrieval.generate, 2.5),
     "spelling": (spelling.generate, 2.0),
     "units": (quantities.units, 2.5),
     "dates": (quantities.dates, 3.0),

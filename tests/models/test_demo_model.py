@@ -1,0 +1,77 @@
+"""The bundled model through every path: exact whatever splits the work, and equal to `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
+from ktransformers.core import SamplingParams
+from ktransformers.engine.builder import build_engine
+from ktransformers.engine.llm import LLM
+from ktransformers.kernels.native import available_isas
+
+GGUF = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))), DEMO_MODEL_PATH / "missing.gguf")
+GREEDY = SamplingParams(temperature=0, max_tokens=48)
+QUESTIONS = [
+    "What is 17 + 25?",
+    "Sort these numbers: 9, 3, 27, 14.",
+    "What is ktransformers?",
+    "你好，你是谁？",
+    "Reverse the word: kernel",
+]
+
+
+def open_llm(path: Path, *, threads: int = 2, chunk_size: int = 512) -> LLM:
+    key = "gguf_path" if path.suffix == ".gguf" else "model_path"
+    config = EngineConfig(**{key: path}, cpu_infer=threads, chunk_size=chunk_size, cache_lens=512)  # type: ignore[arg-type]
+    return LLM.from_engine(build_engine(config))
+
+
+def answers(llm: LLM) -> list[tuple[int, ...]]:
+    try:
+        return [llm.chat([{"role": "user", "content": q}], GREEDY)[0].token_ids for q in QUESTIONS]
+    finally:
+        llm.close()
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[tuple[int, ...]]:
+    return answers(open_llm(GGUF))
+
+
+def test_the_first_question() -> None:
+    with open_llm(GGUF) as llm:
+        assert "42" in llm.chat([{"role": "user", "content": QUESTIONS[0]}], GREEDY)[0].text
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+def test_chunks_do_not_change_tokens(chunk_size: int, reference: list[tuple[int, ...]]) -> None:
+    assert answers(open_llm(GGUF, chunk_size=chunk_size)) == reference
+
+
+def test_threads_do_not_change_tokens(reference: list[tuple[int, ...]]) -> None:
+    assert answers(open_llm(GGUF, threads=1)) == reference
+
+
+@pytest.mark.parametrize("isa", [isa.value for isa in available_isas()])
+def test_instruction_sets_do_not_change_tokens(
+    isa: str, reference: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KTRANSFORMERS_ISA", isa)
+    assert answers(open_llm(GGUF)) == reference
+
+
+def test_tokens_equal_transformers_on_the_bf16_model() -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32, attn_implementation="eager")
+    model.generation_config.temperature = model.generation_config.top_p = model.generation_config.top_k = None
+    with open_llm(DEMO_MODEL_PATH) as llm:
+        for question in QUESTIONS:
+            ours = llm.chat([{"role": "user", "content": question}], GREEDY)[0]
+            prompt = torch.tensor([ours.prompt_token_ids])
+            theirs = model.generate(prompt, max_new_tokens=GREEDY.max_tokens, do_sample=False)
+            assert theirs[0, prompt.shape[1] :].tolist() == list(ours.token_ids), question
