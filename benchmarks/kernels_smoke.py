@@ -14,6 +14,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -76,7 +77,9 @@ def record(name: str, ours: float, theirs: float, nbytes: int) -> Timing:
         "speedup": round(theirs / ours, 2),
         "gb_per_s": round(nbytes / ours / 1e9, 2),
     }
-    print(f"{name:34s} {row['us']:>11} us   torch {row['torch_us']:>11} us   x{row['speedup']:<6} {row['gb_per_s']:>7} GB/s")
+    print(
+        f"{name:34s} {row['us']:>10} us   torch {row['torch_us']:>11} us   x{row['speedup']:<6} {row['gb_per_s']:>6} GB/s"
+    )
     return row
 
 
@@ -87,10 +90,10 @@ def bench_linear(pool: WorkerPool, seconds: float) -> list[Timing]:
     dense = torch.randn(size, size)
     for tokens in (1, 256):
         x = torch.randn(tokens, size)
-        theirs = best_time(lambda x=x: functional.linear(x, dense), seconds)
+        theirs = best_time(partial(functional.linear, x, dense), seconds)
         for qtype in sorted(NATIVE_TYPES):
             weight = random_weight(qtype, size, size)
-            ours = best_time(lambda x=x, weight=weight: linear(x, weight, pool), seconds)
+            ours = best_time(partial(linear, x, weight, pool), seconds)
             rows.append(record(f"linear {qtype.name} T={tokens}", ours, theirs, weight.nbytes))
     return rows
 
@@ -118,14 +121,14 @@ def bench_moe(pool: WorkerPool, seconds: float) -> list[Timing]:
         x = torch.randn(tokens, hidden)
         ids = torch.rand(tokens, experts).topk(top_k).indices
         weights = torch.rand(tokens, top_k)
-        theirs = best_time(lambda x=x, i=ids, w=weights: eager_experts(x, i, w, gate_up, down), seconds)
+        theirs = best_time(partial(eager_experts, x, ids, weights, gate_up, down), seconds)
         for qtype in (QuantType.BF16, QuantType.Q8_0, QuantType.Q4_K, QuantType.Q6_K):
             gates = [random_weight(qtype, width, hidden) for _ in range(experts)]
             ups = [random_weight(qtype, width, hidden) for _ in range(experts)]
             downs = [random_weight(qtype, hidden, width) for _ in range(experts)]
             kernel = MoeKernel(ExpertWeights(gates, ups, downs), ActivationSpec(), pool)
-            ours = best_time(lambda k=kernel, x=x, i=ids, w=weights: k.forward(x, i, w), seconds)
-            used = int(ids.unique().numel())
+            ours = best_time(partial(kernel.forward, x, ids, weights), seconds)
+            used = len(set(ids.flatten().tolist()))
             rows.append(record(f"moe {qtype.name} T={tokens}", ours, theirs, used * 3 * gates[0].nbytes))
     return rows
 
@@ -145,19 +148,17 @@ def bench_attention(pool: WorkerPool, seconds: float) -> list[Timing]:
             mask = torch.arange(context)[None] < lens[:, None]
             query, key, value = q.transpose(0, 1)[None], cache.transpose(0, 1)[None], values.transpose(0, 1)[None]
             theirs = best_time(
-                lambda query=query, key=key, value=value, mask=mask: functional.scaled_dot_product_attention(
-                    query, key, value, attn_mask=mask, enable_gqa=True
-                ),
+                partial(functional.scaled_dot_product_attention, query, key, value, attn_mask=mask, enable_gqa=True),
                 seconds,
             )
             ours = best_time(
-                lambda q=q, cache=cache, values=values, table=table, seqs=seqs, lens=lens: attention(
-                    q, cache, values, table, page, seqs, lens, 0.1, pool
-                ),
+                partial(attention, q, cache, values, table, page, seqs, lens, 0.1, pool),
                 seconds,
             )
             shared = 0 if name == "mla" else values.numel()
-            rows.append(record(f"attention {name} T={tokens} ctx={context}", ours, theirs, 4 * (cache.numel() + shared)))
+            rows.append(
+                record(f"attention {name} T={tokens} ctx={context}", ours, theirs, 4 * (cache.numel() + shared))
+            )
     return rows
 
 
@@ -167,8 +168,8 @@ def bench_rms_norm(pool: WorkerPool, seconds: float) -> list[Timing]:
     weight = torch.randn(2048)
     for tokens in (1, 256):
         x = torch.randn(tokens, 2048)
-        theirs = best_time(lambda x=x: functional.rms_norm(x, (2048,), weight, 1e-6), seconds)
-        ours = best_time(lambda x=x: rms_norm(x, weight, 1e-6, pool), seconds)
+        theirs = best_time(partial(functional.rms_norm, x, (2048,), weight, 1e-6), seconds)
+        ours = best_time(partial(rms_norm, x, weight, 1e-6, pool), seconds)
         rows.append(record(f"rms_norm T={tokens}", ours, theirs, 8 * x.numel()))
     return rows
 

@@ -5,9 +5,9 @@
 // tokens of the call. Each output is one lane's accumulator, and sees these operations in this order, whatever the
 // number of tokens, the split of rows or the tier (all fp32 operations round once; no fused ones but in (1)):
 //
-// (1) F32, F16, BF16, for every chunk of 512 columns (the last may be shorter), with 16 sums s[0..15]:
-//       s = 0; for k ascending: s[k % 16] = fma(w[k], x[k], s[k % 16]), columns missing from the last 16 counting as 0;
-//       u[i] = s[i] + s[i + 8];  acc = acc + (((u0 + u1) + (u2 + u3)) + ((u4 + u5) + (u6 + u7)))
+// (1) F32, F16, BF16, for every chunk of 512 columns (the last may be shorter), with 8 sums s[0..7]:
+//       s = 0; for k ascending: s[k % 8] = fma(w[k], x[k], s[k % 8]), columns missing from the last 8 counting as 0;
+//       acc = acc + (((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)))
 // (2) Q8_0, Q4_0, for every block of 32, ascending, with q the integer weight and a, da the int8 activations and scale:
 //       isum = sum q[k] a[k] (int32, exact);              acc = acc + (d * da) * float(isum)
 // (3) Q4_K, Q5_K, for every super-block of 256, with sub-blocks s of 32:
@@ -19,11 +19,10 @@
 
 namespace {
 
-constexpr int kFloatCols = 512;  // columns of one chunk of (1)
 constexpr int kFewTokens = 4;  // up to here staging costs more than it saves
 
 struct FloatStage {
-  alignas(64) float w[8 * kFloatCols];  // [row][column], zeros up to a multiple of 16 columns
+  alignas(64) float w[8 * kFloatCols];  // 8 rows, see stage_at; zeros up to a multiple of 8 columns
 };
 
 struct QuantStage {
@@ -38,53 +37,72 @@ inline int64_t token_row(const TileArgs& a, int t) { return a.token_ids ? a.toke
 
 // ---- unquantized ----
 
-// 16 columns of a row, the first n of which exist; nothing behind them is read.
-template <QType TYPE> inline vf load_up_to_16(const uint8_t* p, int n) {
-  return n >= 16 ? load_weights<TYPE>(p) : load_weights_n<TYPE>(p, n);
+// 8 columns of a row, the first n of which exist; nothing behind them is read.
+template <QType TYPE> inline v8 load_up_to_8(const uint8_t* p, int n) {
+  if (n >= 8) return load_weights8<TYPE>(p);
+  alignas(32) uint8_t copy[32] = {};
+  std::memcpy(copy, p, static_cast<size_t>(n) * (TYPE == QType::F32 ? 4 : 2));
+  return load_weights8<TYPE>(copy);
 }
 
 template <QType TYPE> void stage_float(const uint8_t* const* rows, int64_t first, int cols, FloatStage& st) {
   constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
   for (int r = 0; r < 8; ++r)
-    for (int c = 0; c < cols; c += 16) store(st.w + r * kFloatCols + c, load_up_to_16<TYPE>(rows[r] + (first + c) * bytes, cols - c));
+    for (int c = 0; c < cols; c += 8) store8(st.w + stage_at(r, c), load_up_to_8<TYPE>(rows[r] + (first + c) * bytes, cols - c));
 }
 
-template <int C> void float_tokens(const TileArgs& a, const FloatStage& st, int64_t first, int cols, float* acc, int t) {
+// The 8 rows that are staged next: fetched bit by bit while the tokens of the present ones are at work.
+struct NextRows {
+  const uint8_t* const* rows;  // nullptr: none
+  int64_t at;                  // byte offset
+  int lines_per_row, per_token, done;
+
+  void fetch(int tokens) {
+    if (rows == nullptr) return;
+    for (int i = 0; i < tokens * per_token && done < 8 * lines_per_row; ++i, ++done)
+      __builtin_prefetch(rows[done / lines_per_row] + at + done % lines_per_row * 64, 0, 2);
+  }
+};
+
+template <int C>
+void float_tokens(const TileArgs& a, const FloatStage& st, int64_t first, int cols, float* acc, NextRows& next, int t) {
   for (; t + C <= a.num_tokens; t += C) {
     const float* x[C];
-    vf s[C * 8];
+    v8 s[C * 8];
+    next.fetch(C);
     for (int c = 0; c < C; ++c) x[c] = a.act.x + token_row(a, t + c) * a.act.ldx + first;
-    dot_rows4<C>(st.w, kFloatCols, x, cols, s);
-    dot_rows4<C>(st.w + 4 * kFloatCols, kFloatCols, x, cols, s + 4);
+    dot_rows8<C>(st.w, x, cols, s);
     for (int c = 0; c < C; ++c) reduce8_add(s + c * 8, acc + (t + c) * 16);
   }
-  if constexpr (C > 1) float_tokens<C / 2>(a, st, first, cols, acc, t);
+  if constexpr (C > 1) float_tokens<C / 2>(a, st, first, cols, acc, next, t);
 }
 
 // 4 rows times one token, without a stage.
-template <QType TYPE> inline void float_few4(const uint8_t* const* rows, int64_t first, const float* x, int cols, vf* s) {
+template <QType TYPE> inline void float_few4(const uint8_t* const* rows, int64_t first, const float* x, int cols, v8* s) {
   constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
   const uint8_t* p[4];
+  v8 sum[4];
   for (int r = 0; r < 4; ++r) {
     p[r] = rows[r] + first * bytes;
-    s[r] = zero();
+    sum[r] = zero8();
   }
   int k = 0;
-  for (; k + 16 <= cols; k += 16) {
-    const vf v = load(x + k);
+  for (; k + 8 <= cols; k += 8) {
+    const v8 v = load8(x + k);
 #pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r) s[r] = fma_(load_weights<TYPE>(p[r] + k * bytes), v, s[r]);
+    for (int r = 0; r < 4; ++r) sum[r] = fma8(load_weights8<TYPE>(p[r] + k * bytes), v, sum[r]);
   }
   if (k < cols) {
-    const vf v = load_n(x + k, cols - k);
-    for (int r = 0; r < 4; ++r) s[r] = fma_(load_weights_n<TYPE>(p[r] + k * bytes, cols - k), v, s[r]);
+    const v8 v = load8_n(x + k, cols - k);
+    for (int r = 0; r < 4; ++r) sum[r] = fma8(load_up_to_8<TYPE>(p[r] + k * bytes, cols - k), v, sum[r]);
   }
+  for (int r = 0; r < 4; ++r) s[r] = sum[r];
 }
 
 // Up to kFewChunks chunks of 4 rows before the next 4: long runs of memory, which the prefetcher needs.
 template <QType TYPE> void float_few(const TileArgs& a, const uint8_t* const* rows, float* acc) {
   constexpr int kFewChunks = 8;
-  vf s[kFewChunks][8];
+  v8 s[kFewChunks][8];
   for (int64_t start = 0; start < a.k; start += kFewChunks * kFloatCols)
     for (int t = 0; t < a.num_tokens; ++t) {
       const float* x = a.act.x + token_row(a, t) * a.act.ldx;
@@ -100,19 +118,22 @@ template <QType TYPE> void float_few(const TileArgs& a, const uint8_t* const* ro
 }
 
 template <QType TYPE> void float_tile(const TileArgs& a) {
-  FloatStage st;
-  for (int half = 0; half < 2; ++half) {
-    const uint8_t* const* rows = a.rows + 8 * half;
-    if (a.num_tokens <= kFewTokens) {
-      float_few<TYPE>(a, rows, a.acc + 8 * half);
-      continue;
-    }
-    for (int64_t first = 0; first < a.k; first += kFloatCols) {
-      const int cols = static_cast<int>(a.k - first < kFloatCols ? a.k - first : kFloatCols);
-      stage_float<TYPE>(rows, first, cols, st);
-      float_tokens<kFloatTokens>(a, st, first, cols, a.acc + 8 * half, 0);
-    }
+  if (a.num_tokens <= kFewTokens) {
+    float_few<TYPE>(a, a.rows, a.acc);
+    float_few<TYPE>(a, a.rows + 8, a.acc + 8);
+    return;
   }
+  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
+  FloatStage st;
+  for (int64_t first = 0; first < a.k; first += kFloatCols)
+    for (int half = 0; half < 2; ++half) {  // the second time, this chunk of the tokens is in the second-level cache
+      const int cols = static_cast<int>(a.k - first < kFloatCols ? a.k - first : kFloatCols);
+      stage_float<TYPE>(a.rows + 8 * half, first, cols, st);
+      const int64_t next_first = half == 0 ? first : first + kFloatCols;
+      const int lines = static_cast<int>((a.k - next_first < kFloatCols ? a.k - next_first : kFloatCols) * bytes / 64);
+      NextRows next = {lines > 0 ? a.rows + 8 * (1 - half) : nullptr, next_first * bytes, lines, 8 * lines / a.num_tokens + 1, 0};
+      float_tokens<kFloatTokens>(a, st, first, cols, a.acc + 8 * half, next, 0);
+    }
 }
 
 // ---- blocks of 32 ----

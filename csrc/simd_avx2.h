@@ -159,44 +159,36 @@ inline vi sdot(vi acc, wb w, const int8_t* y) {
 }
 inline vi reduce_rows(const vp* p) { return {reduce8(p), reduce8(p + 8)}; }
 
-// acc[r] += tree sum of s[r], 8 of them.
-inline void reduce8_add(const vf* s, float* acc) {
-  __m256 h[8];
-  for (int r = 0; r < 8; ++r) h[r] = _mm256_add_ps(s[r].a, s[r].b);
-  _mm256_storeu_ps(acc, _mm256_add_ps(_mm256_loadu_ps(acc), reduce8f(h)));
-}
-// s[c * 8 + r] = the 16 sums of w[r] . x[c] for 4 rows, ldw apart, and C vectors; w has zeros up to a multiple of 16.
-// Lanes 0-7 of all columns first, then lanes 8-15: so 4 x 3 sums fit in the registers.
-template <int C> inline void dot_rows4(const float* w, int64_t ldw, const float* const* x, int cols, vf* s) {
-  const int full = cols / 16 * 16;
-  for (int half = 0; half < 2; ++half) {
-    __m256 sum[C][4];
+// Where row r, column c of a stage of 8 rows lies.
+inline int stage_at(int r, int c) { return r * kFloatCols + c; }
+// s[c * 8 + r] = the 8 sums of w[r] . x[c] for the 8 rows of a stage and C vectors. 4 rows at a time: with 3 vectors that
+// is 12 sums, as many as the registers hold.
+template <int C> inline void dot_rows8(const float* w, const float* const* x, int cols, v8* s) {
+  const int full = cols / 8 * 8;
+  for (int first = 0; first < 8; first += 4) {
+    v8 sum[C][4];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c)
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) sum[c][r] = _mm256_setzero_ps();
-    const float* wh = w + 8 * half;
+      for (int r = 0; r < 4; ++r) sum[c][r] = zero8();
+    const float* rows = w + stage_at(first, 0);
     const auto step = [&](int k, const auto& column) {
-      __m256 row[4];
-#pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) row[r] = _mm256_loadu_ps(wh + r * ldw + k);
+      v8 v[C];
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) {
-        const __m256 v = column(c);
+      for (int c = 0; c < C; ++c) v[c] = column(c);
 #pragma GCC unroll 4
-        for (int r = 0; r < 4; ++r) sum[c][r] = _mm256_fmadd_ps(row[r], v, sum[c][r]);
+      for (int r = 0; r < 4; ++r) {
+        const v8 row = load8(rows + r * kFloatCols + k);
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) sum[c][r] = fma8(row, v[c], sum[c][r]);
       }
     };
-    for (int k = 0; k < full; k += 16) step(k, [&](int c) { return _mm256_loadu_ps(x[c] + k + 8 * half); });
-    if (full < cols)
-      step(full, [&](int c) {
-        const vf v = load_n(x[c] + full, cols - full);
-        return half == 0 ? v.a : v.b;
-      });
+    for (int k = 0; k < full; k += 8) step(k, [&](int c) { return load8(x[c] + k); });
+    if (full < cols) step(full, [&](int c) { return load8_n(x[c] + full, cols - full); });
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c)
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) (half == 0 ? s[c * 8 + r].a : s[c * 8 + r].b) = sum[c][r];
+      for (int r = 0; r < 4; ++r) s[c * 8 + first + r] = sum[c][r];
   }
 }
 // 16 words of 16 rows to dst[word][row]: an F32 column at a time.

@@ -115,37 +115,36 @@ inline vi reduce_rows(const vp* p) { return {_mm512_inserti64x4(_mm512_castsi256
 
 inline __m256 fold(vf x) { return _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1)); }
 inline float reduce_add(vf x) { return reduce8f(fold(x)); }
-// acc[r] += tree sum of s[r], 8 of them.
-inline void reduce8_add(const vf* s, float* acc) {
-  __m256 h[8];
-  for (int r = 0; r < 8; ++r) h[r] = fold(s[r]);
-  _mm256_storeu_ps(acc, _mm256_add_ps(_mm256_loadu_ps(acc), reduce8f(h)));
-}
-// s[c * 8 + r] = the 16 sums of w[r] . x[c] for 4 rows, ldw apart, and C vectors; w has zeros up to a multiple of 16.
-template <int C> inline void dot_rows4(const float* w, int64_t ldw, const float* const* x, int cols, vf* s) {
+// Where row r, column c (a multiple of 8) of a stage of 8 rows lies: two rows share a register.
+inline int stage_at(int r, int c) { return r / 2 * (2 * kFloatCols) + 2 * c + r % 2 * 8; }
+// s[c * 8 + r] = the 8 sums of w[r] . x[c] for the 8 rows of a stage and C vectors.
+template <int C> inline void dot_rows8(const float* w, const float* const* x, int cols, v8* s) {
   __m512 sum[C][4];
 #pragma GCC unroll 16
   for (int c = 0; c < C; ++c)
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) sum[c][r] = _mm512_setzero_ps();
   const auto step = [&](int k, const auto& column) {
-    __m512 row[4];
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r) row[r] = _mm512_loadu_ps(w + r * ldw + k);
+    __m512 v[C];
 #pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) {
-      const __m512 v = column(c);
+    for (int c = 0; c < C; ++c) v[c] = _mm512_broadcast_f32x8(column(c));
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) sum[c][r] = _mm512_fmadd_ps(row[r], v, sum[c][r]);
+    for (int r = 0; r < 4; ++r) {
+      const __m512 pair = _mm512_loadu_ps(w + stage_at(2 * r, k));
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) sum[c][r] = _mm512_fmadd_ps(pair, v[c], sum[c][r]);
     }
   };
-  const int full = cols / 16 * 16;
-  for (int k = 0; k < full; k += 16) step(k, [&](int c) { return _mm512_loadu_ps(x[c] + k); });
-  if (full < cols) step(full, [&](int c) { return load_n(x[c] + full, cols - full).v; });
+  const int full = cols / 8 * 8;
+  for (int k = 0; k < full; k += 8) step(k, [&](int c) { return load8(x[c] + k); });
+  if (full < cols) step(full, [&](int c) { return load8_n(x[c] + full, cols - full); });
 #pragma GCC unroll 16
   for (int c = 0; c < C; ++c)
 #pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r) s[c * 8 + r].v = sum[c][r];
+    for (int r = 0; r < 4; ++r) {
+      s[c * 8 + 2 * r] = _mm512_castps512_ps256(sum[c][r]);
+      s[c * 8 + 2 * r + 1] = _mm512_extractf32x8_ps(sum[c][r], 1);
+    }
 }
 // 16 words of 16 rows to dst[word][row]: an F32 column at a time.
 inline void store_columns16(const uint8_t* const* rows, int64_t at, float* dst) {

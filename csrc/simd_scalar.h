@@ -182,17 +182,40 @@ inline vp dot_mins16(const uint8_t* m, const int16_t* sums) {
 inline vi reduce_rows(const vp* p) { return loadi(p); }
 #undef KT_BYTES
 
-// acc[r] += tree sum of s[r], 8 of them.
-inline void reduce8_add(const vf* s, float* acc) {
-  for (int r = 0; r < 8; ++r) acc[r] = acc[r] + reduce_add(s[r]);
+struct v8 { float v[8]; };
+
+inline v8 zero8() { return v8{}; }
+inline v8 load8(const float* p) { v8 r; std::memcpy(r.v, p, sizeof r.v); return r; }
+inline void store8(float* p, v8 x) { std::memcpy(p, x.v, sizeof x.v); }
+inline v8 load8_n(const float* p, int n) { v8 r{}; std::memcpy(r.v, p, sizeof(float) * static_cast<size_t>(n)); return r; }
+inline v8 fma8(v8 x, v8 y, v8 z) { for (int i = 0; i < 8; ++i) z.v[i] = __builtin_fmaf(x.v[i], y.v[i], z.v[i]); return z; }
+template <QType TYPE> inline v8 load_weights8(const uint8_t* p) {
+  v8 r;
+  for (int i = 0; i < 8; ++i) {
+    if constexpr (TYPE == QType::F16) {
+      r.v[i] = half_to_float(p + 2 * i);
+    } else {
+      uint32_t u = 0;
+      std::memcpy(&u, p + i * (TYPE == QType::F32 ? 4 : 2), TYPE == QType::F32 ? 4 : 2);
+      if (TYPE == QType::BF16) u <<= 16;
+      std::memcpy(&r.v[i], &u, 4);
+    }
+  }
+  return r;
 }
-// s[c * 8 + r] = the 16 sums of w[r] . x[c] for 4 rows, ldw apart, and C vectors; w has zeros up to a multiple of 16.
-template <int C> inline void dot_rows4(const float* w, int64_t ldw, const float* const* x, int cols, vf* s) {
+inline float tree_sum(const float* u) { return ((u[0] + u[1]) + (u[2] + u[3])) + ((u[4] + u[5]) + (u[6] + u[7])); }
+// acc[r] += tree sum of s[r], 8 of them.
+inline void reduce8_add(const v8* s, float* acc) {
+  for (int r = 0; r < 8; ++r) acc[r] = acc[r] + tree_sum(s[r].v);
+}
+// Where row r, column c of a stage of 8 rows lies.
+inline int stage_at(int r, int c) { return r * kFloatCols + c; }
+// s[c * 8 + r] = the 8 sums of w[r] . x[c] for the 8 rows of a stage and C vectors.
+template <int C> inline void dot_rows8(const float* w, const float* const* x, int cols, v8* s) {
   for (int c = 0; c < C; ++c)
-    for (int r = 0; r < 4; ++r) {
-      vf sum = zero();
-      for (int k = 0; k < cols; k += 16)
-        sum = fma_(load(w + r * ldw + k), cols - k < 16 ? load_n(x[c] + k, cols - k) : load(x[c] + k), sum);
+    for (int r = 0; r < 8; ++r) {
+      v8 sum = zero8();
+      for (int k = 0; k < cols; k += 8) sum = fma8(load8(w + stage_at(r, k)), load8_n(x[c] + k, cols - k < 8 ? cols - k : 8), sum);
       s[c * 8 + r] = sum;
     }
 }

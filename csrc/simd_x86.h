@@ -102,6 +102,27 @@ inline float reduce8f(__m256 x) {
   return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
 }
 
+// ---- 8 columns of unquantized weights ----
+
+using v8 = __m256;
+
+inline v8 zero8() { return _mm256_setzero_ps(); }
+inline v8 load8(const float* p) { return _mm256_loadu_ps(p); }
+inline void store8(float* p, v8 x) { _mm256_storeu_ps(p, x); }
+inline v8 load8_n(const float* p, int n) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_maskload_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes));
+}
+inline v8 fma8(v8 x, v8 y, v8 z) { return _mm256_fmadd_ps(x, y, z); }
+template <QType TYPE> inline v8 load_weights8(const uint8_t* p) {
+  if constexpr (TYPE == QType::F32) return _mm256_loadu_ps(reinterpret_cast<const float*>(p));
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  if constexpr (TYPE == QType::F16) return _mm256_cvtph_ps(halves);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+// acc[r] += tree sum of s[r], 8 of them.
+inline void reduce8_add(const v8* s, float* acc) { _mm256_storeu_ps(acc, _mm256_add_ps(_mm256_loadu_ps(acc), reduce8f(s))); }
+
 inline void transpose8x8(__m256* r) {
   __m256 t[8];
   for (int i = 0; i < 8; i += 2) {

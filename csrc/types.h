@@ -20,6 +20,7 @@ enum class ActForm : int32_t { Float = 0, Q32 = 1, Q256 = 2 };
 
 constexpr int kTileRows = 16;     // outputs that one tile computes side by side, one per lane
 constexpr int kTileCols = 256;    // columns of weights that are staged at a time
+constexpr int kFloatCols = 512;    // the same for unquantized weights, 8 rows at a time
 constexpr int kSumsPerSuper = 24; // 16 + 8, see ActForm::Q256
 
 struct QTypeInfo {

@@ -11,16 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ktransformers.cache.static import LayerShape, StaticCache
 from ktransformers.config import EngineConfig
 from ktransformers.engine.runner import StaticRunner
 from ktransformers.engine.skeleton import build_skeleton, cache_shapes, load_hf_config, restore_buffers
-from ktransformers.errors import FormatError
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
-from ktransformers.models.gguf_config import config_from_gguf
+from ktransformers.models.gguf_config import config_of_model
 from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.optimize.apply import apply_plan, load_plan
@@ -96,20 +93,9 @@ def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Any:
     """--model_path's config.json, else what the GGUF's metadata say, else the config.json beside the weights."""
     folder = config.model_path
     if gguf is not None and (folder is None or (folder == path and not (folder / "config.json").is_file())):
-        shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
-        return config_from_gguf(gguf.metadata, shapes, _rope_factors(gguf))
+        return config_of_model(gguf)
     folder = folder or (path if path.is_dir() else path.parent)
     return load_hf_config(folder, config.trust_remote_code).get_text_config(decoder=True)
-
-
-def _rope_factors(gguf: GGUFModel) -> list[float] | None:
-    """The values of Llama 3.1's frequency factors, which its GGUF files store as a tensor."""
-    info = gguf.info("rope_freqs.weight")
-    if info is None:
-        return None
-    if info.qtype is not QuantType.F32:
-        raise FormatError(f"tensor rope_freqs.weight is {info.qtype.name}, not F32")
-    return gguf.raw("rope_freqs.weight").data.clone().view(torch.float32).tolist()
 
 
 def _cache_len(config: EngineConfig, hf_config: Any) -> int:

@@ -56,7 +56,9 @@ def _native_types() -> frozenset[QuantType]:
     for name, (number, block, size) in _native.quant_types().items():
         qtype = QuantType(number)
         if qtype.name != name or block_size(qtype) != block or type_size(qtype) != size:
-            raise KernelError(f"ktransformers._native and the gguf package disagree about {name}: reinstall ktransformers")
+            raise KernelError(
+                f"ktransformers._native and the gguf package disagree about {name}: reinstall ktransformers"
+            )
         types.add(qtype)
     return frozenset(types)
 
@@ -128,7 +130,7 @@ def _check(name: str, tensor: Tensor, shape: Sequence[int | None], dtype: torch.
     if tensor.device.type != "cpu":
         raise ValueError(f"{name} must be on the CPU, got {tensor.device}")
     actual = tensor.shape
-    if len(actual) != len(shape) or any(want is not None and want != got for want, got in zip(shape, actual, strict=True)):
+    if len(actual) != len(shape) or any(w is not None and w != got for w, got in zip(shape, actual, strict=True)):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} must have shape [{wanted}], got {list(actual)}")
     if not tensor.is_contiguous():

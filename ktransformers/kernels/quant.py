@@ -109,7 +109,9 @@ class RawTensor:
         """The same bytes under another shape with the same `cols`. Raises ValueError when it does not fit."""
         new_shape = tuple(int(size) for size in shape)
         if not new_shape or new_shape[-1] != self.cols or math.prod(new_shape[:-1]) != self.rows:
-            raise ValueError(f"cannot reshape {self.shape} to {new_shape}: rows and cols must stay {self.rows}, {self.cols}")
+            raise ValueError(
+                f"cannot reshape {self.shape} to {new_shape}: rows and cols must stay {self.rows}, {self.cols}"
+            )
         return RawTensor(self.data, self.qtype, new_shape)
 
     def rows_slice(self, start: int, stop: int) -> RawTensor:

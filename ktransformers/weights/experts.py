@@ -37,7 +37,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-CHUNK_WEIGHTS = 1 << 18
+CHUNK_WEIGHTS = 1 << 16  # what one worker holds in fp32 at a time
 
 FLOAT_DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _QUANTIZABLE_STORED = frozenset({"F32", "F16", "BF16", "F8_E4M3"})

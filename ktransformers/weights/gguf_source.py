@@ -291,7 +291,9 @@ class GGUFSource:
                 if resident is not tensor.qtype:
                     pairs[tensor.qtype.name, resident.name] += 1
         for (stored, resident_name), count in sorted(pairs.items()):
-            logger.info("%d tensors of type %s are held as %s (same values, more bytes)", count, stored, resident_name)
+            logger.warning(
+                "%d tensors of type %s are held as %s (same values, more bytes)", count, stored, resident_name
+            )
 
 
 def _unpermute(raw: RawTensor, heads: int) -> RawTensor:

@@ -63,7 +63,7 @@ class SafetensorsSource:
         self._block = (int(block[0]), int(block[1])) if block else (128, 128)
         fp8 = sum(tensor.dtype == FP8 for tensor in self._tensors.values())
         if fp8:
-            logger.info("%d FP8 tensors are held as BF16 unless they are quantized while loading", fp8)
+            logger.warning("%d FP8 tensors are held as BF16 unless they are quantized while loading", fp8)
 
     def describe(self) -> str:
         """One line for the console: format, files, bytes."""

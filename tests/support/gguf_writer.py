@@ -1,7 +1,8 @@
 """Writes a Hugging Face model as GGUF the way llama.cpp's converter does, derived here by hand as the tests' oracle.
 
 What the converter does beyond renaming: rows of q and k permuted for the llama and granite families, kv_b split in two
-and k_b transposed for MLA, experts merged per projection, dimensions of size 1 dropped.
+and k_b transposed for MLA, experts merged per projection, fused shared experts split, 1 added to gemma's norms,
+dimensions of size 1 dropped.
 """
 
 from __future__ import annotations
@@ -35,8 +36,19 @@ ARCH_OF = {
     "dots1": "dots1",
     "minimax_m2": "minimax-m2",
     "hunyuan_v1_moe": "hunyuan-moe",
+    "arcee": "arcee",
+    "ernie4_5": "ernie4_5",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "glm4": "glm4",
+    "granite": "granite",
+    "granitemoeshared": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "olmo2": "olmo2",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
 }
-PERMUTED_ARCHS = ("llama", "granitemoe")
+PERMUTED_ARCHS = ("llama", "arcee", "granite", "granitemoe", "smollm3")
 
 
 def write_gguf(
@@ -107,6 +119,12 @@ def gguf_tensors(
             values = permute(values, config.num_attention_heads)
         if arch in PERMUTED_ARCHS and ".k_proj." in name:
             values = permute(values, config.num_key_value_heads)
+        if name.endswith("shared_mlp.input_linear.weight"):
+            gate, up = np.split(values, 2)
+            yield from ((block + "ffn_gate_shexp.weight", gate), (block + "ffn_up_shexp.weight", up))
+            continue
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+            values = values + 1
         yield _renamed(name, block, name_map), np.atleast_1d(values.squeeze())
 
 
@@ -168,7 +186,7 @@ def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     """The hyperparameters that the converter writes for the model's family."""
     config = model.config
     kind = config.model_type
-    rope = config.rope_parameters
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)

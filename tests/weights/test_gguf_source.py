@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import gguf.quants
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as T
@@ -25,6 +27,32 @@ def test_every_tensor_is_found_and_equal(model_type: str, tmp_path: Path) -> Non
     source = GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf")), model.config)
     check_whole_model(source, model)
     assert "GGUF" in source.describe()
+
+
+# Families that the engine may meet through --model_path, beside those with a config of their own making.
+OTHER_TYPES: dict[str, dict[str, object]] = {
+    "arcee": {},
+    "ernie4_5": {},
+    "gemma2": {"head_dim": 16, "tie_word_embeddings": True},
+    "gemma3_text": {"head_dim": 16, "rope_parameters": None},
+    "glm4": {"head_dim": 16},
+    "granite": {},
+    "granitemoeshared": {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "olmo2": {},
+    "seed_oss": {"head_dim": 16},
+    "smollm3": {},
+}
+
+
+@pytest.mark.parametrize("model_type", OTHER_TYPES)
+def test_every_tensor_of_other_families(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type, **OTHER_TYPES[model_type])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.mul_(1024).round_().div_(1024)  # so that adding and subtracting 1 is exact
+    check_whole_model(GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf")), model.config), model)
 
 
 @pytest.mark.parametrize("experts", ["single", "gate_up"])
@@ -143,4 +171,26 @@ def test_unknown_architecture_is_refused(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.close()
     with pytest.raises(UnsupportedError, match="mamba"):
+        GGUFSource(open_gguf(tmp_path / "m.gguf"), tiny_model("llama").config)
+
+
+def test_transcoding_is_said_once_per_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("qwen3_moe")
+    opened = open_gguf(write_gguf(model, tmp_path / "m.gguf", T.Q5_0, T.Q4_1))
+    with caplog.at_level(logging.WARNING):
+        GGUFSource(opened, model.config)
+    assert [record.getMessage() for record in caplog.records] == [
+        "10 tensors of type Q4_1 are held as F32 (same values, more bytes)",
+        "6 tensors of type Q5_0 are held as Q8_0 (same values, more bytes)",
+    ]
+
+
+def test_types_that_are_no_weights_are_refused_by_name(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("blk.0.attn_q.weight", np.ones((2, 2), dtype=np.int32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedError, match=r"blk\.0\.attn_q\.weight.*I32"):
         GGUFSource(open_gguf(tmp_path / "m.gguf"), tiny_model("llama").config)

@@ -35,6 +35,31 @@ def test_every_tensor_is_found_and_equal(model_type: str, tmp_path: Path) -> Non
     assert "safetensors" in source.describe()
 
 
+@pytest.mark.parametrize("model_type", ["afmoe", "exaone_moe", "flex_olmo", "granitemoeshared", "hy_v3", "jamba"])
+def test_families_without_a_line_of_their_own(model_type: str, tmp_path: Path) -> None:
+    counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
+    model = tiny_model(model_type, moe_intermediate_size=32, num_experts_per_tok=2, head_dim=16, **counts)
+    assert expert_keys(model)
+    check_whole_model(open_model(write_safetensors(model, tmp_path), model.config), model)
+
+
+def test_experts_without_a_gate(tmp_path: Path) -> None:
+    layout = ExpertsLayout(3, 8, 6, has_gate=False)
+    stored = {f"model.layers.1.mixer.experts.{e}.up_proj.weight": torch.randn(6, 8) for e in range(3)}
+    stored |= {f"model.layers.1.mixer.experts.{e}.down_proj.weight": torch.randn(8, 6) for e in range(3)}
+    safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
+    source = open_model(tmp_path, tiny_model("llama").config)
+    key = "model.layers.1.mixer.experts"
+    info, weights = source.find_experts(key, layout), source.experts(key, layout)
+    assert info is not None
+    assert info.gate is None
+    assert weights.gate is None
+    assert set(info.stored_names) == set(stored)
+    for expert in range(3):
+        assert torch.equal(values_of(weights.up[expert]), stored[f"{key}.{expert}.up_proj.weight"])
+        assert torch.equal(values_of(weights.down[expert]), stored[f"{key}.{expert}.down_proj.weight"])
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_bf16_in_several_files(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type).to(torch.bfloat16)
@@ -120,9 +145,10 @@ def fp8_experts(tmp_path: Path) -> dict[str, torch.Tensor]:
         weight = torch.randn((rows, cols), generator=generator).to(torch.float8_e4m3fn)
         scale = torch.rand((-(-rows // 128), -(-cols // 128)), generator=generator)
         values = torch.empty(rows, cols)
-        for r in range(rows):
-            for c in range(cols):
-                values[r, c] = weight[r, c].float() * scale[r // 128, c // 128]
+        for r in range(0, rows, 128):
+            for c in range(0, cols, 128):
+                block = (slice(r, r + 128), slice(c, c + 128))
+                values[block] = weight[block].float() * scale[r // 128, c // 128]
         full = f"model.layers.0.{name}.weight"
         stored |= {full: weight, f"{full}_scale_inv": scale}
         wanted[full] = values

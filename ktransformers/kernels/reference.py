@@ -1,0 +1,236 @@
+"""Slow oracles of the native kernels, in plain torch and numpy.
+
+Two kinds. The first says what a kernel means: weights dequantized by `gguf`, fp32 matmul, softmax; kernels are held to
+it within a tolerance. The second, `int8_*`, repeats the exact arithmetic of the quantized kernels (csrc/gemm.inl) from
+the block layouts alone; kernels are held to it bit for bit. Knows nothing of the extension, threads or tiers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as functional
+from gguf import quants
+from torch import Tensor
+
+from ktransformers.kernels.quant import QuantType, RawTensor
+
+__all__ = [
+    "attention",
+    "dequantize",
+    "int8_linear",
+    "int8_tolerance",
+    "linear",
+    "moe",
+    "quantize_activations",
+    "rms_norm",
+]
+
+_Bytes = npt.NDArray[np.uint8]
+_Float = npt.NDArray[np.float32]
+_Int = npt.NDArray[np.int32]
+
+
+def dequantize(weight: RawTensor) -> Tensor:
+    """The weight as fp32, shape `weight.shape`, through `gguf.quants`."""
+    if weight.qtype == QuantType.F32:
+        return weight.data.clone().view(torch.float32).reshape(weight.shape)
+    if weight.qtype == QuantType.F16:
+        return weight.data.clone().view(torch.float16).float().reshape(weight.shape)
+    if weight.qtype == QuantType.BF16:
+        return weight.data.clone().view(torch.bfloat16).float().reshape(weight.shape)
+    rows = weight.data.numpy().reshape(weight.rows, weight.row_bytes)
+    values = quants.dequantize(rows, weight.qtype)
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(weight.shape)
+
+
+def linear(x: Tensor, weight: RawTensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] -> [T, N], accumulated in fp64."""
+    result = x.double() @ dequantize(weight).double().T
+    return (result if bias is None else result + bias.double()).float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H], weight [H] -> [T, H], in fp64."""
+    wide = x.double()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).float()
+
+
+def moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate: list[RawTensor] | None,
+    up: list[RawTensor],
+    down: list[RawTensor],
+) -> Tensor:
+    """SiLU experts without biases, one token and one expert at a time. Shapes as in `native.MoeKernel.forward`."""
+    out = torch.zeros_like(x)
+    for token in range(x.shape[0]):
+        for slot in range(topk_ids.shape[1]):
+            expert = int(topk_ids[token, slot])
+            if expert == len(up):
+                continue
+            row = x[token : token + 1]
+            hidden = linear(row, up[expert])
+            hidden = functional.silu(hidden) if gate is None else functional.silu(linear(row, gate[expert])) * hidden
+            out[token] += topk_weights[token, slot] * linear(hidden, down[expert])[0]
+    return out
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    seq_ids: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
+    """One row at a time, in fp64. Arguments as in `native.attention`."""
+    heads, kv_heads = q.shape[1], v_cache.shape[1]
+    out = torch.zeros(q.shape[0], heads, v_cache.shape[2])
+    for row in range(q.shape[0]):
+        length = int(kv_lens[row])
+        positions = torch.arange(max(0, length - window) if window else 0, length)
+        if positions.numel() == 0:
+            continue
+        pages = block_table[int(seq_ids[row])][positions // page_size].long()
+        slots = pages * page_size + positions % page_size
+        keys = k_cache[slots].double().repeat_interleave(heads // kv_heads, dim=1)
+        values = v_cache[slots].double().repeat_interleave(heads // kv_heads, dim=1)
+        scores = torch.einsum("hd,phd->hp", q[row].double(), keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+        probabilities = torch.softmax(scores, dim=1)[:, : positions.numel()]
+        out[row] = torch.einsum("hp,phd->hd", probabilities, values).float()
+    return out
+
+
+def quantize_activations(x: _Float, block: int) -> tuple[_Int, _Float]:
+    """One row of activations as int8 values [K] and fp32 scales [K / block], as the quantized kernels do it."""
+    blocks = x.astype(np.float32).reshape(-1, block)
+    amax = np.abs(blocks).max(axis=1).astype(np.float32)
+    q = np.zeros(blocks.shape, dtype=np.int32)
+    scales = np.zeros(len(blocks), dtype=np.float32)
+    for i, values in enumerate(blocks):
+        if not np.isfinite(values).all():
+            scales[i] = np.nan
+        elif amax[i] >= np.float32(1e-30):
+            scales[i] = amax[i] / np.float32(127)
+            q[i] = np.rint(values * (np.float32(127) / amax[i])).astype(np.int32)
+    return q.reshape(-1), scales
+
+
+def _half(block: _Bytes, at: int) -> np.float32:
+    return np.float32(block[at : at + 2].view(np.float16)[0])
+
+
+def _six_bit_scales(packed: _Bytes) -> tuple[list[int], list[int]]:
+    """Scales and minima of a Q4_K or Q5_K super-block, from ggml's description of the 12 bytes."""
+    scales, minima = [], []
+    for j in range(8):
+        if j < 4:
+            scales.append(int(packed[j]) & 63)
+            minima.append(int(packed[j + 4]) & 63)
+        else:
+            scales.append((int(packed[j + 4]) & 15) | ((int(packed[j - 4]) >> 6) << 4))
+            minima.append((int(packed[j + 4]) >> 4) | ((int(packed[j]) >> 6) << 4))
+    return scales, minima
+
+
+def _nibbles(packed: _Bytes) -> _Int:
+    """[n, 32] bytes to [2 n, 32]: the low nibbles of 32 bytes, then their high ones."""
+    return np.stack([packed & 15, packed >> 4], axis=1).reshape(-1, 32).astype(np.int32)
+
+
+def _k_block(block: _Bytes, qtype: QuantType) -> tuple[_Int, list[int], list[int], np.float32, np.float32]:
+    """Integer weights [sub-blocks, size], scales and minima of the sub-blocks, d and dmin of one super-block."""
+    if qtype == QuantType.Q6_K:
+        low = block[:128].reshape(2, 2, 32)
+        high = block[128:192].reshape(2, 32)
+        parts = []
+        for n in range(2):
+            for j in range(4):
+                nibble = (low[n, j % 2] >> (4 * (j // 2))) & 15
+                parts.append((nibble | (((high[n] >> (2 * j)) & 3) << 4)).astype(np.int32) - 32)
+        return (
+            np.concatenate(parts).reshape(16, 16),
+            list(block[192:208].view(np.int8)),
+            [],
+            _half(block, 208),
+            np.float32(0),
+        )
+    scales, minima = _six_bit_scales(block[4:16])
+    weights = _nibbles(block[-128:].reshape(4, 32))
+    if qtype == QuantType.Q5_K:
+        bits = (block[16:48][None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+        weights = weights + 16 * bits.astype(np.int32)
+    return weights, scales, minima, _half(block, 0), _half(block, 2)
+
+
+def _k_row(row: _Bytes, qtype: QuantType, size: int, q: _Int, scales: _Float) -> np.float32:
+    acc = np.float32(0)
+    for b, block in enumerate(row.reshape(-1, size)):
+        weights, sub_scales, minima, d, dmin = _k_block(block, qtype)
+        values = q[256 * b : 256 * (b + 1)].reshape(weights.shape)
+        isum = sum(int(s) * int((w * a).sum()) for s, w, a in zip(sub_scales, weights, values, strict=True))
+        acc = acc + (d * scales[b]) * np.float32(isum)
+        if minima:
+            msum = sum(m * int(a.sum()) for m, a in zip(minima, values, strict=True))
+            acc = acc - (dmin * scales[b]) * np.float32(msum)
+    return acc
+
+
+def _small_row(row: _Bytes, qtype: QuantType, size: int, q: _Int, scales: _Float) -> np.float32:
+    acc = np.float32(0)
+    for b, block in enumerate(row.reshape(-1, size)):
+        if qtype == QuantType.Q8_0:
+            weights = block[2:].view(np.int8).astype(np.int32)
+        else:
+            weights = np.concatenate([block[2:] & 15, block[2:] >> 4]).astype(np.int32) - 8
+        isum = int((weights * q[32 * b : 32 * (b + 1)]).sum())
+        acc = acc + (_half(block, 0) * scales[b]) * np.float32(isum)
+    return acc
+
+
+def int8_linear(x: Tensor, weight: RawTensor) -> Tensor:
+    """x [T, K] times a quantized weight [N, K], in the exact arithmetic of the kernels; bit for bit what they give.
+
+    Raises ValueError for an unquantized weight.
+    """
+    small = weight.qtype in (QuantType.Q8_0, QuantType.Q4_0)
+    if not small and weight.qtype not in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K):
+        raise ValueError(f"int8_linear is for quantized weights, got {weight.qtype.name}")
+    block, size = (
+        (32, weight.row_bytes // (weight.cols // 32)) if small else (256, weight.row_bytes // (weight.cols // 256))
+    )
+    rows = weight.data.numpy().reshape(weight.rows, weight.row_bytes)
+    out = np.zeros((x.shape[0], weight.rows), dtype=np.float32)
+    for t in range(x.shape[0]):
+        q, scales = quantize_activations(x[t].numpy(), block)
+        for n in range(weight.rows):
+            row = _small_row if small else _k_row
+            out[t, n] = row(rows[n], weight.qtype, size, q, scales)
+    return torch.from_numpy(out)
+
+
+def int8_tolerance(x: Tensor, weight: RawTensor) -> Tensor:
+    """Largest error that int8 activations can cause, [T, N].
+
+    Each activation is off by at most half a step of its block, max|x| / 254; so an output is off by at most
+    sum_k |w[n, k]| * max|x of k's block| / 254. 5 % on top covers fp32 rounding of the two results.
+    """
+    block = 32 if weight.qtype in (QuantType.Q8_0, QuantType.Q4_0) else 256
+    step = x.abs().reshape(x.shape[0], -1, block).amax(-1, keepdim=True).expand(-1, -1, block).reshape(x.shape) / 254
+    return 1.05 * step @ dequantize(weight).abs().T + math.sqrt(weight.cols) * 1e-6

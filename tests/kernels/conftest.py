@@ -1,0 +1,87 @@
+"""Weights, pools and guarded memory for the kernel tests."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from ktransformers.kernels.native import WorkerPool, available_isas
+from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
+
+MakeWeight = Callable[..., RawTensor]
+
+# Where the half-precision scales of a block are.
+SCALES = {
+    QuantType.Q8_0: (0,),
+    QuantType.Q4_0: (0,),
+    QuantType.Q4_K: (0, 2),
+    QuantType.Q5_K: (0, 2),
+    QuantType.Q6_K: (208,),
+}
+DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
+
+
+def random_weight(qtype: QuantType, *shape: int, seed: int = 0) -> RawTensor:
+    """Random bits, with scales that are sane numbers of both signs; unquantized types get normal values."""
+    rng = np.random.default_rng([seed, int(qtype), *shape])
+    if qtype in DTYPES:
+        return RawTensor.from_tensor(
+            torch.from_numpy(rng.standard_normal(shape, dtype=np.float32) * 0.1).to(DTYPES[qtype])
+        )
+    total = int(np.prod(shape[:-1])) * row_bytes(qtype, shape[-1])
+    blocks = rng.integers(0, 256, (total // type_size(qtype), type_size(qtype)), dtype=np.uint8)
+    for at in SCALES[qtype]:
+        scale = rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks))
+        blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return RawTensor(torch.from_numpy(blocks.reshape(-1)), qtype, shape)
+
+
+@pytest.fixture(scope="session")
+def make_weight() -> MakeWeight:
+    return random_weight
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[list[WorkerPool]]:
+    """One pool per tier and thread count, the scalar tier with one thread first."""
+    made = [WorkerPool(threads, isa) for isa in available_isas() for threads in (1, 2, 5)]
+    yield made
+    for pool in made:
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def pool(pools: list[WorkerPool]) -> WorkerPool:
+    """Two threads on the fastest tier."""
+    return pools[-2]
+
+
+class GuardedPages:
+    """Memory that ends where a page without any access begins: one byte too far is a crash."""
+
+    def __init__(self) -> None:
+        self._maps: list[mmap.mmap] = []
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def copy_to_end(self, data: torch.Tensor) -> torch.Tensor:
+        """The same uint8 bytes, the last of them just before the guard."""
+        size = data.numel()
+        span = (size + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+        memory = mmap.mmap(-1, span + mmap.PAGESIZE)
+        self._maps.append(memory)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        if self._libc.mprotect(ctypes.c_void_p(base + span), mmap.PAGESIZE, 0) != 0:
+            raise OSError(ctypes.get_errno(), "mprotect failed")
+        view = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=span - size)
+        view.copy_(data)
+        return view
+
+
+@pytest.fixture(scope="session")
+def guarded() -> GuardedPages:
+    return GuardedPages()

@@ -1,0 +1,177 @@
+"""The worker pool: tiers, threads, errors, closing, forking, and no CPU time when idle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from ktransformers.errors import ConfigError
+from ktransformers.kernels.native import ISA_VARIABLE, Isa, WorkerPool, active_isa, available_isas, linear
+from ktransformers.kernels.quant import QuantType
+
+
+def test_tiers_of_this_machine(monkeypatch):
+    known = available_isas()
+    assert known[0] is Isa.SCALAR
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
+    assert active_isa() is known[-1]
+    for isa in known:
+        monkeypatch.setenv(ISA_VARIABLE, isa.value)
+        assert active_isa() is isa
+        assert WorkerPool(1).isa is isa
+    monkeypatch.setenv(ISA_VARIABLE, "mmx")
+    with pytest.raises(ConfigError, match=r"KTRANSFORMERS_ISA=mmx: this machine has scalar"):
+        active_isa()
+
+
+def test_a_tier_that_the_machine_lacks():
+    missing = [isa for isa in Isa if isa not in available_isas()]
+    for isa in missing:
+        with pytest.raises(ValueError, match="cannot run on this machine; it has: scalar"):
+            WorkerPool(1, isa)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1025, 10**9])
+def test_absurd_thread_counts(count):
+    with pytest.raises(ValueError, match="num_threads must be between 1 and 1024"):
+        WorkerPool(count)
+
+
+def test_thread_count_must_be_a_number():
+    for value in (2.0, "2", None, True):
+        with pytest.raises(TypeError, match="num_threads must be an int"):
+            WorkerPool(value)
+
+
+def test_closing(make_weight):
+    pool = WorkerPool(3)
+    weight, x = make_weight(QuantType.F32, 40, 64), torch.randn(2, 64)
+    linear(x, weight, pool)
+    pool.close()
+    pool.close()
+    assert "closed" in repr(pool)
+    with pytest.raises(RuntimeError, match="closed: make a new one"):
+        linear(x, weight, pool)
+
+
+def test_an_exception_in_a_task_reaches_the_caller(make_weight):
+    weight, x = make_weight(QuantType.F32, 400, 64), torch.randn(2, 64)
+    for threads in (1, 4):
+        pool = WorkerPool(threads)
+        expected = linear(x, weight, pool)
+        for failing in (0, 57, 99):
+            with pytest.raises(RuntimeError, match=f"task {failing} failed"):
+                pool.handle._run_failing(100, failing)
+            assert torch.equal(linear(x, weight, pool), expected)
+        pool.close()
+
+
+def test_calls_from_many_threads_at_once(make_weight):
+    pools = [WorkerPool(2), WorkerPool(3)]
+    weight, x = make_weight(QuantType.Q8_0, 200, 256), torch.randn(8, 256)
+    expected = linear(x, weight, pools[0])
+    wrong = []
+
+    def work(pool):
+        wrong.extend(i for i in range(50) if not torch.equal(linear(x, weight, pool), expected))
+
+    threads = [threading.Thread(target=work, args=(pools[i % 2],)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    for pool in pools:
+        pool.close()
+
+
+def test_many_pools_come_and_go(make_weight):
+    weight, x = make_weight(QuantType.F32, 64, 32), torch.randn(3, 32)
+    expected = linear(x, weight, WorkerPool(1))
+    for _ in range(40):
+        pool = WorkerPool(4)
+        assert torch.equal(linear(x, weight, pool), expected)
+        del pool
+    assert threading.active_count() >= 1
+
+
+def task_cpu_ticks():
+    """CPU time of every thread of this process, in clock ticks (utime + stime of /proc/self/task/*/stat)."""
+    ticks = {}
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/stat") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
+        ticks[task] = int(fields[11]) + int(fields[12])
+    return ticks
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs Linux's /proc")
+def test_an_idle_pool_uses_no_cpu(make_weight):
+    before = set(os.listdir("/proc/self/task"))
+    pool = WorkerPool(4)
+    workers = set(os.listdir("/proc/self/task")) - before
+    assert len(workers) == 3
+    weight, x = make_weight(QuantType.F32, 640, 256), torch.randn(4, 256)
+    linear(x, weight, pool)
+    start = task_cpu_ticks()
+    # The main thread burns half a second of its own CPU time; spinning workers would collect about as much each.
+    end = time.process_time() + 0.5
+    while time.process_time() < end:
+        pass
+    used = task_cpu_ticks()
+    tick = os.sysconf("SC_CLK_TCK")
+    assert sum(used[w] - start[w] for w in workers) <= 0.05 * tick
+    pool.close()
+    assert not workers & set(os.listdir("/proc/self/task"))
+
+
+FORK = """
+import os, torch
+from ktransformers.kernels.native import WorkerPool, linear
+from ktransformers.kernels.quant import RawTensor
+x, weight = torch.ones(2, 64), RawTensor.from_tensor(torch.ones(64, 64))
+pool = WorkerPool(3)
+linear(x, weight, pool)
+child = os.fork()
+if child == 0:
+    try:
+        linear(x, weight, pool)
+    except RuntimeError as error:
+        assert "fork" in str(error), error
+        own = WorkerPool(2)
+        ok = bool((linear(x, weight, own) == 64).all())
+        pool.close()
+        del pool
+        os._exit(0 if ok else 3)
+    os._exit(4)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0, status
+linear(x, weight, pool)
+print("done")
+"""
+
+EXIT = """
+import torch
+from ktransformers.kernels.native import WorkerPool, linear, MoeKernel, ExpertWeights, ActivationSpec
+from ktransformers.kernels.quant import RawTensor
+weight = RawTensor.from_tensor(torch.ones(64, 64))
+pools = [WorkerPool(4) for _ in range(3)]
+kernel = MoeKernel(ExpertWeights([weight], [weight], [weight]), ActivationSpec(), pools[0])
+for pool in pools:
+    linear(torch.ones(2, 64), weight, pool)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("program", [FORK, EXIT], ids=["fork", "exit"])
+def test_fork_and_exit_in_a_fresh_process(program):
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "done\n"
+    assert result.stderr == ""
