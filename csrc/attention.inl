@@ -97,7 +97,7 @@ template <int C> void score_queries(const SpanState& st, const KeyStage& stage, 
     for (int c = 0; c < C; ++c) x[c] = st.q[i + c] + first;
     key_kernel<C>(stage.w, x, cols, scores + i * 16);
   }
-  if constexpr (C > 1) score_queries<C / 2>(st, stage, first, cols, scores, i);
+  if constexpr (C > 1) score_queries<fewer(C)>(st, stage, first, cols, scores, i);
 }
 
 // Raw dot products of all queries with the positions of one sub-tile.
@@ -132,27 +132,32 @@ inline void softmax_step(const AttentionArgs& a, SpanState& st, int i, int lo, i
     for (int d = 0; d < a.dim_v; ++d) out[d] = out[d] * alpha;
 }
 
-// out[c] = fma(p[c][j], v[j], out[c]) for j in [lo, hi), ascending.
-template <int C> void add_values(const SpanState& st, int i, int lo, int hi, int dim_v, float* out) {
-  for (int d = 0; d < dim_v; d += 16) {
-    const int rest = dim_v - d;
-    vf acc[C];
+// out[c] = fma(p[c][j], v[j], out[c]) for j in [lo, hi), ascending, for `width` <= 16 dimensions from d on.
+template <int C, bool FULL>
+inline void add_values16(const SpanState& st, int i, int lo, int hi, int d, int width, int stride, float* out) {
+  vf acc[C];
 #pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) acc[c] = rest < 16 ? load_n(out + c * dim_v + d, rest) : load(out + c * dim_v + d);
-    for (int j = lo; j < hi; ++j) {
-      const vf v = rest < 16 ? load_n(st.v[j] + d, rest) : load(st.v[j] + d);
-      const float* p = &st.scores[j / 16][i][j % 16];
+  for (int c = 0; c < C; ++c) acc[c] = FULL ? load(out + c * stride + d) : load_n(out + c * stride + d, width);
+  for (int j = lo; j < hi; ++j) {
+    const vf v = FULL ? load(st.v[j] + d) : load_n(st.v[j] + d, width);
+    const float* p = &st.scores[j / 16][i][j % 16];
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) acc[c] = fma_(set1(p[c * 16]), v, acc[c]);
-    }
-#pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) {
-      if (rest < 16)
-        store_n(out + c * dim_v + d, acc[c], rest);
-      else
-        store(out + c * dim_v + d, acc[c]);
-    }
+    for (int c = 0; c < C; ++c) acc[c] = fma_(set1(p[c * 16]), v, acc[c]);
   }
+#pragma GCC unroll 16
+  for (int c = 0; c < C; ++c) {
+    if constexpr (FULL)
+      store(out + c * stride + d, acc[c]);
+    else
+      store_n(out + c * stride + d, acc[c], width);
+  }
+}
+
+template <int C> void add_values(const SpanState& st, int i, int lo, int hi, int dim_v, float* out) {
+  if (lo >= hi) return;
+  int d = 0;
+  for (; d + 16 <= dim_v; d += 16) add_values16<C, true>(st, i, lo, hi, d, 16, dim_v, out);
+  if (d < dim_v) add_values16<C, false>(st, i, lo, hi, d, dim_v - d, dim_v, out);
 }
 
 // Queries side by side where all of them see the position, one by one before and after.
@@ -169,11 +174,11 @@ template <int C> void add_values_of_tile(const SpanState& st, int64_t tile, int 
     if (joint_hi < joint_lo) joint_hi = joint_lo;
     for (int c = 0; c < C; ++c)
       add_values<1>(st, i + c, lo[c], hi[c] < joint_lo ? hi[c] : joint_lo, dim_v, out + (i + c) * dim_v);
-    if (joint_hi > joint_lo) add_values<C>(st, i, joint_lo, joint_hi, dim_v, out + i * dim_v);
+    add_values<C>(st, i, joint_lo, joint_hi, dim_v, out + i * dim_v);
     for (int c = 0; c < C; ++c)
       add_values<1>(st, i + c, lo[c] > joint_hi ? lo[c] : joint_hi, hi[c], dim_v, out + (i + c) * dim_v);
   }
-  if constexpr (C > 1) add_values_of_tile<C / 2>(st, tile, dim_v, out, i);
+  if constexpr (C > 1) add_values_of_tile<fewer(C)>(st, tile, dim_v, out, i);
 }
 
 void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* maxima, float* sums, float* out) {

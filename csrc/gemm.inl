@@ -33,6 +33,9 @@ struct QuantStage {
   alignas(64) float dmin[16] = {};
 };
 
+// How many tokens at a time once fewer than `count` are left: big steps first, so that few go one by one.
+constexpr int fewer(int count) { return count > 8 ? 8 : count > 4 ? 4 : count > 2 ? 2 : 1; }
+
 inline int64_t token_row(const TileArgs& a, int t) { return a.token_ids ? a.token_ids[t] : a.first_token + t; }
 
 // ---- unquantized ----
@@ -74,7 +77,7 @@ void float_tokens(const TileArgs& a, const FloatStage& st, int64_t first, int co
     dot_rows8<C>(st.w, x, cols, s);
     for (int c = 0; c < C; ++c) reduce8_add(s + c * 8, acc + (t + c) * 16);
   }
-  if constexpr (C > 1) float_tokens<C / 2>(a, st, first, cols, acc, next, t);
+  if constexpr (C > 1) float_tokens<fewer(C)>(a, st, first, cols, acc, next, t);
 }
 
 // 4 rows times one token, without a stage.
@@ -235,7 +238,7 @@ template <class F, int C> void q32_tokens(const TileArgs& a, const QuantStage& s
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
   }
-  if constexpr (C > 1) q32_tokens<F, C / 2>(a, st, block, count, t);
+  if constexpr (C > 1) q32_tokens<F, fewer(C)>(a, st, block, count, t);
 }
 
 // Without a stage: one dot product per row and block, then 16 rows at once.
@@ -343,7 +346,7 @@ template <class F, int C> void q256_tokens(const TileArgs& a, const QuantStage& 
             add_super<F>(load(a.acc + (t + c) * 16), load(st.d), load(st.dmin), da, total[c], low));
     }
   }
-  if constexpr (C > 1) q256_tokens<F, C / 2>(a, st, block, t);
+  if constexpr (C > 1) q256_tokens<F, fewer(C)>(a, st, block, t);
 }
 
 template <class F, int S> inline vp dot_chunks(const uint8_t* p, const int8_t* y, vs scales, vp acc) {

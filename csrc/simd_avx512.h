@@ -20,7 +20,8 @@ struct vm { __mmask16 m; };
 struct wb { __m512i v; };
 using uacc = vi;
 
-inline __mmask16 lanes_below(int n) { return static_cast<__mmask16>(n >= 16 ? 0xffffu : (1u << n) - 1u); }
+// Lanes 0 .. n - 1; n may lie outside 0 .. 16.
+inline __mmask16 lanes_below(int n) { return static_cast<__mmask16>(n >= 16 ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1u); }
 inline vf load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, vf x) { _mm512_storeu_ps(p, x.v); }
 inline vf load_n(const float* p, int n) { return {_mm512_maskz_loadu_ps(lanes_below(n), p)}; }

@@ -1,0 +1,89 @@
+"""A step while it is put together, and the same step in flight. Knows budgets and rows, not why they were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
+from ktransformers.scheduler.sequence import Run, Sequence
+
+__all__ = ["Batch", "PlannedRow"]
+
+
+@dataclass(eq=False, slots=True)
+class PlannedRow:
+    """Positions start .. end - 1 of one run in one step. Stale when seq.run is no longer this run."""
+
+    seq: Sequence
+    run: Run
+    start: int
+    end: int
+    is_sampled: bool
+
+    @property
+    def is_stale(self) -> bool:
+        return self.seq.run is not self.run
+
+
+class Batch:
+    """At most chunk_size tokens; at most one row per sequence."""
+
+    def __init__(self, chunk_size: int):
+        self.budget = chunk_size  # tokens left
+        self._rows: dict[Sequence, PlannedRow] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[PlannedRow]:
+        return iter(self._rows.values())
+
+    def add(self, seq: Sequence, run: Run, num_tokens: int) -> None:
+        """Run the next num_tokens tokens of a sequence, and move its plan forward by them."""
+        end = run.planned_len + num_tokens
+        is_sampled = end == seq.known_len + run.num_pending
+        self._rows[seq] = PlannedRow(seq, run, run.planned_len, end, is_sampled)
+        self.budget -= num_tokens
+        run.planned_len = end
+        run.num_pending += is_sampled
+
+    def discard(self, seq: Sequence) -> None:
+        """Take a sequence's row out again, if it has one. Its run must end: the plan is not moved back."""
+        row = self._rows.pop(seq, None)
+        if row is not None:
+            self.budget += row.end - row.start
+
+    def plan(self, step_id: int, ended: list[int]) -> StepPlan:
+        """The record for the engine. Call once: it notes where each run's token will be found in the results."""
+        starts, rows, num_sampled = [], [], 0
+        for planned in self:
+            seq, run, start = planned.seq, planned.run, planned.start
+            if not run.is_started:
+                run.is_started = True
+                starts.append(_start_record(seq, run))
+            token_ids = seq.token_ids[start : planned.end]
+            rows.append(
+                Row(
+                    run_id=run.run_id,
+                    start=start,
+                    token_ids=token_ids,
+                    token_source=None if token_ids else run.sampled_index,
+                    block_table=run.block_table.copy(),
+                    is_sampled=planned.is_sampled,
+                )
+            )
+            if planned.is_sampled:
+                run.sampled_index = num_sampled
+                num_sampled += 1
+        return StepPlan(step_id=step_id, starts=starts, rows=rows, ended=ended)
+
+
+def _start_record(seq: Sequence, run: Run) -> SequenceStart:
+    return SequenceStart(
+        run_id=run.run_id,
+        request_id=seq.request_id,
+        params=seq.params,
+        prompt_len=seq.prompt_len,
+        token_ids=seq.token_ids.copy(),
+    )

@@ -1,0 +1,61 @@
+"""The limits that the scheduler works within. Does not know models: whoever builds it resolves these numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ktransformers.errors import ConfigError
+
+__all__ = ["SchedulerConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Checked on creation; raises ConfigError.
+
+    num_pages, page_size: the K/V cache, in pages and in tokens per page.
+    chunk_size: most tokens one step carries, decodes and prefill together.
+    max_batch_size: most sequences one step carries.
+    vocab_size: token ids are 0 .. vocab_size - 1. A prompt with others would kill the engine again and again.
+    eos_token_ids: end every answer whose request does not say ignore_eos.
+    max_model_len: most tokens of one sequence that the model can do; None: as many as the cache holds.
+    has_prefix_cache: whether sequences share pages.
+    """
+
+    num_pages: int
+    page_size: int
+    chunk_size: int
+    max_batch_size: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_model_len: int | None = None
+    has_prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_len < 2:
+            raise ConfigError(
+                f"a sequence may have {self.max_len} tokens, which leaves no room for a prompt and an answer; "
+                "start with a larger --cache_lens"
+            )
+
+    @property
+    def total_len(self) -> int:
+        """Tokens that the cache holds, all sequences together."""
+        return self.num_pages * self.page_size
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of one sequence, prompt and answer together."""
+        return self.total_len if self.max_model_len is None else min(self.total_len, self.max_model_len)
+
+    @property
+    def max_running(self) -> int:
+        """Most sequences that hold pages at once.
+
+        Not more than chunk_size: decodes go first, so with more of them than a step has tokens the last ones, and every
+        prefill, would wait for as long as the others talk. This way a prefill gets at least one token of every step.
+        """
+        return min(self.max_batch_size, self.chunk_size)

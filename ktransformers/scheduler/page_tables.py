@@ -1,0 +1,137 @@
+"""Gives pages to runs and takes them back: the page pool and the prefix tree behind one set of calls.
+
+Knows what a page is the cache of; does not know who runs next, nor steps.
+
+    page is             holders        in the tree
+    free                0              no
+    private             1              no            being written, or full and not yet committed
+    shared              >= 1           yes           full and committed; never written again
+    idle                0              yes           given up when nothing is free
+
+    holders of a page in the tree <= holders of the page before it, so an idle page has only idle pages behind it
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+
+from ktransformers.cache.pages import PagePool
+from ktransformers.cache.prefix_tree import PrefixTree
+from ktransformers.scheduler.sequence import Run, Sequence
+
+__all__ = ["PageTables"]
+
+
+class PageTables:
+    """Block tables over num_pages pages of page_size tokens. has_prefix_cache False: pages are never shared."""
+
+    def __init__(self, num_pages: int, page_size: int, has_prefix_cache: bool):
+        self.num_pages, self.page_size, self.has_prefix_cache = num_pages, page_size, has_prefix_cache
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: the pages' contents are gone. Runs that hold pages must be thrown away with them."""
+        self._pool, self._tree = PagePool(self.num_pages), PrefixTree(self.page_size)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be given out without taking one from a run."""
+        return self._pool.num_free + self._tree.num_idle
+
+    @property
+    def num_idle(self) -> int:
+        return self._tree.num_idle
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def start(self, seq: Sequence, run_id: int, num_reserved: int) -> Run | None:
+        """A run for a waiting sequence that begins behind the longest prefix in the tree.
+
+        The last token is never taken from the cache: its logits are wanted. None when the known tokens and the one to
+        be sampled would not fit beside num_reserved pages that others will need; nothing but the prefix is taken yet.
+        """
+        room = self.num_available - num_reserved
+        if room < 1:
+            return None  # at least the last token's page is new
+        max_pages = (seq.known_len - 1) // self.page_size if self.has_prefix_cache else 0
+        pages = self._tree.match(seq.request.cache_salt, seq.token_ids, max_pages)
+        num_woken = sum(self._tree.is_idle(page) for page in pages)
+        if self.pages_for(seq.known_len + 1) - len(pages) + num_woken > room:
+            return None
+        for page in pages:
+            self._acquire(page)
+        cached_len = len(pages) * self.page_size
+        return Run(run_id, pages, cached_len, cached_len, len(pages))
+
+    def grow(self, run: Run, num_tokens: int) -> bool:
+        """Let the run's pages cover num_tokens. False, and nothing changed, when there are not enough."""
+        missing = self.pages_for(num_tokens) - len(run.block_table)
+        if missing > self.num_available:
+            return False
+        for _ in range(missing):
+            if not self._pool.num_free:
+                self._pool.free(self._tree.evict())
+            run.block_table.append(self._pool.allocate())
+        return True
+
+    def publish(self, seq: Sequence, run: Run) -> None:
+        """Put the pages that committed steps have filled into the tree.
+
+        Two sequences may have computed the same page side by side. The later one then gives up its own: contents are
+        bit-identical, and steps in flight that still read the old page run before anyone can overwrite it.
+        """
+        if not self.has_prefix_cache:
+            return
+        table, size = run.block_table, self.page_size
+        for i in range(run.num_published, run.computed_len // size):
+            own, parent = table[i], table[i - 1] if i else None
+            page = self._tree.publish(seq.request.cache_salt, parent, seq.token_ids[i * size : (i + 1) * size], own)
+            if page != own:
+                self._acquire(page)
+                self._release(own)
+                table[i] = page
+            run.num_published = i + 1
+
+    def release(self, run: Run) -> None:
+        """Take all pages of a run back. Those in the tree stay there, idle, until they are needed."""
+        for page in reversed(run.block_table):  # the tree wants the deeper page first
+            self._release(page)
+        run.block_table.clear()
+
+    def _acquire(self, page: int) -> None:
+        if self._tree.is_idle(page):
+            self._tree.mark_used(page)
+        self._pool.acquire(page)
+
+    def _release(self, page: int) -> None:
+        if not self._pool.release(page):
+            return
+        if page in self._tree:
+            self._tree.mark_idle(page)
+        else:
+            self._pool.free(page)
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless the pages are exactly those of these sequences, the tree and the free list."""
+        pool, tree = self._pool, self._tree
+        pool.check_integrity()
+        tree.check_integrity()
+        holders: Counter[int] = Counter()
+        for seq in running:
+            assert seq.run is not None, "a running sequence has no run"
+            table, num_published = seq.run.block_table, seq.run.num_published
+            assert len(set(table)) == len(table), "a page twice in one block table"
+            assert all((page in tree) == (i < num_published) for i, page in enumerate(table)), "published pages"
+            if num_published:
+                known = seq.request.cache_salt, seq.token_ids[: num_published * self.page_size]
+                assert tree.path(table[num_published - 1]) == known, "a page of another prefix"
+                assert all(tree.parent(b) == a for a, b in pairwise(table[:num_published])), "path"
+            holders.update(table)
+        for page in range(self.num_pages):
+            assert pool.holders(page) == holders[page], "holders that are not running"
+            assert not pool.is_free(page) or page not in tree, "a free page is in the tree"
+            assert pool.is_free(page) or page in tree or holders[page] == 1, "a leaked or wrongly shared page"
+            assert page not in tree or tree.is_idle(page) == (holders[page] == 0), "idle list"

@@ -1,0 +1,157 @@
+"""What crosses the borders of the scheduler. Plain data: msgspec encodes every record as msgpack without help.
+
+    API process ── Request ──> scheduler ── StepPlan ──> engine
+                <─ RequestUpdate ──      <─ RowResult per sampled row ──
+
+Rules for the engine:
+
+- Steps are run in the order of their step_id, each with all its writes before its reads. A page that loses its owner
+  while a step is in flight may be given to another sequence at once: the new owner writes in a later step.
+- A *run* is one stay of a request in the batch, from admission to preemption or end. SequenceStart carries everything
+  the engine has to know about it, also when the request has been here before; `ended` says which state may be dropped.
+- A decode may be planned before its token is known. Then token_source names the sampled row of the step before
+  (step_id - 1) whose token it is, counting that step's sampled rows only: the engine fills it in by itself.
+- Results of rows whose run has ended meanwhile are still sent: the scheduler drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ktransformers.core import FinishReason, SamplingParams
+
+__all__ = [
+    "Logprobs",
+    "Request",
+    "RequestUpdate",
+    "Row",
+    "RowResult",
+    "SchedulerStats",
+    "SequenceStart",
+    "StepPlan",
+]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One question, filled by the API process.
+
+    priority: a smaller number is served earlier, as in vLLM; equal ones by arrival.
+    deadline: seconds on the clock whose time `Scheduler.expire` is given; None: no limit.
+    cache_salt: requests share pages only with requests of the same salt.
+    params.stop is not looked at: stop strings need text, so the API process finds them and calls `Scheduler.finish`.
+    """
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
+
+
+class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):
+    """Comes with the first step of a run, filled by the scheduler.
+
+    token_ids: all tokens known so far; the first prompt_len are the prompt, the rest is the answer so far, which counts
+    for penalties. params.seed is always set, so that a token is drawn the same way in every run.
+    """
+
+    run_id: int
+    request_id: str
+    params: SamplingParams
+    prompt_len: int
+    token_ids: Sequence[int]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of one sequence in one step, filled by the scheduler.
+
+    Token i of the row has position `start + i`, sees all positions up to its own, and is written to slot
+    `block_table[position // page_size] * page_size + position % page_size`. block_table covers the row's last position.
+    token_ids: the tokens to run; empty when token_source is set, which stands for one token.
+    is_sampled: the logits of the last token choose the sequence's next token.
+    """
+
+    run_id: int
+    start: int
+    token_ids: Sequence[int]
+    token_source: int | None
+    block_table: Sequence[int]
+    is_sampled: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return 1 if self.token_source is not None else len(self.token_ids)
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One step, filled by the scheduler. step_id counts up by one and is never used twice.
+
+    starts: runs whose first row is in this step. ended: runs that have no row in this step or any later one.
+    """
+
+    step_id: int
+    starts: Sequence[SequenceStart]
+    rows: Sequence[Row]
+    ended: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of raw probabilities: of the chosen token, and of the likeliest (token id, logprob) pairs."""
+
+    logprob: float
+    top: Sequence[tuple[int, float]]
+
+
+class RowResult(msgspec.Struct, frozen=True):
+    """What one sampled row led to, filled by the engine. error: why this row, and only this one, has no token."""
+
+    token_id: int | None
+    logprobs: Logprobs | None = None
+    error: str | None = None
+
+
+class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one request, filled by the scheduler. After the one with a finish_reason there is no other.
+
+    token_id: the next token of the answer; None when the answer ended without one. With finish_reason STOP it is the
+    end token. finish_reason ABORT comes with the cause: error says what went wrong, is_expired that the deadline
+    passed; neither: the caller asked for it.
+    cached_len: prompt tokens found in the prefix cache when the request was first admitted.
+    completion_len: tokens of the answer so far, this one included.
+    """
+
+    request_id: str
+    token_id: int | None
+    prompt_len: int
+    cached_len: int
+    completion_len: int
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    is_expired: bool = False
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """For metrics. The first five are of this moment, the others count from the start.
+
+    num_used_pages: held by running sequences. num_idle_pages: held by nobody, kept for prefix hits, free when needed.
+    prefix_query_len, prefix_hit_len: prompt tokens looked up at first admissions, and those found.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_used_pages: int
+    num_idle_pages: int
+    num_preemptions: int
+    num_expired: int
+    num_engine_losses: int
+    prefix_query_len: int
+    prefix_hit_len: int

@@ -1,0 +1,404 @@
+"""Decides what the engine runs next, and what its results mean. Owns the truth about every request, in ids and counts.
+
+    add ─> waiting ── schedule: admitted ──> running ── commit: end token, limit ──> gone
+              ^                                 │  └──── finish, abort, expire ────> gone (from waiting too)
+              └── out of pages, engine_lost ────┘
+
+A step takes, within chunk_size tokens and in the order of rank (priority, then arrival): first one token of every
+decode, so that streams do not stall; then prefill chunks of running sequences; then waiting sequences, while there are
+seats and pages. The queue is strict: nobody overtakes the head that waits for pages, so that no prompt is too long to
+get its turn.
+
+Pages are allocated as sequences grow. When none is left, the running sequence of the last rank gives up its pages and
+waits again with its tokens; if that is the very sequence that wants to grow, it just sits this step out. So the first
+in rank always moves, and everyone gets to be first.
+
+A step in flight is not waited for: the step after it is planned with the tokens it will sample as placeholders. Its
+results count only for runs that still exist:
+
+    while a step is in flight       its result for that request
+    finished by the step before     dropped (it ran one token too many)
+    aborted, expired                dropped
+    preempted                       dropped; the token is sampled again, the same, in the next run
+    engine lost                     dropped by step id
+
+Not known here: text, tensors, processes, time (callers say what time it is).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import secrets
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from ktransformers.core import FinishReason
+from ktransformers.errors import ConfigError, ContextLengthError
+from ktransformers.scheduler.batch import Batch, PlannedRow
+from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.page_tables import PageTables
+from ktransformers.scheduler.records import Request, RequestUpdate, RowResult, SchedulerStats, StepPlan
+from ktransformers.scheduler.sequence import Run, Sequence
+
+__all__ = ["MAX_IN_FLIGHT", "Scheduler"]
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 2
+"""Steps that are planned and not committed: one runs, the next is ready. A placeholder can reach back one step only."""
+
+_rank = attrgetter("rank")
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What SchedulerStats counts from the start."""
+
+    num_preemptions: int = 0
+    num_expired: int = 0
+    num_engine_losses: int = 0
+    prefix_query_len: int = 0
+    prefix_hit_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step in flight."""
+
+    step_id: int
+    rows: tuple[PlannedRow, ...]
+    num_sampled: int
+
+
+class Scheduler:
+    """See the module's docstring. One caller at a time; no call blocks."""
+
+    def __init__(self, config: SchedulerConfig):
+        self.config = config
+        self._pages = PageTables(config.num_pages, config.page_size, config.has_prefix_cache)
+        self._requests: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []  # by rank
+        self._running: list[Sequence] = []  # by rank
+        self._in_flight: deque[_Step] = deque()
+        self._ended: list[int] = []  # runs that the engine does not know yet to be over
+        self._deadlines: dict[str, float] = {}
+        self._arrivals, self._run_ids = itertools.count(), itertools.count(1)
+        self._next_step = 1
+        self._totals = _Totals()
+
+    # Requests come and go.
+
+    def add(self, request: Request) -> None:
+        """Put a request into the queue.
+
+        Raises ContextLengthError when its prompt and one token of an answer can never fit, ConfigError for an empty
+        prompt or ids outside of the vocabulary, ValueError for the id of a request that is still here.
+        """
+        self._check(request)
+        params, prompt_len = request.params, len(request.prompt_ids)
+        if params.seed is None:  # drawn here, once: every run of the request must draw the same tokens
+            params = replace(params, seed=secrets.randbits(63))
+        room = self.config.max_len - prompt_len
+        seq = Sequence(
+            request=request,
+            arrival=next(self._arrivals),
+            params=params,
+            limit_len=prompt_len + (room if params.max_tokens is None else min(params.max_tokens, room)),
+            end_ids=frozenset(params.stop_token_ids)
+            | (frozenset() if params.ignore_eos else frozenset(self.config.eos_token_ids)),
+            token_ids=list(request.prompt_ids),
+        )
+        self._requests[request.request_id] = seq
+        if request.deadline is not None:
+            self._deadlines[request.request_id] = request.deadline
+        bisect.insort(self._waiting, seq, key=_rank)
+
+    def _check(self, request: Request) -> None:
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} is here already")
+        prompt_len, max_len = len(request.prompt_ids), self.config.max_len
+        if prompt_len == 0:
+            raise ConfigError("the prompt is empty: there is nothing to continue")
+        if prompt_len >= max_len:
+            limit, remedy = "the cache holds", " or start with a larger --cache_lens"
+            if max_len < self.config.total_len:
+                limit, remedy = "the model takes at most", ""
+            raise ContextLengthError(
+                f"the prompt has {prompt_len} tokens and {limit} {max_len}: no room for an answer; "
+                f"shorten the prompt{remedy}",
+                prompt_len=prompt_len,
+                max_len=max_len,
+            )
+        for extreme in (min(request.prompt_ids), max(request.prompt_ids)):
+            if not 0 <= extreme < self.config.vocab_size:
+                raise ConfigError(
+                    f"the prompt holds token id {extreme}; this model's ids are 0 to {self.config.vocab_size - 1}"
+                )
+
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        """The caller left. Pages are free at once. None when the request has ended already."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, reason: FinishReason) -> RequestUpdate | None:
+        """End a request from outside, for example because its text held a stop string. As `abort`, with a reason."""
+        seq = self._requests.get(request_id)
+        return None if seq is None else self._end(seq, reason)
+
+    def expire(self, now: float) -> list[RequestUpdate]:
+        """End all requests whose deadline is not after `now`."""
+        expired = [request_id for request_id, deadline in self._deadlines.items() if deadline <= now]
+        self._totals.num_expired += len(expired)
+        return [self._end(self._requests[i], FinishReason.ABORT, is_expired=True) for i in expired]
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` will have something to do."""
+        return min(self._deadlines.values(), default=None)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def _end(
+        self, seq: Sequence, reason: FinishReason, *, error: str | None = None, is_expired: bool = False
+    ) -> RequestUpdate:
+        """Remove a sequence, wherever it is. The update carries no token."""
+        self._remove(seq)
+        return _update(seq, finish_reason=reason, error=error, is_expired=is_expired)
+
+    def _remove(self, seq: Sequence) -> None:
+        del self._requests[seq.request_id]
+        self._deadlines.pop(seq.request_id, None)
+        if seq.run is None:
+            del self._waiting[bisect.bisect_left(self._waiting, seq.rank, key=_rank)]
+        else:
+            self._stop_run(seq, seq.run)
+
+    def _stop_run(self, seq: Sequence, run: Run) -> None:
+        self._running.remove(seq)
+        self._pages.release(run)
+        seq.run = None
+        if run.is_started:
+            self._ended.append(run.run_id)
+
+    # Planning a step.
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, which is then in flight until it is committed.
+
+        None when MAX_IN_FLIGHT steps are, or when nothing can run before the next commit or request.
+        """
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            return None
+        batch = Batch(self.config.chunk_size)
+        decodes, prefills = self._runnable()
+        for seq in itertools.chain(decodes, prefills):
+            self._extend(batch, seq)
+        self._admit(batch)
+        if not len(batch):
+            return None
+        rows = tuple(batch)
+        step = _Step(self._next_step, rows, sum(row.is_sampled for row in rows))
+        ended, self._ended = self._ended, []
+        self._next_step += 1
+        self._in_flight.append(step)
+        return batch.plan(step.step_id, ended)
+
+    def _runnable(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences with tokens left to run, by rank: (one token, several tokens)."""
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for seq in self._running:
+            run = seq.run
+            assert run is not None
+            total_len = len(seq.token_ids) + run.num_pending
+            if total_len < seq.limit_len:  # else the step in flight samples its last token
+                (decodes if total_len - run.planned_len == 1 else prefills).append(seq)
+        return decodes, prefills
+
+    def _extend(self, batch: Batch, seq: Sequence) -> None:
+        """Plan the next tokens of a running sequence, as many as the budget allows, at the cost of the last in rank."""
+        run = seq.run
+        if run is None or not batch.budget:
+            return  # preempted a moment ago, for a sequence before it
+        num_tokens = min(batch.budget, len(seq.token_ids) + run.num_pending - run.planned_len)
+        while not self._pages.grow(run, run.planned_len + num_tokens):
+            victim = self._running[-1]
+            if victim is seq:
+                return  # keeps its pages until a sequence before it needs them
+            batch.discard(victim)
+            self._preempt(victim)
+        batch.add(seq, run, num_tokens)
+
+    def _admit(self, batch: Batch) -> None:
+        """Give seats to waiting sequences, in order, as long as each one's known tokens fit beside those of the others.
+
+        The check covers the whole prefill, though pages are only taken chunk by chunk: a sequence that is let in too
+        early would be the first to be thrown out again.
+        """
+        while self._waiting and batch.budget and len(self._running) < self.config.max_running:
+            seq = self._waiting[0]
+            run = self._pages.start(seq, next(self._run_ids), self._num_reserved())
+            if run is None:
+                return
+            if seq.cached_len is None:  # finding one's own pages again after a preemption is not a hit
+                seq.cached_len = run.planned_len
+                self._totals.prefix_query_len += seq.prompt_len
+                self._totals.prefix_hit_len += run.planned_len
+            seq.run = run
+            del self._waiting[0]
+            bisect.insort(self._running, seq, key=_rank)
+            self._extend(batch, seq)
+
+    def _num_reserved(self) -> int:
+        """Pages that running sequences still need for the tokens they have."""
+        num_reserved = 0
+        for seq in self._running:
+            assert seq.run is not None
+            total_len = len(seq.token_ids) + seq.run.num_pending
+            num_reserved += max(self._pages.pages_for(total_len) - len(seq.run.block_table), 0)
+        return num_reserved
+
+    def preempt(self, request_id: str) -> bool:
+        """Send a running request back to the queue. False when it does not run. Between steps only: not within one."""
+        seq = self._requests.get(request_id)
+        if seq is None or seq.run is None:
+            return False
+        self._preempt(seq)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        assert seq.run is not None
+        logger.debug("preempting %s at %d tokens", seq.request_id, seq.known_len)
+        self._stop_run(seq, seq.run)
+        bisect.insort(self._waiting, seq, key=_rank)
+        self._totals.num_preemptions += 1
+
+    # Taking in results.
+
+    def commit(self, step_id: int, results: Seq[RowResult]) -> list[RequestUpdate]:
+        """Take in the results of a step: one per sampled row, in the order of the rows.
+
+        Steps are committed in the order in which they were planned. Results of a step that went down with its engine
+        are dropped. Raises ValueError for a step that was never planned, out of order, or with too few or many results.
+        """
+        if not self._in_flight or step_id != self._in_flight[0].step_id:
+            oldest = self._in_flight[0].step_id if self._in_flight else self._next_step
+            if 0 < step_id < oldest:
+                logger.info("dropping the results of step %d: its engine is gone", step_id)
+                return []
+            raise ValueError(f"step {step_id} is not the oldest in flight; that would be step {oldest}")
+        step = self._in_flight[0]
+        if len(results) != step.num_sampled:
+            raise ValueError(f"step {step_id} samples {step.num_sampled} tokens, got {len(results)} results")
+        self._in_flight.popleft()
+        updates, remaining = [], iter(results)
+        for row in step.rows:
+            result = next(remaining) if row.is_sampled else None
+            if row.is_stale:
+                continue
+            row.run.computed_len = row.end
+            self._pages.publish(row.seq, row.run)
+            if result is not None:
+                row.run.num_pending -= 1
+                updates.append(self._take(row.seq, result))
+        return updates
+
+    def _take(self, seq: Sequence, result: RowResult) -> RequestUpdate:
+        token_id = result.token_id
+        if token_id is None:
+            error = result.error or "the engine sent no token and no reason"
+            return self._end(seq, FinishReason.ABORT, error=error)
+        seq.token_ids.append(token_id)
+        reason = None
+        if token_id in seq.end_ids:
+            reason = FinishReason.STOP
+        elif seq.known_len >= seq.limit_len:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._remove(seq)
+        return _update(seq, result, finish_reason=reason)
+
+    def engine_lost(self) -> None:
+        """The engine and its cache are gone. Everything that ran waits again, in its old order, for the next engine."""
+        self._in_flight.clear()
+        self._ended.clear()
+        for seq in self._running:
+            seq.run = None
+        self._waiting = sorted(self._waiting + self._running, key=_rank)
+        self._running.clear()
+        self._pages.clear()
+        self._totals.num_engine_losses += 1
+
+    # Looking at it.
+
+    def stats(self) -> SchedulerStats:
+        num_available, totals = self._pages.num_available, self._totals
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_pages=self.config.num_pages,
+            num_used_pages=self.config.num_pages - num_available,
+            num_idle_pages=self._pages.num_idle,
+            num_preemptions=totals.num_preemptions,
+            num_expired=totals.num_expired,
+            num_engine_losses=totals.num_engine_losses,
+            prefix_query_len=totals.prefix_query_len,
+            prefix_hit_len=totals.prefix_hit_len,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when any invariant of this package's docstrings is broken. Slow: reads all."""
+        for queue in (self._waiting, self._running):
+            assert all(a.rank < b.rank for a, b in itertools.pairwise(queue)), "a queue is out of order"
+        assert len(self._running) <= self.config.max_running, "more running than seats"
+        assert len(self._in_flight) <= MAX_IN_FLIGHT, "too many steps in flight"
+        here = {seq.request_id: seq for seq in (*self._waiting, *self._running)}
+        assert here == self._requests, "a lost request"
+        assert len(here) == len(self._waiting) + len(self._running), "a request in two queues"
+        assert self._deadlines.keys() <= here.keys(), "a deadline without a request"
+        assert all(seq.run is None for seq in self._waiting), "a waiting sequence runs"
+        self._pages.check_integrity(self._running)
+        pending = [row.run for step in self._in_flight for row in step.rows if row.is_sampled]
+        for seq in self._running:
+            self._check_run(seq, pending.count(seq.run) if seq.run else 0)
+
+    def _check_run(self, seq: Sequence, num_pending: int) -> None:
+        run = seq.run
+        assert run is not None, "a running sequence has no run"
+        size, total_len = self.config.page_size, seq.known_len + run.num_pending
+        assert run.num_pending == num_pending, "pending tokens are not those of the steps in flight"
+        assert run.num_published * size <= run.computed_len <= run.planned_len < total_len <= seq.limit_len, "lengths"
+        assert run.computed_len < seq.known_len, "computed a token that nobody knows"
+        assert len(run.block_table) == self._pages.pages_for(run.planned_len), "pages do not just cover the plan"
+        if self.config.has_prefix_cache:
+            assert run.num_published == run.computed_len // size, "a full page is not shared"
+
+
+def _update(
+    seq: Sequence,
+    result: RowResult | None = None,
+    *,
+    finish_reason: FinishReason | None,
+    error: str | None = None,
+    is_expired: bool = False,
+) -> RequestUpdate:
+    return RequestUpdate(
+        request_id=seq.request_id,
+        token_id=None if result is None else result.token_id,
+        prompt_len=seq.prompt_len,
+        cached_len=seq.cached_len or 0,
+        completion_len=seq.completion_len,
+        logprobs=None if result is None else result.logprobs,
+        finish_reason=finish_reason,
+        error=error,
+        is_expired=is_expired,
+    )

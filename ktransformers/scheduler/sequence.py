@@ -1,0 +1,71 @@
+"""One request inside the scheduler: its tokens, and its run while it has one. Does not decide anything.
+
+tokens  0 ......... computed_len ......... planned_len ......... known_len ......... total_len
+        K/V written | steps in flight write | nobody yet          | to be sampled by steps in flight
+
+num_published * page_size <= computed_len <= planned_len < total_len <= limit_len
+len(block_table) * page_size just covers planned_len
+total_len - planned_len == 1: the next row is a decode; > 1: a prefill chunk
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ktransformers.core import SamplingParams
+from ktransformers.scheduler.records import Request
+
+__all__ = ["Run", "Sequence"]
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """One stay in the batch. Thrown away at preemption or end, which is how results of steps in flight become stale.
+
+    block_table[i] is the page of positions i * page_size ..; its first num_published pages are in the prefix tree.
+    sampled_index: where the latest planned step lists this run's sampled token, among its sampled rows.
+    """
+
+    run_id: int
+    block_table: list[int]
+    computed_len: int
+    planned_len: int
+    num_published: int
+    num_pending: int = 0  # tokens that steps in flight will sample
+    sampled_index: int = -1
+    is_started: bool = False  # its SequenceStart has been sent
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request that is waiting (run is None) or running. params.seed is set; limit_len counts prompt and answer."""
+
+    request: Request
+    arrival: int
+    params: SamplingParams
+    limit_len: int
+    end_ids: frozenset[int]
+    token_ids: list[int] = field(default_factory=list)  # prompt, then the answer so far
+    cached_len: int | None = None  # None until first admitted
+    run: Run | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Served in ascending order, preempted in descending order."""
+        return self.request.priority, self.arrival
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def known_len(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def completion_len(self) -> int:
+        return self.known_len - self.prompt_len
