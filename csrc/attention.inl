@@ -132,36 +132,37 @@ inline void softmax_step(const AttentionArgs& a, SpanState& st, int i, int lo, i
     for (int d = 0; d < a.dim_v; ++d) out[d] = out[d] * alpha;
 }
 
-// out[c] = fma(p[c][j], v[j], out[c]) for j in [lo, hi), ascending, for `width` <= 16 dimensions from d on.
-template <int C, bool FULL>
-inline void add_values16(const SpanState& st, int i, int lo, int hi, int d, int width, int stride, float* out) {
+// 16 dimensions of the values of a tile, [position][dimension]. Copied, because rows of a cache lie a power of two
+// apart and would push one another out of the first-level cache.
+struct ValueStage {
+  alignas(64) float v[kPositionTile * 16];
+};
+
+// out[c] = fma(p[c][j], v[j], out[c]) for j in [lo, hi), ascending, for `width` <= 16 dimensions.
+template <int C>
+inline void add_values(const SpanState& st, const ValueStage& values, int i, int lo, int hi, int width, int stride, float* out) {
+  if (lo >= hi) return;
   vf acc[C];
 #pragma GCC unroll 16
-  for (int c = 0; c < C; ++c) acc[c] = FULL ? load(out + c * stride + d) : load_n(out + c * stride + d, width);
+  for (int c = 0; c < C; ++c) acc[c] = width == 16 ? load(out + c * stride) : load_n(out + c * stride, width);
   for (int j = lo; j < hi; ++j) {
-    const vf v = FULL ? load(st.v[j] + d) : load_n(st.v[j] + d, width);
+    const vf v = load(values.v + j * 16);
     const float* p = &st.scores[j / 16][i][j % 16];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) acc[c] = fma_(set1(p[c * 16]), v, acc[c]);
   }
 #pragma GCC unroll 16
   for (int c = 0; c < C; ++c) {
-    if constexpr (FULL)
-      store(out + c * stride + d, acc[c]);
+    if (width == 16)
+      store(out + c * stride, acc[c]);
     else
-      store_n(out + c * stride + d, acc[c], width);
+      store_n(out + c * stride, acc[c], width);
   }
 }
 
-template <int C> void add_values(const SpanState& st, int i, int lo, int hi, int dim_v, float* out) {
-  if (lo >= hi) return;
-  int d = 0;
-  for (; d + 16 <= dim_v; d += 16) add_values16<C, true>(st, i, lo, hi, d, 16, dim_v, out);
-  if (d < dim_v) add_values16<C, false>(st, i, lo, hi, d, dim_v - d, dim_v, out);
-}
-
 // Queries side by side where all of them see the position, one by one before and after.
-template <int C> void add_values_of_tile(const SpanState& st, int64_t tile, int dim_v, float* out, int i) {
+template <int C>
+void add_values_of_queries(const SpanState& st, const ValueStage& values, int64_t tile, int width, int stride, float* out, int i) {
   for (; i + C <= st.count; i += C) {
     int lo[C], hi[C], joint_lo = 0, joint_hi = kPositionTile;
     for (int c = 0; c < C; ++c) {
@@ -173,12 +174,22 @@ template <int C> void add_values_of_tile(const SpanState& st, int64_t tile, int 
     }
     if (joint_hi < joint_lo) joint_hi = joint_lo;
     for (int c = 0; c < C; ++c)
-      add_values<1>(st, i + c, lo[c], hi[c] < joint_lo ? hi[c] : joint_lo, dim_v, out + (i + c) * dim_v);
-    add_values<C>(st, i, joint_lo, joint_hi, dim_v, out + i * dim_v);
+      add_values<1>(st, values, i + c, lo[c], hi[c] < joint_lo ? hi[c] : joint_lo, width, stride, out + (i + c) * stride);
+    add_values<C>(st, values, i, joint_lo, joint_hi, width, stride, out + i * stride);
     for (int c = 0; c < C; ++c)
-      add_values<1>(st, i + c, lo[c] > joint_hi ? lo[c] : joint_hi, hi[c], dim_v, out + (i + c) * dim_v);
+      add_values<1>(st, values, i + c, lo[c] > joint_hi ? lo[c] : joint_hi, hi[c], width, stride, out + (i + c) * stride);
   }
-  if constexpr (C > 1) add_values_of_tile<fewer(C)>(st, tile, dim_v, out, i);
+  if constexpr (C > 1) add_values_of_queries<fewer(C)>(st, values, tile, width, stride, out, i);
+}
+
+// Adds positions lo .. hi - 1 of a tile (those that any query sees) to the outputs.
+void add_values_of_tile(const SpanState& st, int64_t tile, int lo, int hi, int dim_v, float* out) {
+  ValueStage values;
+  for (int d = 0; d < dim_v; d += 16) {
+    const int width = dim_v - d < 16 ? dim_v - d : 16;
+    for (int j = lo; j < hi; ++j) store(values.v + j * 16, width == 16 ? load(st.v[j] + d) : load_n(st.v[j] + d, width));
+    add_values_of_queries<kQueryTokens>(st, values, tile, width, dim_v, out + d, 0);
+  }
 }
 
 void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* maxima, float* sums, float* out) {
@@ -213,7 +224,7 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
       softmax_step(a, st, i, static_cast<int>(from > 0 ? from : 0), static_cast<int>(to < kPositionTile ? to : kPositionTile),
                    maxima + i, sums + i, out + i * a.dim_v);
     }
-    add_values_of_tile<kQueryTokens>(st, tile, a.dim_v, out, 0);
+    add_values_of_tile(st, tile, static_cast<int>(lo - tile), static_cast<int>(hi - tile), a.dim_v, out);
   }
 }
 
