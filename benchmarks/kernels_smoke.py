@@ -78,7 +78,7 @@ def record(name: str, ours: float, theirs: float, nbytes: int) -> Timing:
         "gb_per_s": round(nbytes / ours / 1e9, 2),
     }
     print(
-        f"{name:34s} {row['us']:>10} us   torch {row['torch_us']:>11} us   x{row['speedup']:<6} {row['gb_per_s']:>6} GB/s"
+        f"{name:34s} {row['us']:>10} us  torch {row['torch_us']:>9} us   x{row['speedup']:<5} {row['gb_per_s']:>6} GB/s"
     )
     return row
 

@@ -46,7 +46,8 @@ void check_pages(const AttentionArgs& a) {
   int64_t seq = -1, from = 0, to = 0;  // pages of `seq` that are known to be good
   for (int64_t row = 0; row < a.num_rows; ++row) {
     const int64_t len = a.kv_lens[row];
-    if (a.seq_ids[row] < 0 || a.seq_ids[row] >= a.num_seqs) fail(row, "seq_id " + std::to_string(a.seq_ids[row]) + " is no row of block_table");
+    if (a.seq_ids[row] < 0 || a.seq_ids[row] >= a.num_seqs)
+      fail(row, "seq_id " + std::to_string(a.seq_ids[row]) + " is no row of block_table");
     if (len < 0 || len > a.max_pages * a.page_size) fail(row, "kv_len " + std::to_string(len) + " does not fit in block_table");
     const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, len - a.window) : 0;
     const int64_t first = oldest / a.page_size, last = (len + a.page_size - 1) / a.page_size;

@@ -52,10 +52,6 @@ inline vf fma_(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm25
 inline vi loadi(const int32_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
 }
-inline void storei(int32_t* p, vi x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
-}
 inline vi set1i(int32_t x) { const __m256i v = _mm256_set1_epi32(x); return {v, v}; }
 inline vi addi(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline vi subi(vi x, vi y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
@@ -88,13 +84,6 @@ inline int32_t reduce_maxi(vi x) {
   __m128i q = _mm_max_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
   q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0x4e));
   q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0xb1));
-  return _mm_cvtsi128_si32(q);
-}
-inline int32_t reduce_addi(vi x) {
-  const __m256i h = _mm256_add_epi32(x.a, x.b);
-  __m128i q = _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
-  q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
-  q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1));
   return _mm_cvtsi128_si32(q);
 }
 

@@ -37,7 +37,6 @@ inline vf min_(vf x, vf y) { return {_mm512_min_ps(x.v, y.v)}; }
 inline vf fma_(vf x, vf y, vf z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }
 
 inline vi loadi(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
-inline void storei(int32_t* p, vi x) { _mm512_storeu_si512(p, x.v); }
 inline vi set1i(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline vi addi(vi x, vi y) { return {_mm512_add_epi32(x.v, y.v)}; }
 inline vi subi(vi x, vi y) { return {_mm512_sub_epi32(x.v, y.v)}; }
@@ -62,7 +61,6 @@ inline float reduce_max(vf x) {
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
 inline int32_t reduce_maxi(vi x) { return _mm512_reduce_max_epi32(x.v); }
-inline int32_t reduce_addi(vi x) { return _mm512_reduce_add_epi32(x.v); }
 
 inline void store_int8(int8_t* p, vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v)); }
 inline vf load_bf16(const uint8_t* p) {

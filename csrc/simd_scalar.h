@@ -41,7 +41,6 @@ KT_BINARY(min_, vf, a.v[i] < b.v[i] ? a.v[i] : b.v[i])
 inline vf fma_(vf a, vf b, vf c) { vf r; KT_LANES r.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]); return r; }
 
 inline vi loadi(const int32_t* p) { vi r; std::memcpy(r.v, p, sizeof r.v); return r; }
-inline void storei(int32_t* p, vi a) { std::memcpy(p, a.v, sizeof a.v); }
 inline vi set1i(int32_t x) { vi r; KT_LANES r.v[i] = x; return r; }
 KT_BINARY(addi, vi, a.v[i] + b.v[i])
 KT_BINARY(subi, vi, a.v[i] - b.v[i])
@@ -75,11 +74,6 @@ inline int32_t reduce_maxi(vi a) {
   int32_t best = a.v[0];
   KT_LANES best = a.v[i] > best ? a.v[i] : best;
   return best;
-}
-inline int32_t reduce_addi(vi a) {
-  int32_t sum = 0;
-  KT_LANES sum += a.v[i];
-  return sum;
 }
 
 // Values are within [-128, 127].

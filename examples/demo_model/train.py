@@ -1,7 +1,7 @@
 """Train the demo model from generated text.
 
     python examples/demo_model/train.py --tokenizer ktransformers/assets/demo/tokenizer.json --out build/demo --minutes 20
-    python examples/demo_model/train.py --smoke --out /tmp/demo        # a tiny model, seconds on a CPU
+    python examples/demo_model/train.py --smoke --tokenizer ... --out /tmp/demo      # a tiny model, seconds on a CPU
 
 Muon (Jordan, 2024) for the matrices, AdamW for the rest, fp32 masters, bf16 autocast on a GPU. In the second half
 every other step sees the gate/up experts rounded as Q4_K stores them, so that the GGUF answers like the safetensors.
@@ -218,7 +218,7 @@ def run(options: argparse.Namespace, trainer: Trainer, plan: Plan) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for weights and checkpoint")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json (see tokenizer.py); --smoke trains its own")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json (see tokenizer.py)")
     parser.add_argument("--minutes", type=float, default=20.0, help="training time; sets the schedule")
     parser.add_argument("--steps", type=int, default=0, help="number of steps instead of --minutes")
     parser.add_argument("--rows", type=int, default=65536, help="tokens per step")
@@ -246,8 +246,6 @@ def main(arguments: list[str] | None = None) -> None:
         options.rows, options.workers, options.steps, options.no_compile = 1024, 0, options.steps or 12, True
         options.log_every, options.eval_every, options.eval_count = 4, 10**9, 1
         shape = Shape(**SMOKE_SHAPE)
-    if options.tokenizer is None:
-        raise SystemExit("train.py: --tokenizer is needed: train one with tokenizer.py --out FOLDER")
     model = DemoModel(shape)
     if options.init:
         load_weights(model, options.init)

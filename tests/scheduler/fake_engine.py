@@ -1,0 +1,217 @@
+"""An engine whose every cache slot remembers what it is the cache of, and a model that is a hash of the prefix.
+
+    slots[slot] = (salt, all tokens up to and with the slot's own)
+
+The real contents of a slot depend on exactly that, so a step is right when every slot it reads holds the salt and the
+prefix of the sequence that reads it. A stale page, a wrong share or a recomputation left out shows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ktransformers.core import FinishReason, SamplingParams
+from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.records import Request, RequestUpdate, Row, RowResult, SequenceStart, StepPlan
+from ktransformers.scheduler.scheduler import Scheduler
+
+VOCAB_SIZE = 40
+EOS = 7
+
+
+def next_token(token_ids: Sequence[int], seed: int | None) -> int:
+    """What the model says after these tokens. Hashes of ints are the same in every process."""
+    return hash((seed, *token_ids)) % VOCAB_SIZE
+
+
+def make_config(**changes: object) -> SchedulerConfig:
+    values = {"num_pages": 16, "page_size": 4, "chunk_size": 8, "max_batch_size": 4, "vocab_size": VOCAB_SIZE}
+    return SchedulerConfig(**(values | {"eos_token_ids": (EOS,)} | changes))  # type: ignore[arg-type]
+
+
+def make_request(
+    request_id: str,
+    prompt_ids: Sequence[int],
+    max_tokens: int | None = 8,
+    *,
+    priority: int = 0,
+    deadline: float | None = None,
+    cache_salt: str = "",
+    **params: object,
+) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_ids=list(prompt_ids),
+        params=SamplingParams(**({"seed": 5, "max_tokens": max_tokens} | params)),  # type: ignore[arg-type]
+        priority=priority,
+        deadline=deadline,
+        cache_salt=cache_salt,
+    )
+
+
+def answer_alone(request: Request, config: SchedulerConfig) -> tuple[list[int], FinishReason]:
+    """The answer without a scheduler: the oracle."""
+    ends = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else set(config.eos_token_ids))
+    tokens, answer = list(request.prompt_ids), list[int]()
+    room = config.max_len - len(tokens)
+    limit = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
+    while True:
+        answer.append(next_token(tokens, request.params.seed))
+        tokens.append(answer[-1])
+        if answer[-1] in ends:
+            return answer, FinishReason.STOP
+        if len(answer) == limit:
+            return answer, FinishReason.LENGTH
+
+
+@dataclass
+class _Run:
+    """What the engine keeps of a run: built from its SequenceStart and from its own samples only."""
+
+    start: SequenceStart
+    salt: str
+    token_ids: list[int]
+    written_len: int | None = None  # None before the first row
+
+
+class FakeEngine:
+    """Runs steps in order. salt_of: the engine is not told salts; the test is."""
+
+    def __init__(self, config: SchedulerConfig, salt_of: Callable[[str], str]):
+        self.config, self.salt_of = config, salt_of
+        self.slots: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.runs: dict[int, _Run] = {}
+        self.previous: list[int] = []  # tokens that the step before sampled
+        self.previous_id: int | None = None
+
+    def run(self, plan: StepPlan) -> list[RowResult]:
+        plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)  # as it comes through a socket
+        assert self.previous_id in (None, plan.step_id - 1)
+        assert plan.rows
+        assert plan.num_tokens <= self.config.chunk_size
+        assert len(plan.rows) <= self.config.max_batch_size
+        assert len({row.run_id for row in plan.rows}) == len(plan.rows)
+        for run_id in plan.ended:
+            del self.runs[run_id]
+        for start in plan.starts:
+            assert start.run_id not in self.runs
+            assert start.params.seed is not None
+            self.runs[start.run_id] = _Run(start, self.salt_of(start.request_id), list(start.token_ids))
+        self._write(plan.rows)
+        sampled = [self._sample(row) for row in plan.rows if row.is_sampled]
+        for row in plan.rows:
+            self._read(row)
+        self.previous, self.previous_id = sampled, plan.step_id
+        return [RowResult(token) for token in sampled]
+
+    def _slot(self, row: Row, position: int) -> int:
+        size = self.config.page_size
+        return row.block_table[position // size] * size + position % size
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        written: set[int] = set()
+        for row in rows:
+            run = self.runs[row.run_id]
+            end = row.start + row.num_tokens
+            assert run.written_len in (None, row.start), "a gap or a repetition"
+            assert all(0 <= page < self.config.num_pages for page in row.block_table)
+            assert len(row.block_table) == -(-end // self.config.page_size)
+            if row.token_source is not None:
+                assert not row.token_ids
+                assert run.token_ids[row.start :] == [self.previous[row.token_source]], "somebody else's token"
+            else:
+                assert row.token_ids == run.token_ids[row.start : end]
+            for position in range(row.start, end):
+                slot = self._slot(row, position)
+                assert slot not in written, "two rows write one slot"
+                written.add(slot)
+                self.slots[slot] = (run.salt, tuple(run.token_ids[: position + 1]))
+            run.written_len = end
+
+    def _read(self, row: Row) -> None:
+        run = self.runs[row.run_id]
+        for position in range(row.start + row.num_tokens):
+            known = run.salt, tuple(run.token_ids[: position + 1])
+            assert self.slots.get(self._slot(row, position)) == known, f"position {position} of run {row.run_id}"
+
+    def _sample(self, row: Row) -> int:
+        run = self.runs[row.run_id]
+        assert run.written_len == len(run.token_ids), "sampled before the end of what is known"
+        token = next_token(run.token_ids, run.start.params.seed)
+        run.token_ids.append(token)
+        return token
+
+
+class Loop:
+    """A scheduler and a fake engine, one call at a time; collects what each request was told."""
+
+    def __init__(self, config: SchedulerConfig):
+        self.config, self.scheduler = config, Scheduler(config)
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.last: dict[str, RequestUpdate] = {}  # only of requests that ended
+        self.results: list[tuple[int, list[RowResult]]] = []  # run by the engine, not yet committed
+        self.lost: list[tuple[int, list[RowResult]]] = []  # of engines that died
+        self.engine = FakeEngine(config, self.salt_of)
+
+    def salt_of(self, request_id: str) -> str:
+        return self.requests[request_id].cache_salt
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.requests[request.request_id] = request
+            self.answers[request.request_id] = []
+            self.scheduler.add(request)
+
+    def schedule(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if plan is not None:
+            self.results.append((plan.step_id, self.engine.run(plan)))
+        return plan
+
+    def commit(self) -> list[RequestUpdate]:
+        updates = self.scheduler.commit(*self.results.pop(0))
+        self.scheduler.check_integrity()
+        for update in updates:
+            self.hear(update)
+        return updates
+
+    def hear(self, update: RequestUpdate) -> None:
+        request_id = update.request_id
+        assert request_id not in self.last, "news after the end"
+        answer = self.answers[request_id]
+        if update.token_id is not None:
+            answer.append(update.token_id)
+        assert update.completion_len == len(answer)
+        assert update.prompt_len == len(self.requests[request_id].prompt_ids)
+        assert update.cached_len < update.prompt_len
+        if update.finish_reason is not None:
+            self.last[request_id] = update
+
+    def crash(self) -> None:
+        self.scheduler.engine_lost()
+        self.scheduler.check_integrity()
+        self.lost, self.results = self.results, []
+        self.engine = FakeEngine(self.config, self.salt_of)
+
+    def drain(self, depth: int = 2) -> None:
+        """Run until nothing is left, with `depth` steps in flight."""
+        while self.scheduler.has_requests or self.results:
+            while len(self.results) < depth and self.schedule() is not None:
+                pass
+            assert self.results, "requests are here, nothing is in flight, and nothing is planned"
+            self.commit()
+
+    def check_answers(self) -> None:
+        """Every request that ended by itself has the answer it gets alone; the others have a beginning of it."""
+        for request_id, request in self.requests.items():
+            expected, reason = answer_alone(request, self.config)
+            answer, last = self.answers[request_id], self.last.get(request_id)
+            if last is not None and last.token_id is not None:
+                assert (answer, last.finish_reason) == (expected, reason)
+            else:
+                assert answer == expected[: len(answer)]

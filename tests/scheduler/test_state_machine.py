@@ -1,0 +1,142 @@
+"""Any order of calls: pages add up, every slot read is the right one, every answer is the one that its request gets alone."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from ktransformers.core import FinishReason
+
+from .fake_engine import EOS, VOCAB_SIZE, Loop, make_config, make_request
+
+# Few different tokens at the start of prompts, so that requests share prefixes, also up to the middle of a page.
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, 1), min_size=1, max_size=24),
+    st.integers(1, 31).map(lambda n: [3] * n),
+    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=5),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_pages=st.integers(8, 24),
+        page_size=st.sampled_from([1, 2, 4]),
+        chunk_size=st.sampled_from([1, 3, 16, 64]),
+        max_batch_size=st.integers(1, 5),
+        has_prefix_cache=st.booleans(),
+    )
+    def start(self, **config: int) -> None:
+        self.loop = Loop(make_config(**config))
+        self.now = 0.0
+        self.count = 0
+
+    def _pick(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.loop.requests)))
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.sampled_from([None, 1, 2, 9, 30]),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        wait=st.sampled_from([None, None, None, 2.0, 5.0]),
+        salt=st.sampled_from(["", "", "tenant"]),
+        ignore_eos=st.booleans(),
+        seed=st.sampled_from([5, 5, 6]),
+    )
+    def add(self, prompt, max_tokens, priority, wait, salt, ignore_eos, seed) -> None:
+        prompt = prompt[: self.loop.config.max_len - 1]
+        self.count += 1
+        request = make_request(
+            f"r{self.count}",
+            prompt,
+            max_tokens,
+            priority=priority,
+            deadline=None if wait is None else self.now + wait,
+            cache_salt=salt,
+            ignore_eos=ignore_eos,
+            seed=seed,
+            stop_token_ids=(EOS + 1,),
+        )
+        self.loop.add(request)
+        self.loop.scheduler.check_integrity()
+
+    @precondition(lambda self: self.loop.scheduler.has_requests)
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        """One step at a time, nothing planned ahead."""
+        for _ in range(times):
+            if not self.loop.results:
+                self.loop.schedule()
+            if self.loop.results:
+                self.loop.commit()
+
+    @precondition(lambda self: self.loop.scheduler.has_requests)
+    @rule(times=st.integers(1, 6))
+    def pipeline(self, times: int) -> None:
+        for _ in range(times):
+            while self.loop.schedule() is not None:
+                pass
+            if self.loop.results:
+                self.loop.commit()
+
+    @rule()
+    def schedule(self) -> None:
+        self.loop.schedule()
+
+    @precondition(lambda self: self.loop.results)
+    @rule()
+    def commit(self) -> None:
+        self.loop.commit()
+
+    @precondition(lambda self: self.loop.requests)
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))
+    def finish(self, data: st.DataObject, reason: FinishReason) -> None:
+        request_id = self._pick(data)
+        update = self.loop.scheduler.finish(request_id, reason)
+        assert (update is None) == (request_id in self.loop.last)
+        if update is not None:
+            assert update.finish_reason is reason
+            self.loop.hear(update)
+        self.loop.scheduler.check_integrity()
+
+    @precondition(lambda self: self.loop.requests)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.loop.scheduler.preempt(self._pick(data))
+        self.loop.scheduler.check_integrity()
+
+    @rule(seconds=st.sampled_from([1.0, 3.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.now += seconds
+        for update in self.loop.scheduler.expire(self.now):
+            assert update.is_expired
+            deadline = self.loop.requests[update.request_id].deadline
+            assert deadline is not None
+            assert deadline <= self.now
+            self.loop.hear(update)
+        self.loop.scheduler.check_integrity()
+        assert (self.loop.scheduler.next_deadline or self.now + 1) > self.now
+
+    @rule(is_late=st.booleans())
+    def crash(self, is_late: bool) -> None:
+        self.loop.crash()
+        if is_late:  # results that were on their way when the engine died
+            for step_id, results in self.loop.lost:
+                assert self.loop.scheduler.commit(step_id, results) == []
+        stats = self.loop.scheduler.stats()
+        assert (stats.num_running, stats.num_used_pages, stats.num_idle_pages) == (0, 0, 0)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        self.loop.drain()
+        self.loop.check_answers()
+        assert self.loop.last.keys() == self.loop.requests.keys()
+        stats = self.loop.scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_used_pages) == (0, 0, 0)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
