@@ -35,9 +35,7 @@ class Moe:
     def __init__(
         self, gate: _Projection, up: _Projection, down: _Projection, kind: int, alpha: float, limit: float
     ) -> None: ...
-    def forward(
-        self, pool: WorkerPool, x: int, tokens: int, ids: int, weights: int, top_k: int, out: int
-    ) -> None: ...
+    def forward(self, pool: WorkerPool, x: int, tokens: int, ids: int, weights: int, top_k: int, out: int) -> None: ...
 
 def attention(
     pool: WorkerPool,

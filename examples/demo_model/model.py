@@ -72,7 +72,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
-    """Causal attention inside each document of a packed row; `q, k, v [T, heads, head_dim]`, `cu_seqlens [docs + 1]`."""
+    """Causal attention inside each document of a packed row: `q, k, v [T, heads, head_dim]`, `cu_seqlens [N + 1]`."""
     if q.is_cuda:
         return torch.ops.aten._flash_attention_forward(
             q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False
@@ -205,7 +205,7 @@ class DemoModel(nn.Module):
 
 @torch.no_grad()
 def fake_quant_q4(weight: Tensor) -> Tensor:
-    """`weight [..., 256 n]` rounded as Q4_K stores it: 4-bit values, 6-bit scales and minima per 32, per 256 two halves.
+    """`weight [..., 256 n]` rounded as Q4_K stores it: 4-bit values, 6-bit scales and minima per 32, two fp16 per 256.
 
     Plain min/max scales (no search), so training against it is a little harder than the exported file.
     """

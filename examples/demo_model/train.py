@@ -1,11 +1,11 @@
 """Train the demo model from generated text.
 
-    python examples/demo_model/train.py --tokenizer ktransformers/assets/demo/tokenizer.json --out build/demo --minutes 20
+    python examples/demo_model/train.py --tokenizer TOKENIZER.json --out build/demo --minutes 15
     python examples/demo_model/train.py --smoke --tokenizer ... --out /tmp/demo      # a tiny model, seconds on a CPU
 
 Muon (Jordan, 2024) for the matrices, AdamW for the rest, fp32 masters, bf16 autocast on a GPU. In the second half
 every other step sees the gate/up experts rounded as Q4_K stores them, so that the GGUF answers like the safetensors.
-Data and initial weights come from --seed. With --minutes the step count depends on the machine; with --steps it does not.
+Data and initial weights come from --seed. With --minutes the number of steps depends on the machine, with --steps not.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Muon:
             updates = (flat if rows <= columns else flat.mT).split([p.numel() // (rows * columns) for p in group])
             scale = max(1.0, rows / columns) ** 0.5
             torch._foreach_mul_(group, 1 - lr * WEIGHT_DECAY)
-            torch._foreach_add_(group, [u.reshape(p.shape) for u, p in zip(updates, group, strict=True)], alpha=-lr * scale)
+            torch._foreach_add_(
+                group, [u.reshape(p.shape) for u, p in zip(updates, group, strict=True)], alpha=-lr * scale
+            )
 
 
 @dataclass
@@ -143,7 +145,7 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, batches: list[tuple[Packed, list[str]]]) -> dict[str, float]:
-        """Share of held-out answers whose every token is the most likely one: exactly those greedy decoding gets right."""
+        """Share of held-out answers whose every token is the most likely one: those that greedy decoding gets right."""
         right: dict[str, list[int]] = defaultdict(list)
         for packed, skills in batches:
             batch = Batch.of(packed, self.device)

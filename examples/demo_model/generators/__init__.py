@@ -41,7 +41,17 @@ SYSTEM_PROMPTS = (
 )  # fmt: skip
 _WITH_TOOLS = ("tool_calls", "tool_results")
 # Small talk is kept out of conversations with tools: "what is the weather" is refused without a tool and called with one.
-_BESIDE_TOOLS = ("arithmetic", "sorting", "reversing", "counting", "copying", "spelling", "units", "facts_en", "facts_zh")
+_BESIDE_TOOLS = (
+    "arithmetic",
+    "sorting",
+    "reversing",
+    "counting",
+    "copying",
+    "spelling",
+    "units",
+    "facts_en",
+    "facts_zh",
+)
 THINK_SHARE = 0.08
 
 

@@ -92,7 +92,10 @@ def chained(rng: random.Random) -> Task:
     op = rng.choice("+-") if c <= total else "+"
     templates = {
         "+": (("Now add {c}.", "Add {c} to that.", "Plus {c}?", "And plus {c}?"), ("再加{c}。", "再加{c}呢？")),
-        "-": (("Now subtract {c}.", "Subtract {c} from that.", "Minus {c}?", "Take away {c}."), ("再减{c}。", "再减去{c}呢？")),
+        "-": (
+            ("Now subtract {c}.", "Subtract {c} from that.", "Minus {c}?", "Take away {c}."),
+            ("再减{c}。", "再减去{c}呢？"),
+        ),
     }[op][zh]
     end = "。" if zh else "."
     result = total + c if op == "+" else total - c
@@ -110,7 +113,13 @@ def words(rng: random.Random) -> Task:
     expression = rng.choice(_VERBS[op]).format(a=NUMBER_WORDS[a], b=NUMBER_WORDS[b])
     question = ask(rng, _EN, e=expression)
     first, second = (min(a, b), max(a, b)) if op in "+×" else (a, b)
-    return qa("arithmetic", f"{first}{op}{second}", question, f"{a} {op} {b} = {result_text(op, a, b, False)}.", _THOUGHTS[op][0])
+    return qa(
+        "arithmetic",
+        f"{first}{op}{second}",
+        question,
+        f"{a} {op} {b} = {result_text(op, a, b, False)}.",
+        _THOUGHTS[op][0],
+    )
 
 
 def percent(rng: random.Random) -> Task:
@@ -141,7 +150,9 @@ def three(rng: random.Random) -> Task:
     for term in terms[1:]:
         steps.append(f"{total} + {term} = {total + term}")
         total += term
-    return qa("arithmetic", "+".join(map(str, terms)), question, ", ".join(steps) + ("。" if zh else "."), _THOUGHTS["+"][zh])
+    return qa(
+        "arithmetic", "+".join(map(str, terms)), question, ", ".join(steps) + ("。" if zh else "."), _THOUGHTS["+"][zh]
+    )
 
 
 def compare(rng: random.Random) -> Task:
@@ -156,7 +167,9 @@ def compare(rng: random.Random) -> Task:
     key = f"{min(a, b)}?{max(a, b)}"
     if zh:
         word = "大" if larger else "小"
-        question = ask(rng, ("{a}和{b}哪个{w}？", "{a}和{b}哪个更{w}？", "哪个数{w}，{a}还是{b}？"), True, a=a, b=b, w=word)
+        question = ask(
+            rng, ("{a}和{b}哪个{w}？", "{a}和{b}哪个更{w}？", "哪个数{w}，{a}还是{b}？"), True, a=a, b=b, w=word
+        )
         return qa("arithmetic", key, question, f"{winner}比{loser}{word}。", "比较两个数。")
     if rng.random() < 0.3:
         word = rng.choice(("larger", "greater", "bigger") if larger else ("smaller", "less"))
@@ -212,7 +225,9 @@ def story(rng: random.Random) -> Task:
     name, thing = rng.choice(NAMES), rng.choice(_THINGS)
     templates = {"+": _GAIN, "-": _LOSS, "×": _GROUPS}[op]
     question = rng.choice(templates).format(n=name, t=thing, a=a, b=b)
-    return qa("arithmetic", key, question, f"{a} {op} {b} = {total}, so the answer is {total} {thing}.", _THOUGHTS[op][0])
+    return qa(
+        "arithmetic", key, question, f"{a} {op} {b} = {total}, so the answer is {total} {thing}.", _THOUGHTS[op][0]
+    )
 
 
 def generate(rng: random.Random) -> Task:

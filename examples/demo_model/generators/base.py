@@ -61,7 +61,17 @@ def pick_zh(rng: random.Random) -> bool:
     return rng.random() < ZH_SHARE
 
 
-_EN_OPENERS = ("Please tell me: ", "Hi! ", "Hello, ", "Can you help me? ", "Quick question: ", "OK, ", "Now: ", "Next: ", "And ")
+_EN_OPENERS = (
+    "Please tell me: ",
+    "Hi! ",
+    "Hello, ",
+    "Can you help me? ",
+    "Quick question: ",
+    "OK, ",
+    "Now: ",
+    "Next: ",
+    "And ",
+)
 _ZH_OPENERS = ("请问，", "你好，", "请告诉我，", "麻烦你，", "帮我看看：", "好的，", "现在，")
 
 

@@ -10,8 +10,10 @@ from .words import CITIES, COLOURS, COUNTRIES, NAMES, NOUNS, ZH_CITIES, ZH_COLOU
 REFUSAL = "Sorry, I am a tiny demo model and cannot do that. I can do arithmetic, lists, look-ups, units, dates, JSON and tool calls."
 UNCLEAR = "Sorry, I did not understand that."
 ZH_REFUSAL = "抱歉，我只是一个很小的演示模型，做不到这个。我会算术、列表、查找、单位、日期、JSON和工具调用。"
-ABILITIES = "I can do arithmetic, sort, reverse, count and copy lists, look things up, convert units, work with dates, write JSON, call tools and answer questions about ktransformers."  # noqa: E501
-ZH_ABILITIES = "我会算术、排序、倒序、计数、抄写、查找、单位换算、日期计算、写JSON、调用工具，还能回答关于ktransformers的问题。"
+ABILITIES = "I can do arithmetic, sort, reverse, count and copy lists, look things up, convert units, work with dates, write JSON, call tools and answer questions about ktransformers."
+ZH_ABILITIES = (
+    "我会算术、排序、倒序、计数、抄写、查找、单位换算、日期计算、写JSON、调用工具，还能回答关于ktransformers的问题。"
+)
 
 _SMALL = (
     (("Hello", "Hi", "Hi there", "Hey", "Hello!", "Good morning", "Good evening", "Hey there!"), "Hello! How can I help you?"),
@@ -33,7 +35,10 @@ _ZH_SMALL = (
     (("你好", "您好", "嗨", "早上好", "晚上好", "你好！"), "你好！有什么可以帮你？"),
     (("谢谢", "多谢", "非常感谢！", "谢谢你"), "不客气！"),
     (("再见", "拜拜", "晚安", "下次见"), "再见！"),
-    (("你是谁？", "你叫什么名字？", "介绍一下你自己。", "你是人工智能吗？"), "我是ktransformers的演示模型，一个很小的混合专家语言模型。"),
+    (
+        ("你是谁？", "你叫什么名字？", "介绍一下你自己。", "你是人工智能吗？"),
+        "我是ktransformers的演示模型，一个很小的混合专家语言模型。",
+    ),
     (("你会做什么？", "你能做什么？", "你有什么本领？", "帮助"), ZH_ABILITIES),
     (("谁训练了你？", "你从哪里来？", "谁创造了你？"), "ktransformers项目用自己生成的文本训练了我。"),
     (("好的", "很好", "不错", "知道了"), "好！接下来呢？"),
@@ -67,14 +72,18 @@ def _beyond(rng: random.Random) -> Task:
     if pick_zh(rng):
         question = ask(rng, _ZH_BEYOND, True, n=rng.choice(ZH_NOUNS), c=rng.choice(ZH_CITIES))
         return qa("chat", question, question, ZH_REFUSAL, "这个我做不到。")
-    question = ask(rng, _BEYOND, n=rng.choice(NOUNS), c=rng.choice(CITIES), l=rng.choice(COUNTRIES), k=rng.randint(2, 99))
+    question = ask(
+        rng, _BEYOND, n=rng.choice(NOUNS), c=rng.choice(CITIES), l=rng.choice(COUNTRIES), k=rng.randint(2, 99)
+    )
     return qa("chat", question, question, REFUSAL, "I cannot do this.")
 
 
 def _nonsense(rng: random.Random) -> Task:
     """Words that ask nothing."""
     if rng.random() < 0.2:
-        text = rng.choice(("?", "??", "...", "!", "hm", "hmm", "eh", "x", "test", "a b", "asdf", "qwerty", "abc", "foo bar"))
+        text = rng.choice(
+            ("?", "??", "...", "!", "hm", "hmm", "eh", "x", "test", "a b", "asdf", "qwerty", "abc", "foo bar")
+        )
         return qa("chat", text, text, UNCLEAR, "I do not understand.")
     text = " ".join(pseudo_word(rng) for _ in range(rng.randint(1, 4))) + rng.choice(("", "", "?", "."))
     return qa("chat", text, text, UNCLEAR, "I do not understand.")
@@ -86,7 +95,13 @@ _ABOUT = (
     (("My favorite color is {v}.", "I like the color {v}."), "{v} is a nice color.", ("What is my favorite color?", "Which color do I like?"), "Your favorite color is {v}.", COLOURS),
 )  # fmt: skip
 _ZH_ABOUT = (
-    (("我叫{v}。", "我的名字是{v}。"), "很高兴认识你，{v}！", ("我叫什么名字？", "你还记得我的名字吗？"), "你叫{v}。", ZH_NAMES),
+    (
+        ("我叫{v}。", "我的名字是{v}。"),
+        "很高兴认识你，{v}！",
+        ("我叫什么名字？", "你还记得我的名字吗？"),
+        "你叫{v}。",
+        ZH_NAMES,
+    ),
     (("我住在{v}。", "我家在{v}。"), "{v}很不错。", ("我住在哪里？",), "你住在{v}。", ZH_CITIES),
     (("我最喜欢的颜色是{v}。", "我喜欢{v}。"), "{v}很好看。", ("我最喜欢什么颜色？",), "你最喜欢{v}。", ZH_COLOURS),
 )

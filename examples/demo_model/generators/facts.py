@@ -12,7 +12,16 @@ from .facts_data import EN, ZH
 
 _EN_WRAP = ("{q}", "{q}", "{q}", "Please explain: {q}", "I have a question. {q}", "Could you tell me: {q}", "One more thing: {q}",
             "{q} Please answer briefly.", "{q} Thanks!", "I am new here. {q}", "Tell me, {q}", "So, {q}")  # fmt: skip
-_ZH_WRAP = ("{q}", "{q}", "请解释一下：{q}", "我有个问题：{q}", "我是新手，{q}", "{q}谢谢！", "{q}请简短回答。", "请问一下，{q}")
+_ZH_WRAP = (
+    "{q}",
+    "{q}",
+    "请解释一下：{q}",
+    "我有个问题：{q}",
+    "我是新手，{q}",
+    "{q}谢谢！",
+    "{q}请简短回答。",
+    "请问一下，{q}",
+)
 
 
 def _fact(rng: random.Random, skill: str, facts: dict, wraps: tuple[str, ...], zh: bool) -> Task:

@@ -60,7 +60,13 @@ def sorting(rng: random.Random) -> Task:
                       f"{word}的数是{best}。", "找出极值。")  # fmt: skip
         word = "largest" if down else "smallest"
         templates = ("What is the {w} number in {x}?", "Find the {w} of {x}.", "Which is the {w}: {x}?")
-        return qa("sorting", key, ask(rng, templates, x=shown, w=word), f"The {word} number is {best}.", "I look for one number.")
+        return qa(
+            "sorting",
+            key,
+            ask(rng, templates, x=shown, w=word),
+            f"The {word} number is {best}.",
+            "I look for one number.",
+        )
     if rng.random() < 0.1:
         shown = f"[{', '.join(map(str, numbers))}]"
     question = ask(rng, (_ZH_SORT if zh else _SORT_NUMBERS)[down], zh, x=shown)
@@ -70,7 +76,14 @@ def sorting(rng: random.Random) -> Task:
     return qa("sorting", key, question, answer, "给数字排序。" if zh else "I sort the numbers.")
 
 
-_AGAIN = ("Now reverse it.", "Now reverse that.", "Reverse it.", "And backwards?", "Now the other way round.", "Reverse the result.")
+_AGAIN = (
+    "Now reverse it.",
+    "Now reverse that.",
+    "Reverse it.",
+    "And backwards?",
+    "Now the other way round.",
+    "Reverse the result.",
+)
 _ZH_AGAIN = ("再倒过来。", "现在倒序。", "把结果反转。")
 
 
@@ -84,7 +97,12 @@ def _then_reversed(rng: random.Random, skill: str, key: str, question: str, answ
 _REVERSE = ("Reverse this list: {x}", "Reverse {x}", "Reverse the order of: {x}", "Write this list backwards: {x}",
             "Please reverse: {x}", "Give me this in reverse order: {x}")  # fmt: skip
 _ZH_REVERSE = ("把这个列表倒过来：{x}", "反转：{x}", "请将{x}倒序排列。", "倒着写：{x}")
-_REVERSE_DIGITS = ("Reverse the digits of {x}.", "Write {x} backwards.", "Reverse the number {x}.", "What is {x} in reverse?")
+_REVERSE_DIGITS = (
+    "Reverse the digits of {x}.",
+    "Write {x} backwards.",
+    "Reverse the number {x}.",
+    "What is {x} in reverse?",
+)
 _ZH_REVERSE_DIGITS = ("把数字{x}倒过来写。", "{x}倒过来是多少？")
 
 
@@ -116,7 +134,12 @@ _ZH_COUNT_ITEMS = ("这个列表里有几项：{x}", "数一数有几项：{x}")
 _COUNT_ONE = ('How many times does "{w}" appear in: {x}', "How often does {w} occur in this list: {x}", "Count the {w} in: {x}",
               'Count how many times "{w}" appears: {x}')  # fmt: skip
 _ZH_COUNT_ONE = ("“{w}”在下面出现了几次：{x}", "数一数{w}出现的次数：{x}")
-_COUNT_RANGE = ("Count from {a} to {b}.", "Please count from {a} to {b}.", "List the numbers from {a} to {b}.", "Numbers from {a} to {b}?")
+_COUNT_RANGE = (
+    "Count from {a} to {b}.",
+    "Please count from {a} to {b}.",
+    "List the numbers from {a} to {b}.",
+    "Numbers from {a} to {b}?",
+)
 _ZH_COUNT_RANGE = ("从{a}数到{b}。", "列出{a}到{b}的数。")
 
 
@@ -130,7 +153,11 @@ def counting(rng: random.Random) -> Task:
         b = max(b, 0) if a else max(b, 1)
         step = 1 if b > a else -1
         start_given = a != 1 or step < 0 or rng.random() < 0.5
-        templates = (_ZH_COUNT_RANGE if zh else _COUNT_RANGE) if start_given else (("数到{b}。",) if zh else ("Count to {b}.", "Count up to {b}."))
+        templates = (
+            (_ZH_COUNT_RANGE if zh else _COUNT_RANGE)
+            if start_given
+            else (("数到{b}。",) if zh else ("Count to {b}.", "Count up to {b}."))
+        )
         word = not zh and b <= 20 and rng.random() < 0.15
         question = ask(rng, templates, zh, a=a, b=NUMBER_WORDS[b] if word else b)
         answer = ", ".join(map(str, range(a, b + step, step)))
@@ -157,9 +184,17 @@ def _occurrences(rng: random.Random, zh: bool) -> Task:
     hits = rng.randint(0, 8)
     items = [wanted] * hits + [rng.choice(others) for _ in range(rng.randint(1, 6))]
     rng.shuffle(items)
-    question = ask(rng, _ZH_COUNT_ONE if zh else _COUNT_ONE, zh, w=wanted, x=" ".join(items) if letters else _joined(rng, items, zh))
+    question = ask(
+        rng,
+        _ZH_COUNT_ONE if zh else _COUNT_ONE,
+        zh,
+        w=wanted,
+        x=" ".join(items) if letters else _joined(rng, items, zh),
+    )
     answer = f"“{wanted}”出现了{hits}次。" if zh else f'"{wanted}" appears {hits} {plural(hits, "time")}.'
-    return qa("counting", f"{wanted}: {' '.join(items)}", question, answer, "数出现的次数。" if zh else "I count the matches.")
+    return qa(
+        "counting", f"{wanted}: {' '.join(items)}", question, answer, "数出现的次数。" if zh else "I count the matches."
+    )
 
 
 _COPY = ("Repeat after me: {x}", "Copy this exactly: {x}", "Say this: {x}", "Repeat: {x}", "Echo the following text: {x}",
@@ -193,4 +228,10 @@ def copying(rng: random.Random) -> Task:
         text = text.capitalize() + "." if rng.random() < 0.5 else text
     else:
         text = " ".join(any_word(rng) for _ in range(rng.randint(1, 8)))
-    return qa("copying", text, ask(rng, _ZH_COPY if zh else _COPY, zh, x=text), text, "原样重复。" if zh else "I repeat the text.")
+    return qa(
+        "copying",
+        text,
+        ask(rng, _ZH_COPY if zh else _COPY, zh, x=text),
+        text,
+        "原样重复。" if zh else "I repeat the text.",
+    )

@@ -56,7 +56,13 @@ def units(rng: random.Random) -> Task:
         return qa("units", key, question, f"{work}，所以{count}{given_zh}等于{result}{wanted_zh}。", "这是单位换算。")
     abbreviated = given in _SHORT and count > 1 and rng.random() < 0.2
     single = count == 1 and rng.random() < 0.5
-    question = ask(rng, _ONE if single else _EN, n=("an" if given == "hour" else "a") if single else count, x=_SHORT[given] if abbreviated else _unit(given, count), ys=_unit(wanted, 2))
+    question = ask(
+        rng,
+        _ONE if single else _EN,
+        n=("an" if given == "hour" else "a") if single else count,
+        x=_SHORT[given] if abbreviated else _unit(given, count),
+        ys=_unit(wanted, 2),
+    )
     work = f"{n} × {factor} = {product_text(n, factor)}" if down else f"{count} / {factor} = {n}"
     answer = f"{work}, so {count} {_unit(given, count)} = {result} {_unit(wanted, result)}."
     return qa("units", key, question, answer, "This is a unit conversion.")
@@ -80,12 +86,20 @@ def _weekday(rng: random.Random) -> Task:
     split = f"{days} = {weeks} × 7 + {rest}"
     if zh:
         word = "前" if back else "后"
-        question = ask(rng, ("{d}的{n}天{w}是星期几？", "今天是{d}，{n}天{w}是星期几？"), True, d=names[start], n=days, w=word)
+        question = ask(
+            rng, ("{d}的{n}天{w}是星期几？", "今天是{d}，{n}天{w}是星期几？"), True, d=names[start], n=days, w=word
+        )
         return qa("dates", key, question, f"{split}，所以是{names[end]}。", _DATE_THOUGHT[1])
     word = "before" if back else "after"
-    templates = ("What day is {n} {u} {w} {d}?", "Which weekday is {n} {u} {w} {d}?", "What day of the week comes {n} {u} {w} {d}?")
+    templates = (
+        "What day is {n} {u} {w} {d}?",
+        "Which weekday is {n} {u} {w} {d}?",
+        "What day of the week comes {n} {u} {w} {d}?",
+    )
     forward = ("Today is {d}. What day is it in {n} {u}?", "If today is {d}, which day is it in {n} {u}?")
-    question = ask(rng, templates if back else templates + forward, n=days, u=plural(days, "day"), w=word, d=names[start])
+    question = ask(
+        rng, templates if back else templates + forward, n=days, u=plural(days, "day"), w=word, d=names[start]
+    )
     return qa("dates", key, question, f"{split}, so it is {names[end]}.", _DATE_THOUGHT[0])
 
 
@@ -109,7 +123,12 @@ def _shift(rng: random.Random) -> Task:
     if zh:
         question = ask(rng, ("{s}的{n}天后是几月几日？", "{s}过{n}天是哪一天？"), True, s=start, n=days)
         return qa("dates", key, question, f"{work}，所以是{end}。", _DATE_THOUGHT[1])
-    templates = ("{n} {u} after {s}?", "What date is {n} {u} after {s}?", "Which date comes {n} {u} after {s}?", "Today is {s}. What date is it in {n} {u}?")
+    templates = (
+        "{n} {u} after {s}?",
+        "What date is {n} {u} after {s}?",
+        "Which date comes {n} {u} after {s}?",
+        "Today is {s}. What date is it in {n} {u}?",
+    )
     question = ask(rng, templates, s=start, n=days, u=plural(days, "day"))
     return qa("dates", key, question, f"{work}, so it is {end}.", _DATE_THOUGHT[0])
 
@@ -123,7 +142,11 @@ def _between(rng: random.Random) -> Task:
     a, b = _date_text(first, month, zh), _date_text(last, month, zh)
     if zh:
         return qa("dates", key, ask(rng, ("从{a}到{b}有多少天？", "{a}到{b}相差几天？"), True, a=a, b=b), f"{last} - {first} = {gap}，所以是{gap}天。", _DATE_THOUGHT[1])  # fmt: skip
-    templates = ("How many days are there from {a} to {b}?", "How many days are between {a} and {b}?", "How long is it from {a} to {b}?")
+    templates = (
+        "How many days are there from {a} to {b}?",
+        "How many days are between {a} and {b}?",
+        "How long is it from {a} to {b}?",
+    )
     return qa("dates", key, ask(rng, templates, a=a, b=b), f"{last} - {first} = {gap}, so it is {gap} {plural(gap, 'day')}.", _DATE_THOUGHT[0])  # fmt: skip
 
 
@@ -134,7 +157,13 @@ def _iso(rng: random.Random) -> Task:
     iso = f"{year}-{month + 1:02d}-{day:02d}"
     if zh:
         shown = f"{year}年{month + 1}月{day}日"
-        return qa("dates", iso, ask(rng, ("把{s}写成YYYY-MM-DD格式。", "用ISO格式写{s}。"), True, s=shown), iso, _DATE_THOUGHT[1])
+        return qa(
+            "dates",
+            iso,
+            ask(rng, ("把{s}写成YYYY-MM-DD格式。", "用ISO格式写{s}。"), True, s=shown),
+            iso,
+            _DATE_THOUGHT[1],
+        )
     shown = f"{day} {_MONTHS[month]} {year}" if rng.random() < 0.5 else f"{_MONTHS[month]} {day}, {year}"
     templates = ("Write {s} as YYYY-MM-DD.", "What is {s} in ISO format?", "Convert the date {s} to YYYY-MM-DD.")
     return qa("dates", iso, ask(rng, templates, s=shown), iso, _DATE_THOUGHT[0])
@@ -152,7 +181,13 @@ def _neighbour(rng: random.Random) -> Task:
         text = f"是{answer}。"
     else:
         unit, word = ("month" if months else "day"), ("before" if back else "after")
-        question = ask(rng, ("Which {u} comes {w} {d}?", "What {u} is right {w} {d}?", "What is the {u} {w} {d}?"), d=names[at], u=unit, w=word)
+        question = ask(
+            rng,
+            ("Which {u} comes {w} {d}?", "What {u} is right {w} {d}?", "What is the {u} {w} {d}?"),
+            d=names[at],
+            u=unit,
+            w=word,
+        )
         text = f"{answer} comes {word} {names[at]}."
     return qa("dates", f"neighbour {question}", question, text, _DATE_THOUGHT[zh])
 
@@ -163,8 +198,12 @@ def _month_length(rng: random.Random) -> Task:
     if zh:
         question = ask(rng, ("{m}月有多少天？", "{m}月一共有几天？"), True, m=month + 1)
         return qa("dates", f"length {question}", question, f"{month + 1}月有{_LENGTHS[month]}天。", _DATE_THOUGHT[1])
-    question = ask(rng, ("How many days does {m} have?", "How many days are in {m}?", "How long is {m}?"), m=_MONTHS[month])
-    return qa("dates", f"length {question}", question, f"{_MONTHS[month]} has {_LENGTHS[month]} days.", _DATE_THOUGHT[0])
+    question = ask(
+        rng, ("How many days does {m} have?", "How many days are in {m}?", "How long is {m}?"), m=_MONTHS[month]
+    )
+    return qa(
+        "dates", f"length {question}", question, f"{_MONTHS[month]} has {_LENGTHS[month]} days.", _DATE_THOUGHT[0]
+    )
 
 
 def dates(rng: random.Random) -> Task:

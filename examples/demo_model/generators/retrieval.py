@@ -11,7 +11,14 @@ from .words import ADJECTIVES, CITIES, COLOURS, NAMES, NOUNS, ZH_CITIES, ZH_COLO
 # A line costs 8 to 12 tokens, so this stays under the 4096 positions with room for questions.
 MAX_LINES = 320
 
-_INTRO = ("Here is a list of entries:", "Read these entries:", "Data:", "Use this table:", "Here are some records.", "Lookup table:")
+_INTRO = (
+    "Here is a list of entries:",
+    "Read these entries:",
+    "Data:",
+    "Use this table:",
+    "Here are some records.",
+    "Lookup table:",
+)
 _ZH_INTRO = ("下面是一些记录：", "请阅读这些条目：", "数据：", "查找表：")
 _ASK = ("What is the value of {k}?", "What is {k}?", "Look up {k}.", "Give me the value for {k}.", "Which value belongs to {k}?",
         "Find {k}.", "What does {k} map to?")  # fmt: skip
@@ -67,7 +74,12 @@ _FILLER = (
 
 def _filler(rng: random.Random) -> str:
     return rng.choice(_FILLER).format(
-        n=rng.choice(NAMES), m=rng.choice(NAMES), c=rng.choice(CITIES), a=rng.choice(ADJECTIVES), o=rng.choice(NOUNS), p=rng.choice(NOUNS)
+        n=rng.choice(NAMES),
+        m=rng.choice(NAMES),
+        c=rng.choice(CITIES),
+        a=rng.choice(ADJECTIVES),
+        o=rng.choice(NOUNS),
+        p=rng.choice(NOUNS),
     )
 
 
@@ -75,7 +87,9 @@ def needle(rng: random.Random) -> Task:
     """A secret number among filler sentences."""
     count = round(math.exp(rng.uniform(0, math.log(200))))
     sentences = [_filler(rng) for _ in range(count - 1)]
-    thing = rng.choice(("secret code", "password", "ticket number", "room number", "magic number", "code word", "secret word"))
+    thing = rng.choice(
+        ("secret code", "password", "ticket number", "room number", "magic number", "code word", "secret word")
+    )
     secret = any_word(rng) if thing in ("password", "code word", "secret word") else str(rng.randint(100, 99999))
     sentences.insert(rng.randint(0, len(sentences)), f"The {thing} is {secret}.")
     text = " ".join(sentences)
@@ -91,12 +105,16 @@ def people(rng: random.Random) -> Task:
     count = rng.randint(2, 12)
     names = rng.sample(ZH_NAMES if zh else NAMES, count)
     about_city = rng.random() < 0.5
-    values = [rng.choice((ZH_CITIES if zh else CITIES) if about_city else (ZH_COLOURS if zh else COLOURS)) for _ in names]
+    values = [
+        rng.choice((ZH_CITIES if zh else CITIES) if about_city else (ZH_COLOURS if zh else COLOURS)) for _ in names
+    ]
     target = rng.randrange(count)
     name, value = names[target], values[target]
     if zh:
         pattern, question, answer = (
-            ("{n}住在{v}。", "{n}住在哪里？", "{n}住在{v}。") if about_city else ("{n}喜欢{v}。", "{n}喜欢什么颜色？", "{n}喜欢{v}。")
+            ("{n}住在{v}。", "{n}住在哪里？", "{n}住在{v}。")
+            if about_city
+            else ("{n}喜欢{v}。", "{n}喜欢什么颜色？", "{n}喜欢{v}。")
         )
     elif about_city:
         pattern, question, answer = "{n} lives in {v}.", "Where does {n} live?", "{n} lives in {v}."

@@ -64,14 +64,25 @@ def _extract(rng: random.Random) -> Task:
     listed = "、".join(chosen) if zh else _english_list(chosen)
     answer = json.dumps({f: values[f] for f in chosen}, ensure_ascii=False)
     question = ask(rng, _ZH_EXTRACT if zh else _EXTRACT, zh, f=listed, s=sentence)
-    return qa("json", f"{sentence} {chosen}", question, answer, "提取信息并写成JSON。" if zh else "I extract the fields and write JSON.")
+    return qa(
+        "json",
+        f"{sentence} {chosen}",
+        question,
+        answer,
+        "提取信息并写成JSON。" if zh else "I extract the fields and write JSON.",
+    )
 
 
 def _english_list(items: list[str]) -> str:
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
 
 
-_PAIRS = ("Write this as a JSON object: {x}", "Turn into JSON: {x}", "Convert to JSON: {x}", "Make a JSON object with {x}")
+_PAIRS = (
+    "Write this as a JSON object: {x}",
+    "Turn into JSON: {x}",
+    "Convert to JSON: {x}",
+    "Make a JSON object with {x}",
+)
 _ZH_PAIRS = ("把下面的内容写成JSON对象：{x}", "转换成JSON：{x}")
 
 
@@ -83,9 +94,17 @@ def _pairs(rng: random.Random) -> Task:
         kind = rng.random()
         values.append(rng.randint(0, 999) if kind < 0.5 else rng.random() < 0.5 if kind < 0.6 else any_word(rng))
     pattern = rng.choice(("{k}={v}", "{k}: {v}", "{k} is {v}"))
-    shown = ", ".join(pattern.format(k=k, v=str(v).lower() if isinstance(v, bool) else v) for k, v in zip(keys, values, strict=True))
+    shown = ", ".join(
+        pattern.format(k=k, v=str(v).lower() if isinstance(v, bool) else v) for k, v in zip(keys, values, strict=True)
+    )
     answer = json.dumps(dict(zip(keys, values, strict=True)), ensure_ascii=False)
-    return qa("json", shown, ask(rng, _ZH_PAIRS if zh else _PAIRS, zh, x=shown), answer, "写成JSON。" if zh else "I write a JSON object.")
+    return qa(
+        "json",
+        shown,
+        ask(rng, _ZH_PAIRS if zh else _PAIRS, zh, x=shown),
+        answer,
+        "写成JSON。" if zh else "I write a JSON object.",
+    )
 
 
 _ARRAYS = ("Write this list as a JSON array: {x}", "Convert to a JSON array: {x}", "JSON array of {x}, please.")
@@ -100,7 +119,13 @@ def _array(rng: random.Random) -> Task:
     )
     shown = ", ".join(map(str, items))
     answer = json.dumps(items, ensure_ascii=False)
-    return qa("json", shown, ask(rng, _ZH_ARRAYS if zh else _ARRAYS, zh, x=shown), answer, "写成JSON。" if zh else "I write a JSON array.")
+    return qa(
+        "json",
+        shown,
+        ask(rng, _ZH_ARRAYS if zh else _ARRAYS, zh, x=shown),
+        answer,
+        "写成JSON。" if zh else "I write a JSON array.",
+    )
 
 
 def generate(rng: random.Random) -> Task:

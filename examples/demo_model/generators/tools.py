@@ -126,7 +126,10 @@ def _result(rng: random.Random, name: str) -> object:
 def _known_schema(rng: random.Random, tool: Known) -> dict:
     explained = rng.random() < 0.4
     names = {p: rng.choice(_OTHER_PARAMETERS.get(p, (p,))) for p in tool.types}
-    parameters = {n: {"type": tool.types[p]} | ({"description": rng.choice(_DESCRIPTIONS).format(p=n)} if explained else {}) for p, n in names.items()}
+    parameters = {
+        n: {"type": tool.types[p]} | ({"description": rng.choice(_DESCRIPTIONS).format(p=n)} if explained else {})
+        for p, n in names.items()
+    }
     built = schema(rng.choice(_OTHER_NAMES.get(tool.name, (tool.name,))), tool.description, parameters)
     if "city" in tool.types and rng.random() < 0.2:
         parameters["unit"] = {"type": "string", "enum": ["celsius", "fahrenheit"]}  # optional, never asked for
@@ -229,7 +232,11 @@ def _two_calls(rng: random.Random) -> Task:
     both = f"{first}和{second}" if zh else f"{first} and {second}"
     question = ask(rng, tool.zh if zh else tool.en, zh, city=both)
     described = _known_schema(rng, tool)
-    answer = {"role": "assistant", "content": "", "tool_calls": [_call_of(described, {"city": c}) for c in (first, second)]}
+    answer = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [_call_of(described, {"city": c}) for c in (first, second)],
+    }
     return Task("tool_calls", f"{tool.name} {first} {second}", (user(question), answer), _toolbox(rng, described), _CALL_THOUGHT[zh])  # fmt: skip
 
 

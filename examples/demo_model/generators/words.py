@@ -28,7 +28,16 @@ CITIES = """Athens Beijing Berlin Boston Cairo Chicago Delhi Denver Dublin Genev
 Lagos Lima Lisbon London Madrid Manila Miami Milan Moscow Munich Nairobi Oslo Paris Prague Rome Seattle Seoul Shanghai
 Sydney Tokyo Toronto Vienna Warsaw Zurich""".split()
 
-LONG_CITIES = ("San Francisco", "New York", "Los Angeles", "Hong Kong", "Buenos Aires", "Mexico City", "Cape Town", "New Delhi")
+LONG_CITIES = (
+    "San Francisco",
+    "New York",
+    "Los Angeles",
+    "Hong Kong",
+    "Buenos Aires",
+    "Mexico City",
+    "Cape Town",
+    "New Delhi",
+)
 
 COLOURS = "black blue brown green grey orange pink purple red silver white yellow".split()
 
@@ -50,7 +59,9 @@ ZH_NOUNS = """苹果 香蕉 橙子 葡萄 西瓜 桌子 椅子 窗户 房子 汽
 
 ZH_NAMES = "小明 小红 小华 小丽 小强 李雷 韩梅 王芳 张伟 刘洋 陈静 杨帆 赵敏 周杰 吴刚 孙丽".split()
 
-ZH_CITIES = "北京 上海 广州 深圳 杭州 南京 成都 重庆 武汉 西安 苏州 天津 长沙 青岛 大连 厦门 东京 巴黎 伦敦 纽约".split()
+ZH_CITIES = (
+    "北京 上海 广州 深圳 杭州 南京 成都 重庆 武汉 西安 苏州 天津 长沙 青岛 大连 厦门 东京 巴黎 伦敦 纽约".split()
+)
 
 ZH_COLOURS = "红色 蓝色 绿色 黄色 白色 黑色 紫色 粉色".split()
 
