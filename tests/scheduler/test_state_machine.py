@@ -1,4 +1,4 @@
-"""Any order of calls: pages add up, every slot read is the right one, every answer is the one that its request gets alone."""
+"""Any order of calls: pages add up, every slot read is the right one, every answer is what its request gets alone."""
 
 from __future__ import annotations
 
