@@ -413,6 +413,19 @@ def _check_cache(name: str, cache: Tensor) -> None:
         )
 
 
+def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Check that q [T, Hq, Dk] and the two caches fit one another."""
+    _check("q", q, (None, None, None))
+    _check_cache("k_cache", k_cache)
+    _check_cache("v_cache", v_cache)
+    slots, num_kv_heads, _ = v_cache.shape
+    if tuple(k_cache.shape) != (slots, num_kv_heads, q.shape[2]):
+        expected = [slots, num_kv_heads, q.shape[2]]
+        raise ValueError(f"k_cache must have shape {expected} to fit q and v_cache, got {list(k_cache.shape)}")
+    if num_kv_heads < 1 or q.shape[1] % num_kv_heads != 0:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {num_kv_heads} KV heads")
+
+
 def _row_numbers(name: str, values: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     if values.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
@@ -448,18 +461,10 @@ def attention(
     softcap > 0: scores become softcap * tanh(score / softcap) (gemma2).
     Raises ValueError when a page that a row sees lies outside the cache or the table.
     """
-    _check("q", q, (None, None, None))
-    _check_cache("k_cache", k_cache)
-    _check_cache("v_cache", v_cache)
+    _check_heads(q, k_cache, v_cache)
     _check("block_table", block_table, (None, None), torch.int32)
     num_rows, num_heads, dim_k = q.shape
     slots, num_kv_heads, dim_v = v_cache.shape
-    if tuple(k_cache.shape) != (slots, num_kv_heads, dim_k):
-        raise ValueError(
-            f"k_cache must have shape {[slots, num_kv_heads, dim_k]} to fit q and v_cache, got {list(k_cache.shape)}"
-        )
-    if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
-        raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads")
     if page_size < 1 or window < 0 or softcap < 0:
         raise ValueError(f"page_size {page_size} must be >= 1, window {window} and softcap {softcap} >= 0")
     seqs = _row_numbers("seq_ids", seq_ids, num_rows, torch.int32)
