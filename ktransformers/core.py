@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["FinishReason", "GenerationStats", "Phase", "SamplingParams"]
+__all__ = ["FinishReason", "GenerationStats", "Phase", "SamplingParams", "TokenEvent", "TokenLogprobs"]
 
 
 class Phase(StrEnum):
@@ -32,6 +32,8 @@ class SamplingParams:
 
     temperature 0 is greedy and makes top_k, top_p, min_p and seed irrelevant. top_k 0 and -1 mean "all".
     seed None draws one from the operating system, which is reported with the result.
+    logprobs, prompt_logprobs: how many alternatives to report per token of the answer, of the prompt; None: nothing.
+    allowed_token_ids: all other tokens are impossible, the end token too; None: no limit.
     """
 
     temperature: float = 1.0
@@ -47,7 +49,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many alternatives to report per token; None: no logprobs at all
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         from ktransformers.errors import ConfigError
@@ -65,6 +69,11 @@ class SamplingParams:
             (-2.0 <= self.presence_penalty <= 2.0, f"presence_penalty must be in [-2, 2], got {self.presence_penalty}"),
             (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}"),
+            (
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
+                f"prompt_logprobs must be in [0, 20], got {self.prompt_logprobs}",
+            ),
+            (self.allowed_token_ids is None or self.allowed_token_ids, "allowed_token_ids must not be empty"),
             (all(self.stop), "stop strings must not be empty"),
         )
         for is_valid, message in checks:
@@ -96,3 +105,31 @@ class GenerationStats:
         """Tokens per second after the first, which the prefill gives."""
         steps = max(self.completion_len - 1, 0)
         return steps / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of raw probabilities: of the chosen token, and of the most likely ones, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One step of an answer.
+
+    token_id: the new token; None only in the last event of an answer that was aborted.
+    text: what became certain of the answer's text; can lag behind the tokens (unfinished characters, stop strings).
+    finish_reason: set in the last event and only there. stop: the stop string, or the id of the end token, behind STOP.
+    stats: the same object in every event, filled as the answer goes on.
+    prompt_logprobs: in the first event, when asked for: one entry per prompt token, None for the first.
+    """
+
+    token_id: int | None
+    text: str
+    stats: GenerationStats
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

@@ -9,7 +9,16 @@
     │   └── TensorMismatchError a tensor is missing, left over, or has the wrong shape
     ├── CapacityError           does not fit in memory or in the cache
     │   └── ContextLengthError  prompt plus answer are longer than the cache
-    └── KernelError             the native extension is missing or cannot run here
+    ├── KernelError             the native extension is missing or cannot run here
+    ├── EngineError             the engine failed while it computed an answer, or its process is gone for good
+    └── ServiceError            a request that cannot be served as it came, or not now
+        ├── AuthenticationError     no API key, or a wrong one
+        ├── ModelNotFoundError      the request names a model that is not served
+        ├── PayloadTooLargeError    the request's body is longer than the server takes
+        ├── NotReadyError           the model is still loading, or the server is draining
+        ├── QueueFullError          too many requests wait already
+        ├── DeadlineError           the answer was not complete in the time that the request gave it
+        └── SlowReaderError         the client does not read its stream
 
 A message says what is wrong and what to do about it. The command line prints it without a traceback.
 """
@@ -17,13 +26,22 @@ A message says what is wrong and what to do about it. The command line prints it
 from __future__ import annotations
 
 __all__ = [
+    "AuthenticationError",
     "CapacityError",
     "ConfigError",
     "ContextLengthError",
+    "DeadlineError",
+    "EngineError",
     "FormatError",
     "KTransformersError",
     "KernelError",
+    "ModelNotFoundError",
+    "NotReadyError",
+    "PayloadTooLargeError",
+    "QueueFullError",
     "RuleError",
+    "ServiceError",
+    "SlowReaderError",
     "TensorMismatchError",
     "UnsupportedError",
     "WeightError",
@@ -87,3 +105,39 @@ class ContextLengthError(CapacityError, ValueError):
 
 class KernelError(KTransformersError, RuntimeError):
     """The native extension is missing, was built from another version, or cannot run on this processor."""
+
+
+class EngineError(KTransformersError, RuntimeError):
+    """The engine failed while it computed an answer, or its process is gone for good."""
+
+
+class ServiceError(KTransformersError):
+    """A request that cannot be served as it came, or not now."""
+
+
+class AuthenticationError(ServiceError):
+    """The request carries no API key, or a wrong one."""
+
+
+class ModelNotFoundError(ServiceError):
+    """The request names a model that is not served."""
+
+
+class PayloadTooLargeError(ServiceError):
+    """The request's body is longer than the server takes."""
+
+
+class NotReadyError(ServiceError):
+    """The model is still loading, or the server is draining."""
+
+
+class QueueFullError(ServiceError):
+    """Too many requests wait already."""
+
+
+class DeadlineError(ServiceError):
+    """The answer was not complete in the time that the request gave it."""
+
+
+class SlowReaderError(ServiceError):
+    """The client does not read its stream, and what waits for it has reached the bound."""

@@ -16,8 +16,7 @@ from ktransformers.cli.chat_commands import find_command
 from ktransformers.cli.chat_history import Conversation
 from ktransformers.cli.chat_input import ReadLine, Turn, read_prompt_file, read_turn, typed_path
 from ktransformers.cli.chat_output import View, format_stats
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams
-from ktransformers.engine.generate import TokenEvent
+from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.llm import LLM
 from ktransformers.errors import ConfigError, ContextLengthError, KTransformersError
 from ktransformers.tokenizer.reasoning import ReasoningParser

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams
-from ktransformers.engine.sampler import RequestSampler, TokenLogprobs, sample_batch
+from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, TokenLogprobs
+from ktransformers.engine.sampler import RequestSampler, sample_batch, token_logprobs
 from ktransformers.errors import ConfigError, ContextLengthError
-from ktransformers.tokenizer.stop import StopMatcher
+from ktransformers.tokenizer.stream import TextStream
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["SequenceRunner", "TokenEvent", "prefill_and_generate"]
+__all__ = ["PROMPT_LOGPROB_ROWS", "SequenceRunner", "prefill_and_generate"]
+
+PROMPT_LOGPROB_ROWS = 64
+"""Most prompt tokens of one forward when every one's logits are wanted: they take 4 * vocab_size bytes each."""
 
 
 class SequenceRunner(Protocol):
@@ -42,46 +45,6 @@ class SequenceRunner(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """One step of an answer.
-
-    token_id: the new token; None only in the last event of an answer that was aborted.
-    text: what became certain of the answer's text; can lag behind the tokens (unfinished characters, stop strings).
-    finish_reason: set in the last event and only there. stop: the stop string, or the id of the end token, behind STOP.
-    stats: the same object in every event, filled as the answer goes on.
-    """
-
-    token_id: int | None
-    text: str
-    stats: GenerationStats
-    logprobs: TokenLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop: str | int | None = None
-
-
-class _TextStream:
-    """Token ids to text that contains no stop string. Without a tokenizer the text is always empty."""
-
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]):
-        if tokenizer is not None and not tokenizer.has_vocabulary:
-            tokenizer = None
-        if stops and tokenizer is None:
-            raise ConfigError("stop strings need a tokenizer, and this model's files hold none; use stop_token_ids")
-        self._detokenizer = None if tokenizer is None else tokenizer.detokenizer()
-        self._stops = StopMatcher(stops)
-
-    def add(self, token_id: int) -> tuple[str, str | None]:
-        return ("", None) if self._detokenizer is None else self._stops.feed(self._detokenizer.add(token_id))
-
-    def finish(self) -> tuple[str, str | None]:
-        """The text held back, and the stop string in it if there is one after all."""
-        if self._detokenizer is None:
-            return "", None
-        text, stop = self._stops.feed(self._detokenizer.flush())
-        return text + self._stops.flush(), stop
-
-
 class _Answer:
     """The state of one call of prefill_and_generate."""
 
@@ -91,7 +54,7 @@ class _Answer:
         prompt_ids: list[int],
         params: SamplingParams,
         end_ids: frozenset[int],
-        text: _TextStream,
+        text: TextStream,
         stats: GenerationStats,
     ):
         self.runner, self.prompt_ids, self.params = runner, prompt_ids, params
@@ -99,19 +62,32 @@ class _Answer:
         self.sampler = RequestSampler(params, prompt_ids, runner.vocab_size)
         room = runner.max_len - len(prompt_ids)
         self.limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
 
     def prefill(self, chunk_size: int, is_stopped: Callable[[], bool]) -> torch.Tensor | None:
         """Compute the prompt from cached_len on; logits [1, V] of its last token, or None when stopped in between."""
         logits, total = None, len(self.prompt_ids)
+        if self._prompt_logprobs is not None:
+            chunk_size = min(chunk_size, PROMPT_LOGPROB_ROWS)
         for start in range(self.stats.cached_len, total, chunk_size):
             if is_stopped():
                 return None
             began = time.perf_counter()
             chunk = self.prompt_ids[start : start + chunk_size]
             is_last = start + len(chunk) == total
-            logits = self.runner.forward(chunk, start, [len(chunk) - 1] if is_last else [])
+            keep = range(len(chunk)) if self._prompt_logprobs is not None else [len(chunk) - 1] if is_last else []
+            logits = self.runner.forward(chunk, start, keep)
+            self._note_prompt_logprobs(logits, start)
             self.stats.prefill_seconds += time.perf_counter() - began
-        return logits
+        return None if logits is None else logits[-1:]
+
+    def _note_prompt_logprobs(self, logits: torch.Tensor, start: int) -> None:
+        """logits [N, V] of positions start, start + 1, ...: each tells how likely the prompt token after it was."""
+        if self._prompt_logprobs is None:
+            return
+        assert self.params.prompt_logprobs is not None
+        for row, token_id in zip(logits, self.prompt_ids[start + 1 :], strict=False):
+            self._prompt_logprobs.append(token_logprobs(row, token_id, self.params.prompt_logprobs))
 
     def decode(self, token_id: int) -> torch.Tensor:
         began = time.perf_counter()
@@ -151,6 +127,8 @@ class _Answer:
         logits = self.prefill(chunk_size, is_stopped)
         while logits is not None:
             event = self.step(logits)
+            if self._prompt_logprobs is not None and self.stats.completion_len == 1:
+                event = replace(event, prompt_logprobs=tuple(self._prompt_logprobs))
             yield event
             if event.finish_reason is not None:
                 return
@@ -159,7 +137,9 @@ class _Answer:
         yield self.aborted()
 
 
-def _check(runner: SequenceRunner, prompt_ids: Sequence[int], chunk_size: int, cached_len: int) -> None:
+def _check(
+    runner: SequenceRunner, prompt_ids: Sequence[int], params: SamplingParams, chunk_size: int, cached_len: int
+) -> None:
     prompt_len = len(prompt_ids)
     if prompt_len == 0:
         raise ConfigError("the prompt is empty: there is nothing to continue")
@@ -175,6 +155,8 @@ def _check(runner: SequenceRunner, prompt_ids: Sequence[int], chunk_size: int, c
             raise ConfigError(
                 f"the prompt holds token id {token_id}; this model's ids are 0 to {runner.vocab_size - 1}"
             )
+    if cached_len and params.prompt_logprobs is not None:
+        raise ValueError("prompt_logprobs need the whole prompt to be computed: cached_len must be 0")
     if chunk_size < 1:
         raise ConfigError(f"chunk_size must be at least 1, got {chunk_size}")
     if not 0 <= cached_len < prompt_len:
@@ -202,8 +184,8 @@ def prefill_and_generate(
     Checks before any work: raises ConfigError for an empty prompt or ids outside of the vocabulary, ContextLengthError
     when the prompt leaves no room for an answer.
     """
-    _check(runner, prompt_ids, chunk_size, cached_len)
+    _check(runner, prompt_ids, params, chunk_size, cached_len)
     end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
     stats = GenerationStats(prompt_len=len(prompt_ids), cached_len=cached_len)
-    answer = _Answer(runner, list(prompt_ids), params, end_ids, _TextStream(tokenizer, params.stop), stats)
+    answer = _Answer(runner, list(prompt_ids), params, end_ids, TextStream(tokenizer, params.stop), stats)
     return answer.run(chunk_size, should_stop or (lambda: False))

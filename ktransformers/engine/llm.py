@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, cast
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams
-from ktransformers.engine.generate import TokenEvent
-from ktransformers.engine.sampler import TokenLogprobs, draw_seed
+from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, TokenLogprobs
+from ktransformers.engine.sampler import draw_seed
 from ktransformers.engine.session import Session
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tokenizer import Message, Tokenizer
@@ -45,7 +44,8 @@ class EngineOptions(TypedDict, total=False):
 class RequestOutput:
     """One answer. token_ids include the end token; text does not. params is what was used, its seed filled in.
 
-    logprobs has one entry per token when params.logprobs is set, else it is None.
+    logprobs has one entry per token when params.logprobs is set, else it is None; prompt_logprobs the same for the
+    prompt, None for its first token.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -55,6 +55,7 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] | None
     stats: GenerationStats
     params: SamplingParams
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 def default_sampling_params(generation_defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
@@ -189,4 +190,5 @@ class LLM:
             logprobs=None if params.logprobs is None else logprobs,
             stats=events[-1].stats,
             params=params,
+            prompt_logprobs=events[0].prompt_logprobs,
         )

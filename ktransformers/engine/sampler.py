@@ -3,7 +3,7 @@
 The order of operations, on fp32 logits [V]:
 
     1. repetition penalty (tokens of prompt and answer), then frequency and presence penalty (tokens of the answer)
-    2. logit bias
+    2. logit bias; then tokens that the request may not use become impossible
     3. temperature; 0 ends here with the argmax, the lowest id among equals
     4. top_k (tokens as good as the k-th stay), 5. top_p, 6. min_p
     7. one uniform number picks from what is left, by the inverse of the cumulative distribution in id order
@@ -26,10 +26,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ktransformers.core import SamplingParams
+from ktransformers.core import SamplingParams, TokenLogprobs
 from ktransformers.errors import ConfigError, KTransformersError
 
-__all__ = ["RequestSampler", "SampledToken", "TokenLogprobs", "draw_seed", "philox4x32", "sample_batch", "uniforms"]
+__all__ = [
+    "RequestSampler",
+    "SampledToken",
+    "draw_seed",
+    "philox4x32",
+    "sample_batch",
+    "token_logprobs",
+    "uniforms",
+]
 
 _F32 = npt.NDArray[np.float32]
 _F64 = npt.NDArray[np.float64]
@@ -70,14 +78,6 @@ def draw_seed() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural logarithms of raw probabilities: of the chosen token, and of the most likely ones, best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # (token id, logprob)
-
-
-@dataclass(frozen=True, slots=True)
 class SampledToken:
     """What one row of logits led to. logprobs is None unless the request asked for them."""
 
@@ -89,7 +89,7 @@ class RequestSampler:
     """The sampling state of one request: its parameters, its seed and what its penalties count.
 
     prompt_ids are the request's original prompt. Raises ConfigError for a logit bias outside of the vocabulary or of
-    [-100, 100].
+    [-100, 100], and for allowed tokens outside of the vocabulary.
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int):
@@ -103,6 +103,7 @@ class RequestSampler:
         self._vocab_size = vocab_size
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self._barred = _barred(params, vocab_size)
         self._counts: dict[int, int] = {}
         self._seen: dict[int, None] = dict.fromkeys(prompt_ids) if params.repetition_penalty != 1.0 else {}
 
@@ -127,7 +128,7 @@ class RequestSampler:
     def _adjusted(self, logits: _F32) -> _F32:
         """Logits after penalties and bias; the input is not changed."""
         params = self.params
-        if not (self._seen or self._counts or self._bias.size):
+        if not (self._seen or self._counts or self._bias.size) and self._barred is None:
             return logits
         adjusted = logits.copy()
         if self._seen:
@@ -139,6 +140,8 @@ class RequestSampler:
             counts = np.fromiter(self._counts.values(), dtype=np.float32)
             adjusted[ids] -= counts * np.float32(params.frequency_penalty) + np.float32(params.presence_penalty)
         adjusted[self._bias_ids] += self._bias
+        if self._barred is not None:
+            adjusted[self._barred] = -np.inf
         return adjusted
 
     def _weights(self, logits: _F32) -> tuple[npt.NDArray[np.int64] | None, _F64]:
@@ -162,6 +165,18 @@ class RequestSampler:
         return keep if ids is None else ids[keep], weights[keep]
 
 
+def _barred(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.bool_] | None:
+    """The mask [V] of tokens that the request may not use."""
+    if params.allowed_token_ids is None:
+        return None
+    wrong = [token_id for token_id in params.allowed_token_ids if not 0 <= token_id < vocab_size]
+    if wrong:
+        raise ConfigError(f"allowed_token_ids names token {wrong[0]}; this model's ids are 0 to {vocab_size - 1}")
+    barred = np.ones(vocab_size, dtype=np.bool_)
+    barred[list(params.allowed_token_ids)] = False
+    return barred
+
+
 def _nucleus(weights: _F64, top_p: float) -> npt.NDArray[np.int64]:
     """Ascending indices of the smallest set of most likely tokens that holds top_p of the probability.
 
@@ -182,7 +197,8 @@ def _nucleus(weights: _F64, top_p: float) -> npt.NDArray[np.int64]:
     return np.sort(order[:count])
 
 
-def _logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
+def token_logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
+    """What raw fp32 logits [V] say of `token_id` and of the `count` most likely tokens."""
     values = torch.log_softmax(logits, dim=-1).numpy()
     count = min(count, values.size)
     top: list[tuple[int, float]] = []
@@ -218,5 +234,5 @@ def sample_batch(
             )
         token_id = request.choose(values, float(number))
         wanted = request.params.logprobs
-        sampled.append(SampledToken(token_id, None if wanted is None else _logprobs(row, token_id, wanted)))
+        sampled.append(SampledToken(token_id, None if wanted is None else token_logprobs(row, token_id, wanted)))
     return sampled

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
-from ktransformers.core import SamplingParams
-from ktransformers.engine.generate import SequenceRunner, TokenEvent, prefill_and_generate
+from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.engine.generate import SequenceRunner, prefill_and_generate
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Session", "common_prefix_len"]
@@ -82,8 +82,10 @@ class Session:
     ) -> Iterator[TokenEvent]:
         """See prefill_and_generate, whose errors this raises too, before any work."""
         self._stop_running()
-        # The last prompt token is always computed: its logits are not in the cache.
+        # The last prompt token is always computed: its logits are not in the cache. Nor are those of the others.
         shared = min(common_prefix_len(self._runner.token_ids, prompt_ids), max(len(prompt_ids) - 1, 0))
+        if params.prompt_logprobs is not None:
+            shared = 0
         self._running = prefill_and_generate(
             self._runner,
             prompt_ids,

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ktransformers.core import FinishReason, SamplingParams
+from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 
 __all__ = [
-    "Logprobs",
     "Request",
     "RequestUpdate",
     "Row",
@@ -102,18 +101,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(row.num_tokens for row in self.rows)
 
 
-class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of raw probabilities: of the chosen token, and of the likeliest (token id, logprob) pairs."""
-
-    logprob: float
-    top: Sequence[tuple[int, float]]
-
-
 class RowResult(msgspec.Struct, frozen=True):
     """What one sampled row led to, filled by the engine. error: why this row, and only this one, has no token."""
 
     token_id: int | None
-    logprobs: Logprobs | None = None
+    logprobs: TokenLogprobs | None = None
     error: str | None = None
 
 
@@ -132,7 +124,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     prompt_len: int
     cached_len: int
     completion_len: int
-    logprobs: Logprobs | None = None
+    logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_expired: bool = False

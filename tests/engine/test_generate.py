@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams
-from ktransformers.engine.generate import TokenEvent, prefill_and_generate
+from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
+from ktransformers.engine.generate import prefill_and_generate
 from ktransformers.engine.llm import LLM, default_sampling_params
 from ktransformers.engine.session import Session, common_prefix_len
 from ktransformers.errors import ConfigError, ContextLengthError

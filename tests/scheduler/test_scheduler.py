@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from ktransformers.core import FinishReason, SamplingParams
+from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 from ktransformers.errors import ConfigError, ContextLengthError
-from ktransformers.scheduler.records import Logprobs, Request, RowResult, StepPlan
+from ktransformers.scheduler.records import Request, RowResult, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
 
 from .fake_engine import EOS, Loop, answer_alone, make_config, make_request, next_token
@@ -141,7 +141,7 @@ def test_an_error_of_one_row_ends_one_request() -> None:
     scheduler.add(long_request("a1", 2))
     scheduler.add(long_request("a2", 2))
     scheduler.schedule()
-    logprobs = Logprobs(-0.5, [(4, -0.5)])
+    logprobs = TokenLogprobs(-0.5, ((4, -0.5),))
     bad, good = scheduler.commit(1, [RowResult(None, error="logit is nan"), RowResult(4, logprobs)])
     assert (bad.request_id, bad.finish_reason, bad.error) == ("a1", FinishReason.ABORT, "logit is nan")
     assert (good.request_id, good.token_id, good.logprobs) == ("a2", 4, logprobs)

@@ -1,0 +1,111 @@
+"""What the HTTP layer asks of whatever runs the model. Knows neither HTTP nor engines.
+
+    starting ── start() returns ──> ready ── close() ──> closed
+
+A backend never runs a model on the event loop. The events of one request come in order; the last one carries the finish
+reason. Whoever stops reading closes the iterator (`aclose`), which ends the generation within one step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.tokenizer import Tokenizer
+
+__all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo", "Progress"]
+
+Progress = Callable[[int, int, str], None]
+"""Called while loading with (bytes loaded, bytes in all, dotted name of the module), from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is known of a loaded model. Lengths in tokens.
+
+    max_len: most tokens of one request, prompt and answer together. default_params: what a request that names no
+    sampling parameters gets, max_tokens excepted. architecture: the class name in the model's config.json, if any.
+    """
+
+    tokenizer: Tokenizer
+    max_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    default_params: SamplingParams
+    architecture: str | None
+    description: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One answer that is wanted, filled by the routes. A request for n choices is n of these.
+
+    params.seed is always set. priority: a smaller number is served earlier. timeout: seconds from now on, None: no
+    limit. cache_salt: requests share cached prefixes only with requests of the same salt.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    timeout: float | None = None
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStats:
+    """Of this moment. Cache figures are fractions in [0, 1]."""
+
+    num_running: int
+    num_waiting: int
+    cache_usage: float = 0.0
+
+
+class Backend(ABC):
+    """See the module's docstring. All methods are called on one event loop."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    async def start(self, progress: Progress | None = None) -> None:
+        """Load the model. Raises the KTransformersError that the user has to see."""
+
+    @property
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether the model is loaded, so that requests are answered or queued."""
+
+    @property
+    @abstractmethod
+    def model(self) -> ModelInfo:
+        """Raises NotReadyError before `start` has returned."""
+
+    @property
+    @abstractmethod
+    def max_running(self) -> int:
+        """How many requests are computed at once; more of them wait."""
+
+    @abstractmethod
+    def stats(self) -> BackendStats: ...
+
+    @abstractmethod
+    def check(self, request: GenerationRequest) -> None:
+        """Raise what can be known to be wrong before a response is begun, without generating anything.
+
+        ConfigError for values that this model cannot take, ContextLengthError for a prompt that can never fit.
+        """
+
+    @abstractmethod
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """The answer, token by token.
+
+        Raises NotReadyError, DeadlineError, EngineError or SlowReaderError (the events are not read, and too many wait)
+        at the point of the stream where it happens.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End everything that runs and free the model. Safe to call twice."""
