@@ -11,7 +11,6 @@ import io
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +23,14 @@ from ktransformers.cli.options import (
     engine_config,
     sampling_params,
     set_up_logging,
+    with_default_model,
 )
-from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from ktransformers.cli.chat_input import ReadLine
     from ktransformers.cli.chat_output import View
+    from ktransformers.config import EngineConfig
     from ktransformers.engine.builder import Engine
 
 __all__ = ["add_parser", "local_chat_parser", "run"]
@@ -78,24 +78,11 @@ def _check_flags(args: argparse.Namespace) -> None:
         _log.warning("--use_cuda_graph has no effect: this version computes on the CPU only")
 
 
-def _with_default_model(config: EngineConfig) -> EngineConfig:
-    """`config`, or the bundled model when it names none."""
-    if config.model_path is not None or config.gguf_path is not None:
-        return config
-    found = sorted(DEMO_MODEL_PATH.glob("*.gguf"))
-    if not found:
-        raise ConfigError(
-            f"no model given and the bundled one is missing ({DEMO_MODEL_PATH} holds no *.gguf): "
-            "pass --model_path (a folder) or --gguf_path (a file or folder)"
-        )
-    return replace(config, gguf_path=found[0])
-
-
 def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     """Load the model and chat. Returns the exit code. `build` replaces the loading of a real model, for tests."""
     set_up_logging(args.log_level)
     _check_flags(args)
-    config = _with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
+    config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
     from ktransformers.cli.chat_input import Turn, read_prompt_file
     from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
     from ktransformers.cli.chat_output import loading_bar

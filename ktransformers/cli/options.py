@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from ktransformers.config import CPU_QUANT_TYPES, EngineConfig
+from ktransformers.config import CPU_QUANT_TYPES, DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
+from ktransformers.errors import ConfigError
 
 __all__ = [
     "ArgumentParser",
@@ -26,9 +27,11 @@ __all__ = [
     "add_sampling_flags",
     "add_toggle",
     "engine_config",
+    "given_sampling",
     "sampling_params",
     "set_up_logging",
     "version",
+    "with_default_model",
 ]
 
 _log = logging.getLogger(__name__)
@@ -129,6 +132,19 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     )
 
 
+def with_default_model(config: EngineConfig) -> EngineConfig:
+    """`config`, or the bundled model when it names none."""
+    if config.model_path is not None or config.gguf_path is not None:
+        return config
+    found = sorted(DEMO_MODEL_PATH.glob("*.gguf"))
+    if not found:
+        raise ConfigError(
+            f"no model given and the bundled one is missing ({DEMO_MODEL_PATH} holds no *.gguf): "
+            "pass --model_path (a folder) or --gguf_path (a file or folder)"
+        )
+    return replace(config, gguf_path=found[0])
+
+
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0 is greedy"),
     ("top_p", float, "keep the most likely tokens up to this probability"),
@@ -139,16 +155,22 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
 )
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+def add_sampling_flags(parser: argparse.ArgumentParser, *, has_seed: bool = True) -> None:
     """The flags behind SamplingParams."""
     group = parser.add_argument_group("sampling (defaults: the model's generation config, else greedy)")
     for name, kind, text in _SAMPLING:
-        group.add_argument(f"--{name}", type=kind, help=text)
+        if has_seed or name != "seed":
+            group.add_argument(f"--{name}", type=kind, help=text)
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """What add_sampling_flags' flags say, by the names of SamplingParams' fields."""
+    return {name: getattr(args, name) for name, _, _ in _SAMPLING if getattr(args, name, None) is not None}
 
 
 def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
     """`defaults` with what add_sampling_flags' flags say. Raises ConfigError for values out of range."""
-    given = {name: getattr(args, name) for name, _, _ in _SAMPLING if getattr(args, name) is not None}
+    given = given_sampling(args)
     params = replace(defaults, **given)
     idle = [f"--{name}" for name in ("top_p", "top_k", "min_p", "seed") if name in given]
     if params.is_greedy and idle:

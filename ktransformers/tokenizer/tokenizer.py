@@ -7,6 +7,7 @@ vocabulary (files for speed tests) still loads; using text then is an error. Doe
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,12 @@ class Tokenizer:
         """The text of `token_ids`: what a Detokenizer returns piece by piece."""
         return self.detokenizer(skip_special_tokens).all(token_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that this token stands for, special tokens as they are spelled. Empty for an unknown id."""
+        if self._token_bytes is not None:
+            return self._token_bytes[token_id]
+        return str(self.backend.backend_tokenizer.decode([token_id], skip_special_tokens=False)).encode()
+
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new stream of ids to text."""
         skipped = self._skipped if skip_special_tokens else frozenset()
@@ -122,6 +129,12 @@ class Tokenizer:
     def _template_text(self) -> str:
         template = self.backend.chat_template
         return "".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def template_knows(self, name: str) -> bool:
+        """Whether the chat template uses the variable `name`: others can be given to it without any effect."""
+        if not self.has_chat_template or not name.isidentifier():
+            return False
+        return re.search(rf"\b{name}\b", self._template_text()) is not None
 
     def _known_tags(self, tags: tuple[str, str]) -> bool:
         """Whether the model knows these tags: as tokens of their own, or because its template writes them."""

@@ -65,9 +65,13 @@ class BackendStats:
 
 
 class Backend(ABC):
-    """See the module's docstring. All methods are called on one event loop."""
+    """See the module's docstring. All methods are called on one event loop.
+
+    has_priorities: whether GenerationRequest.priority changes the order of service.
+    """
 
     name: ClassVar[str]
+    has_priorities: ClassVar[bool] = False
 
     @abstractmethod
     async def start(self, progress: Progress | None = None) -> None:

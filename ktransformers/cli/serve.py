@@ -1,0 +1,173 @@
+"""`ktransformers serve`, and `python ktransformers/server/main.py`, which takes the same flags.
+
+With no model given it serves the bundled one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktransformers.cli.options import (
+    ArgumentParser,
+    add_logging_flag,
+    add_model_flags,
+    add_sampling_flags,
+    add_toggle,
+    engine_config,
+    given_sampling,
+    set_up_logging,
+    with_default_model,
+)
+from ktransformers.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ktransformers.config import EngineConfig
+    from ktransformers.server.backend.base import Backend
+    from ktransformers.server.config import ServerConfig
+
+__all__ = ["BACKENDS", "add_parser", "main", "run", "server_parser"]
+
+_log = logging.getLogger(__name__)
+
+_DESCRIPTION = "Serve a model over HTTP (OpenAI's API); without a model, the small one that comes with the program."
+
+BACKENDS = ("ktransformers", "transformers")
+DEFAULT_BACKEND = "ktransformers"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("serve", help="serve a model over HTTP", description=_DESCRIPTION)
+    parser.add_argument("model", nargs="?", type=Path, help="a GGUF file or a model's folder; see --model_path")
+    _add_flags(parser)
+
+
+def server_parser() -> ArgumentParser:
+    """The parser of server/main.py: the flags of `serve` without a command in front."""
+    parser = ArgumentParser(prog="main.py", description=_DESCRIPTION)
+    parser.set_defaults(model=None)
+    _add_flags(parser)
+    return parser
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    add_sampling_flags(parser, has_seed=False)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine only)")
+    group.add_argument("--port", type=int, default=10002, help="port; 0: any free one (%(default)s)")
+    group.add_argument("--backend_type", default=DEFAULT_BACKEND, help=f"{', '.join(BACKENDS)} (%(default)s)")
+    group.add_argument("--model_name", action="append", default=[], metavar="NAME", help="name in the API; repeatable")
+    group.add_argument("--api_key", action="append", default=[], metavar="KEY", help="repeatable, or with commas")
+    group.add_argument("--api_key_file", type=Path, help="a file with one API key per line")
+    group.add_argument("--ssl_keyfile", type=Path, help="TLS: private key (PEM)")
+    group.add_argument("--ssl_certfile", type=Path, help="TLS: certificate chain (PEM)")
+    group.add_argument("--cors_origins", action="append", default=[], metavar="ORIGIN", help="repeatable; * for all")
+    group.add_argument("--max_queue", type=int, default=256, help="waiting requests beyond which 503 (%(default)s)")
+    group.add_argument(
+        "--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout"
+    )
+    group.add_argument("--drain_seconds", type=float, default=30.0, help="for running answers at the end (%(default)s)")
+    add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
+    add_toggle(group, "use_cuda_graph", default=None, help="replay decode steps as one CUDA graph")
+    group.add_argument("--sched_strategy", choices=("FCFS",), default="FCFS", help="order of service (%(default)s)")
+    group.add_argument("--cpu_memory_size_GB", type=float, help="not supported: K/V pages stay in one memory")
+    add_toggle(group, "web", default=False, help="not part of this version")
+    add_logging_flag(group)
+    parser.set_defaults(run=run)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    if args.backend_type not in BACKENDS:
+        raise UnsupportedError(f"--backend_type {args.backend_type} is not one of {', '.join(BACKENDS)}")
+    if args.web:
+        raise UnsupportedError(
+            "--web: this version has no web page; use a client of OpenAI's API, or `ktransformers chat`"
+        )
+    if args.cpu_memory_size_GB is not None:
+        raise UnsupportedError(
+            "--cpu_memory_size_GB is not supported; --cache_lens sets the tokens that the cache holds"
+        )
+    if args.use_cuda_graph:
+        _log.warning("--use_cuda_graph has no effect: this version computes on the CPU only")
+    if args.model is not None and (args.model_path is not None or args.gguf_path is not None):
+        raise ConfigError("give the model once: as the argument, or with --model_path and --gguf_path")
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The model's configuration, its paths checked."""
+    if args.model is not None:
+        is_folder = args.model.is_dir()
+        has_config = is_folder and (args.model / "config.json").is_file()
+        args.model_path, args.gguf_path = (args.model, None) if has_config else (None, args.model)
+    return with_default_model(engine_config(args)).resolved()
+
+
+def _model_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, ...]:
+    """--model_name, then what the paths are called."""
+    names = [name for text in args.model_name for name in text.split(",")]
+    if not all(name.strip() for name in names):
+        raise ConfigError("--model_name must not be empty")
+    paths = [path.resolve() for path in (config.model_path, config.gguf_path) if path is not None]
+    names += [path.stem if path.suffix == ".gguf" else path.name for path in paths]
+    return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
+
+
+def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConfig:
+    from ktransformers.server.config import ServerConfig, read_api_keys
+
+    return ServerConfig(
+        host=args.host,
+        port=args.port,
+        model_names=_model_names(args, config),
+        api_keys=read_api_keys(args.api_key, args.api_key_file),
+        cors_origins=tuple(args.cors_origins),
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        sampling=given_sampling(args),
+        max_new_tokens=args.max_new_tokens,
+        force_think=args.force_think,
+        max_queue=args.max_queue,
+        request_timeout=args.request_timeout,
+        drain_seconds=args.drain_seconds,
+    )
+
+
+def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Backend]:
+    """What makes the backend. Imports it here, before the port is taken."""
+    if args.backend_type == "transformers":
+        from ktransformers.server.backend.transformers import TransformersBackend
+
+        return lambda: TransformersBackend(config)
+    from ktransformers.server.backend.ktransformers import KTransformersBackend
+
+    return lambda: KTransformersBackend(config)
+
+
+def run(args: argparse.Namespace, backend: Callable[[], Backend] | None = None) -> int:
+    """Serve until a signal comes. Returns the exit code. `backend` replaces the real one, for tests."""
+    set_up_logging(args.log_level)
+    _check_flags(args)
+    config = _engine_config(args)  # before the slow imports: a wrong path shows at once
+    server_config = _server_config(args, config)
+    from ktransformers.cli.chat_output import loading_bar
+    from ktransformers.server.run import serve
+
+    def bar() -> Any:
+        return loading_bar(sys.stderr)
+
+    serve(backend or _backend(args, config), server_config, bar)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole of server/main.py. Returns the exit code."""
+    from ktransformers.cli import guarded
+
+    args = server_parser().parse_args(argv)
+    return guarded(lambda: run(args))

@@ -1,0 +1,1 @@
+"""The HTTP interfaces, one package per API that clients know."""

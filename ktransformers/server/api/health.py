@@ -1,0 +1,37 @@
+"""Whether the process lives, whether it serves, and what it is. /health and /ready need no API key."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ktransformers import __version__
+from ktransformers.errors import NotReadyError
+from ktransformers.server.responses import ApiResponse
+from ktransformers.server.service import service_of
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 as long as the process answers."""
+    return ApiResponse({"status": "ok"})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 when requests are served, 503 while the model loads and while the server drains."""
+    service = service_of(request)
+    if service.admission.is_draining:
+        raise NotReadyError("the server is shutting down")
+    service.model  # noqa: B018 - raises while loading
+    return ApiResponse({"status": "ready"})
+
+
+@router.get("/version")
+async def version(request: Request) -> Response:
+    """The version of the program, and what answers."""
+    return ApiResponse({"version": __version__, "backend": service_of(request).backend.name})

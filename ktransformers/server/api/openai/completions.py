@@ -1,0 +1,203 @@
+"""POST /v1/completions: text or token ids in, their continuation out.
+
+https://platform.openai.com/docs/api-reference/completions. With `echo` the choice begins with its prompt, and with
+`logprobs` too, the prompt's tokens have theirs: what evaluation harnesses score answers with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ktransformers.core import FinishReason, TokenEvent
+from ktransformers.errors import ConfigError, KTransformersError
+from ktransformers.server.api.openai.logprobs import CompletionLogprobs, has_visible_token
+from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.server.generations import Tally, run_generations
+from ktransformers.server.request_log import note_request
+from ktransformers.server.responses import ApiResponse, error_body
+from ktransformers.server.schemas import CompletionRequest
+from ktransformers.server.service import Service, new_id, service_of
+from ktransformers.server.streaming import DONE, EventStream, sse, unless_disconnected
+from ktransformers.tokenizer import Tokenizer
+
+__all__ = ["router"]
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, for requests that name no limit."""
+
+router = APIRouter()
+
+
+class _Choice:
+    """One answer on its way. echo: the prompt's text, which comes first, or None."""
+
+    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest, echo: str | None, is_prompt_only: bool):
+        self._request, self._echo, self._is_prompt_only = request, echo, is_prompt_only
+        self._logprobs = None if request.params.logprobs is None else CompletionLogprobs(tokenizer)
+
+    def feed(self, event: TokenEvent) -> tuple[str, dict[str, Any] | None, str | None]:
+        """(text, logprobs, finish reason) that this event adds."""
+        text = ""
+        if self._echo is not None:
+            text, self._echo = self._echo, None
+            if self._logprobs is not None and event.prompt_logprobs is not None:
+                for token_id, logprobs in zip(self._request.prompt_ids, event.prompt_logprobs, strict=True):
+                    self._logprobs.add(token_id, logprobs)
+        if not self._is_prompt_only:
+            text += event.text
+            if self._logprobs is not None and has_visible_token(event):
+                self._logprobs.add(cast(int, event.token_id), event.logprobs)
+        reason = None
+        if event.finish_reason is not None:
+            reason = "abort" if event.finish_reason is FinishReason.ABORT else event.finish_reason.value
+            if self._is_prompt_only:
+                reason = "length"
+        return text, None if self._logprobs is None else self._logprobs.take(), reason
+
+
+@dataclass(slots=True)
+class _Job:
+    """A checked request, ready to run."""
+
+    service: Service
+    body: CompletionRequest
+    model: str
+    requests: list[GenerationRequest]
+    tally: Tally
+    choices: list[_Choice]
+    id: str
+    created: int
+
+    def head(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+
+    def usage(self) -> dict[str, Any]:
+        usage = self.tally.usage(bool(self.body.return_speed))
+        if self.body.max_tokens == 0:  # the one token that was computed to see the prompt is not part of the answer
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, str, dict[str, Any] | None, str | None], None]:
+        async with aclosing(run_generations(self.service.backend, self.requests)) as events:
+            async for index, event in events:
+                self.tally.note(index, event)
+                text, logprobs, reason = self.choices[index].feed(event)
+                self.tally.finish_reasons[index] = reason
+                yield index, text, logprobs, reason
+
+
+def _prompts(tokenizer: Tokenizer, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+    """Token ids of each prompt."""
+    if isinstance(prompt, str):
+        return [tokenizer.encode(prompt)]
+    if not prompt:
+        raise ConfigError("prompt is empty: there is nothing to continue")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    if isinstance(prompt[0], str):
+        return [tokenizer.encode(text) for text in prompt]
+    return prompt
+
+
+def _echoes(tokenizer: Tokenizer, body: CompletionRequest, prompts: list[list[int]]) -> list[str | None]:
+    """What each prompt looks like in front of its answer."""
+    if not body.echo:
+        return [None] * len(prompts)
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    if body.prompt and isinstance(body.prompt[0], str):
+        return [*body.prompt]
+    return [tokenizer.decode(ids, skip_special_tokens=False) if tokenizer.has_vocabulary else "" for ids in prompts]
+
+
+async def _prepare(service: Service, body: CompletionRequest) -> _Job:
+    name, tokenizer = service.check_model(body.model), service.model.tokenizer
+    if body.logprobs is not None and not tokenizer.has_vocabulary:
+        raise ConfigError("logprobs name tokens by their text, and this model's files hold no vocabulary")
+    prompts = await asyncio.to_thread(_prompts, tokenizer, body.prompt)
+    is_prompt_only = body.max_tokens == 0
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+    params = service.params(
+        body, max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None
+    )
+    request_id, n = new_id("cmpl"), body.n or 1
+    requests = service.requests(request_id, body, prompts, params)
+    echoes = _echoes(tokenizer, body, prompts)
+    choices = [
+        _Choice(tokenizer, request, echoes[index // n], is_prompt_only) for index, request in enumerate(requests)
+    ]
+    return _Job(service, body, name, requests, Tally(requests, n), choices, request_id, int(time.time()))
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """The continuation of one or more prompts, as one JSON object or as a stream of server-sent events."""
+    service = service_of(request)
+    job = await _prepare(service, body)
+    note_request(request, job.id, job.tally)
+    service.admission.enter(service.backend.max_running)
+    if body.stream:
+        return EventStream(_stream(job), service.config.send_timeout, on_end=service.admission.leave)
+    try:
+        return await unless_disconnected(request, _answer(job))
+    finally:
+        service.admission.leave()
+
+
+def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+async def _answer(job: _Job) -> Response:
+    texts: list[list[str]] = [[] for _ in job.requests]
+    logprobs: list[dict[str, Any] | None] = [None] * len(job.requests)
+    reasons: list[str | None] = [None] * len(job.requests)
+    async with aclosing(job.pieces()) as pieces:
+        async for index, text, piece, reason in pieces:
+            texts[index].append(text)
+            logprobs[index] = _joined(logprobs[index], piece)
+            reasons[index] = reason
+    choices = [_choice(i, "".join(texts[i]), logprobs[i], reasons[i]) for i in range(len(job.requests))]
+    return ApiResponse(job.head() | {"choices": choices, "usage": job.usage()})
+
+
+def _joined(whole: dict[str, Any] | None, piece: dict[str, Any] | None) -> dict[str, Any] | None:
+    if whole is None or piece is None:
+        return piece if whole is None else whole
+    for name, values in piece.items():
+        whole[name].extend(values)
+    return whole
+
+
+async def _stream(job: _Job) -> AsyncGenerator[bytes, None]:
+    options = job.body.stream_options
+    has_usage_chunk = options is not None and bool(options.include_usage)
+    usage_is_wanted = options is None or options.include_usage is None
+    more: dict[str, Any] = {"usage": None} if has_usage_chunk else {}
+    head, num_open = job.head(), len(job.requests)
+    try:
+        async with aclosing(job.pieces()) as pieces:
+            async for index, text, logprobs, reason in pieces:
+                has_logprobs = logprobs is not None and bool(logprobs["tokens"])
+                if not text and not has_logprobs and reason is None:
+                    continue
+                end = more
+                if reason is not None:
+                    num_open -= 1
+                    if usage_is_wanted and not num_open:
+                        end = {"usage": job.usage()}
+                choice = _choice(index, text, logprobs if has_logprobs else None, reason)
+                yield sse(head | {"choices": [choice]} | end)
+        if has_usage_chunk:
+            yield sse(head | {"choices": [], "usage": job.usage()})
+    except KTransformersError as error:
+        yield sse(error_body(error))
+    yield DONE

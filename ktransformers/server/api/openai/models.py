@@ -1,0 +1,42 @@
+"""GET /v1/models: the names that requests may use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ktransformers.server.responses import ApiResponse
+from ktransformers.server.service import Service, service_of
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+def _describe(service: Service, name: str) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "ktransformers",
+        "root": service.model_names[0],
+    }
+    if service.backend.is_ready:
+        described["max_model_len"] = service.backend.model.max_len
+    return described
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """All names; they mean the same model."""
+    service = service_of(request)
+    return ApiResponse({"object": "list", "data": [_describe(service, name) for name in service.model_names]})
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, request: Request) -> Response:
+    """One name."""
+    service = service_of(request)
+    return ApiResponse(_describe(service, service.check_model(name)))

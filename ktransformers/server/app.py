@@ -1,0 +1,88 @@
+"""Puts the service together: routes, error shapes, and what stands in front of them. Does not start anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from ktransformers import __version__
+from ktransformers.server.admission import Admission
+from ktransformers.server.api import health, tokens
+from ktransformers.server.api.openai import chat, completions, models
+from ktransformers.server.backend.base import Backend
+from ktransformers.server.config import ServerConfig
+from ktransformers.server.middleware import ApiKeys, BodyLimits
+from ktransformers.server.request_log import RequestLog
+from ktransformers.server.responses import ApiResponse, install_error_handlers
+from ktransformers.server.service import Service
+
+__all__ = ["create_app"]
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def _error(description: str) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
+
+
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: _error("The request is wrong"),
+    401: _error("The API key is missing or wrong"),
+    404: _error("There is no such model"),
+    408: _error("Too slow"),
+    413: _error("The body is too large"),
+    503: _error("Not now: loading, draining, or too many requests wait"),
+}
+
+
+def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
+    """The service over a backend, which somebody else starts and closes."""
+    app = FastAPI(title="ktransformers", version=__version__, default_response_class=ApiResponse, responses=_RESPONSES)
+    app.state.service = Service(backend, config, Admission(config.max_queue))
+    for router in (chat.router, completions.router, models.router, tokens.router, health.router):
+        app.include_router(router)
+    install_error_handlers(app)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimits, max_body=config.max_body, body_timeout=config.body_timeout)
+    if config.api_keys:
+        app.add_middleware(ApiKeys, keys=config.api_keys)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(RequestLog)
+    _drop_422(app)
+    return app
+
+
+def _drop_422(app: FastAPI) -> None:
+    """FastAPI documents a 422 for wrong bodies; ours are a 400 in OpenAI's shape."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document.get("components", {}).get("schemas", {}).pop(name, None)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,108 @@
+"""The frozen configuration of the HTTP service, checked once. Does not know models."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ktransformers.core import SamplingParams
+from ktransformers.errors import ConfigError
+
+__all__ = ["DEFAULT_PORT", "ServerConfig", "read_api_keys"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT = 10002
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How to serve. Times in seconds, sizes in bytes.
+
+    model_names: the names that requests may use; the first is the one that answers carry.
+    sampling: SamplingParams fields that the operator sets for requests that do not; they win over the model's own.
+    max_new_tokens: most tokens of an answer to a request that names no limit.
+    max_queue: requests that may wait beyond those that the backend computes; more get a 503.
+    drain_seconds: how long running answers may take after SIGTERM.
+    send_timeout: how long a client may keep a full connection without reading; body_timeout: without sending.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cors_origins: tuple[str, ...] = ()
+    ssl_keyfile: Path | None = None
+    ssl_certfile: Path | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    max_new_tokens: int = 1000
+    force_think: bool = False
+    max_queue: int = 256
+    max_body: int = 32 << 20
+    request_timeout: float | None = None
+    drain_seconds: float = 30.0
+    send_timeout: float = 60.0
+    body_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        checks = (
+            (0 <= self.port <= 65535, f"--port must be between 0 and 65535, got {self.port}"),
+            (self.max_queue >= 0, f"--max_queue must be at least 0, got {self.max_queue}"),
+            (self.max_new_tokens >= 1, f"--max_new_tokens must be at least 1, got {self.max_new_tokens}"),
+            (self.drain_seconds >= 0, f"--drain_seconds must be at least 0, got {self.drain_seconds}"),
+            (
+                self.request_timeout is None or self.request_timeout > 0,
+                f"--request_timeout must be positive, got {self.request_timeout}",
+            ),
+            (
+                (self.ssl_keyfile is None) == (self.ssl_certfile is None),
+                "TLS needs both --ssl_keyfile and --ssl_certfile",
+            ),
+        )
+        for is_valid, message in checks:
+            if not is_valid:
+                raise ConfigError(message)
+        for flag in ("ssl_keyfile", "ssl_certfile"):
+            path = getattr(self, flag)
+            if path is not None and not path.is_file():
+                raise ConfigError(f"--{flag} {path} is not a file")
+        replace(SamplingParams(), **self.sampling)  # raises for values out of range
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def warn_if_open(self) -> None:
+        """Say it when strangers can use the service."""
+        if not self.is_loopback and not self.api_keys:
+            logger.warning("listening on %s without --api_key: everyone who reaches this port can use it", self.host)
+
+
+def read_api_keys(keys: list[str], file: Path | None) -> tuple[str, ...]:
+    """Keys from the command line (each may be a comma-separated list) and from a file, one per line, # for comments.
+
+    Raises ConfigError for an empty key, a key that no HTTP header can carry, or a file without keys.
+    """
+    found = [key.strip() for text in keys for key in text.split(",")]
+    if file is not None:
+        try:
+            lines = [line.strip() for line in file.read_text().splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api_key_file {file} cannot be read: {error}") from error
+        in_file = [line for line in lines if line and not line.startswith("#")]
+        if not in_file:
+            raise ConfigError(f"--api_key_file {file} holds no key")
+        found += in_file
+    for key in found:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError("an API key must not be empty and must consist of visible ASCII characters")
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,106 @@
+"""Runs the generations behind one HTTP request side by side and adds up what they took. Knows no JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from ktransformers.core import GenerationStats, TokenEvent
+from ktransformers.server.backend.base import Backend, GenerationRequest
+
+__all__ = ["Tally", "run_generations"]
+
+_MAX_MERGED = 64  # events of all generations that wait for the one reader; each generation has its own buffer behind
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: BaseException
+
+
+async def run_generations(
+    backend: Backend, requests: Sequence[GenerationRequest]
+) -> AsyncGenerator[tuple[int, TokenEvent], None]:
+    """(index of the request, event) as they come. The first error of any of them ends all.
+
+    Close it (`aclosing`) to stop what still runs.
+    """
+    if len(requests) == 1:
+        async with aclosing(backend.generate(requests[0])) as events:
+            async for event in events:
+                yield 0, event
+        return
+    queue: asyncio.Queue[tuple[int, TokenEvent | None] | _Failed] = asyncio.Queue(_MAX_MERGED)
+    tasks = [asyncio.create_task(_pump(backend, request, i, queue)) for i, request in enumerate(requests)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, _Failed):
+                raise item.error
+            index, one = item
+            if one is None:
+                num_open -= 1
+            else:
+                yield index, one
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    backend: Backend,
+    request: GenerationRequest,
+    index: int,
+    queue: asyncio.Queue[tuple[int, TokenEvent | None] | _Failed],
+) -> None:
+    try:
+        async with aclosing(backend.generate(request)) as events:
+            async for event in events:
+                await queue.put((index, event))
+    except Exception as error:  # noqa: BLE001 - goes to the reader, who raises it
+        await queue.put(_Failed(error))
+    else:
+        await queue.put((index, None))
+
+
+class Tally:
+    """Counts of all generations behind one request. num_choices per prompt: a prompt counts once, not n times."""
+
+    def __init__(self, requests: Sequence[GenerationRequest], n: int):
+        self._stats: list[GenerationStats | None] = [None] * len(requests)
+        self._n = n
+        self.finish_reasons: list[str | None] = [None] * len(requests)
+
+    def note(self, index: int, event: TokenEvent) -> None:
+        self._stats[index] = event.stats
+
+    @property
+    def total(self) -> GenerationStats:
+        """The sum. Times add up too: they are the engine's work on this request."""
+        known = [stats for stats in self._stats if stats is not None]
+        firsts = [stats for stats in self._stats[:: self._n] if stats is not None]
+        return GenerationStats(
+            prompt_len=sum(stats.prompt_len for stats in firsts),
+            cached_len=sum(stats.cached_len for stats in firsts),
+            completion_len=sum(stats.completion_len for stats in known),
+            prefill_seconds=sum(stats.prefill_seconds for stats in known),
+            decode_seconds=sum(stats.decode_seconds for stats in known),
+        )
+
+    def usage(self, with_speed: bool) -> dict[str, Any]:
+        """OpenAI's usage object; with_speed adds prefill_time and decode_time in seconds."""
+        total = self.total
+        usage: dict[str, Any] = {
+            "prompt_tokens": total.prompt_len,
+            "completion_tokens": total.completion_len,
+            "total_tokens": total.prompt_len + total.completion_len,
+            "prompt_tokens_details": {"cached_tokens": total.cached_len},
+        }
+        if with_speed:
+            usage |= {"prefill_time": total.prefill_seconds, "decode_time": total.decode_seconds}
+        return usage

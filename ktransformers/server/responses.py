@@ -1,0 +1,145 @@
+"""JSON bodies and error bodies. The one place where our exceptions become HTTP statuses and OpenAI's error shape."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from ktransformers.errors import (
+    AuthenticationError,
+    CapacityError,
+    ConfigError,
+    ContextLengthError,
+    DeadlineError,
+    EngineError,
+    KTransformersError,
+    ModelNotFoundError,
+    NotReadyError,
+    PayloadTooLargeError,
+    QueueFullError,
+    SlowReaderError,
+    UnsupportedError,
+)
+
+__all__ = ["ApiResponse", "error_body", "error_response", "install_error_handlers", "json_bytes"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 1
+
+# The first class that fits decides: subclasses stand before their bases. status, type, code
+_ERRORS: tuple[tuple[type[KTransformersError], int, str, str | None], ...] = (
+    (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
+    (UnsupportedError, 400, "invalid_request_error", "unsupported"),
+    (ConfigError, 400, "invalid_request_error", None),
+    (AuthenticationError, 401, "invalid_request_error", "invalid_api_key"),
+    (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
+    (PayloadTooLargeError, 413, "invalid_request_error", "request_too_large"),
+    (DeadlineError, 408, "timeout_error", "deadline_exceeded"),
+    (SlowReaderError, 408, "timeout_error", "slow_reader"),
+    (NotReadyError, 503, "server_error", "not_ready"),
+    (QueueFullError, 503, "server_error", "queue_full"),
+    (CapacityError, 503, "server_error", "out_of_capacity"),
+    (EngineError, 500, "server_error", "engine_error"),
+    (KTransformersError, 500, "server_error", None),
+)
+
+
+def json_bytes(content: Any) -> bytes:
+    """Compact UTF-8 JSON. Lone surrogates, which no UTF-8 can carry, stay escaped."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+class ApiResponse(JSONResponse):
+    """A JSON body."""
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
+
+
+def _body(message: str, type: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def _entry(error: KTransformersError) -> tuple[int, str, str | None]:
+    return next(entry[1:] for entry in _ERRORS if isinstance(error, entry[0]))
+
+
+def error_body(error: KTransformersError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    _, type, code = _entry(error)
+    param = "messages" if isinstance(error, ContextLengthError) else None
+    return _body(str(error), type, param, code)
+
+
+def error_response(error: KTransformersError) -> ApiResponse:
+    """The response to a request that failed with one of our errors."""
+    status = _entry(error)[0]
+    headers = {}
+    if status == 503:
+        headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status == 413:
+        headers["Connection"] = "close"
+    return ApiResponse(error_body(error), status, headers)
+
+
+def _path(location: tuple[int | str, ...]) -> str | None:
+    """`messages[0].content` for pydantic's ("body", "messages", 0, "content", "str")."""
+    parts = [part for part in location if part != "body"]
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text or None
+
+
+def _validation_response(error: RequestValidationError) -> ApiResponse:
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return ApiResponse(_body(f"the body is not valid JSON: {reason}", "invalid_request_error", None, None), 400)
+    param = _path(first["loc"])
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "this server does not support the field"
+    return ApiResponse(_body(f"{param}: {message}" if param else message, "invalid_request_error", param, None), 400)
+
+
+def _http_response(error: HTTPException) -> ApiResponse:
+    type = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return ApiResponse(_body(str(error.detail), type, None, None), error.status_code, dict(error.headers or {}))
+
+
+async def _on_known_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, KTransformersError)
+    return error_response(error)
+
+
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return _validation_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _http_response(error)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return ApiResponse(_body("the server made a mistake; its log says more", "server_error", None, None), 500)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every error of this app, foreseen or not, gets OpenAI's shape."""
+    app.add_exception_handler(KTransformersError, _on_known_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)

@@ -1,0 +1,181 @@
+"""Starts the service and ends it in order: bind, answer probes, load, serve, drain, close.
+
+SIGTERM or SIGINT: no new requests (503), running answers may finish for drain_seconds, then all is closed.
+A second signal ends the waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from typing import Any, cast
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ktransformers.errors import ConfigError
+from ktransformers.server.app import create_app
+from ktransformers.server.backend.base import Backend, Progress
+from ktransformers.server.config import ServerConfig
+from ktransformers.server.service import Service
+from ktransformers.server.streaming import ABORT_KEY
+
+__all__ = ["serve"]
+
+logger = logging.getLogger("ktransformers.server")
+
+HEADER_TIMEOUT = 30.0
+"""Seconds that a new connection may take to send the head of its first request."""
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's, with a limit on the time that the first request's head may take, and with abortable connections."""
+
+    _impatience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._impatience = self.loop.call_later(HEADER_TIMEOUT, transport.abort)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None:
+            if self._impatience is not None:
+                self._impatience.cancel()
+                self._impatience = None
+            cast(dict[str, Any], self.cycle.scope)[ABORT_KEY] = self.transport.abort
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._impatience is not None:
+            self._impatience.cancel()
+        super().connection_lost(exc)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which leaves signals to us."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    """Taken before the model loads: a busy port must not show up minutes later."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}; choose another --port") from error
+    return listener
+
+
+def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    made = uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=5,
+        h11_max_incomplete_event_size=64 << 10,
+        ssl_keyfile=None if config.ssl_keyfile is None else str(config.ssl_keyfile),
+        ssl_certfile=None if config.ssl_certfile is None else str(config.ssl_certfile),
+    )
+    try:
+        made.load()
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"--ssl_certfile and --ssl_keyfile cannot be used: {error}") from error
+    return made
+
+
+@asynccontextmanager
+async def _signals() -> AsyncIterator[asyncio.Queue[int]]:
+    """SIGTERM and SIGINT as items of a queue."""
+    loop, received = asyncio.get_running_loop(), asyncio.Queue[int]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, received.put_nowait, number)
+    try:
+        yield received
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+LoadingBar = Callable[[], AbstractContextManager[Progress | None]]
+
+
+async def _serve(backend: Backend, config: ServerConfig, loading_bar: LoadingBar) -> None:
+    config.warn_if_open()
+    app = create_app(backend, config)
+    server = _Server(_uvicorn_config(app, config))
+    listener = _bind(config)
+    async with _signals() as received:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        stopping = asyncio.create_task(received.get())
+        loading = asyncio.create_task(_load(backend, loading_bar))
+        try:
+            await asyncio.wait((loading, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()  # raises what went wrong
+                _announce(app.state.service, listener)
+                await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+                await _drain(app.state.service, received)
+        finally:
+            server.should_exit = True
+            for task in (stopping, loading):
+                task.cancel()
+            await asyncio.gather(stopping, loading, return_exceptions=True)
+            await backend.close()
+            await asyncio.gather(serving, return_exceptions=True)
+            listener.close()
+
+
+async def _load(backend: Backend, loading_bar: LoadingBar) -> None:
+    with loading_bar() as progress:
+        await backend.start(progress)
+
+
+def _announce(service: Service, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if service.config.ssl_certfile is None else "https"
+    shown = f"[{host}]" if ":" in host else host
+    model = service.model
+    logger.info("%s, %d tokens of context, backend %s", model.description, model.max_len, service.backend.name)
+    logger.info("serving %s on %s://%s:%d/v1", ", ".join(service.model_names), scheme, shown, port)
+
+
+async def _drain(service: Service, received: asyncio.Queue[int]) -> None:
+    num_active, seconds = service.admission.num_active, service.config.drain_seconds
+    if num_active:
+        logger.info("stopping: %d requests may finish within %g s; a second signal ends them", num_active, seconds)
+    draining = asyncio.create_task(service.admission.drain(seconds))
+    again = asyncio.create_task(received.get())
+    await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, again):
+        task.cancel()
+    if service.admission.num_active:
+        logger.warning("%d requests were cut off", service.admission.num_active)
+
+
+def serve(backend: Callable[[], Backend], config: ServerConfig, loading_bar: LoadingBar) -> Any:
+    """Serve until a signal comes. backend: makes the backend, within the event loop that it will live in.
+
+    Raises KTransformersError when the port, the certificate or the model cannot be used.
+    """
+
+    async def main() -> None:
+        await _serve(backend(), config, loading_bar)
+
+    asyncio.run(main())

@@ -1,0 +1,122 @@
+"""What the routes share: the backend, the configuration, and the way from a request's fields to generations."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fastapi import Request
+
+from ktransformers.core import SamplingParams
+from ktransformers.engine.sampler import draw_seed
+from ktransformers.errors import ConfigError, ModelNotFoundError, NotReadyError, UnsupportedError
+from ktransformers.server.admission import Admission
+from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo
+from ktransformers.server.config import ServerConfig
+from ktransformers.server.schemas import MAX_CHOICES, GenerationFields
+
+__all__ = ["Service", "new_id", "service_of"]
+
+_SAME_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+)
+
+
+def new_id(prefix: str) -> str:
+    """An id that no other answer has."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+@dataclass(slots=True)
+class Service:
+    """One per app."""
+
+    backend: Backend
+    config: ServerConfig
+    admission: Admission
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model(self) -> ModelInfo:
+        """Raises NotReadyError while the model loads."""
+        if not self.backend.is_ready:
+            raise NotReadyError("the model is not loaded yet; ask /ready, or try again in a moment")
+        return self.backend.model
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that requests may use; the architecture's comes last."""
+        names = self.config.model_names
+        if self.backend.is_ready and self.backend.model.architecture:
+            names += (self.backend.model.architecture,)
+        return tuple(dict.fromkeys(names))
+
+    def check_model(self, asked: str | None) -> str:
+        """The name for the answer. Raises ModelNotFoundError for a model that is not served here."""
+        names = self.model_names
+        if asked is None:
+            return names[0]
+        if asked not in names:
+            raise ModelNotFoundError(
+                f"the model {asked[:200]!r} is not served here, but {', '.join(names)} (see --model_name)"
+            )
+        return asked
+
+    def params(self, fields: GenerationFields, max_tokens: int, **more: Any) -> SamplingParams:
+        """Sampling as the request says, else as the operator does, else as the model's authors do. Seed is drawn."""
+        given = {name: getattr(fields, name) for name in _SAME_NAMES if getattr(fields, name) is not None}
+        bias = {int(key): value for key, value in (fields.logit_bias or {}).items()}
+        return replace(
+            self.model.default_params,
+            **{**self.config.sampling, **given, **more},
+            logit_bias=bias,
+            seed=draw_seed() if fields.seed is None else fields.seed % (1 << 64),
+            max_tokens=max_tokens,
+            stop=fields.stops,
+            stop_token_ids=tuple(fields.stop_token_ids or ()),
+            allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
+        )
+
+    def requests(
+        self, request_id: str, fields: GenerationFields, prompts: list[list[int]], params: SamplingParams
+    ) -> list[GenerationRequest]:
+        """n generations per prompt, checked: what can be refused is refused before a response begins.
+
+        Choice i of a request draws with seed + i, so that they differ and each can be repeated.
+        """
+        n = fields.n or 1
+        if len(prompts) * n > MAX_CHOICES:
+            raise ConfigError(f"{len(prompts)} prompts times n {n} are more than {MAX_CHOICES} answers in one request")
+        if fields.priority and not self.backend.has_priorities:
+            raise UnsupportedError(f"the {self.backend.name} backend serves by order of arrival: leave priority out")
+        assert params.seed is not None
+        made = [
+            GenerationRequest(
+                request_id=f"{request_id}-{index}" if len(prompts) * n > 1 else request_id,
+                prompt_ids=tuple(prompts[index // n]),
+                params=replace(params, seed=(params.seed + index) % (1 << 64)),
+                priority=fields.priority or 0,
+                timeout=fields.timeout or self.config.request_timeout,
+                cache_salt=fields.cache_salt or "",
+            )
+            for index in range(len(prompts) * n)
+        ]
+        for request in made:
+            self.backend.check(request)
+        return made
+
+
+def service_of(request: Request) -> Service:
+    """The service of the app that got this request."""
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service

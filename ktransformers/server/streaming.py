@@ -1,0 +1,92 @@
+"""Server-sent events, and clients that leave or stall. Knows ASGI, not what is streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ktransformers.server.responses import json_bytes
+
+__all__ = ["ABORT_KEY", "DONE", "EventStream", "sse", "unless_disconnected"]
+
+logger = logging.getLogger(__name__)
+
+ABORT_KEY = "ktransformers.abort"
+"""Where our protocol class puts a function that drops the connection at once."""
+
+DONE = b"data: [DONE]\n\n"
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that left; only logs see it."""
+
+
+def sse(content: Any) -> bytes:
+    """One event whose data is JSON."""
+    return b"data: " + json_bytes(content) + b"\n\n"
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The response that `work` makes; when the client leaves first, `work` is cancelled within one of its awaits."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Sends what a generator of bytes yields, until it ends, the client leaves, or it has not read for send_timeout.
+
+    In every case the generator is closed before the response ends, and on_end is called after that.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], send_timeout: float, on_end: Callable[[], None]):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks, self._send_timeout, self._on_end = chunks, send_timeout, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send_all(scope, send))
+        leaving = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            results = await asyncio.gather(sending, leaving, return_exceptions=True)
+            self._on_end()
+        if isinstance(results[0], Exception):
+            raise results[0]
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        async with aclosing(self._chunks) as chunks:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in chunks:
+                try:
+                    async with asyncio.timeout(self._send_timeout):
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                except TimeoutError:
+                    logger.warning("a client did not read its stream for %s s: the stream is ended", self._send_timeout)
+                    if ABORT_KEY in scope:  # closing politely would wait for the client to read what is buffered
+                        scope[ABORT_KEY]()
+                    return
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

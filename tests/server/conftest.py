@@ -1,0 +1,33 @@
+"""One server process with the bundled model for all tests that do not need flags of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from ktransformers.config import DEMO_MODEL_PATH
+from ktransformers.engine.llm import LLM
+from tests.support.server_process import ServerProcess
+
+DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("--backend_type", "ktransformers", "--model_name", "demo", "--cache_lens", "2048") as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    """The offline API on the same model: what answers have to be."""
+    with LLM(gguf_path=DEMO, cpu_infer=1, cache_lens=2048) as made:
+        yield made

@@ -1,0 +1,199 @@
+"""Starting, guarding, draining and stopping: one real process per question."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ktransformers.cli.serve import main
+from tests.support.server_process import ServerProcess
+
+ENDLESS = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+SHORT = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 20, "temperature": 0}
+FLAGS = ("--backend_type", "ktransformers", "--cache_lens", "2048")
+
+
+CHAT = "/v1/chat/completions"
+
+
+def ask(
+    process: ServerProcess, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> httpx.Response:
+    return httpx.request(method, process.url + path, json=body, headers=headers, timeout=60)
+
+
+def get_json(process: ServerProcess, method: str, path: str, *args: Any) -> tuple[int, Any]:
+    response = ask(process, method, path, *args)
+    return response.status_code, response.json()
+
+
+class Stream:
+    """A streamed answer whose first chunk has come."""
+
+    def __init__(self, process: ServerProcess, body: Any):
+        self._client = httpx.Client(timeout=60)
+        self._context = self._client.stream("POST", process.url + CHAT, json=body)
+        self._lines = self._context.__enter__().iter_lines()
+        assert next(self._lines).startswith("data: ")
+
+    def rest(self) -> str:
+        """What comes until the end."""
+        text = "\n".join(self._lines)
+        self._context.__exit__(None, None, None)
+        self._client.close()
+        return text
+
+
+def test_keys_guard_every_route_but_the_probes(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nfrom-file\n\n")
+    with ServerProcess(*FLAGS, "--api_key", "one,two", "--api_key_file", str(file)) as process:
+        for path in ("/health", "/ready"):
+            assert get_json(process, "GET", path)[0] == 200
+        guarded = (("GET", "/v1/models"), ("GET", "/version"), ("POST", CHAT), ("POST", "/v1/completions"),
+                   ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/openapi.json"), ("GET", "/docs"),
+                   ("GET", "/no/such/route"), ("GET", "/health/"))  # fmt: skip
+        for method, path in guarded:
+            for headers in (
+                {},
+                {"Authorization": "Bearer on"},
+                {"Authorization": "one"},
+                {"Authorization": "Basic one"},
+            ):
+                status, body = get_json(process, method, path, None, headers)
+                assert (status, body["error"]["code"]) == (401, "invalid_api_key"), (method, path)
+        for key in ("one", "two", "from-file"):
+            assert get_json(process, "GET", "/version", None, {"Authorization": f"Bearer {key}"})[0] == 200
+        assert get_json(process, "POST", CHAT, SHORT, {"Authorization": "Bearer two"})[0] == 200
+        assert process.terminate() == 0
+        log = "".join(process.log)
+        assert "from-file" not in log
+        assert "17 + 25" not in log  # neither the question nor the answer
+        assert "POST /v1/chat/completions 200 in " in log
+
+
+def test_the_queue_is_limited_and_a_drain_lets_answers_finish() -> None:
+    with ServerProcess(*FLAGS, "--max_queue", "1", "--drain_seconds", "60") as process:
+        streams = [Stream(process, {**ENDLESS, "max_tokens": 400}), Stream(process, {**SHORT, "stream": True})]
+        refused = ask(process, "POST", CHAT, SHORT)
+        assert refused.status_code == 503
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full"
+        process.process.send_signal(signal.SIGTERM)
+        process.wait_for("stopping: 2 requests may finish")
+        status, body = get_json(process, "GET", "/ready")
+        assert (status, body["error"]["code"]) == (503, "not_ready")
+        status, body = get_json(process, "POST", CHAT, SHORT)
+        assert (status, body["error"]["code"]) == (503, "not_ready")
+        assert get_json(process, "GET", "/health")[0] == 200
+        for stream in streams:
+            text = stream.rest()
+            assert text.rstrip().endswith("data: [DONE]")
+            assert '"finish_reason":"abort"' not in text
+        assert process.process.wait(60) == 0
+
+
+def test_a_second_signal_ends_what_still_runs() -> None:
+    with ServerProcess(*FLAGS, "--drain_seconds", "600") as process:
+        running = Stream(process, {**ENDLESS, "max_tokens": 2000})
+        process.process.send_signal(signal.SIGINT)
+        process.wait_for("stopping: 1 requests may finish")
+        process.process.send_signal(signal.SIGINT)
+        process.wait_for("1 requests were cut off")
+        assert '"finish_reason":"abort"' in running.rest()
+        assert process.process.wait(60) == 0
+
+
+def test_tls(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    with ServerProcess(*FLAGS, "--ssl_keyfile", str(key), "--ssl_certfile", str(certificate)) as process:
+        context = ssl.create_default_context(cafile=str(certificate))
+        url = process.url.replace("http:", "https:") + CHAT
+        answer = httpx.post(url, json=SHORT, verify=context, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"] == "17 + 25 = 42."
+
+
+def test_cors_is_off_unless_asked_for() -> None:
+    origin = {"Origin": "http://page.example"}
+    with ServerProcess(*FLAGS, "--cors_origins", "http://page.example", "--api_key", "k") as process:
+        preflight = ask(process, "OPTIONS", CHAT, None, origin | {"Access-Control-Request-Method": "POST"})
+        assert preflight.status_code == 200
+        assert preflight.headers["Access-Control-Allow-Origin"] == "http://page.example"
+        assert "Access-Control-Allow-Origin" not in ask(process, "GET", "/health", None, {"Origin": "http://x"}).headers
+    with ServerProcess(*FLAGS) as process:
+        assert "Access-Control-Allow-Origin" not in ask(process, "GET", "/health", None, origin).headers
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model_path", "/no/such/folder"), "--model_path /no/such/folder does not exist"),
+        (("--backend_type", "other"), "--backend_type other is not one of"),
+        (("--web",), "--web: this version has no web page"),
+        (("--cpu_memory_size_GB", "5"), "--cpu_memory_size_GB is not supported"),
+        (("--ssl_keyfile", __file__), "TLS needs both"),
+        (("--ssl_keyfile", __file__, "--ssl_certfile", __file__), "cannot be used"),
+        (("--api_key", "two words"), "an API key must not be empty"),
+        (("--temperature", "-3"), "temperature must be at least 0"),
+        (("--port", "70000"), "--port must be between"),
+        (("--host", "256.1.1.1"), "cannot listen on 256.1.1.1"),
+        (("--prot", "1"), "did you mean --port?"),
+        (("--sched-strategy", "LIFO"), "invalid choice: 'LIFO'"),
+        (("--gguf_path", __file__), "error: "),
+    ],
+)
+def test_wrong_flags_are_one_message(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["--log_level", "error", *flags])
+    except SystemExit as end:
+        code = end.code
+    assert code in (1, 2)
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+def test_a_busy_port_shows_before_the_model_loads() -> None:
+    with ServerProcess(*FLAGS) as first, ServerProcess("--port", str(first.port), wait=False) as second:
+        second.wait_for(f"cannot listen on 127.0.0.1:{first.port}")
+        assert second.process.wait(60) == 1
+
+
+def test_tokenize_and_detokenize(server: ServerProcess) -> None:
+    status, body = get_json(server, "POST", "/tokenize", {"prompt": "Hello 123", "return_token_strs": True})
+    assert status == 200
+    assert "".join(body["token_strs"]) == "Hello 123"
+    assert body["count"] == len(body["tokens"])
+    assert body["max_model_len"] == 2048
+    assert get_json(server, "POST", "/detokenize", {"tokens": body["tokens"]}) == (200, {"prompt": "Hello 123"})
+    status, chat = get_json(server, "POST", "/tokenize", {"messages": SHORT["messages"]})
+    completion = get_json(server, "POST", CHAT, SHORT)[1]
+    assert chat["count"] == completion["usage"]["prompt_tokens"]
+    for wrong in ({}, {"prompt": "a", "messages": SHORT["messages"]}, {"tokens": [1]}):
+        assert get_json(server, "POST", "/tokenize", wrong)[0] == 400
+    assert get_json(server, "POST", "/detokenize", {"tokens": [10**6]})[0] == 400
+
+
+def test_the_finishing_chunk_carries_what_speed_scripts_read(server: ServerProcess) -> None:
+    response = ask(server, "POST", CHAT, {**SHORT, "stream": True, "return_speed": True, "model": "demo"})
+    chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    finishing = next(i for i, chunk in enumerate(chunks) if chunk["choices"][0]["finish_reason"])
+    usage = chunks[finishing]["usage"]
+    assert usage["prompt_tokens"] > 0
+    assert usage["completion_tokens"] > 1
+    assert usage["prefill_time"] > 0
+    assert usage["decode_time"] > 0
+    assert not any("usage" in chunk for chunk in chunks[:finishing] + chunks[finishing + 1 :])
