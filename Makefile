@@ -5,16 +5,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: chat test lint bench format clean help
+.PHONY: chat serve test lint bench format clean help
 
 help:
 	@echo "make chat    chat with the bundled model (installs everything into $(VENV) first)"
+	@echo "make serve   serve the bundled model over HTTP"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, mypy --strict, import layers"
 	@echo "make bench   measure the native kernels on this machine"
 
 chat: $(VENV)/.installed
 	@$(BIN)/ktransformers chat $(ARGS)
+
+serve: $(VENV)/.installed
+	@exec $(BIN)/ktransformers serve $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q $(ARGS)

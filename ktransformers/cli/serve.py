@@ -69,9 +69,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ssl_certfile", type=Path, help="TLS: certificate chain (PEM)")
     group.add_argument("--cors_origins", action="append", default=[], metavar="ORIGIN", help="repeatable; * for all")
     group.add_argument("--max_queue", type=int, default=256, help="waiting requests beyond which 503 (%(default)s)")
-    group.add_argument(
-        "--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout"
-    )
+    group.add_argument("--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout")
     group.add_argument("--drain_seconds", type=float, default=30.0, help="for running answers at the end (%(default)s)")
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
     add_toggle(group, "use_cuda_graph", default=None, help="replay decode steps as one CUDA graph")

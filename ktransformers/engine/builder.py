@@ -32,7 +32,19 @@ from ktransformers.weights.safetensors import open_safetensors
 from ktransformers.weights.safetensors_source import SafetensorsSource
 from ktransformers.weights.source import WeightSource
 
-__all__ = ["DEFAULT_CACHE_LEN", "Engine", "Progress", "build_engine", "plan_model"]
+__all__ = [
+    "DEFAULT_CACHE_LEN",
+    "Engine",
+    "OpenedModel",
+    "Progress",
+    "build_engine",
+    "cache_len_of",
+    "eos_token_ids_of",
+    "generation_defaults_of",
+    "load_model_tokenizer",
+    "open_model",
+    "plan_model",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +74,7 @@ class Engine:
 
 
 @dataclass(slots=True)
-class _Opened:
+class OpenedModel:
     """The model's files, opened, and the skeleton that they will fill."""
 
     config: EngineConfig
@@ -72,7 +84,8 @@ class _Opened:
     source: WeightSource
 
 
-def _open(config: EngineConfig) -> _Opened:
+def open_model(config: EngineConfig) -> OpenedModel:
+    """Open a model's files and build its skeleton. Reads headers only. Raises ConfigError or WeightError."""
     config = config.resolved()
     path = config.gguf_path or config.model_path
     assert path is not None
@@ -86,7 +99,7 @@ def _open(config: EngineConfig) -> _Opened:
         source = GGUFSource(gguf, model.config)
     else:
         source = SafetensorsSource(open_safetensors(path), model.config)
-    return _Opened(config, model.config, gguf, model, source)
+    return OpenedModel(config, model.config, gguf, model, source)
 
 
 def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Any:
@@ -98,14 +111,15 @@ def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Any:
     return load_hf_config(folder, config.trust_remote_code).get_text_config(decoder=True)
 
 
-def _cache_len(config: EngineConfig, hf_config: Any) -> int:
+def cache_len_of(config: EngineConfig, hf_config: Any) -> int:
+    """Tokens of a static cache: what the user says, else the model's context up to DEFAULT_CACHE_LEN."""
     context = int(getattr(hf_config, "max_position_embeddings", 0) or DEFAULT_CACHE_LEN)
     if config.cache_lens > context:
         logger.warning("--cache_lens %d is beyond the model's context of %d tokens", config.cache_lens, context)
     return config.cache_lens or min(context, DEFAULT_CACHE_LEN)
 
 
-def _make_plan(opened: _Opened, pool: WorkerPool | None) -> tuple[Plan, list[LayerShape], int]:
+def _make_plan(opened: OpenedModel, pool: WorkerPool | None) -> tuple[Plan, list[LayerShape], int]:
     """The plan with the cache's bytes in it, the shape of each layer's cache, and the cache's length."""
     config, model = opened.config, opened.model
     rules = load_rules(config.optimize_config_path or default_rules(opened.hf_config, model))
@@ -120,47 +134,43 @@ def _make_plan(opened: _Opened, pool: WorkerPool | None) -> tuple[Plan, list[Lay
         strict=config.strict,
         ignorable=lambda name: opened.source.ignorable(name) or is_unused(name),
     )
-    shapes, max_len = cache_shapes(model, plan.operators), _cache_len(config, opened.hf_config)
+    shapes, max_len = cache_shapes(model, plan.operators), cache_len_of(config, opened.hf_config)
     plan = replace(plan, extra_bytes={"kv cache": {"cpu": StaticCache.size(shapes, max_len)}})
     return plan, shapes, max_len
 
 
 def plan_model(config: EngineConfig) -> Plan:
     """What `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit."""
-    return _make_plan(_open(config), pool=None)[0]
+    return _make_plan(open_model(config), pool=None)[0]
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
     """Load a model. Raises ConfigError, RuleError, WeightError or CapacityError, each before it is too late."""
-    opened = _open(config)
+    opened = open_model(config)
     pool = WorkerPool(opened.config.cpu_infer)
     try:
         plan, shapes, max_len = _make_plan(opened, pool)
         plan.check_fits()
-        tokenizer = load_tokenizer(
-            _tokenizer_path(opened),
-            None if opened.gguf is None else opened.gguf.metadata,
-            trust_remote_code=opened.config.trust_remote_code,
-        )
+        tokenizer = load_model_tokenizer(opened)
         _load(opened, plan, progress)
     except BaseException:
         pool.close()
         raise
     runner = StaticRunner(opened.model, StaticCache(shapes, max_len), pool, opened.hf_config.vocab_size)
-    defaults = _generation_defaults(opened)
+    defaults = generation_defaults_of(opened)
     return Engine(
         config=replace(opened.config, cache_lens=max_len),
         hf_config=opened.hf_config,
         plan=plan,
         runner=runner,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(opened, defaults, tokenizer),
+        eos_token_ids=eos_token_ids_of(opened, defaults, tokenizer),
         generation_defaults=defaults,
         description=f"{opened.hf_config.model_type}, {opened.source.describe()}",
     )
 
 
-def _load(opened: _Opened, plan: Plan, progress: Progress | None) -> None:
+def _load(opened: OpenedModel, plan: Plan, progress: Progress | None) -> None:
     total = sum(plan.weight_bytes.values())
     apply_plan(opened.model, plan)
     restore_buffers(opened.model)
@@ -170,7 +180,16 @@ def _load(opened: _Opened, plan: Plan, progress: Progress | None) -> None:
         load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
 
 
-def _tokenizer_path(opened: _Opened) -> Path | None:
+def load_model_tokenizer(opened: OpenedModel) -> Tokenizer:
+    """The tokenizer in the model's folder, else the one in its GGUF file. Raises ConfigError."""
+    return load_tokenizer(
+        _tokenizer_path(opened),
+        None if opened.gguf is None else opened.gguf.metadata,
+        trust_remote_code=opened.config.trust_remote_code,
+    )
+
+
+def _tokenizer_path(opened: OpenedModel) -> Path | None:
     """The folder with the tokenizer's files: --model_path, or the safetensors folder itself."""
     if opened.config.model_path is not None:
         return opened.config.model_path
@@ -180,7 +199,7 @@ def _tokenizer_path(opened: _Opened) -> Path | None:
     return path if path.is_dir() else path.parent
 
 
-def _generation_defaults(opened: _Opened) -> dict[str, Any]:
+def generation_defaults_of(opened: OpenedModel) -> dict[str, Any]:
     """Sampling settings that the model's authors recommend (generation_config.json), as far as we know them."""
     from transformers import GenerationConfig
 
@@ -192,7 +211,8 @@ def _generation_defaults(opened: _Opened) -> dict[str, Any]:
     return {name: values[name] for name in known if values.get(name) is not None}
 
 
-def _eos_token_ids(opened: _Opened, defaults: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+def eos_token_ids_of(opened: OpenedModel, defaults: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that end an answer, by the generation config, the model's config and the tokenizer together."""
     ids: set[int] = set()
     for value in (defaults.get("eos_token_id"), getattr(opened.hf_config, "eos_token_id", None)):
         ids.update(value if isinstance(value, list) else [] if value is None else [value])

@@ -55,33 +55,38 @@ class BodyLimits:
             await error_response(self._too_large())(scope, receive, send)
             return
         has_started, is_complete, total = False, False, 0
+        refusal: KTransformersError | None = None
 
         async def limited() -> Message:
-            nonlocal is_complete, total
+            nonlocal is_complete, total, refusal
             if is_complete:  # what comes now is the client leaving, whenever it likes
                 return await receive()
             try:
                 async with asyncio.timeout(self._body_timeout):
                     message = await receive()
             except TimeoutError:
-                raise DeadlineError(f"nothing of the body came for {self._body_timeout} s") from None
+                refusal = DeadlineError(f"nothing of the body came for {self._body_timeout} s")
+                raise refusal from None
             total += len(message.get("body", b""))
             is_complete = not message.get("more_body", False)
             if total > self._max_body:
-                raise self._too_large()
+                refusal = self._too_large()
+                raise refusal
             return message
 
         async def noting(message: Message) -> None:
             nonlocal has_started
-            has_started = True
-            await send(message)
+            if refusal is None:  # else it is what the framework makes of our exception
+                has_started = True
+                await send(message)
 
         try:
             await self._app(scope, limited, noting)
         except KTransformersError as error:
-            if has_started:
+            if error is not refusal:
                 raise
-            await error_response(error)(scope, receive, send)
+        if refusal is not None and not has_started:
+            await error_response(refusal)(scope, receive, send)
 
     def _too_large(self) -> PayloadTooLargeError:
         return PayloadTooLargeError(f"the body is longer than the {self._max_body} bytes that this server takes")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
@@ -278,3 +280,45 @@ def test_the_fake_engine_has_the_fields_of_the_real_one() -> None:
     engine = scripted_engine(lambda _: "")
     assert isinstance(engine.config, EngineConfig)
     assert byte_tokenizer().reasoning_tags == ("<think>", "</think>")
+
+
+def test_prompt_logprobs_are_those_of_the_whole_prompt_whatever_the_chunks() -> None:
+    """Entry i is what the logits after i tokens say of token i; worked out here from the fake model itself."""
+    next_logits, prompt = ngram_logits(40), [3, 1, 4, 1, 5, 9, 2, 6]
+    wanted: list[tuple[float, tuple[int, ...]] | None] = [None]
+    for i in range(1, len(prompt)):
+        values = torch.log_softmax(torch.from_numpy(next_logits(prompt[:i])), dim=-1).numpy()
+        wanted.append((float(values[prompt[i]]), tuple(int(j) for j in np.argsort(-values, kind="stable")[:2])))
+    for chunk_size in (1, 3, 100):
+        params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
+        runner = FakeRunner(next_logits, 40, 32)
+        events = list(prefill_and_generate(runner, prompt, params, chunk_size=chunk_size))
+        assert events[0].prompt_logprobs is not None
+        got = [None if e is None else (e.logprob, tuple(i for i, _ in e.top)) for e in events[0].prompt_logprobs]
+        assert got == wanted
+        assert all(event.prompt_logprobs is None for event in events[1:])
+
+
+def test_prompt_logprobs_do_not_take_the_cache_for_an_answer() -> None:
+    session = Session(FakeRunner(ngram_logits(40), 40, 32), chunk_size=4)
+    plain, scored = (
+        SamplingParams(temperature=0, max_tokens=2),
+        SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0),
+    )
+    list(session.generate([1, 2, 3, 4, 5], plain))
+    events = list(session.generate([1, 2, 3, 4, 5], scored))
+    assert events[0].stats.cached_len == 0
+    assert len(events[0].prompt_logprobs or ()) == 5
+
+
+def test_only_allowed_tokens_are_chosen() -> None:
+    for temperature in (0.0, 1.5):
+        params = SamplingParams(temperature=temperature, seed=5, max_tokens=20, allowed_token_ids=(7, 11), top_p=0.9)
+        events = list(prefill_and_generate(FakeRunner(ngram_logits(40), 40, 64), [1, 2], params, chunk_size=8))
+        assert {event.token_id for event in events} <= {7, 11}
+    with pytest.raises(ConfigError, match="allowed_token_ids names token 40"):
+        list(
+            prefill_and_generate(
+                FakeRunner(ngram_logits(40), 40, 64), [1], SamplingParams(allowed_token_ids=(40,)), chunk_size=8
+            )
+        )

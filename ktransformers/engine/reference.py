@@ -1,0 +1,231 @@
+"""Plain Hugging Face as an engine: the model of `transformers` with dequantized fp32 weights and its own cache.
+
+The reference that our operators are compared with, behind the same generate loop. None of our operators, rules or
+kernels is in it. One sequence; on the CPU; weights take four bytes each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.builder import (
+    OpenedModel,
+    Progress,
+    cache_len_of,
+    eos_token_ids_of,
+    generation_defaults_of,
+    load_model_tokenizer,
+    open_model,
+)
+from ktransformers.engine.session import Session
+from ktransformers.engine.skeleton import restore_buffers
+from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError
+from ktransformers.kernels.quant import RawTensor
+from ktransformers.operators.experts import read_layout
+from ktransformers.optimize.machine import detect_machine
+from ktransformers.optimize.tied import TiedSource, tied_names
+from ktransformers.tokenizer import Tokenizer
+
+__all__ = ["ReferenceEngine", "ReferenceRunner", "build_reference_engine"]
+
+logger = logging.getLogger(__name__)
+
+
+class ReferenceRunner:
+    """A SequenceRunner over a causal LM of `transformers` and its DynamicCache."""
+
+    def __init__(self, model: Any, max_len: int):
+        self._model, self.max_len = model, max_len
+        self.vocab_size = int(model.config.vocab_size)
+        self._ids: list[int] = []  # in the cache, by position
+        self._cache = self._new_cache()
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._model.config)
+
+    def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
+        """See engine.generate.SequenceRunner. start may lie before the end of what was written."""
+        if not 0 <= start <= len(self._ids):
+            raise ConfigError(f"start {start} would leave a gap: {len(self._ids)} positions are written")
+        if start < len(self._ids):
+            self._rewind(start)
+        logits = self._step(token_ids, start, keep)
+        self._ids += token_ids
+        return logits
+
+    def _rewind(self, length: int) -> None:
+        """Forget what stands at `length` and after. Sliding windows have forgotten what comes before: compute again."""
+        written, kept, self._ids = len(self._ids), self._ids[:length], []
+        if any(getattr(layer, "is_sliding", False) for layer in self._cache.layers):
+            self._cache = self._new_cache()
+            if kept:
+                self._step(kept, 0, [])
+        else:
+            self._cache.crop(length - written)  # a negative number of tokens to remove: the form all versions know
+        self._ids = kept
+
+    @torch.inference_mode()
+    def _step(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
+        output = self._model(
+            input_ids=torch.tensor([list(token_ids)]),
+            position_ids=torch.arange(start, start + len(token_ids))[None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=torch.tensor(list(keep), dtype=torch.int64),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+class ReferenceEngine:
+    """A loaded reference model with what is needed to feed it."""
+
+    def __init__(self, opened: OpenedModel, model: Any, tokenizer: Tokenizer):
+        self.config = replace(opened.config, cache_lens=cache_len_of(opened.config, opened.hf_config))
+        self.hf_config, self.tokenizer = opened.hf_config, tokenizer
+        self.runner = ReferenceRunner(model, self.config.cache_lens)
+        self.generation_defaults = generation_defaults_of(opened)
+        self.eos_token_ids = eos_token_ids_of(opened, self.generation_defaults, tokenizer)
+        self.description = f"transformers, fp32: {opened.hf_config.model_type}, {opened.source.describe()}"
+
+    def session(self) -> Session:
+        """A conversation on this engine."""
+        return Session(
+            self.runner,
+            chunk_size=self.config.chunk_size,
+            eos_token_ids=self.eos_token_ids,
+            tokenizer=self.tokenizer,
+        )
+
+
+def build_reference_engine(config: EngineConfig, progress: Progress | None = None) -> ReferenceEngine:
+    """Load a model as `transformers` would. Raises ConfigError, WeightError, CapacityError or UnsupportedError."""
+    if config.optimize_config_path is not None:
+        raise UnsupportedError("--optimize_config_path has no meaning here: this backend runs the model without rules")
+    if config.cpu_quant is not None:
+        raise UnsupportedError("--cpu_quant has no meaning here: this backend computes in fp32")
+    opened = open_model(config)
+    _check_fits(opened.model)
+    tokenizer = load_model_tokenizer(opened)
+    torch.set_num_threads(opened.config.cpu_infer)
+    model = _from_safetensors(opened) if opened.gguf is None else _from_gguf(opened, progress)
+    return ReferenceEngine(opened, model.eval(), tokenizer)
+
+
+def _check_fits(model: Any) -> None:
+    needed = 4 * sum(parameter.numel() for parameter in model.parameters())
+    free = detect_machine().available_bytes
+    if needed > free:
+        raise CapacityError(
+            f"the reference keeps all weights in fp32, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; "
+            "use --backend_type ktransformers"
+        )
+
+
+def _attention(model: Any) -> str:
+    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+
+
+def _from_safetensors(opened: OpenedModel) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    path = opened.config.gguf_path or opened.config.model_path
+    folder = path if path is not None and path.is_dir() else Path(str(path)).parent
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=opened.hf_config,
+            dtype=torch.float32,
+            attn_implementation=_attention(opened.model),
+            local_files_only=True,
+            trust_remote_code=opened.config.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ConfigError(f"transformers cannot load {folder}: {error}") from error
+
+
+def _from_gguf(opened: OpenedModel, progress: Progress | None) -> Any:
+    """The skeleton with `transformers`' own attention, filled with what the file's blocks dequantize to."""
+    model = opened.model
+    model.set_attn_implementation(_attention(model))
+    source = TiedSource(opened.source, tied_names(model))
+    names = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
+    total = 4 * sum(model.state_dict(keep_vars=True)[name].numel() for name in names)
+    done = 0
+    experts = {key: module for key, module in model.named_modules() if _is_experts(module)}
+    for key, module in experts.items():
+        done += _fill_experts(module, key, source)
+        names = [name for name in names if not name.startswith(f"{key}.")]
+        if progress is not None:
+            progress(done, total, key)
+    for name in names:
+        if source.find(name) is None:
+            raise TensorMismatchError(f"the tensor {name} is missing from the weight files")
+        owner, _, attribute = name.rpartition(".")
+        done += _set(model.get_submodule(owner), attribute, source.dense(name))
+        if progress is not None:
+            progress(done, total, name)
+    restore_buffers(model)
+    return model
+
+
+def _is_experts(module: Any) -> bool:
+    return isinstance(getattr(module, "down_proj", None), torch.nn.Parameter) and module.down_proj.dim() == 3
+
+
+def _set(module: Any, name: str, value: torch.Tensor) -> int:
+    """Replace a parameter or buffer of the same shape. Returns its bytes."""
+    old = getattr(module, name)
+    if tuple(old.shape) != tuple(value.shape):
+        raise TensorMismatchError(f"{name} has shape {tuple(value.shape)}, the model wants {tuple(old.shape)}")
+    if isinstance(old, torch.nn.Parameter):
+        setattr(module, name, torch.nn.Parameter(value, requires_grad=False))
+    else:
+        module.register_buffer(name, value.to(old.dtype))
+    return value.numel() * 4
+
+
+def _fill_experts(module: Any, key: str, source: TiedSource) -> int:
+    layout = read_layout(module, key)
+    weights = source.experts(key, layout)
+
+    def matrices(parts: list[RawTensor]) -> torch.Tensor:
+        return torch.stack([_dequantized(part) for part in parts])
+
+    def placed(values: torch.Tensor) -> torch.Tensor:
+        return values.transpose(1, 2).contiguous() if layout.is_transposed else values
+
+    def joined(gate: torch.Tensor, up: torch.Tensor, dim: int) -> torch.Tensor:
+        if layout.is_concatenated:
+            return torch.cat((gate, up), dim=dim)
+        return torch.stack((gate, up), dim=dim + 1).flatten(dim, dim + 1)
+
+    up, up_bias = matrices(weights.up), weights.up_bias
+    first, first_bias = "up_proj", "up_proj_bias"
+    if weights.gate is not None:
+        first, first_bias = "gate_up_proj", "gate_up_proj_bias"
+        up = joined(matrices(weights.gate), up, 1)
+        if up_bias is not None and weights.gate_bias is not None:
+            up_bias = joined(weights.gate_bias, up_bias, 1)
+    nbytes = _set(module, first, placed(up)) + _set(module, "down_proj", placed(matrices(weights.down)))
+    if layout.has_bias and up_bias is not None and weights.down_bias is not None:
+        nbytes += _set(module, first_bias, up_bias) + _set(module, "down_proj_bias", weights.down_bias)
+    return nbytes
+
+
+def _dequantized(raw: RawTensor) -> torch.Tensor:
+    """fp32 [rows, cols] by the `gguf` package, not by our kernels."""
+    blocks = raw.data.numpy().reshape(raw.rows, raw.row_bytes)
+    values = gguf.quants.dequantize(blocks, raw.qtype)
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(raw.rows, raw.cols)

@@ -1,0 +1,193 @@
+"""The buffer between a worker thread and the event loop, and the single backend's turn-taking, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import aclosing
+
+import pytest
+
+from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
+from ktransformers.engine.session import Session
+from ktransformers.errors import (
+    ConfigError,
+    ContextLengthError,
+    DeadlineError,
+    EngineError,
+    NotReadyError,
+    SlowReaderError,
+)
+from ktransformers.server.backend.base import GenerationRequest, ModelInfo, Progress
+from ktransformers.server.backend.events import EventBuffer
+from ktransformers.server.backend.single import Loaded, SingleBackend
+from tests.engine.fakes import FakeRunner, byte_tokenizer, ngram_logits
+
+VOCAB = byte_tokenizer().vocab_size
+
+
+def event(token_id: int) -> TokenEvent:
+    return TokenEvent(token_id, "", GenerationStats())
+
+
+class FakeBackend(SingleBackend):
+    """A fake model that waits at `gate` before every forward."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.runner = FakeRunner(ngram_logits(VOCAB), VOCAB, 64)
+
+    def _load(self, progress: Progress) -> Loaded:
+        forward = self.runner.forward
+
+        def waiting(*args: object) -> object:
+            assert self.gate.wait(60)
+            return forward(*args)  # type: ignore[arg-type]
+
+        self.runner.forward = waiting  # type: ignore[method-assign, assignment]
+        model = ModelInfo(byte_tokenizer(), 64, VOCAB, (), SamplingParams(), None, "fake")
+        return Loaded(model, Session(self.runner, chunk_size=8), lambda: None)
+
+
+def request(number: int = 0, **fields: object) -> GenerationRequest:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    return GenerationRequest(**{"request_id": str(number), "prompt_ids": (number, 2, 3), "params": params, **fields})  # type: ignore[arg-type]
+
+
+async def collect(backend: SingleBackend, asked: GenerationRequest) -> list[TokenEvent]:
+    async with aclosing(backend.generate(asked)) as events:
+        return [event async for event in events]
+
+
+def test_events_arrive_in_order_and_a_slow_reader_is_cut_off() -> None:
+    async def main() -> None:
+        buffer = EventBuffer(asyncio.get_running_loop(), bound=3)
+        thread = threading.Thread(target=lambda: [buffer.put(event(i)) for i in range(5)])
+        thread.start()
+        thread.join()
+        assert buffer.is_closed
+        events = aiter(buffer)
+        assert [(await anext(events)).token_id for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(SlowReaderError):
+            await anext(events)
+
+    asyncio.run(main())
+
+
+def test_requests_take_turns_in_the_order_of_their_arrival() -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        with pytest.raises(NotReadyError):
+            backend.model  # noqa: B018
+        await backend.start()
+        order: list[int] = []
+
+        async def one(number: int) -> list[int | None]:
+            events = await collect(backend, request(number))
+            order.append(number)
+            return [event.token_id for event in events]
+
+        tasks = [asyncio.create_task(one(number)) for number in range(4)]
+        while backend.stats().num_waiting < 3:
+            await asyncio.sleep(0)
+        assert backend.stats().num_running == 1
+        tasks[2].cancel()
+        backend.gate.set()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert order == [0, 1, 3]
+        assert isinstance(answers[2], asyncio.CancelledError)
+        alone = Session(FakeRunner(ngram_logits(VOCAB), VOCAB, 64), chunk_size=8)
+        for number in (0, 1, 3):
+            assert answers[number] == [e.token_id for e in alone.generate([number, 2, 3], request().params)]
+        await backend.close()
+
+    asyncio.run(main())
+
+
+def test_deadlines_count_from_the_arrival() -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        await backend.start()
+        first = asyncio.create_task(collect(backend, request(0, timeout=0.05)))
+        second = asyncio.create_task(collect(backend, request(1, timeout=0.05)))
+        for task in (first, second):  # the first within its prefill, the second before its turn
+            with pytest.raises(DeadlineError):
+                await task
+        backend.gate.set()
+        assert (await collect(backend, request(2)))[-1].finish_reason is FinishReason.LENGTH
+        await backend.close()
+
+    asyncio.run(main())
+
+
+def test_a_failing_engine_ends_one_request(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        backend.gate.set()
+        await backend.start()
+        backend.runner.fails_at = 2
+        with pytest.raises(EngineError, match="RuntimeError"):
+            await collect(backend, request(0))
+        assert len(await collect(backend, request(0))) == 4
+        await backend.close()
+
+    asyncio.run(main())
+    assert "request 0: the engine failed" in caplog.text
+
+
+def test_closing_ends_what_runs_and_a_load_in_progress() -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        backend.gate.set()
+        await backend.start()
+        params = SamplingParams(temperature=0, max_tokens=60)
+        async with aclosing(backend.generate(request(0, params=params))) as events:
+            await anext(events)
+            closing = asyncio.create_task(backend.close())
+            rest = [event async for event in events]
+            await closing
+        assert rest[-1].finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
+
+        class Loading(FakeBackend):
+            def _load(self, progress: Progress) -> Loaded:
+                self.runner.forward = None  # type: ignore[assignment, method-assign]
+                started.set()
+                assert go_on.wait(60)
+                progress(1, 2, "a module")
+                raise AssertionError("the load was not ended")
+
+        started, go_on = threading.Event(), threading.Event()
+        loading = Loading()
+        start = asyncio.create_task(loading.start())
+        await asyncio.to_thread(started.wait)
+        close = asyncio.create_task(loading.close())
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(NotReadyError):
+            await start
+        await close
+
+    asyncio.run(main())
+
+
+def test_what_can_be_refused_is_refused_before_the_queue() -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        await backend.start()
+        backend.check(request(0))
+        for fields, error in (
+            ({"prompt_ids": ()}, ConfigError),
+            ({"prompt_ids": (1,) * 64}, ContextLengthError),
+            ({"prompt_ids": (VOCAB,)}, ConfigError),
+            ({"params": SamplingParams(logit_bias={VOCAB: 1.0})}, ConfigError),
+            ({"params": SamplingParams(logit_bias={1: 101.0})}, ConfigError),
+            ({"params": SamplingParams(allowed_token_ids=(-1,))}, ConfigError),
+        ):
+            with pytest.raises(error):
+                backend.check(request(0, **fields))
+        await backend.close()
+
+    asyncio.run(main())

@@ -1,0 +1,185 @@
+"""Clients that misbehave: whatever they send or do not send, others are served and nothing is a 5xx."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.server_process import ServerProcess
+
+CHAT = "/v1/chat/completions"
+QUESTION = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 20, "temperature": 0}
+ENDLESS = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+def post(body: bytes | Any, *headers: str, path: str = CHAT, length: int | None = None) -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    if not any("Transfer-Encoding" in header for header in headers):
+        head.append(f"Content-Length: {len(data) if length is None else length}")
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + data
+
+
+def read_response(connection: socket.socket) -> tuple[int, bytes]:
+    """Status and body of one response that says its length."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        piece = connection.recv(65536)
+        assert piece, f"closed after {data!r}"
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+    while len(body) < length:
+        body += connection.recv(65536)
+    return int(head.split()[1]), body
+
+
+def assert_serves(server: ServerProcess) -> None:
+    answer = httpx.post(server.url + CHAT, json=QUESTION, timeout=60).json()
+    assert answer["choices"][0]["message"]["content"] == "17 + 25 = 42."
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000,
+     b'{"messages": ' + b"9" * 5000 + b"}", b'{"messages":[{"role":"user","content":"a"}],"max_tokens":1e400}'],
+    ids=["open", "empty", "array", "null", "string", "not-utf8", "nan", "deep", "long-number", "infinite"],
+)  # fmt: skip
+def test_bodies_that_are_not_requests(server: ServerProcess, body: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(post(body))
+        status, answer = read_response(connection)
+    assert status == 400
+    assert json.loads(answer)["error"]["type"] == "invalid_request_error"
+    assert_serves(server)
+
+
+def test_lone_surrogates_are_refused_and_named_back_safely(server: ServerProcess) -> None:
+    for body in (
+        b'{"messages":[{"role":"user","content":"\\ud800"}]}',
+        b'{"messages":[{"role":"user","content":"a"}],"model":"\\ud800"}',
+        b'{"messages":[{"role":"user","content":"a"}],"\\udfff":1}',
+        b'{"messages":[{"role":"\\udfff","content":"a"}]}',
+    ):
+        with connect(server) as connection:
+            connection.sendall(post(body))
+            status, answer = read_response(connection)
+        assert status in (400, 404)
+        assert "error" in json.loads(answer)
+
+
+def test_a_malformed_head_is_a_400(server: ServerProcess) -> None:
+    negative = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n".encode()
+    for head in (b"GARBAGE\r\n\r\n", b"GET / HTTX/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", negative):
+        with connect(server) as connection:
+            connection.sendall(head)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+    with connect(server) as connection:  # a head without end
+        try:
+            connection.sendall(b"GET / HTTP/1.1\r\nX: " + b"a" * (1 << 20))
+            assert connection.recv(65536).startswith(b"HTTP/1.1 4")
+        except ConnectionError:
+            pass  # closed before all of it was sent: as good
+    assert_serves(server)
+
+
+def test_bodies_over_the_limit(server: ServerProcess) -> None:
+    with connect(server) as connection:  # announced
+        connection.sendall(post(b"", length=40 << 20))
+        status, answer = read_response(connection)
+    assert status == 413
+    assert json.loads(answer)["error"]["code"] == "request_too_large"
+    with connect(server) as connection:  # found out on the way
+        connection.sendall(post(b"", "Transfer-Encoding: chunked"))
+        piece = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+        status = 0
+        try:
+            for _ in range(40):
+                connection.sendall(piece)
+        except ConnectionError:
+            pass  # the server answered and closed while we were sending
+        try:
+            status, answer = read_response(connection)
+        except ConnectionError:
+            status = 413  # the reset overtook the answer
+        assert status == 413
+    assert_serves(server)
+
+
+def test_chunked_and_pipelined_requests(server: ServerProcess) -> None:
+    data = json.dumps(QUESTION).encode()
+    chunks = b"".join(b"%x\r\n%c\r\n" % (1, byte) for byte in data) + b"0\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(post(b"", "Transfer-Encoding: chunked") + chunks)
+        assert read_response(connection)[0] == 200
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n" + post(QUESTION, "Connection: close"))
+        text = b""
+        while piece := connection.recv(65536):
+            text += piece
+    assert text.count(b"HTTP/1.1 200") == 2
+    assert text.index(b'"version"') < text.index(b"17 + 25 = 42.")
+
+
+def test_a_slow_sender_holds_up_nobody(server: ServerProcess) -> None:
+    request = post(QUESTION)
+    with connect(server) as slow, connect(server) as headless, connect(server):  # the last one never says a word
+        headless.sendall(b"POST /v1/chat")
+        slow.sendall(request[:-10])
+        assert_serves(server)
+        slow.sendall(request[-10:-5])
+        assert_serves(server)
+        slow.sendall(request[-5:])
+        assert read_response(slow)[0] == 200
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(server: ServerProcess) -> None:
+    with connect(server) as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.sendall(post({**ENDLESS, "logprobs": True, "top_logprobs": 20, "max_tokens": 300}))
+        assert_serves(server)  # after the 300 tokens, which the server computed into its buffers
+
+
+def test_leaving_in_mid_stream_stops_the_engine(server: ServerProcess) -> None:
+    for way in (lambda c: c.close(), lambda c: c.shutdown(socket.SHUT_WR)):
+        with connect(server) as connection:
+            connection.sendall(post(ENDLESS))
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            assert b"content" in connection.recv(65536)
+            way(connection)
+            line = server.wait_for("cut off")
+            assert int(line.split(" tokens in ")[0].rsplit(" ", 1)[1]) < 1900
+
+
+def test_leaving_before_the_answer_stops_the_engine(server: ServerProcess) -> None:
+    with connect(server) as connection:
+        connection.sendall(post({**ENDLESS, "stream": False}))
+    server.wait_for(r"chat/completions 499 .* cut off")
+    assert_serves(server)
+
+
+def test_leaving_the_queue_leaves_the_others_in_order(server: ServerProcess) -> None:
+    with connect(server) as first, connect(server) as second, connect(server) as third:
+        first.sendall(post({**ENDLESS, "max_tokens": 150, "stream": False}))
+        second.sendall(post(ENDLESS))
+        assert second.recv(65536)  # it waits: its head is sent before its turn comes
+        third.sendall(post(QUESTION))
+        second.close()
+        assert read_response(first)[0] == 200
+        assert b"42." in read_response(third)[1]
+
+
+def test_unknown_routes_and_methods_have_the_error_shape(server: ServerProcess) -> None:
+    for method, path, status in (("GET", "/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)):
+        answer = httpx.request(method, server.url + path, timeout=60)
+        assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "invalid_request_error"

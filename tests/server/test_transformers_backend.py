@@ -1,0 +1,82 @@
+"""The reference backend: transformers' own modules and cache, compared with transformers' own generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
+from ktransformers.core import SamplingParams
+from ktransformers.engine.llm import LLM
+from ktransformers.engine.reference import ReferenceRunner, build_reference_engine
+from ktransformers.errors import ConfigError, UnsupportedError
+from tests.server.conftest import DEMO
+from tests.support.gguf_writer import write_gguf
+from tests.support.server_process import ServerProcess
+from tests.support.tiny_models import tiny_model
+
+QUESTIONS = ("What is 17 + 25?", "Count from 1 to 12.", "What is the capital of France?")
+
+
+def test_answers_are_those_of_generate() -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32)
+    model.generation_config.temperature = model.generation_config.top_p = model.generation_config.top_k = None
+    engine = build_reference_engine(EngineConfig(model_path=DEMO_MODEL_PATH, cpu_infer=1))
+    session = engine.session()
+    for question in QUESTIONS:
+        ids = engine.tokenizer.apply_chat_template([{"role": "user", "content": question}])
+        events = list(session.generate(ids, SamplingParams(temperature=0, max_tokens=40)))
+        wanted = model.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, len(ids) :].tolist()
+        assert [event.token_id for event in events] == wanted
+    assert events[-1].stats.cached_len > 0  # what the questions share was not computed again
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"])
+def test_a_gguf_file_becomes_the_same_model(model_type: str, tmp_path: Path) -> None:
+    """F32 tensors carry over bit by bit, so the logits are equal; gpt_oss has sliding windows and expert biases."""
+    model = tiny_model(model_type, seed=2)
+    engine = build_reference_engine(EngineConfig(gguf_path=write_gguf(model, tmp_path / "m.gguf"), cpu_infer=1))
+    ids = torch.randint(0, model.config.vocab_size, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0]
+    got = engine.runner.forward(ids, 0, range(len(ids)))
+    # Attention by SDPA instead of the eager oracle: other sums of the same fp32 numbers.
+    assert (got - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+    again = engine.runner.forward(ids[7:], 7, [len(ids) - 8])  # rewinds, through the sliding window's memory too
+    assert (again[0] - wanted[-1]).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+def test_a_gap_is_refused() -> None:
+    runner = ReferenceRunner(tiny_model("llama"), 64)
+    runner.forward([1, 2, 3], 0, [2])
+    with pytest.raises(ConfigError, match="would leave a gap"):
+        runner.forward([1], 5, [0])
+
+
+def test_flags_that_it_cannot_honour_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="--cpu_quant"):
+        build_reference_engine(EngineConfig(model_path=DEMO_MODEL_PATH, cpu_quant="q4_k"))
+    with pytest.raises(UnsupportedError, match="--optimize_config_path"):
+        build_reference_engine(EngineConfig(model_path=DEMO_MODEL_PATH, optimize_config_path=Path("x.yaml")))
+
+
+def test_both_backends_give_the_same_greedy_answers_over_http(llm: LLM) -> None:
+    """The bundled model is sure of these answers: int8 activations do not change its choice."""
+    with (
+        ServerProcess("--backend_type", "transformers", "--gguf_path", str(DEMO)) as process,
+        openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for question in QUESTIONS:
+            messages: list[Any] = [{"role": "user", "content": question}]
+            (ours,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=40))
+            answer = client.chat.completions.create(
+                model="demo-Q4_K_M", messages=messages, max_tokens=40, temperature=0
+            )
+            assert answer.choices[0].message.content == ours.text
+        assert process.terminate() == 0
