@@ -8,7 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["FinishReason", "GenerationStats", "Phase", "SamplingParams", "TokenEvent", "TokenLogprobs"]
+__all__ = [
+    "PROMPT_LOGPROB_ROWS",
+    "FinishReason",
+    "GenerationStats",
+    "Phase",
+    "SamplingParams",
+    "TokenEvent",
+    "TokenLogprobs",
+]
+
+
+PROMPT_LOGPROB_ROWS = 64
+"""Most prompt tokens of one request in one step when all their logits are wanted: 4 * vocab_size bytes each."""
 
 
 class Phase(StrEnum):

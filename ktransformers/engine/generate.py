@@ -15,16 +15,20 @@ from typing import Protocol
 
 import torch
 
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, TokenLogprobs
+from ktransformers.core import (
+    PROMPT_LOGPROB_ROWS,
+    FinishReason,
+    GenerationStats,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+)
 from ktransformers.engine.sampler import RequestSampler, sample_batch, token_logprobs
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.tokenizer.stream import TextStream
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["PROMPT_LOGPROB_ROWS", "SequenceRunner", "prefill_and_generate"]
-
-PROMPT_LOGPROB_ROWS = 64
-"""Most prompt tokens of one forward when every one's logits are wanted: they take 4 * vocab_size bytes each."""
+__all__ = ["SequenceRunner", "prefill_and_generate"]
 
 
 class SequenceRunner(Protocol):

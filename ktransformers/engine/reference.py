@@ -17,15 +17,8 @@ import numpy as np
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import (
-    OpenedModel,
-    Progress,
-    cache_len_of,
-    eos_token_ids_of,
-    generation_defaults_of,
-    load_model_tokenizer,
-    open_model,
-)
+from ktransformers.engine.builder import Progress, cache_len_of
+from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.session import Session
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError
@@ -33,7 +26,6 @@ from ktransformers.kernels.quant import RawTensor
 from ktransformers.operators.experts import read_layout
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.tied import TiedSource, tied_names
-from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["ReferenceEngine", "ReferenceRunner", "build_reference_engine"]
 
@@ -91,13 +83,12 @@ class ReferenceRunner:
 class ReferenceEngine:
     """A loaded reference model with what is needed to feed it."""
 
-    def __init__(self, opened: OpenedModel, model: Any, tokenizer: Tokenizer):
+    def __init__(self, opened: OpenedModel, model: Any, described: ModelDescription):
         self.config = replace(opened.config, cache_lens=cache_len_of(opened.config, opened.hf_config))
-        self.hf_config, self.tokenizer = opened.hf_config, tokenizer
+        self.hf_config, self.tokenizer = opened.hf_config, described.tokenizer
         self.runner = ReferenceRunner(model, self.config.cache_lens)
-        self.generation_defaults = generation_defaults_of(opened)
-        self.eos_token_ids = eos_token_ids_of(opened, self.generation_defaults, tokenizer)
-        self.description = f"transformers, fp32: {opened.hf_config.model_type}, {opened.source.describe()}"
+        self.generation_defaults, self.eos_token_ids = described.generation_defaults, described.eos_token_ids
+        self.description = f"transformers, fp32: {described.description}"
 
     def session(self) -> Session:
         """A conversation on this engine."""
@@ -117,10 +108,10 @@ def build_reference_engine(config: EngineConfig, progress: Progress | None = Non
         raise UnsupportedError("--cpu_quant has no meaning here: this backend computes in fp32")
     opened = open_model(config)
     _check_fits(opened.model)
-    tokenizer = load_model_tokenizer(opened)
+    described = describe_model(opened)
     torch.set_num_threads(opened.config.cpu_infer)
     model = _from_safetensors(opened) if opened.gguf is None else _from_gguf(opened, progress)
-    return ReferenceEngine(opened, model.eval(), tokenizer)
+    return ReferenceEngine(opened, model.eval(), described)
 
 
 def _check_fits(model: Any) -> None:

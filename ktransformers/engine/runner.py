@@ -16,20 +16,47 @@ from ktransformers.kernels.native import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.exact import NativeMathMode, modules_on_torch
 
-__all__ = ["StaticRunner"]
+__all__ = ["ModelRunner", "StaticRunner"]
 
 logger = logging.getLogger(__name__)
 
 
-class StaticRunner:
-    """One sequence of at most max_len tokens, whose keys and values live in a StaticCache."""
+class ModelRunner:
+    """A loaded model, one flattened step at a time. Whose tokens they are is in the context."""
 
-    def __init__(self, model: Any, cache: StaticCache, pool: WorkerPool, vocab_size: int):
+    def __init__(self, model: Any, pool: WorkerPool):
         left = modules_on_torch(model)
         if left:
             logger.info("%s and %d more modules keep their forward, on native products", left[0], len(left) - 1)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
-        self.model, self.cache, self.pool = model, cache, pool
+        self.model, self.pool = model, pool
+
+    @torch.inference_mode()
+    def step(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> torch.Tensor:
+        """One flattened step of any sequences: int64 [T] ids and positions, int64 [N] rows to keep.
+
+        Returns their logits, fp32 [N, vocab_size]. Checks nothing: `forward` does for one sequence.
+        """
+        with self._math:
+            output = self.model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=keep,
+                forward_context=context,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+class StaticRunner(ModelRunner):
+    """One sequence of at most max_len tokens, whose keys and values live in a StaticCache."""
+
+    def __init__(self, model: Any, cache: StaticCache, pool: WorkerPool, vocab_size: int):
+        super().__init__(model, pool)
+        self.cache = cache
         self.vocab_size = vocab_size
         self.written_len = 0  # positions whose keys and values are in the cache
 
@@ -65,23 +92,4 @@ class StaticRunner:
             torch.tensor(list(keep), dtype=torch.int64),
         )
         self.written_len = end
-        return logits
-
-    @torch.inference_mode()
-    def step(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
-    ) -> torch.Tensor:
-        """One flattened step of any sequences: int64 [T] ids and positions, int64 [N] rows to keep.
-
-        Returns their logits, fp32 [N, vocab_size]. Checks nothing: `forward` does for one sequence.
-        """
-        with self._math:
-            output = self.model(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=keep,
-                forward_context=context,
-            )
-        logits: torch.Tensor = output.logits[0]
         return logits

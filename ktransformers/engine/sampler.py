@@ -21,6 +21,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +33,11 @@ from ktransformers.errors import ConfigError, KTransformersError
 __all__ = [
     "RequestSampler",
     "SampledToken",
+    "TokenMask",
     "draw_seed",
     "philox4x32",
     "sample_batch",
+    "sample_each",
     "token_logprobs",
     "uniforms",
 ]
@@ -85,14 +88,26 @@ class SampledToken:
     logprobs: TokenLogprobs | None
 
 
+class TokenMask(Protocol):
+    """A grammar, say: which tokens may come next."""
+
+    def __call__(self, answer_ids: Sequence[int]) -> npt.NDArray[np.bool_] | None:
+        """Mask [V] of the tokens that may follow the answer so far; None: all."""
+        ...
+
+
 class RequestSampler:
     """The sampling state of one request: its parameters, its seed and what its penalties count.
+
+    mask: asked before each token, with the tokens of the answer so far, and applied after bias and penalties.
 
     prompt_ids are the request's original prompt. Raises ConfigError for a logit bias outside of the vocabulary or of
     [-100, 100], and for allowed tokens outside of the vocabulary.
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int):
+    def __init__(
+        self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, mask: TokenMask | None = None
+    ):
         for token_id, bias in params.logit_bias.items():
             if not 0 <= token_id < vocab_size:
                 raise ConfigError(f"logit_bias names token {token_id}; this model's ids are 0 to {vocab_size - 1}")
@@ -104,11 +119,15 @@ class RequestSampler:
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self._barred = _barred(params, vocab_size)
+        self._mask = mask
+        self._answer: list[int] = []  # for the mask
         self._counts: dict[int, int] = {}
         self._seen: dict[int, None] = dict.fromkeys(prompt_ids) if params.repetition_penalty != 1.0 else {}
 
     def commit(self, token_id: int) -> None:
         """Count a token as part of the answer. Call once per token, also for tokens of an answer that is continued."""
+        if self._mask is not None:
+            self._answer.append(token_id)
         if self.params.frequency_penalty or self.params.presence_penalty:
             self._counts[token_id] = self._counts.get(token_id, 0) + 1
         if self.params.repetition_penalty != 1.0:
@@ -128,7 +147,8 @@ class RequestSampler:
     def _adjusted(self, logits: _F32) -> _F32:
         """Logits after penalties and bias; the input is not changed."""
         params = self.params
-        if not (self._seen or self._counts or self._bias.size) and self._barred is None:
+        barred = self._barred_now()
+        if not (self._seen or self._counts or self._bias.size) and barred is None:
             return logits
         adjusted = logits.copy()
         if self._seen:
@@ -140,9 +160,19 @@ class RequestSampler:
             counts = np.fromiter(self._counts.values(), dtype=np.float32)
             adjusted[ids] -= counts * np.float32(params.frequency_penalty) + np.float32(params.presence_penalty)
         adjusted[self._bias_ids] += self._bias
-        if self._barred is not None:
-            adjusted[self._barred] = -np.inf
+        if barred is not None:
+            adjusted[barred] = -np.inf
         return adjusted
+
+    def _barred_now(self) -> npt.NDArray[np.bool_] | None:
+        """The mask [V] of tokens that must not come next. Raises KTransformersError when none is left."""
+        allowed = None if self._mask is None else self._mask(self._answer)
+        if allowed is None:
+            return self._barred
+        barred = ~allowed if self._barred is None else self._barred | ~allowed
+        if barred.all():
+            raise KTransformersError("no token may come next: the request's constraints exclude each other")
+        return barred
 
     def _weights(self, logits: _F32) -> tuple[npt.NDArray[np.int64] | None, _F64]:
         """Candidate ids, ascending (None: all of them), and their unnormalized probabilities; the best has 1.0."""
@@ -216,23 +246,42 @@ def sample_batch(
 
     Does not commit the tokens. Raises KTransformersError when a logit is not a finite number.
     """
+    sampled = []
+    for token in sample_each(logits, requests, positions):
+        if isinstance(token, KTransformersError):
+            raise token
+        sampled.append(token)
+    return sampled
+
+
+def sample_each(
+    logits: torch.Tensor, requests: Sequence[RequestSampler], positions: Sequence[int]
+) -> list[SampledToken | KTransformersError]:
+    """As `sample_batch`, but a request whose logits are no numbers gets its error in the place of its token."""
     if logits.ndim != 2 or not logits.shape[0] == len(requests) == len(positions):
         raise ValueError(
             f"logits {tuple(logits.shape)} do not fit {len(requests)} requests, {len(positions)} positions"
         )
     rows = logits.detach().to("cpu", torch.float32).contiguous()
     numbers = uniforms([request.seed for request in requests], positions)
-    sampled = []
-    for row, request, position, number in zip(rows, requests, positions, numbers, strict=True):
-        values = row.numpy()
-        finite = np.isfinite(values)
-        if not finite.all():
-            bad = int(np.argmin(finite))
-            raise KTransformersError(
-                f"the model computed {values[bad]} as the logit of token {bad} at position {position}: "
-                "its weights are damaged, or they do not fit its config"
-            )
-        token_id = request.choose(values, float(number))
-        wanted = request.params.logprobs
-        sampled.append(SampledToken(token_id, None if wanted is None else token_logprobs(row, token_id, wanted)))
-    return sampled
+    each = zip(rows, requests, positions, numbers, strict=True)
+    return [_sample_one(row, request, position, float(number)) for row, request, position, number in each]
+
+
+def _sample_one(
+    row: torch.Tensor, request: RequestSampler, position: int, uniform: float
+) -> SampledToken | KTransformersError:
+    values = row.numpy()
+    finite = np.isfinite(values)
+    if not finite.all():
+        bad = int(np.argmin(finite))
+        return KTransformersError(
+            f"the model computed {values[bad]} as the logit of token {bad} at position {position}: "
+            "its weights are damaged, or they do not fit its config"
+        )
+    try:
+        token_id = request.choose(values, uniform)
+    except KTransformersError as error:
+        return error
+    wanted = request.params.logprobs
+    return SampledToken(token_id, None if wanted is None else token_logprobs(row, token_id, wanted))

@@ -57,6 +57,8 @@ class PageTables:
         if room < 1:
             return None  # at least the last token's page is new
         max_pages = (seq.known_len - 1) // self.page_size if self.has_prefix_cache else 0
+        if seq.params.prompt_logprobs is not None:
+            max_pages = 0  # logits are not cached: the whole prompt is computed
         pages = self._tree.match(seq.request.cache_salt, seq.token_ids, max_pages)
         num_woken = sum(self._tree.is_idle(page) for page in pages)
         if self.pages_for(seq.known_len + 1) - len(pages) + num_woken > room:

@@ -23,6 +23,7 @@ import msgspec
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 
 __all__ = [
+    "PromptLogprobs",
     "Request",
     "RequestUpdate",
     "Row",
@@ -30,6 +31,7 @@ __all__ = [
     "SchedulerStats",
     "SequenceStart",
     "StepPlan",
+    "StepResult",
 ]
 
 
@@ -109,6 +111,29 @@ class RowResult(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """How likely a stretch of a run's prompt was, filled by the engine. entries[i] is of the token at start + i.
+
+    They come again when a run is recomputed after a preemption: receivers overwrite by position.
+    """
+
+    run_id: int
+    start: int
+    entries: Sequence[TokenLogprobs]
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step led to, filled by the engine: one result per sampled row, in the order of the rows.
+
+    seconds: how long the step took.
+    """
+
+    step_id: int
+    results: Sequence[RowResult]
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    seconds: float = 0.0
+
+
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """News of one request, filled by the scheduler. After the one with a finish_reason there is no other.
 
@@ -117,6 +142,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     passed; neither: the caller asked for it.
     cached_len: prompt tokens found in the prefix cache when the request was first admitted.
     completion_len: tokens of the answer so far, this one included.
+    prompt_logprobs: of a stretch of the prompt; such an update may carry nothing else.
     """
 
     request_id: str
@@ -128,6 +154,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_expired: bool = False
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,12 +36,19 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from ktransformers.core import FinishReason
+from ktransformers.core import PROMPT_LOGPROB_ROWS, FinishReason
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.scheduler.batch import Batch, PlannedRow
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.page_tables import PageTables
-from ktransformers.scheduler.records import Request, RequestUpdate, RowResult, SchedulerStats, StepPlan
+from ktransformers.scheduler.records import (
+    PromptLogprobs,
+    Request,
+    RequestUpdate,
+    RowResult,
+    SchedulerStats,
+    StepPlan,
+)
 from ktransformers.scheduler.sequence import Run, Sequence
 
 __all__ = ["MAX_IN_FLIGHT", "Scheduler"]
@@ -230,6 +237,8 @@ class Scheduler:
         if run is None or not batch.budget:
             return  # preempted a moment ago, for a sequence before it
         num_tokens = min(batch.budget, len(seq.token_ids) + run.num_pending - run.planned_len)
+        if seq.params.prompt_logprobs is not None:
+            num_tokens = min(num_tokens, PROMPT_LOGPROB_ROWS)
         while not self._pages.grow(run, run.planned_len + num_tokens):
             victim = self._running[-1]
             if victim is seq:
@@ -284,7 +293,9 @@ class Scheduler:
 
     # Taking in results.
 
-    def commit(self, step_id: int, results: Seq[RowResult]) -> list[RequestUpdate]:
+    def commit(
+        self, step_id: int, results: Seq[RowResult], prompt_logprobs: Seq[PromptLogprobs] = ()
+    ) -> list[RequestUpdate]:
         """Take in the results of a step: one per sampled row, in the order of the rows.
 
         Steps are committed in the order in which they were planned. Results of a step that went down with its engine
@@ -300,7 +311,7 @@ class Scheduler:
         if len(results) != step.num_sampled:
             raise ValueError(f"step {step_id} samples {step.num_sampled} tokens, got {len(results)} results")
         self._in_flight.popleft()
-        updates, remaining = [], iter(results)
+        updates, remaining = self._scored(step, prompt_logprobs), iter(results)
         for row in step.rows:
             result = next(remaining) if row.is_sampled else None
             if row.is_stale:
@@ -311,6 +322,15 @@ class Scheduler:
                 row.run.num_pending -= 1
                 updates.append(self._take(row.seq, result))
         return updates
+
+    def _scored(self, step: _Step, prompt_logprobs: Seq[PromptLogprobs]) -> list[RequestUpdate]:
+        """Hand prompt logprobs on, those of runs that are over excepted."""
+        seqs = {row.run.run_id: row.seq for row in step.rows if not row.is_stale} if prompt_logprobs else {}
+        return [
+            _update(seqs[one.run_id], finish_reason=None, prompt_logprobs=one)
+            for one in prompt_logprobs
+            if one.run_id in seqs
+        ]
 
     def _take(self, seq: Sequence, result: RowResult) -> RequestUpdate:
         token_id = result.token_id
@@ -390,6 +410,7 @@ def _update(
     finish_reason: FinishReason | None,
     error: str | None = None,
     is_expired: bool = False,
+    prompt_logprobs: PromptLogprobs | None = None,
 ) -> RequestUpdate:
     return RequestUpdate(
         request_id=seq.request_id,
@@ -401,4 +422,5 @@ def _update(
         finish_reason=finish_reason,
         error=error,
         is_expired=is_expired,
+        prompt_logprobs=prompt_logprobs,
     )

@@ -1,0 +1,60 @@
+"""Keys and values in pages that any sequence can own. Knows shapes and slots, not who owns what.
+
+L layers; per layer: keys fp32 [num_pages * page_size, kv_heads, key_dim], values fp32 [..., kv_heads, value_dim]
+slot of position p of a sequence: block_table[p // page_size] * page_size + p % page_size
+latent attention (MLA): kv_heads is 1, and values is a view of the first value_dim columns of keys
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["LayerShape", "PagedCache"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Shape of one layer's cache. is_latent: values are part of the keys and take no bytes of their own."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    is_latent: bool = False
+
+    def nbytes(self, num_slots: int) -> int:
+        values = 0 if self.is_latent else self.value_dim
+        return 4 * num_slots * self.kv_heads * (self.key_dim + values)
+
+
+class PagedCache:
+    """num_pages pages of page_size positions. Memory is touched when it is written first."""
+
+    def __init__(self, shapes: Sequence[LayerShape], num_pages: int, page_size: int):
+        self.shapes, self.num_pages, self.page_size = tuple(shapes), num_pages, page_size
+        self._layers = [self._allocate(shape) for shape in self.shapes]
+
+    @staticmethod
+    def size(shapes: Sequence[LayerShape], num_slots: int) -> int:
+        """Bytes that a cache of these shapes takes."""
+        return sum(shape.nbytes(num_slots) for shape in shapes)
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def nbytes(self) -> int:
+        return self.size(self.shapes, self.num_slots)
+
+    def _allocate(self, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = torch.zeros(self.num_slots, shape.kv_heads, shape.key_dim)
+        if shape.is_latent:
+            return keys, keys[..., : shape.value_dim]
+        return keys, torch.zeros(self.num_slots, shape.kv_heads, shape.value_dim)
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) of layer `layer_idx`; the attention operator writes to them in place."""
+        return self._layers[layer_idx]

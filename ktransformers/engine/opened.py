@@ -1,0 +1,131 @@
+"""A model's files, opened: config, skeleton, weights' headers, tokenizer. Reads no weights and decides no placement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.skeleton import build_skeleton, load_hf_config
+from ktransformers.models.gguf_config import config_of_model
+from ktransformers.tokenizer import Tokenizer, load_tokenizer
+from ktransformers.weights.gguf import GGUFModel, open_gguf
+from ktransformers.weights.gguf_source import GGUFSource
+from ktransformers.weights.loader import WeightFormat, weight_format
+from ktransformers.weights.safetensors import open_safetensors
+from ktransformers.weights.safetensors_source import SafetensorsSource
+from ktransformers.weights.source import WeightSource
+
+__all__ = ["ModelDescription", "OpenedModel", "describe_model", "open_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What can be known of a model without its weights, for those who speak to an engine in another process.
+
+    context_len: most tokens of one sequence that the model was made for; None: it does not say.
+    architecture: the class name in its config.json. generation_defaults: see generation_config.json.
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    context_len: int | None
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: Mapping[str, Any]
+    architecture: str | None
+    description: str
+
+
+@dataclass(slots=True)
+class OpenedModel:
+    """The model's files, opened, and the skeleton that they will fill."""
+
+    config: EngineConfig
+    hf_config: Any
+    gguf: GGUFModel | None
+    model: Any
+    source: WeightSource
+
+
+def open_model(config: EngineConfig) -> OpenedModel:
+    """Open a model's files and build its skeleton. Reads headers only. Raises ConfigError or WeightError."""
+    config = config.resolved()
+    path = config.gguf_path or config.model_path
+    assert path is not None
+    # A model's own folder may hold a GGUF beside its safetensors; a path given as weights must be unambiguous.
+    prefer: WeightFormat | None = None if config.gguf_path is not None else "safetensors"
+    gguf = open_gguf(path) if weight_format(path, prefer) == "gguf" else None
+    hf_config = _hf_config(config, gguf, path)
+    model = build_skeleton(hf_config, config.trust_remote_code)
+    source: WeightSource
+    if gguf is not None:
+        source = GGUFSource(gguf, model.config)
+    else:
+        source = SafetensorsSource(open_safetensors(path), model.config)
+    return OpenedModel(config, model.config, gguf, model, source)
+
+
+def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Any:
+    """--model_path's config.json, else what the GGUF's metadata say, else the config.json beside the weights."""
+    folder = config.model_path
+    if gguf is not None and (folder is None or (folder == path and not (folder / "config.json").is_file())):
+        return config_of_model(gguf)
+    folder = folder or (path if path.is_dir() else path.parent)
+    return load_hf_config(folder, config.trust_remote_code).get_text_config(decoder=True)
+
+
+def describe_model(opened: OpenedModel) -> ModelDescription:
+    """The facts of an opened model, its tokenizer loaded. Raises ConfigError."""
+    tokenizer, defaults = _load_tokenizer(opened), _generation_defaults(opened)
+    architectures = getattr(opened.hf_config, "architectures", None) or [None]
+    return ModelDescription(
+        tokenizer=tokenizer,
+        vocab_size=int(opened.hf_config.vocab_size),
+        context_len=int(getattr(opened.hf_config, "max_position_embeddings", 0) or 0) or None,
+        eos_token_ids=_eos_token_ids(opened, defaults, tokenizer),
+        generation_defaults=defaults,
+        architecture=architectures[0],
+        description=f"{opened.hf_config.model_type}, {opened.source.describe()}",
+    )
+
+
+def _load_tokenizer(opened: OpenedModel) -> Tokenizer:
+    """The tokenizer in the model's folder, else the one in its GGUF file. Raises ConfigError."""
+    return load_tokenizer(
+        _tokenizer_path(opened),
+        None if opened.gguf is None else opened.gguf.metadata,
+        trust_remote_code=opened.config.trust_remote_code,
+    )
+
+
+def _tokenizer_path(opened: OpenedModel) -> Path | None:
+    """The folder with the tokenizer's files: --model_path, or the safetensors folder itself."""
+    if opened.config.model_path is not None:
+        return opened.config.model_path
+    path = opened.config.gguf_path
+    if path is None or opened.gguf is not None:
+        return None
+    return path if path.is_dir() else path.parent
+
+
+def _generation_defaults(opened: OpenedModel) -> dict[str, Any]:
+    """Sampling settings that the model's authors recommend (generation_config.json), as far as we know them."""
+    from transformers import GenerationConfig
+
+    folder = _tokenizer_path(opened)
+    if folder is None or not (folder / "generation_config.json").is_file():
+        return {}
+    values = GenerationConfig.from_pretrained(folder, local_files_only=True).to_diff_dict()
+    known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "do_sample")
+    return {name: values[name] for name in known if values.get(name) is not None}
+
+
+def _eos_token_ids(opened: OpenedModel, defaults: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that end an answer, by the generation config, the model's config and the tokenizer together."""
+    ids: set[int] = set()
+    for value in (defaults.get("eos_token_id"), getattr(opened.hf_config, "eos_token_id", None)):
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    ids.update(tokenizer.eos_token_ids)
+    return tuple(sorted(ids))

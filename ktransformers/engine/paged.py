@@ -1,0 +1,152 @@
+"""Runs the scheduler's steps: many sequences in one flattened forward over a paged cache. Knows no text, no queue.
+
+The state of a run is what sampling its next token needs. Everything else comes with each step: scheduler/records.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ktransformers.cache.paged import PagedCache
+from ktransformers.core import TokenLogprobs
+from ktransformers.engine.context import paged_context
+from ktransformers.engine.sampler import RequestSampler, sample_each, token_logprobs
+from ktransformers.errors import KTransformersError
+from ktransformers.kernels.native import WorkerPool
+from ktransformers.operators.context import ForwardContext
+from ktransformers.scheduler.records import PromptLogprobs, Row, RowResult, SequenceStart, StepPlan, StepResult
+
+__all__ = ["PagedExecutor", "StepRunner"]
+
+logger = logging.getLogger(__name__)
+
+
+class StepRunner(Protocol):
+    """What computes a flattened step. See engine.runner.ModelRunner."""
+
+    def step(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+@dataclass(slots=True)
+class _Run:
+    """error: why no token of this run can be sampled, found when it started."""
+
+    start: SequenceStart
+    sampler: RequestSampler | None
+    error: str | None = None
+
+
+class _Kept:
+    """Which rows' logits a step needs: those that sample, and prompt rows whose next token is to be scored."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []  # indices into the flattened step
+        self.sampled: list[int] = []  # indices into rows
+        self.scored: list[tuple[Row, int, int]] = []  # row, first index into rows, how many
+
+    def add(self, row: Row, first: int, scored: int) -> None:
+        """first: flattened index of the row's first token; scored: how many of its tokens are followed by prompt."""
+        if scored:
+            self.scored.append((row, len(self.rows), scored))
+            self.rows.extend(range(first, first + scored))
+        if row.is_sampled:
+            self.sampled.append(len(self.rows))
+            self.rows.append(first + row.num_tokens - 1)
+
+
+class PagedExecutor:
+    """Executes steps in their order. One caller at a time."""
+
+    def __init__(self, runner: StepRunner, cache: PagedCache, pool: WorkerPool, vocab_size: int):
+        self._runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
+        self._runs: dict[int, _Run] = {}
+        self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
+
+    @property
+    def num_runs(self) -> int:
+        """Runs whose state is held."""
+        return len(self._runs)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. A row that cannot be sampled gets an error of its own; an exception is about the whole step."""
+        began = time.perf_counter()
+        for run_id in plan.ended:
+            self._runs.pop(run_id, None)
+        for start in plan.starts:
+            self._runs[start.run_id] = self._started(start)
+        kept = self._kept(plan.rows)
+        logits = self._forward(plan.rows, kept)
+        results = self._sample(plan.rows, logits[kept.sampled])
+        self._previous = [0 if result.token_id is None else result.token_id for result in results]
+        scored = [self._score(row, logits[at : at + count]) for row, at, count in kept.scored]
+        seconds = time.perf_counter() - began
+        return StepResult(step_id=plan.step_id, results=results, prompt_logprobs=scored, seconds=seconds)
+
+    def _started(self, start: SequenceStart) -> _Run:
+        try:
+            sampler = RequestSampler(start.params, start.token_ids[: start.prompt_len], self._vocab_size)
+        except KTransformersError as error:
+            return _Run(start, None, str(error))
+        for token_id in start.token_ids[start.prompt_len :]:
+            sampler.commit(token_id)
+        return _Run(start, sampler)
+
+    def _kept(self, rows: Sequence[Row]) -> _Kept:
+        kept, first = _Kept(), 0
+        for row in rows:
+            start = self._runs[row.run_id].start
+            scored = 0
+            if start.params.prompt_logprobs is not None:
+                scored = max(min(row.start + row.num_tokens, start.prompt_len - 1) - row.start, 0)
+            kept.add(row, first, scored)
+            first += row.num_tokens
+        return kept
+
+    def _forward(self, rows: Sequence[Row], kept: _Kept) -> torch.Tensor:
+        token_ids = np.fromiter(self._token_ids(rows), dtype=np.int64, count=sum(row.num_tokens for row in rows))
+        positions, context = paged_context(self._cache, self._pool, rows)
+        return self._runner.step(
+            torch.from_numpy(token_ids), positions, context, torch.tensor(kept.rows, dtype=torch.int64)
+        )
+
+    def _token_ids(self, rows: Sequence[Row]) -> Iterator[int]:
+        for row in rows:
+            if row.token_source is None:
+                yield from row.token_ids
+            else:
+                yield self._previous[row.token_source]
+
+    def _sample(self, rows: Sequence[Row], logits: torch.Tensor) -> list[RowResult]:
+        """One result per sampled row, in order. logits fp32 [sampled rows, V]."""
+        sampled = [row for row in rows if row.is_sampled]
+        runs = [self._runs[row.run_id] for row in sampled]
+        good = [i for i, run in enumerate(runs) if run.sampler is not None]
+        samplers = [run.sampler for run in runs if run.sampler is not None]
+        positions = [sampled[i].start + sampled[i].num_tokens for i in good]
+        results = [RowResult(None, error=run.error) for run in runs]
+        for i, sampler, token in zip(good, samplers, sample_each(logits[good], samplers, positions), strict=True):
+            if isinstance(token, KTransformersError):
+                results[i] = RowResult(None, error=str(token))
+            else:
+                sampler.commit(token.token_id)
+                results[i] = RowResult(token.token_id, token.logprobs)
+        return results
+
+    def _score(self, row: Row, logits: torch.Tensor) -> PromptLogprobs:
+        """What the logits after positions row.start, ... say of the prompt tokens that follow them."""
+        start = self._runs[row.run_id].start
+        count = start.params.prompt_logprobs
+        assert count is not None
+        entries: list[TokenLogprobs] = [
+            token_logprobs(values, start.token_ids[row.start + 1 + i], count) for i, values in enumerate(logits)
+        ]
+        return PromptLogprobs(run_id=row.run_id, start=row.start + 1, entries=entries)

@@ -1,0 +1,385 @@
+"""Clients that break the rules: raw sockets against a real process, and against a server with short patience.
+
+What the process must show: an answer of 400 to 499 or a closed connection, and the next request answered as ever.
+Timeouts are tested in this process, on a made-up backend that never stops, so that nobody waits for real ones; sockets
+block until the server acts, and their own timeout is a deadline for a busy machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import struct
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import pytest
+
+from ktransformers.config import DEMO_MODEL_PATH
+from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
+from ktransformers.server import run
+from ktransformers.server.app import create_app
+from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
+from ktransformers.server.config import ServerConfig
+from ktransformers.tokenizer import load_tokenizer
+from tests.support.server_process import ServerProcess
+
+DEADLINE = 60.0
+CHAT = "/v1/chat/completions"
+QUESTION: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 20, "temperature": 0,
+}  # fmt: skip
+ANSWER = "17 + 25 = 42."
+ENDLESS = QUESTION | {"max_tokens": 1900, "ignore_eos": True, "stream": True}
+
+
+def connect(port: int, receive_buffer: int = 0) -> socket.socket:
+    client = socket.socket()
+    client.settimeout(DEADLINE)
+    if receive_buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    try:
+        client.connect(("127.0.0.1", port))
+    except OSError:
+        client.close()
+        raise
+    return client
+
+
+def head(method: str, path: str, *headers: str) -> bytes:
+    return "\r\n".join((f"{method} {path} HTTP/1.1", "Host: test", *headers, "", "")).encode("latin-1")
+
+
+def post(path: str, body: Any, *headers: str, content_type: str = "application/json") -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return head("POST", path, f"Content-Type: {content_type}", f"Content-Length: {len(data)}", *headers) + data
+
+
+def read_answer(client: socket.socket) -> tuple[int, Any]:
+    """Status and body, which is JSON where the server says so."""
+    response = http.client.HTTPResponse(client)
+    response.begin()
+    data = response.read()
+    is_json = response.getheader("content-type", "").startswith("application/json")
+    return response.status, json.loads(data) if is_json else data
+
+
+def read_to_end(client: socket.socket) -> bytes:
+    """All that comes until the server closes. A reset is an end too: the server does not read what it refused."""
+    received = b""
+    try:
+        while data := client.recv(1 << 16):
+            received += data
+    except ConnectionError:
+        pass
+    return received
+
+
+def exchange(port: int, data: bytes) -> tuple[int, Any]:
+    with connect(port) as client:
+        client.sendall(data)
+        return read_answer(client)
+
+
+def check_alive(server: ServerProcess) -> None:
+    status, answer = exchange(server.port, post(CHAT, QUESTION))
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, ANSWER)
+
+
+def read_chunk(client: socket.socket) -> dict[str, Any]:
+    """The first event of a stream."""
+    received = b""
+    while b"\n\n" not in received.partition(b"data: ")[2]:
+        data = client.recv(1 << 16)
+        assert data, received
+        received += data
+    chunk: dict[str, Any] = json.loads(received.partition(b"data: ")[2].partition(b"\n")[0])
+    return chunk
+
+
+NO_HTTP = {
+    "bytes": b"\x00\x01\x02 garbage\r\n\r\n",
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100) + b"\r\n\r\n",
+    "no version": b"GET /health\r\n\r\n",
+    "version": b"GET /health HTTP/two\r\nHost: x\r\n\r\n",
+    "raw byte in the path": b"GET /v1/\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "NUL in a header": b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n",
+    "space in a header's name": b"GET /health HTTP/1.1\r\nHost: x\r\nBad name: b\r\n\r\n",
+    "two lengths": head("POST", CHAT, "Content-Length: 3", "Content-Length: 4") + b"abcd",
+    "negative length": head("POST", CHAT, "Content-Length: -3") + b"abcd",
+    "length of 25 digits": head("POST", CHAT, f"Content-Length: {10**25}"),
+    "other encoding": head("POST", CHAT, "Transfer-Encoding: gzip") + b"abcd",
+    "endless header": b"GET /health HTTP/1.1\r\nX: " + b"a" * 200_000,
+    "endless headers": b"GET /health HTTP/1.1\r\n" + b"".join(b"X%d: a\r\n" % i for i in range(20_000)),
+}
+
+
+@pytest.mark.parametrize("data", NO_HTTP.values(), ids=NO_HTTP)
+def test_what_is_no_http_gets_a_400_and_is_cut_off(data: bytes, server: ServerProcess) -> None:
+    with connect(server.port) as client:
+        with contextlib.suppress(ConnectionError):  # it may be refused before all of it was sent
+            client.sendall(data)
+        received = read_to_end(client)
+    assert received.startswith(b"HTTP/1.1 400 ") or not received
+    assert exchange(server.port, head("GET", "/health"))[0] == 200
+
+
+WRONG_BODIES = {
+    "nothing": b"",
+    "half an object": b'{"messages": [',
+    "a list": b"[1]",
+    "null": b"null",
+    "no text": b"\xff\xfe\xfd",
+    "wrong bytes in a string": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    "half a character": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "half a character in a name": b'{"\\ud800": 1, "messages": [{"role": "user", "content": "x"}]}',
+    "half a character in a role": b'{"messages": [{"role": "\\ud800", "content": "x"}]}',
+    "deep lists": b"[" * 200_000,
+    "deep lists in a field": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "NaN": b'{"temperature": NaN, "messages": [{"role": "user", "content": "x"}]}',
+    "infinity": b'{"temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}',
+    "an integer of 5000 digits": b'{"seed": ' + b"9" * 5000 + b', "messages": [{"role": "user", "content": "x"}]}',
+    "max_tokens beyond integers": b'{"max_tokens": 1e30, "messages": [{"role": "user", "content": "x"}]}',
+    "deep arguments of a tool call": json.dumps(
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}]}
+    ).encode(),
+    "deep parameters of a tool": (
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f", '
+        b'"parameters": ' + b'{"a": ' * 900 + b"1" + b"}" * 900 + b"}}]}"
+    ),
+}
+
+
+@pytest.mark.parametrize("body", WRONG_BODIES.values(), ids=WRONG_BODIES)
+def test_wrong_bodies_are_the_clients_fault(body: bytes, server: ServerProcess) -> None:
+    status, answer = exchange(server.port, post(CHAT, body))
+    assert status == 400, answer
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ";"]
+)
+def test_other_content_types_are_refused(content_type: str, server: ServerProcess) -> None:
+    status, answer = exchange(server.port, post(CHAT, QUESTION, content_type=content_type))
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def chunked(body: bytes, size: int) -> bytes:
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+def test_a_body_in_chunks_of_one_byte(server: ServerProcess) -> None:
+    body = json.dumps({**QUESTION, "user": "日本語"}, ensure_ascii=False).encode()
+    start = head("POST", CHAT, "Content-Type: application/json", "Transfer-Encoding: chunked")
+    status, answer = exchange(server.port, start + chunked(body, 1))
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, ANSWER)
+    assert exchange(server.port, start + b"zz\r\nno size\r\n0\r\n\r\n")[0] == 400
+
+
+def test_a_request_that_trickles_in(server: ServerProcess) -> None:
+    with connect(server.port) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in post(CHAT, QUESTION):
+            client.sendall(bytes([byte]))
+        status, answer = read_answer(client)
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, ANSWER)
+
+
+def test_pipelined_requests_are_answered_in_order(server: ServerProcess) -> None:
+    texts = ["one", "two and three", "four, five and six"]
+    requests = [post(CHAT, QUESTION), *(post("/tokenize", {"prompt": text}) for text in texts), post(CHAT, b"{")]
+    with connect(server.port) as client:
+        client.sendall(b"".join(requests))
+        stream = client.makefile("rb")
+        answers = [read_framed(stream) for _ in requests]
+    assert [status for status, _ in answers] == [200, 200, 200, 200, 400]
+    assert answers[0][1]["choices"][0]["message"]["content"] == ANSWER
+    alone = [exchange(server.port, post("/tokenize", {"prompt": text}))[1] for text in texts]
+    assert [body for _, body in answers[1:4]] == alone
+
+
+def read_framed(stream: Any) -> tuple[int, Any]:
+    """One answer of several on a connection; http.client would read ahead."""
+    status, length = int(stream.readline().split()[1]), 0
+    while line := stream.readline().strip().lower():
+        if line.startswith(b"content-length:"):
+            length = int(line.partition(b":")[2])
+    return status, json.loads(stream.read(length))
+
+
+def test_a_body_too_large_is_refused_before_it_comes(server: ServerProcess) -> None:
+    with connect(server.port) as client:
+        client.sendall(head("POST", CHAT, "Content-Type: application/json", f"Content-Length: {(32 << 20) + 1}"))
+        status, answer = read_answer(client)  # while not one byte of it was sent
+    assert (status, answer["error"]["code"]) == (413, "request_too_large")
+
+
+def test_old_and_odd_requests(server: ServerProcess) -> None:
+    assert exchange(server.port, b"GET /health HTTP/1.0\r\n\r\n") == (200, {"status": "ok"})
+    for data, wanted in (
+        (head("DELETE", "/v1/models"), 405),
+        (head("OPTIONS", "*"), 404),
+        (head("CONNECT", "example.com:443"), 404),
+        (head("GET", "http://example.com/v1/models"), 404),
+        (head("GET", "/v1/models/%ff%00%0d%0a"), 404),
+        (head("GET", "/v1/models/..%2f..%2fetc%2fpasswd"), 404),
+    ):
+        status, answer = exchange(server.port, data)
+        assert (status, answer["error"]["type"]) == (wanted, "invalid_request_error")
+
+
+def test_unfinished_requests_keep_nobody_else_waiting(server: ServerProcess) -> None:
+    starts = (b"", b"POST /v1/ch", head("POST", CHAT, "Content-Length: 10"), post(CHAT, QUESTION)[:-5])
+    waiting = [connect(server.port) for _ in range(40)]
+    for index, client in enumerate(waiting):
+        client.sendall(starts[index % len(starts)])
+    check_alive(server)
+    for client in waiting:
+        client.close()
+    check_alive(server)
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+def test_a_client_that_leaves_ends_its_answer(how: str, server: ServerProcess) -> None:
+    with connect(server.port) as client:
+        client.sendall(post(CHAT, ENDLESS))
+        request_id = read_chunk(client)["id"]
+        if how == "reset":
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if how == "half-close":
+            client.shutdown(socket.SHUT_WR)
+            assert b"[DONE]" not in read_to_end(client)
+        else:
+            client.close()
+        line = server.wait_for(rf"{request_id}: .* cut off")
+    assert int(line.split(" tokens in ")[0].rsplit(" ", 1)[1]) < ENDLESS["max_tokens"]
+    check_alive(server)
+
+
+def test_a_client_that_leaves_the_queue_is_forgotten(server: ServerProcess) -> None:
+    with connect(server.port) as first, connect(server.port) as second:
+        first.sendall(post(CHAT, ENDLESS))
+        running = read_chunk(first)["id"]
+        second.sendall(post(CHAT, {**QUESTION, "stream": True}))
+        assert second.recv(1 << 16).startswith(b"HTTP/1.1 200 ")  # the head comes while the answer waits for its turn
+        second.close()
+        server.wait_for(r": 0 prompt tokens .* 0 tokens in .* cut off")
+        first.close()
+        server.wait_for(rf"{running}: .* cut off")
+    check_alive(server)
+
+
+class EndlessBackend(Backend):
+    """Answers with long events as fast as they are taken, until the generator is closed, which sets `closed`."""
+
+    name = "endless"
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    async def start(self, progress: Progress | None = None) -> None:
+        """Nothing to load."""
+
+    @property
+    def is_ready(self) -> bool:
+        return True
+
+    @property
+    def model(self) -> ModelInfo:
+        tokenizer = load_tokenizer(DEMO_MODEL_PATH, None)
+        return ModelInfo(tokenizer, 1 << 30, 1 << 20, (), SamplingParams(), None, "made up")
+
+    @property
+    def max_running(self) -> int:
+        return 4
+
+    def stats(self) -> BackendStats:
+        return BackendStats(0, 0)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Takes everything."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        stats = GenerationStats(prompt_len=len(request.prompt_ids))
+        try:
+            while True:
+                stats.completion_len += 1
+                yield TokenEvent(0, "x" * 1000, stats)
+                await asyncio.sleep(0)
+        finally:
+            self.closed.set()
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+@contextlib.contextmanager
+def impatient_server(backend: Backend, **settings: Any) -> Iterator[int]:
+    """A server in a thread; its port."""
+    config = ServerConfig(port=0, model_names=("endless",), **settings)
+    listener = run._bind(config)
+    listener.listen()  # now, so that whoever connects before the thread runs is kept waiting instead of refused
+    server = run._Server(run._uvicorn_config(create_app(backend, config), config))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE)
+        listener.close()
+    assert not thread.is_alive()
+
+
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    backend = EndlessBackend()
+    with impatient_server(backend, send_timeout=0.2) as port, connect(port, receive_buffer=4096) as client:
+        client.sendall(post(CHAT, {**QUESTION, "stream": True}))
+        assert backend.closed.wait(DEADLINE)
+        received = read_to_end(client)  # what was on its way
+        assert received.startswith(b"HTTP/1.1 200 ")
+        assert b"[DONE]" not in received
+
+
+def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.2)
+    with impatient_server(EndlessBackend()) as port:
+        for start in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\nX: "):
+            with connect(port) as client:
+                client.sendall(start)
+                assert read_to_end(client) == b""
+
+
+def test_a_second_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.2)
+    with impatient_server(EndlessBackend()) as port, connect(port) as client:
+        client.sendall(head("GET", "/health") + b"GET /hea")
+        assert read_to_end(client).count(b"HTTP/1.1 ") == 1
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with impatient_server(EndlessBackend(), body_timeout=0.2) as port:
+        for part in (b"", b'{"messages": ['):
+            with connect(port) as client:
+                client.sendall(head("POST", CHAT, "Content-Type: application/json", "Content-Length: 1000") + part)
+                status, answer = read_answer(client)
+                assert (status, answer["error"]["code"]) == (408, "deadline_exceeded")
+                assert read_to_end(client) == b""
+
+
+def test_a_body_in_chunks_is_counted() -> None:
+    with impatient_server(EndlessBackend(), max_body=1000) as port:
+        start = head("POST", CHAT, "Content-Type: application/json", "Transfer-Encoding: chunked")
+        status, answer = exchange(port, start + chunked(b" " * 1001, 100))
+        assert (status, answer["error"]["code"]) == (413, "request_too_large")
+        status, answer = exchange(port, start + chunked(b" " * 999, 100))
+        assert status == 400
