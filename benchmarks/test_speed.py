@@ -1,8 +1,9 @@
 """Measures a running server over HTTP, the way users' `test_speed.py` do: `--concurrent N --prompt_lens 1024`.
 
 Speaks the protocol of upstream's script: streamed chat completions with `return_speed`, usage in the finishing chunk.
-Needs nothing but Python's standard library. Every request has a prompt of its own, so that no prefix is shared; with
-`--conversation` the turns of one conversation are sent instead, which shows what is reused.
+Needs nothing but Python's standard library. Prompts have exactly the tokens that --prompt_lens says, chat template
+included, and every request has its own, so that only the template's first words are shared; with `--conversation` the
+turns of one conversation are sent instead, which shows what is reused.
 
     TTFT        seconds from sending a request to its first text
     prefill     prompt tokens computed per second, by the server's own clock (prefill_time)
@@ -24,6 +25,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,6 +44,8 @@ WORDS = (
     "silver",
     "forest",
 )
+FILLERS = ("a", "is", "1", ".", "the", "x")
+ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "sve")
 TURNS = (
     "What is 17 + 25?",
     "Count from 1 to 10.",
@@ -108,11 +112,18 @@ class Server:
     def model(self) -> str:
         return str(self.json("GET", "/v1/models")["data"][0]["id"])
 
-    def count(self, text: str) -> int | None:
-        """Tokens of `text`, or None when the server does not tell."""
+    def version(self) -> Any:
+        """What the server says of itself; other makers' need not have the route."""
         try:
-            return int(self.json("POST", "/tokenize", {"prompt": text})["count"])
-        except (RuntimeError, KeyError, ValueError):
+            return self.json("GET", "/version")
+        except (RuntimeError, ValueError):
+            return None
+
+    def count(self, words: Sequence[str]) -> int | None:
+        """Tokens of the prompt that a question of these words becomes, or None when the server does not tell."""
+        try:
+            return int(self.json("POST", "/tokenize", {"messages": question(words)})["count"])
+        except (RuntimeError, LookupError, TypeError, ValueError):
             return None
 
     def chat(self, messages: list[dict[str, str]], model: str, max_tokens: int, temperature: float) -> Answer:
@@ -135,9 +146,14 @@ class Server:
                     _read_stream(response, answer, began)
             finally:
                 connection.close()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
             answer.error = repr(error)
         return answer
+
+
+def question(words: Sequence[str]) -> list[dict[str, str]]:
+    """A conversation that begins, as upstream's script sends it."""
+    return [{"role": "system", "content": ""}, {"role": "user", "content": " ".join(words)}]
 
 
 def _read_stream(response: Any, answer: Answer, began: float) -> None:
@@ -164,27 +180,42 @@ def _read_stream(response: Any, answer: Answer, began: float) -> None:
         answer.error = "the finishing chunk carries no usage"
 
 
-def make_prompt(server: Server, length: int, seed: int) -> str:
-    """Random words, as many as `length` tokens need; exact to a word when the server has /tokenize."""
+def make_prompt(server: Server, length: int, seed: int) -> list[str]:
+    """Random words whose prompt has `length` tokens. A server that has no /tokenize gets that many words.
+
+    Raises RuntimeError when there is no such prompt.
+    """
     words = random.Random(seed).choices(WORDS, k=length)
-    low, high = 1, length
-    if server.count(" ".join(words[:1])) is None:
-        return " ".join(words)
+    count = server.count([])
+    if count is None:
+        print("this server has no usable /tokenize: a word counts as a token", file=sys.stderr)
+        return words
+    if count >= length:
+        raise RuntimeError(f"a prompt of {length} tokens is not possible: the chat template alone takes {count}")
+    low, high = 0, length
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if (server.count(" ".join(words[:middle])) or 0) <= length else (low, middle - 1)
-    return " ".join(words[:low])
+        found = server.count(words[:middle]) or 0
+        low, high, count = (middle, high, found) if found <= length else (low, middle - 1, count)
+    words = words[:low]
+    while count < length:  # what a whole word is too long for
+        sizes = ((server.count([*words, filler]) or 0, filler) for filler in FILLERS)
+        fitting = next(((size, filler) for size, filler in sizes if count < size <= length), None)
+        if fitting is None:
+            raise RuntimeError(f"found no prompt of exactly {length} tokens; try another --prompt_lens")
+        count = fitting[0]
+        words.append(fitting[1])
+    return words
 
 
 def run_concurrent(
-    server: Server, model: str, prompts: list[str], args: argparse.Namespace
+    server: Server, model: str, prompts: list[list[str]], args: argparse.Namespace
 ) -> tuple[list[Answer], float]:
     """All prompts at once; the answers and the seconds from first to last."""
     answers: list[Answer] = [Answer() for _ in prompts]
 
     def one(index: int) -> None:
-        messages = [{"role": "system", "content": ""}, {"role": "user", "content": prompts[index]}]
-        answers[index] = server.chat(messages, model, args.max_tokens, args.temperature)
+        answers[index] = server.chat(question(prompts[index]), model, args.max_tokens, args.temperature)
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(len(prompts))]
     began = time.perf_counter()
@@ -210,14 +241,16 @@ def run_conversation(server: Server, model: str, args: argparse.Namespace) -> li
 
 
 def machine() -> dict[str, Any]:
-    """What this runs on."""
-    name = platform.processor() or platform.machine()
+    """What this runs on; the server may run elsewhere."""
+    facts: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "isa": []}
+    facts["python"] = platform.python_version()
     try:
-        with open("/proc/cpuinfo") as file:
-            name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            lines = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in file)}
     except OSError:
-        pass
-    return {"cpu": name, "cores": os.cpu_count(), "python": platform.python_version()}
+        return facts  # not Linux
+    flags = (lines.get("flags") or lines.get("Features") or "").split()
+    return facts | {"cpu": lines.get("model name", facts["cpu"]), "isa": [name for name in ISA_FLAGS if name in flags]}
 
 
 def show(title: str, answers: list[Answer], seconds: float) -> dict[str, Any]:
@@ -263,7 +296,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.3)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("--conversation", action="store_true", help="send the turns of one conversation instead")
-    return parser.parse_args(argv)
+    args = parser.parse_args([underscored(flag) for flag in (sys.argv[1:] if argv is None else argv)])
+    if args.concurrent < 1 or args.max_tokens < 1 or min(args.prompt_lens) < 1:
+        parser.error("--concurrent, --max_tokens and --prompt_lens must be at least 1")
+    return args
+
+
+def underscored(flag: str) -> str:
+    """--prompt-lens means --prompt_lens. Values keep their hyphens."""
+    name, equals, value = flag.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value if flag.startswith("--") else flag
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -272,18 +314,23 @@ def main(argv: list[str] | None = None) -> int:
     server = Server(args.url or f"http://{args.host}:{args.port}", args.api_key, args.timeout)
     try:
         model = args.model or server.model()
-        version = server.json("GET", "/version")
-    except (OSError, RuntimeError) as error:
-        print(f"error: no answer from the server: {error}", file=sys.stderr)
+        version = server.version()
+    except (OSError, http.client.HTTPException, RuntimeError, LookupError, TypeError, ValueError) as error:
+        print(f"error: no usable answer from the server: {error!r}", file=sys.stderr)
         return 1
-    print(f"{machine()['cpu']}, {machine()['cores']} CPUs; {model} behind {version}")
-    result: dict[str, Any] = {"machine": machine(), "model": model, "server": version, "runs": []}
+    here = machine()
+    print(f"{here['cpu']}, {here['cores']} CPUs, {' '.join(here['isa'])}; {model} behind {version or 'a server'}")
+    result: dict[str, Any] = {"machine": here, "model": model, "server": version, "runs": []}
     if args.conversation:
         began = time.perf_counter()
         answers = run_conversation(server, model, args)
         result["runs"].append({"conversation": len(TURNS)} | show("conversation", answers, time.perf_counter() - began))
     for length in [] if args.conversation else args.prompt_lens:
-        prompts = [make_prompt(server, length, seed) for seed in range(args.concurrent)]
+        try:
+            prompts = [make_prompt(server, length, seed) for seed in range(args.concurrent)]
+        except (OSError, http.client.HTTPException, RuntimeError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         answers, seconds = run_concurrent(server, model, prompts, args)
         title = f"prompts of {length} tokens, {args.concurrent} at once"
         result["runs"].append({"prompt_len": length, "concurrent": args.concurrent} | show(title, answers, seconds))

@@ -14,11 +14,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from ktransformers.config import CPU_QUANT_TYPES, DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
+from ktransformers.logs import set_up_logging
 
 __all__ = [
     "ArgumentParser",
@@ -181,21 +182,3 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Sampl
 def add_logging_flag(parser: argparse._ActionsContainer) -> None:
     levels = ("debug", "info", "warning", "error")
     parser.add_argument("--log_level", choices=levels, default="info", help="what is logged to standard error")
-
-
-class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stderr is at the moment: a progress bar replaces it to keep lines and bar apart."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
-
-
-def set_up_logging(level: str) -> None:
-    """Log this program's messages to standard error, one line each."""
-    handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    logger = logging.getLogger("ktransformers")
-    logger.handlers[:] = [handler]
-    logger.propagate = False
-    logger.setLevel(level.upper())

@@ -36,8 +36,10 @@ _log = logging.getLogger(__name__)
 
 _DESCRIPTION = "Serve a model over HTTP (OpenAI's API); without a model, the small one that comes with the program."
 
-BACKENDS = ("ktransformers", "transformers")
-DEFAULT_BACKEND = "ktransformers"
+BACKENDS = ("balance_serve", "ktransformers", "transformers")
+DEFAULT_BACKEND = "balance_serve"
+PAGE_SIZE = 64
+MAX_BATCH_SIZE = 16
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -62,6 +64,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine only)")
     group.add_argument("--port", type=int, default=10002, help="port; 0: any free one (%(default)s)")
     group.add_argument("--backend_type", default=DEFAULT_BACKEND, help=f"{', '.join(BACKENDS)} (%(default)s)")
+    group.add_argument(
+        "--max_batch_size", type=int, help=f"balance_serve: most requests computed at once ({MAX_BATCH_SIZE})"
+    )
+    group.add_argument("--page_size", type=int, help=f"balance_serve: tokens per page of the cache ({PAGE_SIZE})")
+    add_toggle(group, "prefix_cache", default=None, help="balance_serve: share cached prefixes (on)")
     group.add_argument("--model_name", action="append", default=[], metavar="NAME", help="name in the API; repeatable")
     group.add_argument("--api_key", action="append", default=[], metavar="KEY", help="repeatable, or with commas")
     group.add_argument("--api_key_file", type=Path, help="a file with one API key per line")
@@ -91,6 +98,12 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UnsupportedError(
             "--cpu_memory_size_GB is not supported; --cache_lens sets the tokens that the cache holds"
         )
+    if args.backend_type != "balance_serve":
+        for flag in ("max_batch_size", "page_size", "prefix_cache"):
+            if getattr(args, flag) is not None:
+                _log.warning(
+                    "--%s has no effect: the %s backend computes one request at a time", flag, args.backend_type
+                )
     if args.use_cuda_graph:
         _log.warning("--use_cuda_graph has no effect: this version computes on the CPU only")
     if args.model is not None and (args.model_path is not None or args.gguf_path is not None):
@@ -138,6 +151,18 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
 
 def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Backend]:
     """What makes the backend. Imports it here, before the port is taken."""
+    if args.backend_type == "balance_serve":
+        from ktransformers.server.backend.balance_serve import BalanceServeBackend
+        from ktransformers.server.balance.supervisor import BalanceConfig
+
+        balance = BalanceConfig(
+            engine=config,
+            page_size=PAGE_SIZE if args.page_size is None else args.page_size,
+            max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
+            has_prefix_cache=args.prefix_cache is not False,
+            log_level=args.log_level,
+        )
+        return lambda: BalanceServeBackend(balance)
     if args.backend_type == "transformers":
         from ktransformers.server.backend.transformers import TransformersBackend
 

@@ -39,6 +39,7 @@ class ReferenceRunner:
         self._model, self.max_len = model, max_len
         self.vocab_size = int(model.config.vocab_size)
         self._ids: list[int] = []  # in the cache, by position
+        self._is_intact = True  # a step that failed left some layers longer than others
         self._cache = self._new_cache()
 
     def _new_cache(self) -> Any:
@@ -50,16 +51,18 @@ class ReferenceRunner:
         """See engine.generate.SequenceRunner. start may lie before the end of what was written."""
         if not 0 <= start <= len(self._ids):
             raise ConfigError(f"start {start} would leave a gap: {len(self._ids)} positions are written")
-        if start < len(self._ids):
+        if start < len(self._ids) or not self._is_intact:
             self._rewind(start)
+        self._is_intact = False
         logits = self._step(token_ids, start, keep)
+        self._is_intact = True
         self._ids += token_ids
         return logits
 
     def _rewind(self, length: int) -> None:
         """Forget what stands at `length` and after. Sliding windows have forgotten what comes before: compute again."""
         written, kept, self._ids = len(self._ids), self._ids[:length], []
-        if any(getattr(layer, "is_sliding", False) for layer in self._cache.layers):
+        if not self._is_intact or any(getattr(layer, "is_sliding", False) for layer in self._cache.layers):
             self._cache = self._new_cache()
             if kept:
                 self._step(kept, 0, [])

@@ -96,6 +96,7 @@ class Scheduler:
         self._arrivals, self._run_ids = itertools.count(), itertools.count(1)
         self._next_step = 1
         self._totals = _Totals()
+        self.max_admitted: int | None = None  # a lower limit on running sequences, for admissions to come
 
     # Requests come and go.
 
@@ -169,6 +170,11 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
+
+    def in_flight_ids(self, step_id: int | None = None) -> list[str]:
+        """Requests with a row in the step in flight of this id, or in any; those that have left excepted."""
+        steps = [step for step in self._in_flight if step_id in (None, step.step_id)]
+        return list(dict.fromkeys(row.seq.request_id for step in steps for row in step.rows if not row.is_stale))
 
     @property
     def num_in_flight(self) -> int:
@@ -253,7 +259,7 @@ class Scheduler:
         The check covers the whole prefill, though pages are only taken chunk by chunk: a sequence that is let in too
         early would be the first to be thrown out again.
         """
-        while self._waiting and batch.budget and len(self._running) < self.config.max_running:
+        while self._waiting and batch.budget and len(self._running) < self._max_running:
             seq = self._waiting[0]
             run = self._pages.start(seq, next(self._run_ids), self._num_reserved())
             if run is None:
@@ -266,6 +272,11 @@ class Scheduler:
             del self._waiting[0]
             bisect.insort(self._running, seq, key=_rank)
             self._extend(batch, seq)
+
+    @property
+    def _max_running(self) -> int:
+        limit = self.config.max_running
+        return limit if self.max_admitted is None else min(limit, self.max_admitted)
 
     def _num_reserved(self) -> int:
         """Pages that running sequences still need for the tokens they have."""

@@ -86,7 +86,7 @@ def error_response(error: KTransformersError) -> ApiResponse:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if status == 413:
+    if status in (408, 413):  # the rest of the body is not wanted
         headers["Connection"] = "close"
     return ApiResponse(error_body(error), status, headers)
 
@@ -107,6 +107,8 @@ def _validation_response(error: RequestValidationError) -> ApiResponse:
         return ApiResponse(_body(f"the body is not valid JSON: {reason}", "invalid_request_error", None, None), 400)
     param = _path(first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
+    if isinstance(first.get("input"), bytes):  # FastAPI decodes bodies of JSON's content types only
+        message = "send the body as JSON, with Content-Type: application/json"
     if first["type"] == "extra_forbidden":
         message = "this server does not support the field"
     return ApiResponse(_body(f"{param}: {message}" if param else message, "invalid_request_error", param, None), 400)

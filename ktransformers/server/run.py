@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, cast
 
+import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -31,30 +32,50 @@ __all__ = ["serve"]
 logger = logging.getLogger("ktransformers.server")
 
 HEADER_TIMEOUT = 30.0
-"""Seconds that a new connection may take to send the head of its first request."""
+"""Seconds that a request's head may take, and the rest of a body whose request has been answered already."""
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, with a limit on the time that the first request's head may take, and with abortable connections."""
+    """uvicorn's, with a limit on what comes too slowly for any timeout of its own, and with abortable connections."""
 
     _impatience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._impatience = self.loop.call_later(HEADER_TIMEOUT, transport.abort)
+        self._watch()
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.cycle is not None:
-            if self._impatience is not None:
-                self._impatience.cancel()
-                self._impatience = None
             cast(dict[str, Any], self.cycle.scope)[ABORT_KEY] = self.transport.abort
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._be_patient()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Start the clock when something is due that no route waits for; stop it when it has come.
+
+        Between requests uvicorn's keep-alive timer runs, but the first byte of whatever comes next stops it.
+        """
+        if self.conn.their_state is h11.IDLE:
+            is_due = self.cycle is None or bool(self.conn.trailing_data[0])  # a head that has begun
+        else:
+            is_due = self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete
+        if not is_due:
+            self._be_patient()
+        elif self._impatience is None:
+            self._impatience = self.loop.call_later(HEADER_TIMEOUT, self.transport.abort)
+
+    def _be_patient(self) -> None:
         if self._impatience is not None:
             self._impatience.cancel()
-        super().connection_lost(exc)
+            self._impatience = None
 
 
 class _Server(uvicorn.Server):
@@ -130,7 +151,11 @@ async def _serve(backend: Backend, config: ServerConfig, loading_bar: LoadingBar
             if loading.done():
                 loading.result()  # raises what went wrong
                 _announce(app.state.service, listener)
-                await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+                losing = asyncio.create_task(backend.lost())
+                await asyncio.wait((stopping, serving, losing), return_when=asyncio.FIRST_COMPLETED)
+                if losing.done():
+                    raise losing.result()
+                losing.cancel()
                 await _drain(app.state.service, received)
         finally:
             server.should_exit = True

@@ -8,12 +8,14 @@ reason. Whoever stops reading closes the iterator (`aclose`), which ends the gen
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.errors import KTransformersError
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo", "Progress"]
@@ -109,6 +111,11 @@ class Backend(ABC):
         Raises NotReadyError, DeadlineError, EngineError or SlowReaderError (the events are not read, and too many wait)
         at the point of the stream where it happens.
         """
+
+    async def lost(self) -> KTransformersError:
+        """Returns when the backend cannot go on although nobody closed it, with the reason. By default never."""
+        never: asyncio.Future[KTransformersError] = asyncio.get_running_loop().create_future()
+        return await never
 
     @abstractmethod
     async def close(self) -> None:

@@ -23,7 +23,7 @@ FORCED_NEWLINE = "\n"
 def _arguments(text: str, at: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{at}.function.arguments is not valid JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise ConfigError(f"{at}.function.arguments must be a JSON object")
@@ -82,7 +82,12 @@ def chat_prompt(
         raise UnsupportedError("this model's chat template does not know tools")
     turns = [template_message(message, index) for index, message in enumerate(messages)]
     shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
-    prompt_ids = tokenizer.apply_chat_template(turns, shown, add_generation_prompt, **template_kwargs)
+    try:
+        prompt_ids = tokenizer.apply_chat_template(turns, shown, add_generation_prompt, **template_kwargs)
+    except RecursionError as error:
+        raise ConfigError(
+            "tools, tool calls or chat_template_kwargs are nested too deeply for a chat template"
+        ) from error
     tags = tokenizer.reasoning_tags
     if force_think and tags is not None and add_generation_prompt and not tokenizer.opens_reasoning(prompt_ids):
         prompt_ids += tokenizer.encode(tags[0] + FORCED_NEWLINE, add_special_tokens=False)

@@ -1,0 +1,28 @@
+"""Logging of this program: one line per message on standard error, the same in every process."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+__all__ = ["set_up_logging"]
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is at the moment: a progress bar replaces it to keep lines and bar apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def set_up_logging(level: str, process: str = "") -> None:
+    """Log this program's messages to standard error. process: a name that tells child processes' lines apart."""
+    handler = _StderrHandler()
+    origin = f"%(name)s ({process})" if process else "%(name)s"
+    handler.setFormatter(logging.Formatter(f"%(levelname)s {origin}: %(message)s"))
+    logger = logging.getLogger("ktransformers")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(level.upper())

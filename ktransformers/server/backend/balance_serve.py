@@ -1,0 +1,242 @@
+"""The `balance_serve` backend: many requests at once, through a scheduler and an engine process of their own.
+
+This side has the text: it turns tokens into text, finds stop strings, and hands each reader its events. What is
+computed when is the scheduler's business; see server/balance/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ktransformers.core import FinishReason, GenerationStats, TokenEvent, TokenLogprobs
+from ktransformers.engine.llm import default_sampling_params
+from ktransformers.engine.opened import ModelDescription, describe_model, open_model
+from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
+from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
+from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
+from ktransformers.server.backend.checks import check_request
+from ktransformers.server.backend.events import EventBuffer
+from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
+from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
+from ktransformers.tokenizer.stream import TextStream
+
+__all__ = ["BalanceServeBackend", "BalanceStats"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceStats(BackendStats):
+    """What metrics show besides. Counts are from the start."""
+
+    scheduler: SchedulerStats | None = None
+    engine: EngineTotals = field(default_factory=EngineTotals)
+    num_engine_restarts: int = 0
+
+
+class _Stream:
+    """One answer on its way to its reader."""
+
+    def __init__(self, request: GenerationRequest, model: ModelInfo, buffer: EventBuffer):
+        self.buffer, self._request, self._model = buffer, request, model
+        self.stats = GenerationStats(prompt_len=len(request.prompt_ids))
+        self._text = TextStream(model.tokenizer, request.params.stop)
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None] * len(request.prompt_ids)
+        self._first_token_at = 0.0
+
+    def hear(self, update: RequestUpdate, prefill_seconds: float | None) -> bool:
+        """Turn news of the scheduler into an event. True when a stop string was found: the scheduler must be told."""
+        stats = self.stats
+        scored = update.prompt_logprobs
+        if scored is not None and self._prompt_logprobs is not None:
+            self._prompt_logprobs[scored.start : scored.start + len(scored.entries)] = scored.entries
+        if update.token_id is None and update.finish_reason is None:
+            return False
+        stats.cached_len, stats.completion_len = update.cached_len, update.completion_len
+        if prefill_seconds is not None:
+            stats.prefill_seconds = prefill_seconds
+        now = time.perf_counter()
+        if not self._first_token_at:
+            self._first_token_at = now
+        stats.decode_seconds = now - self._first_token_at
+        if update.token_id is None:
+            self._end_without_token(update)
+            return False
+        return self._take(update, update.token_id)
+
+    def _end_without_token(self, update: RequestUpdate) -> None:
+        if update.is_expired:
+            seconds = self._request.timeout
+            self.buffer.fail(DeadlineError(f"the answer was not complete within the {seconds} s that it was given"))
+        elif update.error is not None:
+            self.buffer.fail(EngineError(update.error))
+        else:
+            self.buffer.put(TokenEvent(None, self._text.finish()[0], self.stats, finish_reason=FinishReason.ABORT))
+            self.buffer.end()
+
+    def _take(self, update: RequestUpdate, token_id: int) -> bool:
+        reason, stop = update.finish_reason, None
+        if reason is FinishReason.STOP:
+            text, stop_string = self._text.finish()
+            stop = stop_string or token_id
+        else:
+            text, stop_string = self._text.add(token_id)
+            if reason is FinishReason.LENGTH and stop_string is None:
+                rest, stop_string = self._text.finish()
+                text += rest
+            stop = stop_string
+        has_stopped_here = stop_string is not None and reason is None
+        if stop_string is not None:
+            reason = FinishReason.STOP
+        prompt_logprobs = None
+        if self._prompt_logprobs is not None and update.completion_len == 1:
+            prompt_logprobs = tuple(self._prompt_logprobs)
+        self.buffer.put(
+            TokenEvent(token_id, text, self.stats, update.logprobs, reason, stop, prompt_logprobs=prompt_logprobs)
+        )
+        if reason is not None:
+            self.buffer.end()
+        return has_stopped_here
+
+
+class BalanceServeBackend(Backend):
+    """See Backend. Every method runs on the event loop that `start` runs on."""
+
+    name: ClassVar[str] = "balance_serve"
+    has_priorities: ClassVar[bool] = True
+
+    def __init__(self, config: BalanceConfig):
+        self._config = config
+        self._supervisor: Supervisor | None = None
+        self._model: ModelInfo | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._scheduler_stats: SchedulerStats | None = None
+        self._totals = EngineTotals()
+        self._watching: asyncio.Task[None] | None = None
+        self._lost: KTransformersError | None = None
+
+    async def start(self, progress: Progress | None = None) -> None:
+        described = await asyncio.to_thread(lambda: describe_model(open_model(self._config.engine)))
+        self._supervisor = Supervisor(self._config, self._on_news)
+        facts = await self._supervisor.start(progress)
+        self._model = _model_info(described, facts)
+        self._watching = asyncio.create_task(self._watch(self._supervisor))
+
+    async def _watch(self, supervisor: Supervisor) -> None:
+        """When the service cannot go on, all readers hear of it."""
+        self._lost = await asyncio.shield(supervisor.failed)
+        for stream in self._streams.values():
+            stream.buffer.fail(EngineError(str(self._lost)))
+
+    async def lost(self) -> KTransformersError:
+        assert self._supervisor is not None
+        return await asyncio.shield(self._supervisor.failed)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._model is not None and self._lost is None
+
+    @property
+    def model(self) -> ModelInfo:
+        if self._model is None:
+            raise NotReadyError("the model is not loaded yet; ask /ready, or try again in a moment")
+        return self._model
+
+    @property
+    def max_running(self) -> int:
+        return self._config.max_batch_size
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """For tests and metrics. Raises NotReadyError before `start`."""
+        if self._supervisor is None:
+            raise NotReadyError("nothing is started yet")
+        return self._supervisor
+
+    def stats(self) -> BalanceStats:
+        stats = self._scheduler_stats
+        if stats is None:
+            return BalanceStats(num_running=0, num_waiting=0)
+        return BalanceStats(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            cache_usage=stats.num_used_pages / stats.num_pages,
+            scheduler=stats,
+            engine=self._totals,
+            num_engine_restarts=0 if self._supervisor is None else self._supervisor.num_restarts,
+        )
+
+    def check(self, request: GenerationRequest) -> None:
+        check_request(self.model, request)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """See Backend. stats.prefill_seconds runs from admission to the first token, without the time in the queue."""
+        model, supervisor = self.model, self.supervisor
+        if self._lost is not None:
+            raise EngineError(str(self._lost))
+        if request.request_id in self._streams:
+            raise ValueError(f"request id {request.request_id} is in use")
+        stream = _Stream(request, model, EventBuffer(asyncio.get_running_loop()))
+        self._streams[request.request_id] = stream
+        try:
+            await supervisor.send(Add(_record(request)))
+            async for event in stream.buffer:
+                yield event
+        finally:
+            if self._streams.pop(request.request_id, None) is not None and self._lost is None:
+                supervisor.send_soon(Finish(request.request_id, FinishReason.ABORT))
+
+    def _on_news(self, news: News) -> None:
+        self._scheduler_stats, self._totals = news.stats, news.totals
+        for update in news.updates:
+            stream = self._streams.get(update.request_id)
+            if stream is None:
+                continue  # its reader has left, or its text has ended already
+            has_stopped = stream.hear(update, news.prefill_seconds.get(update.request_id))
+            if has_stopped or stream.buffer.is_closed:
+                del self._streams[update.request_id]
+            if has_stopped or (stream.buffer.is_closed and update.finish_reason is None):
+                reason = FinishReason.STOP if has_stopped else FinishReason.ABORT
+                self.supervisor.send_soon(Finish(update.request_id, reason))
+
+    async def close(self) -> None:
+        for stream in self._streams.values():
+            stream.buffer.put(TokenEvent(None, "", stream.stats, finish_reason=FinishReason.ABORT))
+            stream.buffer.end()
+        self._streams.clear()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if self._supervisor is not None:
+            await self._supervisor.close()
+
+
+def _record(request: GenerationRequest) -> Request:
+    return Request(
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        params=request.params,
+        priority=request.priority,
+        deadline=None if request.timeout is None else time.monotonic() + request.timeout,
+        cache_salt=request.cache_salt,
+    )
+
+
+def _model_info(described: ModelDescription, facts: EngineFacts) -> ModelInfo:
+    total_len = facts.num_pages * facts.page_size
+    return ModelInfo(
+        tokenizer=described.tokenizer,
+        max_len=total_len if facts.max_model_len is None else min(total_len, facts.max_model_len),
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+        default_params=default_sampling_params(described.generation_defaults, None),
+        architecture=described.architecture,
+        description=f"{described.description}; {total_len} tokens of cache for all requests",
+    )

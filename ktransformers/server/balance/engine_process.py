@@ -1,0 +1,111 @@
+"""The engine process: loads the model, then runs the scheduler's steps until it is told to stop or dies.
+
+Knows an executor, not what it computes. Steps are run in the order in which they come; one is received while the one
+before it runs, so that the engine does not wait for the scheduler.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from ktransformers.errors import KTransformersError
+from ktransformers.logs import set_up_logging
+from ktransformers.scheduler.records import StepPlan, StepResult
+from ktransformers.server.balance.child import read_options
+from ktransformers.server.balance.messages import (
+    EngineFacts,
+    EngineFailed,
+    EngineLoading,
+    EngineOptions,
+    EngineReady,
+    decode,
+    encode,
+)
+
+__all__ = ["Executor", "LoadedEngine", "load_engine", "main"]
+
+logger = logging.getLogger("ktransformers.engine")
+
+PROGRESS_SECONDS = 0.1
+"""Between two reports while loading."""
+
+
+class Executor(Protocol):
+    """What computes a step."""
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+LoadedEngine = tuple[EngineFacts, Executor]
+Progress = Callable[[int, int, str], None]
+
+
+def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    """The real engine."""
+    from ktransformers.engine.builder import build_paged_engine
+
+    engine = build_paged_engine(
+        options.config, page_size=options.page_size, max_batch_size=options.max_batch_size, progress=progress
+    )
+    facts = EngineFacts(
+        num_pages=engine.cache.num_pages,
+        page_size=engine.cache.page_size,
+        vocab_size=engine.model.vocab_size,
+        eos_token_ids=engine.model.eos_token_ids,
+        max_model_len=engine.model.context_len,
+    )
+    return facts, engine.executor
+
+
+def _load(options: EngineOptions, status: zmq.Socket[bytes]) -> LoadedEngine | None:
+    """The engine that options.factory builds, or None after the parent was told why there is none."""
+    reported = 0.0
+
+    def progress(done: int, total: int, name: str) -> None:
+        nonlocal reported
+        if time.monotonic() - reported >= PROGRESS_SECONDS or done >= total:
+            reported = time.monotonic()
+            status.send(encode(EngineLoading(options.epoch, done, total, name)))
+
+    module, _, function = options.factory.partition(":")
+    try:
+        loaded: LoadedEngine = getattr(importlib.import_module(module), function)(options, progress)
+    except KTransformersError as error:
+        status.send(encode(EngineFailed(options.epoch, type(error).__name__, str(error))))
+        return None
+    return loaded
+
+
+def main() -> int:
+    """The process. Returns its exit code: 1 when the parent was told that the engine cannot start."""
+    options: EngineOptions = read_options(EngineOptions)
+    set_up_logging(options.log_level, f"engine {options.epoch}" if options.epoch else "engine")
+    context = zmq.Context()
+    status = context.socket(zmq.PUSH)
+    status.setsockopt(zmq.SNDHWM, 0)
+    status.connect(options.status)
+    loaded = _load(options, status)
+    if loaded is None:
+        context.destroy(linger=5000)  # the report has to get out
+        return 1
+    facts, executor = loaded
+    steps, results = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, endpoint in ((steps, options.steps), (results, options.results)):
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(endpoint)
+    status.send(encode(EngineReady(options.epoch, facts)))
+    while True:
+        plan: StepPlan = decode(steps.recv(), StepPlan)
+        results.send(encode(executor.execute(plan)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

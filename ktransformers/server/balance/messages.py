@@ -1,0 +1,166 @@
+"""What the processes say to each other: msgspec structs as msgpack, never pickle. Who sends what: see __init__."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ktransformers.config import EngineConfig
+from ktransformers.core import FinishReason
+from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
+
+__all__ = [
+    "Add",
+    "Command",
+    "EngineDown",
+    "EngineFacts",
+    "EngineFailed",
+    "EngineLoading",
+    "EngineOptions",
+    "EngineReady",
+    "EngineStatus",
+    "EngineTotals",
+    "EngineUp",
+    "Finish",
+    "News",
+    "SchedulerOptions",
+    "decode",
+    "encode",
+]
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine process is started with. Addresses are ZMQ endpoints.
+
+    factory: "module:function" that builds the engine from these options.
+    """
+
+    epoch: int
+    parent_pid: int
+    steps: str
+    results: str
+    status: str
+    log_level: str
+    config: EngineConfig
+    page_size: int
+    max_batch_size: int
+    factory: str
+
+
+class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler process is started with. The first six are SchedulerConfig's fields of the same names."""
+
+    num_pages: int
+    page_size: int
+    chunk_size: int
+    max_batch_size: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int | None
+    has_prefix_cache: bool
+    parent_pid: int
+    commands: str
+    news: str
+    log_level: str
+    checks_integrity: bool = False  # after every step; for tests
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """A new request. Its deadline is on the monotonic clock, which all processes of a machine share."""
+
+    request: Request
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """The API process ends a request: its text held a stop string, or its client left."""
+
+    request_id: str
+    reason: FinishReason
+
+
+class EngineUp(msgspec.Struct, frozen=True, tag=True):
+    """An engine of this epoch has loaded. The scheduler binds both endpoints, the engine connects."""
+
+    epoch: int
+    steps: str
+    results: str
+
+
+class EngineDown(msgspec.Struct, frozen=True, tag=True):
+    """The engine of this epoch is gone, and its cache with it."""
+
+    epoch: int
+
+
+Command = Add | Finish | EngineUp | EngineDown
+
+
+class EngineTotals(msgspec.Struct, frozen=True):
+    """Counted from the start, over all epochs."""
+
+    num_steps: int = 0
+    num_tokens: int = 0  # rows computed, prompts and answers
+    busy_seconds: float = 0.0
+    num_poisoned: int = 0  # requests that were ended because they killed engines
+
+
+class News(msgspec.Struct, frozen=True):
+    """What happened since the last one. prefill_seconds: from admission to the first token, of requests that got it."""
+
+    updates: list[RequestUpdate]
+    stats: SchedulerStats
+    totals: EngineTotals
+    prefill_seconds: dict[str, float]
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler has to know of the loaded model."""
+
+    num_pages: int
+    page_size: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int | None
+
+
+class EngineLoading(msgspec.Struct, frozen=True, tag=True):
+    """Progress, in bytes; name: the module that was loaded last."""
+
+    epoch: int
+    done: int
+    total: int
+    name: str
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    epoch: int
+    facts: EngineFacts
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start. error: the name of a class in errors.py."""
+
+    epoch: int
+    error: str
+    message: str
+
+
+EngineStatus = EngineLoading | EngineReady | EngineFailed
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(f"messages hold no {kind.__name__}")
+
+
+def encode(message: Any) -> bytes:
+    """msgpack; paths as text."""
+    return msgspec.msgpack.encode(message, enc_hook=str)
+
+
+def decode(data: bytes, kind: Any) -> Any:
+    """A message of type `kind`. Raises msgspec.ValidationError for anything else."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_plain)

@@ -1,0 +1,241 @@
+"""The scheduler process: owns every request, plans steps ahead of the engine, survives the engine. No torch here.
+
+    waits for: commands of the API process, results of the engine, the next deadline. Then, in this order:
+    take in what came, expire, plan steps up to two ahead, tell the news.
+
+An engine that dies takes the steps in flight with it. Requests that were in them are suspects: with every loss before
+one of their rows has been committed again they get a strike. From the second strike on, sequences run one at a time, so
+that the third one names the request that kills engines; it is ended with an error, and nobody else is.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import Counter
+
+import msgspec
+import zmq
+
+from ktransformers.core import FinishReason
+from ktransformers.errors import KTransformersError
+from ktransformers.logs import set_up_logging
+from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.records import RequestUpdate, StepPlan, StepResult
+from ktransformers.scheduler.scheduler import Scheduler
+from ktransformers.server.balance.child import read_options
+from ktransformers.server.balance.messages import (
+    Add,
+    Command,
+    EngineDown,
+    EngineTotals,
+    EngineUp,
+    Finish,
+    News,
+    SchedulerOptions,
+    decode,
+    encode,
+)
+
+__all__ = ["EngineLink", "SchedulerProcess", "main"]
+
+logger = logging.getLogger("ktransformers.scheduler")
+
+MAX_STRIKES = 3
+ISOLATING_STRIKES = 2
+
+
+class EngineLink:
+    """The sockets to the engine of one epoch. Closing them drops what a dead engine never read."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], up: EngineUp):
+        self.epoch = up.epoch
+        self._steps, self.results = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        for socket, endpoint in ((self._steps, up.steps), (self.results, up.results)):
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(endpoint)
+
+    def send(self, plan: StepPlan) -> None:
+        self._steps.send(encode(plan))
+
+    def close(self) -> None:
+        self._steps.close()
+        self.results.close()
+
+
+def scheduler_config(options: SchedulerOptions) -> SchedulerConfig:
+    """The part of the options that is the scheduler's."""
+    names = SchedulerConfig.__dataclass_fields__
+    return SchedulerConfig(**{name: getattr(options, name) for name in names})
+
+
+class SchedulerProcess:
+    """See the module's docstring."""
+
+    def __init__(self, options: SchedulerOptions, context: zmq.Context[zmq.Socket[bytes]]):
+        self._context, self._checks = context, options.checks_integrity
+        self.scheduler = Scheduler(scheduler_config(options))
+        self._commands, self._news = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for socket, endpoint in ((self._commands, options.commands), (self._news, options.news)):
+            socket.setsockopt(zmq.SNDHWM, 0)  # a message is never dropped, and the API process bounds what waits there
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(self._commands, zmq.POLLIN)
+        self._link: EngineLink | None = None
+        self._updates: list[RequestUpdate] = []
+        self._began: dict[str, float] = {}  # when a request was first planned, until its first token
+        self._prefill_seconds: dict[str, float] = {}
+        self._strikes: Counter[str] = Counter()
+        self._totals = EngineTotals()
+        self._told = b""
+
+    def run(self) -> None:
+        """Serve for ever: the process ends with its parent."""
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """One round of the module's docstring."""
+        deadline = self.scheduler.next_deadline
+        timeout = None if deadline is None else max(int(1000 * (deadline - time.monotonic())) + 1, 0)
+        ready = dict(self._poller.poll(timeout))
+        if self._commands in ready:
+            self._receive_commands()
+        if self._link is not None and self._link.results in ready:
+            self._receive_results(self._link)
+        self._updates += self.scheduler.expire(time.monotonic())
+        self._plan()
+        self._tell()
+
+    def _receive_commands(self) -> None:
+        while self._commands.poll(0):
+            self._obey(decode(self._commands.recv(), Command))
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Add(request):
+                try:
+                    self.scheduler.add(request)
+                except (KTransformersError, ValueError) as error:  # the API process checks first: it has a bug
+                    logger.error("request %s was refused: %s", request.request_id, error)
+                    self._updates.append(_refusal(request.request_id, len(request.prompt_ids), str(error)))
+            case Finish(request_id, reason):
+                update = self.scheduler.finish(request_id, reason)
+                if update is not None:
+                    self._forget(request_id)
+                    self._updates.append(update)
+            case EngineUp():
+                self._link = EngineLink(self._context, command)
+                self._poller.register(self._link.results, zmq.POLLIN)
+            case EngineDown(epoch):
+                self._lose_engine(epoch)
+
+    def _receive_results(self, link: EngineLink) -> None:
+        while link.results.poll(0):
+            result: StepResult = decode(link.results.recv(), StepResult)
+            committed = self.scheduler.in_flight_ids(result.step_id)
+            for request_id in committed:
+                self._strikes.pop(request_id, None)
+            updates = self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs)
+            self._note_first_tokens(updates)
+            self._updates += updates
+            self._totals = msgspec.structs.replace(
+                self._totals,
+                num_steps=self._totals.num_steps + 1,
+                busy_seconds=self._totals.busy_seconds + result.seconds,
+            )
+            self._check()
+        self._isolate()
+
+    def _note_first_tokens(self, updates: list[RequestUpdate]) -> None:
+        now = time.monotonic()
+        for update in updates:
+            if update.completion_len == 1 and update.request_id in self._began:
+                self._prefill_seconds[update.request_id] = now - self._began.pop(update.request_id)
+            if update.finish_reason is not None:
+                self._forget(update.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._began.pop(request_id, None)
+        self._strikes.pop(request_id, None)
+
+    def _lose_engine(self, epoch: int) -> None:
+        if self._link is not None and self._link.epoch == epoch:
+            self._poller.unregister(self._link.results)
+            self._receive_results(self._link)  # what it finished before it died counts
+            self._link.close()
+            self._link = None
+        suspects = self.scheduler.in_flight_ids()
+        self.scheduler.engine_lost()
+        self._strikes.update(suspects)
+        for request_id in suspects:
+            if self._strikes[request_id] >= MAX_STRIKES:
+                self._end_poisonous(request_id)
+        self._isolate()
+        self._check()
+
+    def _end_poisonous(self, request_id: str) -> None:
+        logger.error("request %s was in the batch of %d engines that died: it is ended", request_id, MAX_STRIKES)
+        update = self.scheduler.finish(request_id, FinishReason.ABORT)
+        self._forget(request_id)
+        if update is not None:
+            error = "the engine died again and again while it computed this request; the server's log says more"
+            self._updates.append(msgspec.structs.replace(update, error=error))
+            self._totals = msgspec.structs.replace(self._totals, num_poisoned=self._totals.num_poisoned + 1)
+
+    def _isolate(self) -> None:
+        is_unsafe = any(strikes >= ISOLATING_STRIKES for strikes in self._strikes.values())
+        self.scheduler.max_admitted = 1 if is_unsafe else None
+
+    def _plan(self) -> None:
+        if self._link is None:
+            return
+        while (plan := self.scheduler.schedule()) is not None:
+            now = time.monotonic()
+            for start in plan.starts:
+                if len(start.token_ids) == start.prompt_len:
+                    self._began.setdefault(start.request_id, now)
+            self._totals = msgspec.structs.replace(self._totals, num_tokens=self._totals.num_tokens + plan.num_tokens)
+            self._link.send(plan)
+            self._check()
+
+    def _tell(self) -> None:
+        """Send what is new; nothing when nothing is."""
+        news = News(self._updates, self.scheduler.stats(), self._totals, self._prefill_seconds)
+        data = encode(news)
+        if data != self._told:
+            self._news.send(data)
+            self._told = encode(News([], news.stats, news.totals, {}))
+        self._updates, self._prefill_seconds = [], {}
+
+    def _check(self) -> None:
+        if self._checks:
+            self.scheduler.check_integrity()
+
+
+def _refusal(request_id: str, prompt_len: int, error: str) -> RequestUpdate:
+    return RequestUpdate(
+        request_id=request_id,
+        token_id=None,
+        prompt_len=prompt_len,
+        cached_len=0,
+        completion_len=0,
+        finish_reason=FinishReason.ABORT,
+        error=error,
+    )
+
+
+def main() -> int:
+    """The process. Does not return."""
+    options: SchedulerOptions = read_options(SchedulerOptions)
+    set_up_logging(options.log_level, "scheduler")
+    SchedulerProcess(options, zmq.Context()).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
