@@ -20,7 +20,7 @@ from ktransformers.errors import DeadlineError, EngineError, KTransformersError,
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
 from ktransformers.server.backend.checks import check_request
-from ktransformers.server.backend.events import EventBuffer
+from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
 from ktransformers.tokenizer.stream import TextStream
@@ -112,8 +112,8 @@ class BalanceServeBackend(Backend):
     name: ClassVar[str] = "balance_serve"
     has_priorities: ClassVar[bool] = True
 
-    def __init__(self, config: BalanceConfig):
-        self._config = config
+    def __init__(self, config: BalanceConfig, max_unread: int = MAX_UNREAD_EVENTS):
+        self._config, self._max_unread = config, max_unread
         self._supervisor: Supervisor | None = None
         self._model: ModelInfo | None = None
         self._streams: dict[str, _Stream] = {}
@@ -183,7 +183,7 @@ class BalanceServeBackend(Backend):
             raise EngineError(str(self._lost))
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id} is in use")
-        stream = _Stream(request, model, EventBuffer(asyncio.get_running_loop()))
+        stream = _Stream(request, model, EventBuffer(asyncio.get_running_loop(), self._max_unread))
         self._streams[request.request_id] = stream
         try:
             await supervisor.send(Add(_record(request)))

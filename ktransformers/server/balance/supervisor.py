@@ -130,9 +130,10 @@ class Supervisor:
         return facts
 
     async def _start_child(self, module: str, options: EngineOptions | SchedulerOptions) -> asyncio.subprocess.Process:
-        # -c instead of -m: runpy would import the module twice, under two names.
-        code = f"import sys; from {module} import main; sys.exit(main())"
-        child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE)
+        # Not -m, which would import the module twice, under two names. The child finds packages where we do.
+        code = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; sys.exit(main())"
+        command = [sys.executable, "-P", "-c", code, *sys.path]
+        child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
         assert child.stdin is not None
         child.stdin.write(framed(encode(options)))  # and never closed: its end tells the child that we are gone
         self._children.add(child)

@@ -1,0 +1,73 @@
+"""Engines without a model, for the processes of balance_serve: what the scheduler's tests use, in a child process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from ktransformers.errors import CapacityError
+from ktransformers.scheduler.records import StepPlan, StepResult
+from ktransformers.server.balance.engine_process import LoadedEngine, Progress
+from ktransformers.server.balance.messages import EngineFacts, EngineOptions
+from tests.scheduler.fake_engine import EOS, VOCAB_SIZE, FakeEngine, make_config
+
+PAGE_SIZE = 4
+POISON = 13  # as the first token of a prompt
+MODEL_LEN = 6000
+
+
+class Executor:
+    """step_seconds: what a step pretends to compute for."""
+
+    def __init__(self, options: EngineOptions, step_seconds: float = 0.001, dies_of_poison: bool = False):
+        config = make_config(
+            num_pages=facts(options).num_pages, page_size=PAGE_SIZE, max_batch_size=1000, chunk_size=10**6
+        )
+        self._engine = FakeEngine(config, lambda request_id: "")
+        self._seconds, self._dies_of_poison = step_seconds, dies_of_poison
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._dies_of_poison and any(start.token_ids[0] == POISON for start in plan.starts):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self._seconds)
+        return StepResult(step_id=plan.step_id, results=self._engine.run(plan), seconds=self._seconds)
+
+
+def facts(options: EngineOptions) -> EngineFacts:
+    return EngineFacts(
+        num_pages=options.config.cache_lens // PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        max_model_len=MODEL_LEN,
+    )
+
+
+def load(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    for done in range(3):
+        progress(done, 2, f"module {done}")
+    return facts(options), Executor(options)
+
+
+def load_slow(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    return facts(options), Executor(options, step_seconds=0.01)
+
+
+def load_mortal(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    return facts(options), Executor(options, dies_of_poison=True)
+
+
+def load_never(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    raise CapacityError("this model does not fit; take a smaller one")
+
+
+def load_once(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    """The first engine works; the ones after it die while they load."""
+    if options.epoch:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return load(options, progress)
+
+
+def load_crash(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    os._exit(3)

@@ -1,0 +1,352 @@
+"""The processes of balance_serve, with an engine without a model: deaths, aborts, poison, slow readers, start-up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ktransformers.config import EngineConfig
+from ktransformers.core import FinishReason, SamplingParams, TokenEvent
+from ktransformers.errors import (
+    CapacityError,
+    ConfigError,
+    ContextLengthError,
+    DeadlineError,
+    EngineError,
+    NotReadyError,
+    SlowReaderError,
+)
+from ktransformers.server.backend.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.server.balance.supervisor import BalanceConfig
+from tests.scheduler.fake_engine import VOCAB_SIZE, answer_alone, make_config, make_request
+from tests.server.balance_fakes import MODEL_LEN, POISON
+from tests.server.conftest import DEMO
+
+DEADLINE = 60.0
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE):
+            await work()
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def backend(
+    factory: str = "load", cache_lens: int = 4000, max_unread: int = 4096, **config: Any
+) -> AsyncIterator[BalanceServeBackend]:
+    engine = EngineConfig(gguf_path=DEMO, cache_lens=cache_lens, chunk_size=16)
+    settings = {"page_size": 4, "max_batch_size": 8, "log_level": "error", "checks_integrity": True} | config
+    made = BalanceServeBackend(
+        BalanceConfig(engine=engine, factory=f"tests.server.balance_fakes:{factory}", **settings), max_unread
+    )
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+def request(number: int, prompt: tuple[int, ...] | None = None, **fields: Any) -> GenerationRequest:
+    rng = random.Random(number)
+    params = SamplingParams(
+        **{"seed": number, "max_tokens": rng.randint(1, 60), "ignore_eos": bool(number % 2), **fields.pop("params", {})}
+    )
+    ids = prompt or tuple(rng.choice([i for i in range(VOCAB_SIZE) if i != POISON]) for _ in range(rng.randint(1, 50)))
+    return GenerationRequest(request_id=f"r{number}", prompt_ids=ids, params=params, **fields)
+
+
+def alone(asked: GenerationRequest) -> tuple[list[int], FinishReason]:
+    record = make_request("x", asked.prompt_ids)
+    config = make_config(num_pages=1000, page_size=4, max_model_len=MODEL_LEN)
+    return answer_alone(msgspec.structs.replace(record, params=asked.params), config)
+
+
+async def collect(made: BalanceServeBackend, asked: GenerationRequest) -> list[TokenEvent]:
+    async with aclosing(made.generate(asked)) as events:
+        return [event async for event in events]
+
+
+def check(events: list[TokenEvent], asked: GenerationRequest) -> None:
+    tokens, reason = alone(asked)
+    assert [event.token_id for event in events] == tokens, asked.request_id
+    assert events[-1].finish_reason is reason
+    stats = events[-1].stats
+    assert (stats.prompt_len, stats.completion_len) == (len(asked.prompt_ids), len(tokens))
+    assert stats.prefill_seconds > 0
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    while not is_true():
+        await asyncio.sleep(0.001)
+
+
+def test_many_requests_at_once_get_the_answers_they_get_alone() -> None:
+    async def work() -> None:
+        async with backend(cache_lens=200) as made:  # few pages: they throw each other out
+            requests = [request(number) for number in range(30)]
+            answers = await asyncio.gather(*(collect(made, asked) for asked in requests))
+            for events, asked in zip(answers, requests, strict=True):
+                check(events, asked)
+            stats = made.stats()
+            assert (stats.num_running, stats.num_waiting, stats.cache_usage) == (0, 0, 0.0)
+            assert stats.scheduler is not None
+            assert stats.scheduler.num_preemptions > 0
+            assert stats.engine.num_steps > 0
+            assert made.model.max_len == 200
+
+    run(work)
+
+
+@pytest.mark.slow
+def test_streams_go_on_when_the_engine_is_killed() -> None:
+    async def work() -> None:
+        async with backend("load_slow") as made:
+            requests = [request(number, params={"max_tokens": 120, "ignore_eos": True}) for number in range(8)]
+            streams = [asyncio.create_task(collect(made, asked)) for asked in requests]
+            for kill in range(3):
+                steps = made.stats().engine.num_steps
+                await until(lambda: made.stats().engine.num_steps >= steps + 12)  # noqa: B023
+                pid = made.supervisor.engine_pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                late = request(100 + kill)
+                streams.append(asyncio.create_task(collect(made, late)))
+                requests.append(late)
+                await until(lambda: made.supervisor.num_restarts == kill + 1)  # noqa: B023
+            for stream, asked in zip(streams, requests, strict=True):
+                check(await stream, asked)
+            assert made.stats().num_engine_restarts == 3
+            assert made.stats().scheduler.num_engine_losses == 3  # type: ignore[union-attr]
+
+    run(work)
+
+
+@pytest.mark.slow
+def test_a_request_that_kills_engines_is_ended_alone() -> None:
+    async def work() -> None:
+        async with backend("load_mortal") as made:
+            good = [request(number, params={"max_tokens": 40}) for number in range(6)]
+            bad = request(50, (POISON, 1, 2))
+            tasks = [asyncio.create_task(collect(made, asked)) for asked in [*good[:3], bad, *good[3:]]]
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(answers[3], EngineError)
+            for events, asked in zip(answers[:3] + answers[4:], good, strict=True):
+                assert isinstance(events, list)
+                check(events, asked)
+            assert made.stats().engine.num_poisoned == 1
+            assert made.stats().num_engine_restarts == 3
+
+    run(work)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+
+
+def test_without_the_scheduler_everything_stops() -> None:
+    async def work() -> None:
+        async with backend("load_slow") as made:
+            stream = asyncio.create_task(collect(made, request(1, params={"max_tokens": 2000, "ignore_eos": True})))
+            await until(lambda: made.stats().engine.num_steps > 3)
+            scheduler, engine = made.supervisor.scheduler_pid, made.supervisor.engine_pid
+            assert scheduler is not None
+            assert engine is not None
+            os.kill(scheduler, signal.SIGKILL)
+            with pytest.raises(EngineError, match="scheduler process ended with signal 9"):
+                await stream
+            assert "scheduler process ended" in str(await made.lost())
+            assert not made.is_ready
+            with pytest.raises(EngineError):
+                await collect(made, request(2))
+        await until(lambda: gone(engine))
+        async with backend() as another:
+            check(await collect(another, request(3)), request(3))
+
+    run(work)
+
+
+@pytest.mark.slow
+def test_an_engine_that_never_comes_back_ends_the_service() -> None:
+    async def work() -> None:
+        async with backend("load_once") as made:
+            stream = asyncio.create_task(collect(made, request(1, params={"max_tokens": 2000, "ignore_eos": True})))
+            await until(lambda: made.stats().engine.num_steps > 3)
+            assert made.supervisor.engine_pid is not None
+            os.kill(made.supervisor.engine_pid, signal.SIGKILL)
+            with pytest.raises(EngineError, match="died 6 times"):
+                await stream
+
+    run(work)
+
+
+PARENT = """
+import asyncio, sys
+sys.path.insert(0, {root!r})
+from tests.server.test_balance_processes import backend, collect, request, until
+
+async def main():
+    async with backend("load_slow") as made:
+        task = asyncio.create_task(collect(made, request(1, params={{"max_tokens": 2000, "ignore_eos": True}})))
+        await until(lambda: made.stats().engine.num_steps > 3)
+        print(made.supervisor.engine_pid, made.supervisor.scheduler_pid, flush=True)
+        await task
+
+asyncio.run(main())
+"""
+
+
+def test_no_orphans_when_the_api_process_is_killed() -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", PARENT.format(root=root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.kill()
+
+    async def work() -> None:
+        await until(lambda: all(gone(pid) for pid in pids))
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("factory", "error", "message"),
+    [
+        ("load_never", CapacityError, "this model does not fit; take a smaller one"),
+        ("load_crash", EngineError, "ended while loading, with exit code 3"),
+    ],
+)
+def test_start_up_errors_reach_the_caller(
+    factory: str, error: type[Exception], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def work() -> None:
+        with pytest.raises(error, match=message):
+            async with backend(factory):
+                raise AssertionError("it started")
+
+    run(work)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_loading_reports_progress_and_leaves_nothing_behind() -> None:
+    async def work() -> None:
+        fds = len(os.listdir("/proc/self/fd"))
+        heard: list[tuple[int, int, str]] = []
+        engine = EngineConfig(gguf_path=DEMO, cache_lens=400)
+        made = BalanceServeBackend(
+            BalanceConfig(engine=engine, page_size=4, factory="tests.server.balance_fakes:load", log_level="error")
+        )
+        with pytest.raises(NotReadyError):
+            made.check(request(1))
+        await made.start(lambda *report: heard.append(report))
+        assert heard[-1] == (2, 2, "module 2")
+        folder = made.supervisor._folder
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        await collect(made, request(1))
+        await made.close()
+        await made.close()
+        assert not folder.exists()
+        await asyncio.sleep(0)
+        assert len(os.listdir("/proc/self/fd")) <= fds
+
+    run(work)
+
+
+def test_the_scheduler_process_knows_no_torch() -> None:
+    code = (
+        "import sys, ktransformers.server.balance.scheduler_process\n"
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+
+
+def test_leaving_frees_the_pages_at_once() -> None:
+    async def work() -> None:
+        async with backend("load_slow") as made:
+            async with aclosing(made.generate(request(1, params={"max_tokens": 2000, "ignore_eos": True}))) as events:
+                await anext(events)
+                await until(lambda: made.stats().cache_usage > 0)
+            await until(lambda: made.stats().num_running == 0)
+            assert made.stats().cache_usage == 0
+
+    run(work)
+
+
+def test_a_slow_reader_is_cut_off_and_the_others_are_served() -> None:
+    async def work() -> None:
+        async with backend(max_unread=50) as made:
+            endless = request(1, params={"max_tokens": 500, "ignore_eos": True})
+            async with aclosing(made.generate(endless)) as slow:
+                await anext(slow)
+                check(await collect(made, request(2)), request(2))
+                await until(lambda: made.stats().num_running == 0)
+                with pytest.raises(SlowReaderError):
+                    async for _ in slow:
+                        pass
+
+    run(work)
+
+
+def test_deadlines_priorities_and_refusals() -> None:
+    async def work() -> None:
+        async with backend("load_slow", max_batch_size=1) as made:
+            endless = {"max_tokens": 2000, "ignore_eos": True}
+            with pytest.raises(DeadlineError):
+                await collect(made, request(1, params=endless, timeout=0.1))
+            running = asyncio.create_task(collect(made, request(2, params={"max_tokens": 30, "ignore_eos": True})))
+            await until(lambda: made.stats().num_running == 1)
+            order: list[int] = []
+
+            async def one(number: int, priority: int) -> None:
+                await collect(made, request(number, priority=priority))
+                order.append(number)
+
+            tasks = [asyncio.create_task(one(number, priority)) for number, priority in ((3, 5), (4, 0), (5, -1))]
+            await asyncio.gather(running, *tasks)
+            assert order == [5, 4, 3]
+            for wrong, error in (
+                (request(6, (1,) * MODEL_LEN), ContextLengthError),
+                (request(7, (VOCAB_SIZE,)), ConfigError),
+                (request(8, params={"logit_bias": {VOCAB_SIZE: 1.0}}), ConfigError),
+            ):
+                with pytest.raises(error):
+                    made.check(wrong)
+
+    run(work)
+
+
+def test_stop_strings_end_a_request_in_the_scheduler_too() -> None:
+    async def work() -> None:
+        async with backend("load_slow") as made:
+            plain = request(1, params={"max_tokens": 60, "ignore_eos": True})
+            text = "".join(event.text for event in await collect(made, plain))
+            stop = text[len(text) // 2 : len(text) // 2 + 3]
+            asked = request(1, params={"max_tokens": 2000, "ignore_eos": True, "stop": (stop,)})
+            events = await collect(made, asked)
+            assert events[-1].finish_reason is FinishReason.STOP
+            assert events[-1].stop == stop
+            assert "".join(event.text for event in events) == text[: text.index(stop)]
+            await until(lambda: made.stats().num_running == 0)
+
+    run(work)
