@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 
 import msgspec
 import zmq
@@ -47,22 +47,42 @@ ISOLATING_STRIKES = 2
 
 
 class EngineLink:
-    """The sockets to the engine of one epoch. Closing them drops what a dead engine never read."""
+    """The sockets to the engine of one epoch. Closing them drops what a dead engine never read.
+
+    A PUSH socket without a peer does not send: the engine has not connected yet, or it has died and nobody has said so
+    yet. Steps then wait in the outbox, and never block the scheduler.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], up: EngineUp):
         self.epoch = up.epoch
-        self._steps, self.results = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        for socket, endpoint in ((self._steps, up.steps), (self.results, up.results)):
+        self.steps, self.results = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        for socket, endpoint in ((self.steps, up.steps), (self.results, up.results)):
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(endpoint)
 
+        self._outbox: deque[bytes] = deque()
+
     def send(self, plan: StepPlan) -> None:
-        self._steps.send(encode(plan))
+        self._outbox.append(encode(plan))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as there is somebody to take it."""
+        while self._outbox:
+            try:
+                self.steps.send(self._outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._outbox.popleft()
+
+    @property
+    def awaits_peer(self) -> bool:
+        return bool(self._outbox)
 
     def close(self) -> None:
-        self._steps.close()
+        self.steps.close()
         self.results.close()
 
 
@@ -102,7 +122,12 @@ class SchedulerProcess:
         """One round of the module's docstring."""
         deadline = self.scheduler.next_deadline
         timeout = None if deadline is None else max(int(1000 * (deadline - time.monotonic())) + 1, 0)
+        link = self._link
+        if link is not None:
+            self._poller.register(link.steps, zmq.POLLOUT if link.awaits_peer else 0)
         ready = dict(self._poller.poll(timeout))
+        if link is not None:
+            link.flush()
         if self._commands in ready:
             self._receive_commands()
         if self._link is not None and self._link.results in ready:
@@ -166,6 +191,7 @@ class SchedulerProcess:
     def _lose_engine(self, epoch: int) -> None:
         if self._link is not None and self._link.epoch == epoch:
             self._poller.unregister(self._link.results)
+            self._poller.register(self._link.steps, 0)  # no events: forgets the socket
             self._receive_results(self._link)  # what it finished before it died counts
             self._link.close()
             self._link = None
