@@ -21,7 +21,7 @@ from ktransformers.engine.skeleton import cache_shapes, restore_buffers
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
-from ktransformers.operators.base import OperatorConfig
+from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Plan, make_plan
@@ -93,7 +93,9 @@ def cache_len_of(config: EngineConfig, hf_config: Any) -> int:
     return config.cache_lens or min(context, DEFAULT_CACHE_LEN)
 
 
-def _make_plan(opened: OpenedModel, pool: WorkerPool | None) -> tuple[Plan, list[LayerShape]]:
+def _make_plan(
+    opened: OpenedModel, pool: WorkerPool | None, expert_stats: ExpertStats | None = None
+) -> tuple[Plan, list[LayerShape]]:
     """The plan, without a cache, and the shape of each layer's cache."""
     config, model = opened.config, opened.model
     rules = load_rules(config.optimize_config_path or default_rules(opened.hf_config, model))
@@ -102,7 +104,7 @@ def _make_plan(opened: OpenedModel, pool: WorkerPool | None) -> tuple[Plan, list
     plan = make_plan(
         model,
         rules,
-        operator_config=OperatorConfig(opened.hf_config, pool, quant),
+        operator_config=OperatorConfig(opened.hf_config, pool, quant, expert_stats or ExpertStats()),
         source=opened.source,
         machine=detect_machine(),
         strict=config.strict,
@@ -159,9 +161,9 @@ def build_paged_engine(
     config: EngineConfig, *, page_size: int, max_batch_size: int, progress: Progress | None = None
 ) -> PagedEngine:
     """Load a model for many sequences at once, which share --cache_lens tokens in pages. Errors as `build_engine`."""
-    opened = open_model(config)
+    opened, expert_stats = open_model(config), ExpertStats()
     with _new_pool(opened.config.cpu_infer) as pool:
-        plan, shapes = _make_plan(opened, pool)
+        plan, shapes = _make_plan(opened, pool, expert_stats)
         num_pages = _num_pages(opened, plan, shapes, page_size, max_batch_size)
         plan = _with_cache(plan, shapes, num_pages * page_size)
         plan.check_fits()
@@ -171,7 +173,7 @@ def build_paged_engine(
     return PagedEngine(
         config=replace(opened.config, cache_lens=cache.num_slots),
         plan=plan,
-        executor=PagedExecutor(ModelRunner(opened.model, pool), cache, pool, model.vocab_size),
+        executor=PagedExecutor(ModelRunner(opened.model, pool), cache, pool, model.vocab_size, expert_stats),
         cache=cache,
         model=model,
         pool=pool,

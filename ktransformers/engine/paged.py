@@ -20,6 +20,7 @@ from ktransformers.engine.context import paged_context
 from ktransformers.engine.sampler import RequestSampler, sample_each, token_logprobs
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.native import WorkerPool
+from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.context import ForwardContext
 from ktransformers.scheduler.records import PromptLogprobs, Row, RowResult, SequenceStart, StepPlan, StepResult
 
@@ -66,8 +67,16 @@ class _Kept:
 class PagedExecutor:
     """Executes steps in their order. One caller at a time."""
 
-    def __init__(self, runner: StepRunner, cache: PagedCache, pool: WorkerPool, vocab_size: int):
+    def __init__(
+        self,
+        runner: StepRunner,
+        cache: PagedCache,
+        pool: WorkerPool,
+        vocab_size: int,
+        expert_stats: ExpertStats | None = None,
+    ):
         self._runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
+        self._expert_stats = expert_stats or ExpertStats()
         self._runs: dict[int, _Run] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
 
@@ -78,7 +87,7 @@ class PagedExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. A row that cannot be sampled gets an error of its own; an exception is about the whole step."""
-        began = time.perf_counter()
+        began, before = time.perf_counter(), self._expert_counts()
         for run_id in plan.ended:
             self._runs.pop(run_id, None)
         for start in plan.starts:
@@ -89,7 +98,17 @@ class PagedExecutor:
         self._previous = [0 if result.token_id is None else result.token_id for result in results]
         scored = [self._score(row, logits[at : at + count]) for row, at, count in kept.scored]
         seconds = time.perf_counter() - began
-        return StepResult(step_id=plan.step_id, results=results, prompt_logprobs=scored, seconds=seconds)
+        return StepResult(
+            step_id=plan.step_id,
+            results=results,
+            prompt_logprobs=scored,
+            seconds=seconds,
+            experts=_difference(self._expert_counts(), before),
+        )
+
+    def _expert_counts(self) -> tuple[int, int, int]:
+        stats = self._expert_stats
+        return stats.num_rows, stats.num_samples, stats.num_touched
 
     def _started(self, start: SequenceStart) -> _Run:
         try:
@@ -150,3 +169,7 @@ class PagedExecutor:
             token_logprobs(values, start.token_ids[row.start + 1 + i], count) for i, values in enumerate(logits)
         ]
         return PromptLogprobs(run_id=row.run_id, start=row.start + 1, entries=entries)
+
+
+def _difference(now: tuple[int, int, int], before: tuple[int, int, int]) -> tuple[int, int, int]:
+    return now[0] - before[0], now[1] - before[1], now[2] - before[2]

@@ -20,7 +20,7 @@ from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
 from ktransformers.weights.source import TensorInfo, WeightSource
 
-__all__ = ["COMMON_KWARGS", "Operator", "OperatorConfig", "Placement", "Requirements"]
+__all__ = ["COMMON_KWARGS", "ExpertStats", "Operator", "OperatorConfig", "Placement", "Requirements"]
 
 COMMON_KWARGS = frozenset({"generate_device", "prefill_device", "out_device", "generate_op", "prefill_op"})
 """Keyword arguments that every operator takes in a rule file; the planner resolves them into a Placement."""
@@ -40,6 +40,30 @@ class Placement:
         return self.prefill_device if phase is Phase.PREFILL else self.generate_device
 
 
+@dataclass(slots=True)
+class ExpertStats:
+    """How the routed experts of a model are used, counted as they run.
+
+    num_rows: (token, expert) pairs computed. Every SAMPLE_EVERY-th call of any layer is looked at closely:
+    num_samples of them, which touched num_touched distinct experts together.
+    """
+
+    SAMPLE_EVERY: ClassVar[int] = 61  # prime, so that all layers get their turn
+
+    num_rows: int = 0
+    num_samples: int = 0
+    num_touched: int = 0
+    _num_calls: int = 0
+
+    def note(self, topk_ids: torch.Tensor) -> None:
+        """topk_ids int64 [T, K] of one layer's call."""
+        self.num_rows += topk_ids.numel()
+        self._num_calls += 1
+        if self._num_calls % self.SAMPLE_EVERY == 0:
+            self.num_samples += 1
+            self.num_touched += len(set(topk_ids.flatten().tolist()))
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorConfig:
     """What all operators of one model share. pool is None while only planning."""
@@ -47,6 +71,7 @@ class OperatorConfig:
     hf_config: Any
     pool: WorkerPool | None = None
     cpu_quant: QuantType | None = None
+    expert_stats: ExpertStats = field(default_factory=ExpertStats)
 
     def require_pool(self) -> WorkerPool:
         if self.pool is None:

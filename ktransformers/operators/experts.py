@@ -155,6 +155,7 @@ class KTransformersExperts(Operator):
         """Issue the forward of fp32 [T, H]. The inputs must not change before `collect`."""
         rows = hidden_states.reshape(-1, self.layout.hidden_size).contiguous()
         weights = topk_weights.to(torch.float32).contiguous()
+        self.config.expert_stats.note(topk_ids)
         if self._kernel is not None:
             return Ticket(self._kernel.forward(rows, topk_ids.contiguous(), weights).view(hidden_states.shape))
         return Ticket(self._torch_forward(rows, topk_ids, weights).view(hidden_states.shape))

@@ -125,13 +125,15 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step led to, filled by the engine: one result per sampled row, in the order of the rows.
 
-    seconds: how long the step took.
+    seconds: how long the step took. experts: (token, expert) pairs computed, layer calls looked at closely, distinct
+    experts that those touched; of this step.
     """
 
     step_id: int
     results: Sequence[RowResult]
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     seconds: float = 0.0
+    experts: tuple[int, int, int] = (0, 0, 0)
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):

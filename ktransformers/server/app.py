@@ -13,6 +13,7 @@ from ktransformers.server.api import health, tokens
 from ktransformers.server.api.openai import chat, completions, models
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.metrics import Metrics
 from ktransformers.server.middleware import ApiKeys, BodyLimits
 from ktransformers.server.request_log import RequestLog
 from ktransformers.server.responses import ApiResponse, install_error_handlers
@@ -55,7 +56,8 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     """The service over a backend, which somebody else starts and closes."""
     app = FastAPI(title="ktransformers", version=__version__, default_response_class=ApiResponse, responses=_RESPONSES)
-    app.state.service = Service(backend, config, Admission(config.max_queue))
+    metrics = Metrics(backend, config.model_names[0])
+    app.state.service = Service(backend, config, Admission(config.max_queue), metrics)
     for router in (chat.router, completions.router, models.router, tokens.router, health.router):
         app.include_router(router)
     install_error_handlers(app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 from ktransformers.core import GenerationStats, TokenEvent
 from ktransformers.server.backend.base import Backend, GenerationRequest
+from ktransformers.server.metrics import Metrics
 
 __all__ = ["Tally", "run_generations"]
 
@@ -71,13 +73,25 @@ async def _pump(
 class Tally:
     """Counts of all generations behind one request. num_choices per prompt: a prompt counts once, not n times."""
 
-    def __init__(self, requests: Sequence[GenerationRequest], n: int):
+    def __init__(self, requests: Sequence[GenerationRequest], n: int, metrics: Metrics):
         self._stats: list[GenerationStats | None] = [None] * len(requests)
-        self._n = n
+        self._n, self._metrics = n, metrics
+        self._began = time.perf_counter()
+        self._token_at = [0.0] * len(requests)
         self.finish_reasons: list[str | None] = [None] * len(requests)
 
     def note(self, index: int, event: TokenEvent) -> None:
+        """Count an event of choice `index`, now."""
         self._stats[index] = event.stats
+        now = time.perf_counter()
+        if event.token_id is not None:
+            if self._token_at[index]:
+                self._metrics.inter_token.observe(now - self._token_at[index])
+            else:
+                self._metrics.first_token.observe(now - self._began)
+            self._token_at[index] = now
+        if event.finish_reason is not None:
+            self._metrics.finished(event.finish_reason, event.stats, now - self._began)
 
     @property
     def total(self) -> GenerationStats:

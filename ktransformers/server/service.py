@@ -15,6 +15,8 @@ from ktransformers.errors import ConfigError, ModelNotFoundError, NotReadyError,
 from ktransformers.server.admission import Admission
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.generations import Tally
+from ktransformers.server.metrics import Metrics
 from ktransformers.server.schemas import MAX_CHOICES, GenerationFields
 
 __all__ = ["Service", "new_id", "service_of"]
@@ -43,6 +45,7 @@ class Service:
     backend: Backend
     config: ServerConfig
     admission: Admission
+    metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -85,6 +88,10 @@ class Service:
             stop_token_ids=tuple(fields.stop_token_ids or ()),
             allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
         )
+
+    def tally(self, requests: list[GenerationRequest], n: int) -> Tally:
+        """What counts the answers to these requests, n for each prompt."""
+        return Tally(requests, n, self.metrics)
 
     def requests(
         self, request_id: str, fields: GenerationFields, prompts: list[list[int]], params: SamplingParams

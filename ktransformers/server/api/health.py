@@ -31,6 +31,13 @@ async def ready(request: Request) -> Response:
     return ApiResponse({"status": "ready"})
 
 
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    text, content_type = service_of(request).metrics.render()
+    return Response(text, media_type=content_type)
+
+
 @router.get("/version")
 async def version(request: Request) -> Response:
     """The version of the program, and what answers."""

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ktransformers.core import FinishReason, GenerationStats, TokenEvent, TokenLogprobs
@@ -18,25 +17,17 @@ from ktransformers.engine.llm import default_sampling_params
 from ktransformers.engine.opened import ModelDescription, describe_model, open_model
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
-from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
+from ktransformers.server.backend.balance_stats import BalanceStats
+from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, Progress
 from ktransformers.server.backend.checks import check_request
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
 from ktransformers.tokenizer.stream import TextStream
 
-__all__ = ["BalanceServeBackend", "BalanceStats"]
+__all__ = ["BalanceServeBackend"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class BalanceStats(BackendStats):
-    """What metrics show besides. Counts are from the start."""
-
-    scheduler: SchedulerStats | None = None
-    engine: EngineTotals = field(default_factory=EngineTotals)
-    num_engine_restarts: int = 0
 
 
 class _Stream:

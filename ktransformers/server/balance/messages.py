@@ -104,6 +104,9 @@ class EngineTotals(msgspec.Struct, frozen=True):
     num_tokens: int = 0  # rows computed, prompts and answers
     busy_seconds: float = 0.0
     num_poisoned: int = 0  # requests that were ended because they killed engines
+    num_expert_rows: int = 0  # (token, expert) pairs
+    num_expert_samples: int = 0  # layer calls looked at closely
+    num_touched_experts: int = 0  # distinct experts in those, added up
 
 
 class News(msgspec.Struct, frozen=True):

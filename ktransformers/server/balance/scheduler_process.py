@@ -168,10 +168,14 @@ class SchedulerProcess:
             updates = self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs)
             self._note_first_tokens(updates)
             self._updates += updates
+            totals, (num_rows, num_samples, num_touched) = self._totals, result.experts
             self._totals = msgspec.structs.replace(
-                self._totals,
-                num_steps=self._totals.num_steps + 1,
-                busy_seconds=self._totals.busy_seconds + result.seconds,
+                totals,
+                num_steps=totals.num_steps + 1,
+                busy_seconds=totals.busy_seconds + result.seconds,
+                num_expert_rows=totals.num_expert_rows + num_rows,
+                num_expert_samples=totals.num_expert_samples + num_samples,
+                num_touched_experts=totals.num_touched_experts + num_touched,
             )
             self._check()
         self._isolate()

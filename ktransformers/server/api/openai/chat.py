@@ -137,7 +137,9 @@ async def _prepare(service: Service, body: ChatRequest) -> _Job:
     requests = service.requests(request_id, body, [prompt_ids], params)
     opens_reasoning = tokenizer.opens_reasoning(prompt_ids)
     choices = [_Choice(tokenizer, opens_reasoning, bool(tools)) for _ in requests]
-    return _Job(service, body, name, requests, Tally(requests, body.n or 1), choices, request_id, int(time.time()))
+    return _Job(
+        service, body, name, requests, service.tally(requests, body.n or 1), choices, request_id, int(time.time())
+    )
 
 
 @router.post("/v1/chat/completions")

@@ -134,7 +134,7 @@ async def _prepare(service: Service, body: CompletionRequest) -> _Job:
     choices = [
         _Choice(tokenizer, request, echoes[index // n], is_prompt_only) for index, request in enumerate(requests)
     ]
-    return _Job(service, body, name, requests, Tally(requests, n), choices, request_id, int(time.time()))
+    return _Job(service, body, name, requests, service.tally(requests, n), choices, request_id, int(time.time()))
 
 
 @router.post("/v1/completions")

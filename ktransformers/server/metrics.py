@@ -1,0 +1,109 @@
+"""What /metrics shows: vLLM's names, which existing dashboards read, and our own. Knows a backend's figures.
+
+https://docs.vllm.ai/en/latest/usage/metrics.html. Histograms are observed where answers pass (generations.py);
+everything else is read from the backend when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from ktransformers.core import FinishReason, GenerationStats
+from ktransformers.server.backend.balance_stats import BalanceStats
+from ktransformers.server.backend.base import Backend
+
+__all__ = ["Metrics"]
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class _BackendCollector(Collector):
+    """Reads the backend at the moment of the scrape."""
+
+    def __init__(self, backend: Backend, model_name: str):
+        self._backend, self._model_name = backend, model_name
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._backend.stats()
+        yield self._gauge("vllm:num_requests_running", "Requests that are computed now.", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait to be computed.", stats.num_waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "K/V cache in use; 1 is all of it.", stats.cache_usage)
+        if isinstance(stats, BalanceStats):
+            yield from self._of_processes(stats)
+
+    def _of_processes(self, stats: BalanceStats) -> Iterator[Metric]:
+        engine, restarts = stats.engine, stats.num_engine_restarts
+        if stats.scheduler is not None:
+            queried, hit = stats.scheduler.prefix_query_len, stats.scheduler.prefix_hit_len
+            yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queried)
+            yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hit)
+            yield self._counter("vllm:num_preemptions", "Requests sent back to wait.", stats.scheduler.num_preemptions)
+            expired = stats.scheduler.num_expired
+            yield self._counter("ktransformers:requests_expired", "Requests whose deadline passed.", expired)
+        yield self._counter("ktransformers:engine_restarts", "Engines that died and were replaced.", restarts)
+        yield self._counter(
+            "ktransformers:requests_poisonous", "Requests ended for killing engines.", engine.num_poisoned
+        )
+        yield self._counter("ktransformers:engine_steps", "Steps that the engine ran.", engine.num_steps)
+        yield self._counter("ktransformers:engine_tokens", "Tokens in those steps.", engine.num_tokens)
+        yield self._counter("ktransformers:engine_busy_seconds", "Time that those steps took.", engine.busy_seconds)
+        rows = engine.num_expert_rows
+        yield self._counter("ktransformers:expert_rows", "(token, expert) pairs computed, all layers.", rows)
+        touched = engine.num_touched_experts / max(engine.num_expert_samples, 1)
+        yield self._gauge("ktransformers:experts_touched", "Distinct experts per layer and step, sampled.", touched)
+
+
+class Metrics:
+    """One per app, with a registry of its own."""
+
+    def __init__(self, backend: Backend, model_name: str):
+        self._registry = CollectorRegistry()
+        self._registry.register(_BackendCollector(backend, model_name))
+        self._labels = {"model_name": model_name}
+        self.first_token = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.")
+        self.inter_token = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of an answer.")
+        self._latency = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end of the answer.")
+        self._prompt = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._answer = self._histogram("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self._answer_tokens = self._counter("vllm:generation_tokens", "Tokens of answers.")
+        self._success = Counter(
+            "vllm:request_success", "Answers that ended.", ["model_name", "finished_reason"], registry=self._registry
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        made = Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
+        return made.labels(**self._labels)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self._registry).labels(**self._labels)
+
+    def finished(self, reason: FinishReason, stats: GenerationStats, seconds: float) -> None:
+        """Count an answer that ended after `seconds`."""
+        self._success.labels(**self._labels, finished_reason=reason.value).inc()
+        self._latency.observe(seconds)
+        self._prompt.observe(stats.prompt_len)
+        self._answer.observe(stats.completion_len)
+        self._prompt_tokens.inc(stats.prompt_len)
+        self._answer_tokens.inc(stats.completion_len)
+
+    def render(self) -> tuple[bytes, str]:
+        """The text and its content type."""
+        encode, content_type = choose_encoder("text/plain")
+        return encode(self._registry), content_type

@@ -1,0 +1,242 @@
+"""balance_serve as a whole: real processes, the bundled model, the single engine as oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ktransformers.core import SamplingParams
+from ktransformers.engine.llm import LLM
+from tests.server.conftest import DEMO
+from tests.support.server_process import ServerProcess
+
+FLAGS = ("--backend_type", "balance_serve", "--gguf_path", str(DEMO), "--model_name", "demo")
+QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
+NUM_REQUESTS = 64
+
+
+@pytest.fixture(scope="module")
+def balanced() -> Iterator[ServerProcess]:
+    with ServerProcess(*FLAGS, "--cache_lens", "8192", "--max_batch_size", "8") as process:
+        yield process
+
+
+def child_pids(process: ServerProcess, name: str) -> list[int]:
+    """Children of the server whose command names `name`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            stat, command = (entry / "stat").read_text(), (entry / "cmdline").read_text()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if name in command and int(stat.rpartition(")")[2].split()[1]) == process.process.pid:
+            found.append(int(entry.name))
+    return found
+
+
+def metrics(process: ServerProcess) -> dict[str, float]:
+    text = httpx.get(f"{process.url}/metrics", timeout=60).text
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)  # between two looks; what is waited for is the condition
+
+
+def test_answers_are_those_of_the_single_engine(balanced: ServerProcess, llm: LLM) -> None:
+    with openai.OpenAI(base_url=f"{balanced.url}/v1", api_key="none", max_retries=0) as client:
+        (expected,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=20, logprobs=2))
+        assert expected.logprobs is not None
+        asked: dict[str, Any] = {"messages": QUESTION, "logprobs": True, "top_logprobs": 2}
+        answer = client.chat.completions.create(model="demo", temperature=0, max_tokens=20, **asked)
+        assert answer.choices[0].message.content == expected.text
+        assert answer.choices[0].logprobs is not None
+        got = [entry.logprob for entry in answer.choices[0].logprobs.content or []]
+        assert got == [entry.logprob for entry in expected.logprobs][: len(got)]
+        text = "The capital of France"
+        scored = client.completions.create(model="demo", prompt=text, echo=True, logprobs=1, max_tokens=0)
+        (wanted,) = llm.generate(text, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
+        assert wanted.prompt_logprobs is not None
+        assert scored.choices[0].logprobs is not None
+        of_prompt = [None if entry is None else entry.logprob for entry in wanted.prompt_logprobs]
+        assert scored.choices[0].logprobs.token_logprobs == of_prompt
+
+
+def test_prefix_hits_show_in_usage_and_metrics(balanced: ServerProcess) -> None:
+    body = {"messages": [{"role": "user", "content": "A question that is asked twice. " * 20}], "max_tokens": 5}
+    before = metrics(balanced)
+    first, second, salted = (
+        httpx.post(f"{balanced.url}/v1/chat/completions", json=body | extra, timeout=60).json()
+        for extra in ({}, {}, {"cache_salt": "other"})
+    )
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, second, salted)]
+    prompt_len = first["usage"]["prompt_tokens"]
+    assert cached == [0, (prompt_len - 1) // 64 * 64, 0]
+    assert first["choices"] == second["choices"] == salted["choices"]
+    after = metrics(balanced)
+    assert after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"] == cached[1]
+    assert after["vllm:prefix_cache_queries_total"] - before["vllm:prefix_cache_queries_total"] == 3 * prompt_len
+
+
+def test_metrics_have_the_names_that_dashboards_read(balanced: ServerProcess) -> None:
+    before = metrics(balanced)
+    answer = httpx.post(
+        f"{balanced.url}/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 20}, timeout=60
+    )
+    after = metrics(balanced)
+    usage = answer.json()["usage"]
+    for name, grown in (
+        ("vllm:prompt_tokens_total", usage["prompt_tokens"]),
+        ("vllm:generation_tokens_total", usage["completion_tokens"]),
+        ("vllm:time_to_first_token_seconds_count", 1),
+        ("vllm:inter_token_latency_seconds_count", usage["completion_tokens"] - 1),
+        ("vllm:e2e_request_latency_seconds_count", 1),
+    ):
+        assert after[name] - before.get(name, 0) == grown, name
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        assert after[name] == 0
+    assert after["vllm:num_preemptions_total"] >= 0
+    assert after["ktransformers:engine_restarts_total"] == 0
+    assert after["ktransformers:expert_rows_total"] > before["ktransformers:expert_rows_total"]
+    assert 1 <= after["ktransformers:experts_touched"] <= 64
+
+
+def test_a_prompt_that_can_never_fit_is_a_400_at_once(balanced: ServerProcess) -> None:
+    body = {"messages": [{"role": "user", "content": "word " * 9000}]}
+    answer = httpx.post(f"{balanced.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_dead_scheduler_ends_the_service() -> None:
+    with ServerProcess(*FLAGS) as process:
+        (scheduler,), (engine,) = child_pids(process, "scheduler_process"), child_pids(process, "engine_process")
+        os.kill(scheduler, signal.SIGKILL)
+        assert process.process.wait(60) == 1
+        assert "error: the scheduler process ended with signal 9" in "".join(process.log)
+        wait_until(lambda: not Path(f"/proc/{engine}").exists())
+
+
+def test_start_up_errors_of_the_engine_are_one_message() -> None:
+    with ServerProcess(*FLAGS, "--cache_lens", "100000000000", "--log_level", "error", wait=False) as process:
+        process.wait_for("kv cache")
+        assert process.process.wait(60) == 1
+        assert "Traceback" not in "".join(process.log)
+
+
+class Mix:
+    """64 requests of every kind: lengths from 1 to 3,000, all samplings, some aborted, some leaving."""
+
+    def __init__(self, llm: LLM):
+        self.rng = random.Random(7)
+        vocab = llm.engine.runner.vocab_size
+        shared = [self.rng.randrange(vocab) for _ in range(400)]
+        self.bodies: list[dict[str, Any]] = []
+        self.leaves_after: list[int | None] = []
+        for i in range(NUM_REQUESTS):
+            length = self.rng.choice((1, 2, 63, 64, 65, 300, self.rng.randint(1, 1000), 3000 if i % 16 == 0 else 100))
+            prompt = shared[: self.rng.randint(1, 400)] if i % 4 == 0 else []
+            prompt = prompt + [self.rng.randrange(vocab) for _ in range(length)]
+            sampling: dict[str, Any] = self.rng.choice(
+                (
+                    {"temperature": 0},
+                    {"temperature": 0.8, "top_p": 0.9},
+                    {"temperature": 1.3, "top_k": 30, "min_p": 0.01},
+                    {"temperature": 0.6, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+                    {"temperature": 0, "presence_penalty": 1.0, "ignore_eos": True},
+                )
+            )
+            self.bodies.append({"prompt": prompt[:3000], "seed": i, "max_tokens": self.rng.randint(1, 64), **sampling})
+            self.leaves_after.append(self.rng.randint(0, 5) if i % 8 == 5 else None)
+        self.expected = [self._alone(llm, body) for body in self.bodies]
+
+    @staticmethod
+    def _alone(llm: LLM, body: dict[str, Any]) -> str:
+        llm.session.clear()
+        fields = {name: value for name, value in body.items() if name != "prompt"}
+        return llm.generate(body["prompt"], SamplingParams(**fields))[0].text
+
+    def run(self, process: ServerProcess) -> int:
+        """All at once; the number of answers that were read to their end and compared."""
+        with ThreadPoolExecutor(NUM_REQUESTS) as threads:
+            return sum(threads.map(lambda i: self._one(process, i), range(NUM_REQUESTS)))
+
+    def _one(self, process: ServerProcess, index: int) -> int:
+        body, left = self.bodies[index] | {"stream": True}, self.leaves_after[index]
+        text, num_chunks = "", 0
+        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=300) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                assert "error" not in chunk, chunk
+                text += chunk["choices"][0]["text"]
+                num_chunks += 1
+                if left is not None and num_chunks > left:
+                    assert self.expected[index].startswith(text)
+                    return 0
+        assert text == self.expected[index], (index, body["seed"])
+        return 1
+
+
+@pytest.fixture(scope="module")
+def mix() -> Mix:
+    with LLM(gguf_path=DEMO, cpu_infer=1, cache_lens=4096) as alone:
+        return Mix(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chunk_size", "max_batch_size", "more", "kills"),
+    [
+        (16, 4, (), 0),
+        (256, 1, (), 0),
+        (256, 32, ("--no-prefix_cache",), 0),
+        (256, 32, ("--cache_lens", "3100", "--page_size", "4"), 0),  # 32 sequences share what one may need alone
+        (256, 32, (), 3),
+        (16, 32, (), 0),
+    ],
+)
+def test_64_mixed_requests(mix: Mix, chunk_size: int, max_batch_size: int, more: tuple[str, ...], kills: int) -> None:
+    flags = ("--chunk_size", str(chunk_size), "--max_batch_size", str(max_batch_size), *more)
+    with ServerProcess(*FLAGS, *flags) as process:
+        killer = threading.Thread(target=kill_engines, args=(process, kills))
+        killer.start()
+        num_compared = mix.run(process)
+        killer.join()
+        assert num_compared >= NUM_REQUESTS * 3 // 4
+        figures = metrics(process)
+        wait_until(lambda: metrics(process)["vllm:num_requests_running"] == 0)
+        assert metrics(process)["vllm:kv_cache_usage_perc"] == 0
+        assert figures["ktransformers:engine_restarts_total"] == kills
+        if more[:1] == ("--cache_lens",):
+            assert figures["vllm:num_preemptions_total"] > 0
+        if more == () and max_batch_size < 32:
+            assert figures["vllm:prefix_cache_hits_total"] > 0
+        assert process.terminate() == 0
+
+
+def kill_engines(process: ServerProcess, kills: int) -> None:
+    """Each time after another 40 steps of work."""
+    for kill in range(kills):
+        steps = metrics(process)["ktransformers:engine_steps_total"]
+        wait_until(lambda: metrics(process)["ktransformers:engine_steps_total"] >= steps + 40)  # noqa: B023
+        os.kill(child_pids(process, "engine_process")[0], signal.SIGKILL)
+        wait_until(lambda: metrics(process)["ktransformers:engine_restarts_total"] == kill + 1)  # noqa: B023
