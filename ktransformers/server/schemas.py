@@ -204,10 +204,12 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """POST /v1/completions. prompt: one text, several, the token ids of one, or of several.
 
-    max_tokens 0 is allowed with echo: the answer is then the prompt alone.
+    max_tokens 0 is allowed with echo: the answer is then the prompt alone. return_token_ids: choices carry the
+    answer's token_ids, its end token included.
     """
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    return_token_ids: bool | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None

@@ -199,7 +199,10 @@ def test_completions(client: openai.OpenAI, llm: LLM) -> None:
     assert several.usage.prompt_tokens == len(ids) + 3
     chunks = client.completions.create(model="demo", prompt=ids, temperature=0, max_tokens=12, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
-    assert len(client.completions.create(model="demo", prompt=ids, extra_body={"ignore_eos": True}).choices) == 1
+    with_ids = client.completions.create(
+        model="demo", prompt=ids, temperature=0, max_tokens=12, extra_body={"return_token_ids": True}
+    )
+    assert with_ids.choices[0].model_dump()["token_ids"] == list(expected.token_ids)
 
 
 def test_echo_scores_the_prompt(client: openai.OpenAI, llm: LLM) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
@@ -36,6 +36,32 @@ DEFAULT_MAX_TOKENS = 16
 router = APIRouter()
 
 
+@dataclass(slots=True)
+class _Piece:
+    """What one event adds to a choice."""
+
+    text: str = ""
+    logprobs: dict[str, Any] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def __iadd__(self, other: _Piece) -> _Piece:
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.finish_reason = other.finish_reason
+        if self.logprobs is None:
+            self.logprobs = other.logprobs
+        elif other.logprobs is not None:
+            for name, values in other.logprobs.items():
+                self.logprobs[name].extend(values)
+        return self
+
+    @property
+    def is_empty(self) -> bool:
+        has_logprobs = self.logprobs is not None and bool(self.logprobs["tokens"])
+        return not self.text and not has_logprobs and self.finish_reason is None
+
+
 class _Choice:
     """One answer on its way. echo: the prompt's text, which comes first, or None."""
 
@@ -43,8 +69,8 @@ class _Choice:
         self._request, self._echo, self._is_prompt_only = request, echo, is_prompt_only
         self._logprobs = None if request.params.logprobs is None else CompletionLogprobs(tokenizer)
 
-    def feed(self, event: TokenEvent) -> tuple[str, dict[str, Any] | None, str | None]:
-        """(text, logprobs, finish reason) that this event adds."""
+    def feed(self, event: TokenEvent) -> _Piece:
+        """What this event adds."""
         text = ""
         if self._echo is not None:
             text, self._echo = self._echo, None
@@ -60,7 +86,8 @@ class _Choice:
             reason = "abort" if event.finish_reason is FinishReason.ABORT else event.finish_reason.value
             if self._is_prompt_only:
                 reason = "length"
-        return text, None if self._logprobs is None else self._logprobs.take(), reason
+        token_ids = [] if self._is_prompt_only or event.token_id is None else [event.token_id]
+        return _Piece(text, None if self._logprobs is None else self._logprobs.take(), token_ids, reason)
 
 
 @dataclass(slots=True)
@@ -85,13 +112,19 @@ class _Job:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, str, dict[str, Any] | None, str | None], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, _Piece], None]:
         async with aclosing(run_generations(self.service.backend, self.requests)) as events:
             async for index, event in events:
                 self.tally.note(index, event)
-                text, logprobs, reason = self.choices[index].feed(event)
-                self.tally.finish_reasons[index] = reason
-                yield index, text, logprobs, reason
+                piece = self.choices[index].feed(event)
+                self.tally.finish_reasons[index] = piece.finish_reason
+                yield index, piece
+
+    def choice(self, index: int, piece: _Piece) -> dict[str, Any]:
+        """An element of choices."""
+        logprobs = piece.logprobs if piece.logprobs is not None and piece.logprobs["tokens"] else None
+        made = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        return made | {"token_ids": piece.token_ids} if self.body.return_token_ids else made
 
 
 def _prompts(tokenizer: Tokenizer, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
@@ -152,29 +185,13 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         service.admission.leave()
 
 
-def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
 async def _answer(job: _Job) -> Response:
-    texts: list[list[str]] = [[] for _ in job.requests]
-    logprobs: list[dict[str, Any] | None] = [None] * len(job.requests)
-    reasons: list[str | None] = [None] * len(job.requests)
+    wholes = [_Piece() for _ in job.requests]
     async with aclosing(job.pieces()) as pieces:
-        async for index, text, piece, reason in pieces:
-            texts[index].append(text)
-            logprobs[index] = _joined(logprobs[index], piece)
-            reasons[index] = reason
-    choices = [_choice(i, "".join(texts[i]), logprobs[i], reasons[i]) for i in range(len(job.requests))]
+        async for index, piece in pieces:
+            wholes[index] += piece
+    choices = [job.choice(index, whole) for index, whole in enumerate(wholes)]
     return ApiResponse(job.head() | {"choices": choices, "usage": job.usage()})
-
-
-def _joined(whole: dict[str, Any] | None, piece: dict[str, Any] | None) -> dict[str, Any] | None:
-    if whole is None or piece is None:
-        return piece if whole is None else whole
-    for name, values in piece.items():
-        whole[name].extend(values)
-    return whole
 
 
 async def _stream(job: _Job) -> AsyncGenerator[bytes, None]:
@@ -185,17 +202,15 @@ async def _stream(job: _Job) -> AsyncGenerator[bytes, None]:
     head, num_open = job.head(), len(job.requests)
     try:
         async with aclosing(job.pieces()) as pieces:
-            async for index, text, logprobs, reason in pieces:
-                has_logprobs = logprobs is not None and bool(logprobs["tokens"])
-                if not text and not has_logprobs and reason is None:
+            async for index, piece in pieces:
+                if piece.is_empty and not job.body.return_token_ids:
                     continue
                 end = more
-                if reason is not None:
+                if piece.finish_reason is not None:
                     num_open -= 1
                     if usage_is_wanted and not num_open:
                         end = {"usage": job.usage()}
-                choice = _choice(index, text, logprobs if has_logprobs else None, reason)
-                yield sse(head | {"choices": [choice]} | end)
+                yield sse(head | {"choices": [job.choice(index, piece)]} | end)
         if has_usage_chunk:
             yield sse(head | {"choices": [], "usage": job.usage()})
     except KTransformersError as error:
