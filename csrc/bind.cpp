@@ -19,8 +19,9 @@ using Address = uintptr_t;
 
 template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
 
-kt::WeightView weight_at(Address data, int type, int64_t rows, int64_t cols) {
-  return kt::make_weight(static_cast<kt::QType>(type), at<const uint8_t>(data), rows, cols);
+kt::WeightView weight_at(Address data, int type, int64_t rows, int64_t cols, bool is_packed = false) {
+  const auto make = is_packed ? kt::make_packed : kt::make_weight;
+  return make(static_cast<kt::QType>(type), at<const uint8_t>(data), rows, cols);
 }
 
 kt::ActSpec act_spec(int kind, float alpha, float limit) {
@@ -30,7 +31,7 @@ kt::ActSpec act_spec(int kind, float alpha, float limit) {
 }
 
 // (type, rows, cols, addresses of the experts, address of the bias or 0)
-using ProjectionTuple = std::tuple<int, int64_t, int64_t, std::vector<Address>, Address>;
+using ProjectionTuple = std::tuple<int, int64_t, int64_t, std::vector<Address>, Address, bool>;
 
 kt::ExpertProjection projection(const ProjectionTuple& source) {
   kt::ExpertProjection p;
@@ -39,6 +40,7 @@ kt::ExpertProjection projection(const ProjectionTuple& source) {
   p.cols = std::get<2>(source);
   for (Address address : std::get<3>(source)) p.experts.push_back(at<const uint8_t>(address));
   p.bias = at<const float>(std::get<4>(source));
+  p.is_packed = std::get<5>(source);
   return p;
 }
 
@@ -65,13 +67,21 @@ void bind_pool(nb::module_& m) {
 
 void bind_linear(nb::module_& m) {
   m.def("linear",
-        [](kt::WorkerPool& pool, Address x, int64_t tokens, Address weight, int type, int64_t rows, int64_t cols, Address bias,
-           Address out) {
-          kt::linear(pool, at<const float>(x), tokens, cols, weight_at(weight, type, rows, cols), at<const float>(bias),
+        [](kt::WorkerPool& pool, Address x, int64_t tokens, Address weight, int type, bool is_packed, int64_t rows, int64_t cols,
+           Address bias, Address out) {
+          kt::linear(pool, at<const float>(x), tokens, cols, weight_at(weight, type, rows, cols, is_packed), at<const float>(bias),
                      at<float>(out), rows);
         },
-        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("weight"), nb::arg("type"), nb::arg("rows"), nb::arg("cols"),
-        nb::arg("bias"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("weight"), nb::arg("type"), nb::arg("is_packed"), nb::arg("rows"),
+        nb::arg("cols"), nb::arg("bias"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("packed_tile_bytes", [](int type, int64_t cols) { return kt::packed_tile_bytes(static_cast<kt::QType>(type), cols); },
+        nb::arg("type"), nb::arg("cols"));
+  m.def("pack",
+        [](kt::WorkerPool& pool, Address weight, int type, int64_t rows, int64_t cols, Address out) {
+          kt::pack(pool, weight_at(weight, type, rows, cols), at<uint8_t>(out));
+        },
+        nb::arg("pool"), nb::arg("weight"), nb::arg("type"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"),
+        nb::call_guard<nb::gil_scoped_release>());
   m.def("batched_linear",
         [](kt::WorkerPool& pool, Address x, int64_t tokens, int64_t batch, Address weight, int type, int64_t rows, int64_t cols,
            Address out) {

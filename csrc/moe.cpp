@@ -63,7 +63,7 @@ PairChunk chunk_at(const Routing& r, int64_t i) {
 TileArgs tile_args(const WeightView& weight, int64_t first_row, const Activations& act, int count, float* acc) {
   TileArgs args{};
   args.type = weight.type;
-  point_rows(weight, first_row, args.rows);
+  point_tile(weight, first_row, args);
   args.k = weight.cols;
   args.act = act.form_of(weight.type);
   args.num_tokens = count;
@@ -130,7 +130,7 @@ void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t to
     const auto project = [&](const ExpertProjection& p, float* acc) {
       TileArgs args = tile_args(p.view(c.expert), first, inputs, c.count, acc);
       args.token_ids = routing.token.data() + c.first;
-      kernels.tile(args);
+      run_tile(kernels, args);
       add_bias(acc, c.count, bias_at(p, c.expert, first), lanes);
     };
     project(up_, up);
@@ -148,7 +148,7 @@ void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t to
     const int64_t first = i % hidden_tiles * kTileRows, lanes = std::min<int64_t>(kTileRows, hidden - first);
     TileArgs args = tile_args(down_.view(c.expert), first, inner, c.count, acc);
     args.first_token = c.first;
-    kernels.tile(args);
+    run_tile(kernels, args);
     add_bias(acc, c.count, bias_at(down_, c.expert, first), lanes);
     copy_rows(acc, c.count, lanes, outputs + c.first * hidden + first, hidden);
   });

@@ -12,8 +12,12 @@ struct ExpertProjection {
   int64_t rows = 0, cols = 0;
   std::vector<const uint8_t*> experts;  // empty: the layer has no such projection
   const float* bias = nullptr;
+  bool is_packed = false;  // re-laid, see packed.inl
 
-  WeightView view(int64_t expert) const { return make_weight(type, experts[static_cast<size_t>(expert)], rows, cols); }
+  WeightView view(int64_t expert) const {
+    const uint8_t* data = experts[static_cast<size_t>(expert)];
+    return is_packed ? make_packed(type, data, rows, cols) : make_weight(type, data, rows, cols);
+  }
 };
 
 class Moe {

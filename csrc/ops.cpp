@@ -31,6 +31,47 @@ void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows) {
   for (int64_t r = 0; r < kTileRows; ++r) rows[r] = weight.data + std::min(first + r, weight.rows - 1) * weight.row_bytes;
 }
 
+int64_t packed_tile_bytes(QType type, int64_t cols) {
+  const QTypeInfo& info = qtype_info(type);
+  const int64_t blocks = cols / info.block, head = (blocks * 32 + 63) / 64 * 64;
+  switch (type) {
+    case QType::Q8_0: return head + blocks * 512;
+    case QType::Q4_0: return head + blocks * 256;
+    case QType::Q4_K: return blocks * 2368;
+    case QType::Q5_K: return blocks * 2880;
+    case QType::Q6_K: return head + blocks * 3328;
+    default: throw std::invalid_argument(std::string(info.name) + " has no re-laid form");
+  }
+}
+
+WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
+  WeightView view = make_weight(type, data, rows, cols);
+  view.tile_bytes = packed_tile_bytes(type, cols);
+  return view;
+}
+
+void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out) {
+  const int64_t tile_bytes = packed_tile_bytes(weight.type, weight.cols);
+  WorkerPool::Session session(pool);
+  session.run((weight.rows + kTileRows - 1) / kTileRows, [&](int64_t i) {
+    const uint8_t* rows[kTileRows];
+    point_rows(weight, i * kTileRows, rows);
+    session.kernels().pack_tile(weight.type, rows, weight.cols, out + i * tile_bytes);
+  });
+}
+
+void point_tile(const WeightView& weight, int64_t first, TileArgs& args) {
+  args.packed = weight.tile_bytes == 0 ? nullptr : weight.data + first / kTileRows * weight.tile_bytes;
+  if (args.packed == nullptr) point_rows(weight, first, args.rows);
+}
+
+void run_tile(const KernelTable& kernels, const TileArgs& args) {
+  if (args.packed == nullptr)
+    kernels.tile(args);
+  else
+    kernels.packed_tile(args);
+}
+
 Activations::Activations(WorkerPool::Session& session, const float* x, int64_t rows, int64_t ldx, int64_t cols)
     : session_(session), x_(x), rows_(rows), cols_(cols) {
   float_.x = x;
@@ -80,13 +121,13 @@ void linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ldx, const
     const int64_t first = i / split.token_chunks * kTileRows, token = i % split.token_chunks * split.chunk;
     TileArgs args{};
     args.type = weight.type;
-    point_rows(weight, first, args.rows);
+    point_tile(weight, first, args);
     args.k = weight.cols;
     args.act = act.form_of(weight.type);
     args.first_token = token;
     args.num_tokens = static_cast<int>(std::min(split.chunk, tokens - token));
     args.acc = acc;
-    session.kernels().tile(args);
+    run_tile(session.kernels(), args);
     store_tile(acc, args.num_tokens, std::min<int64_t>(kTileRows, weight.rows - first), bias ? bias + first : nullptr,
                out + token * ldo + first, ldo);
   });
@@ -105,7 +146,7 @@ void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ba
     int32_t ids[kTokenChunk];
     const int64_t b = i / per_matrix, j = i % per_matrix;
     const int64_t first = j / split.token_chunks * kTileRows, token = j % split.token_chunks * split.chunk;
-    const WeightView matrix = {weight.type, weight.data + b * rows * weight.row_bytes, rows, weight.cols, weight.row_bytes};
+    const WeightView matrix = {weight.type, weight.data + b * rows * weight.row_bytes, rows, weight.cols, weight.row_bytes, 0};
     TileArgs args{};
     args.type = weight.type;
     point_rows(matrix, first, args.rows);
@@ -115,7 +156,7 @@ void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ba
     for (int t = 0; t < args.num_tokens; ++t) ids[t] = static_cast<int32_t>((token + t) * batch + b);
     args.token_ids = ids;
     args.acc = acc;
-    session.kernels().tile(args);
+    run_tile(session.kernels(), args);
     store_tile(acc, args.num_tokens, std::min<int64_t>(kTileRows, rows - first), nullptr, out + token * ldo + b * rows + first, ldo);
   });
 }

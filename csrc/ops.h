@@ -12,12 +12,28 @@ struct WeightView {
   QType type;
   const uint8_t* data;
   int64_t rows, cols, row_bytes;
+  int64_t tile_bytes = 0;  // of a re-laid matrix (packed.inl): 16 rows; 0: rows in block layout
 };
 
 WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols);
 
+// Bytes that 16 rows take when re-laid. Throws std::invalid_argument for a type that is not.
+int64_t packed_tile_bytes(QType type, int64_t cols);
+
+// A re-laid matrix: ceil(rows / 16) tiles, the last one filled up with copies of the last row.
+WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t cols);
+
+// Re-lays a matrix in block layout.
+void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out);
+
 // Points at rows first .. first + 15; lanes past the end repeat the last row.
 void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows);
+
+// What a tile reads: rows first .. first + 15 of the weight, in either layout.
+void point_tile(const WeightView& weight, int64_t first, TileArgs& args);
+
+// Runs the kernel for the layout that args points at.
+void run_tile(const KernelTable& kernels, const TileArgs& args);
 
 // Activations in the form that `type` wants. fp32 input is used in place; int8 forms go to scratch memory.
 class Activations {

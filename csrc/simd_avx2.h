@@ -12,7 +12,7 @@ namespace {
 
 constexpr bool kNarrowSums = true;  // uacc holds int16: flushed before it can overflow
 constexpr uint8_t kSignFlip = 0;
-constexpr int kFloatTokens = 3, kQuantTokens = 3, kQueryTokens = 6;
+constexpr int kFloatTokens = 3, kQuantTokens = 3, kPackedTokens = 2, kQueryTokens = 6;
 
 struct vf { __m256 a, b; };
 struct vi { __m256i a, b; };
@@ -116,6 +116,42 @@ inline void transpose16(const uint8_t* const* src, uint8_t* dst) {
 
 inline wb load_wb(const uint8_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+inline void store_wb(uint8_t* p, wb x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), x.b);
+}
+inline void storei(int32_t* p, vi x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
+}
+inline wb load_signed(const uint8_t* p) { return load_wb(p); }
+inline wb or_bytes(wb x, wb y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline wb low_nibbles(wb x) { return {andb(x.a, 15), andb(x.b, 15)}; }
+inline wb high_nibbles(wb x) { return {shr_mask<4>(x.a, 15), shr_mask<4>(x.b, 15)}; }
+// Bits K .. of every byte to bit 4 ..: one bit, or two.
+template <int K> inline __m256i to_bit4(__m256i x, int mask) {
+  if constexpr (K < 4) return mask_shl<4 - K>(x, mask << K);
+  return shr_mask<(K < 4 ? 0 : K - 4)>(x, mask << 4);
+}
+template <int K> inline wb bit_at_4(wb x) { return {to_bit4<K>(x.a, 1), to_bit4<K>(x.b, 1)}; }
+template <int K> inline wb two_at_4(wb x) { return {to_bit4<K>(x.a, 3), to_bit4<K>(x.b, 3)}; }
+// 32 bytes: two int16 in every lane.
+inline vi pairs_u8(const uint8_t* p) {
+  return {_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+}
+inline vi pairs_s8(const uint8_t* p) {
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+}
+inline vi times32(vi x) { return {_mm256_slli_epi16(x.a, 5), _mm256_slli_epi16(x.b, 5)}; }
+// The first and the second of the pairs, as flush_scaled wants a scale: in both halves of the lane.
+inline vi scale_low(vi x) {
+  return {_mm256_blend_epi16(x.a, _mm256_slli_epi32(x.a, 16), 0xaa), _mm256_blend_epi16(x.b, _mm256_slli_epi32(x.b, 16), 0xaa)};
+}
+inline vi scale_high(vi x) {
+  return {_mm256_blend_epi16(_mm256_srli_epi32(x.a, 16), x.a, 0xaa), _mm256_blend_epi16(_mm256_srli_epi32(x.b, 16), x.b, 0xaa)};
 }
 inline __m256i broadcast4(const void* p) {
   int32_t word;

@@ -12,7 +12,7 @@ namespace {
 
 constexpr bool kNarrowSums = false;
 constexpr uint8_t kSignFlip = 0x80;  // vpdpbusd wants unsigned weights: Q8_0 is staged as q + 128, see sdot_init
-constexpr int kFloatTokens = 6, kQuantTokens = 8, kQueryTokens = 12;
+constexpr int kFloatTokens = 6, kQuantTokens = 8, kPackedTokens = 4, kQueryTokens = 12;
 
 struct vf { __m512 v; };
 struct vi { __m512i v; };
@@ -95,6 +95,29 @@ inline void transpose16(const uint8_t* const* src, uint8_t* dst) {
 }
 
 inline wb load_wb(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_wb(uint8_t* p, wb x) { _mm512_storeu_si512(p, x.v); }
+inline void storei(int32_t* p, vi x) { _mm512_storeu_si512(p, x.v); }
+inline wb load_signed(const uint8_t* p) {  // see kSignFlip
+  return {_mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(static_cast<char>(0x80)))};
+}
+inline __m512i and_bytes(__m512i x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(mask))); }
+inline wb or_bytes(wb x, wb y) { return {_mm512_or_si512(x.v, y.v)}; }
+inline wb low_nibbles(wb x) { return {and_bytes(x.v, 15)}; }
+inline wb high_nibbles(wb x) { return {and_bytes(_mm512_srli_epi16(x.v, 4), 15)}; }
+// Bits K .. of every byte to bit 4 ..: one bit, or two.
+template <int K> inline wb to_bit4(wb x, int mask) {
+  if constexpr (K < 4) return {_mm512_slli_epi16(and_bytes(x.v, mask << K), 4 - K)};
+  return {and_bytes(_mm512_srli_epi16(x.v, K < 4 ? 0 : K - 4), mask << 4)};
+}
+template <int K> inline wb bit_at_4(wb x) { return to_bit4<K>(x, 1); }
+template <int K> inline wb two_at_4(wb x) { return to_bit4<K>(x, 3); }
+// 32 bytes: two int16 in every lane.
+inline vi pairs_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline vi pairs_s8(const uint8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline vi times32(vi x) { return {_mm512_slli_epi16(x.v, 5)}; }
+// The first and the second of the pairs, as flush_scaled wants a scale.
+inline vi scale_low(vi x) { return {_mm512_srai_epi32(_mm512_slli_epi32(x.v, 16), 16)}; }
+inline vi scale_high(vi x) { return {_mm512_srai_epi32(x.v, 16)}; }
 inline __m512i broadcast4(const void* p) {
   int32_t word;
   std::memcpy(&word, p, 4);

@@ -15,7 +15,7 @@ using namespace kt;
 
 constexpr bool kNarrowSums = false;  // uacc holds int32: any number of steps between two flushes
 constexpr uint8_t kSignFlip = 0;     // Q8_0 weights are staged as they are
-constexpr int kFloatTokens = 2, kQuantTokens = 2, kQueryTokens = 2;
+constexpr int kFloatTokens = 2, kQuantTokens = 2, kPackedTokens = 2, kQueryTokens = 2;
 
 struct vf { float v[16]; };
 struct vi { int32_t v[16]; };
@@ -119,6 +119,31 @@ inline void transpose16(const uint8_t* const* src, uint8_t* dst) {
 }
 
 inline wb load_wb(const uint8_t* p) { wb r; std::memcpy(r.v, p, 64); return r; }
+inline void store_wb(uint8_t* p, wb x) { std::memcpy(p, x.v, 64); }
+inline void storei(int32_t* p, vi x) { std::memcpy(p, x.v, sizeof x.v); }
+inline wb load_signed(const uint8_t* p) { return load_wb(p); }
+inline wb or_bytes(wb x, wb y) { for (int i = 0; i < 64; ++i) x.v[i] |= y.v[i]; return x; }
+inline wb low_nibbles(wb x) { for (uint8_t& b : x.v) b &= 15; return x; }
+inline wb high_nibbles(wb x) { for (uint8_t& b : x.v) b >>= 4; return x; }
+// Bits K .. of every byte to bit 4 ..: one bit, or two.
+template <int K> inline wb bit_at_4(wb x) { for (uint8_t& b : x.v) b = static_cast<uint8_t>((b >> K & 1) << 4); return x; }
+template <int K> inline wb two_at_4(wb x) { for (uint8_t& b : x.v) b = static_cast<uint8_t>((b >> K & 3) << 4); return x; }
+// 32 bytes: two int16 in every lane.
+inline int32_t pair_lane(int lo, int hi) {
+  return static_cast<int32_t>(static_cast<uint16_t>(lo) | (static_cast<uint32_t>(static_cast<uint16_t>(hi)) << 16));
+}
+inline int lane_low(int32_t x) { return static_cast<int16_t>(x & 0xffff); }
+inline int lane_high(int32_t x) { return static_cast<int16_t>(static_cast<uint32_t>(x) >> 16); }
+inline vi pairs_u8(const uint8_t* p) { vi r; KT_LANES r.v[i] = pair_lane(p[2 * i], p[2 * i + 1]); return r; }
+inline vi pairs_s8(const uint8_t* p) {
+  vi r;
+  KT_LANES r.v[i] = pair_lane(static_cast<int8_t>(p[2 * i]), static_cast<int8_t>(p[2 * i + 1]));
+  return r;
+}
+inline vi times32(vi x) { KT_LANES x.v[i] = pair_lane(32 * lane_low(x.v[i]), 32 * lane_high(x.v[i])); return x; }
+// The first and the second of the pairs, as flush_scaled wants a scale.
+inline vi scale_low(vi x) { KT_LANES x.v[i] = lane_low(x.v[i]); return x; }
+inline vi scale_high(vi x) { KT_LANES x.v[i] = lane_high(x.v[i]); return x; }
 inline uacc uacc_zero() { return uacc{}; }
 inline uacc udot(uacc acc, wb w, const int8_t* y) {
   KT_LANES for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<int32_t>(w.v[4 * i + j]) * y[j];

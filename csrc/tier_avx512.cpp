@@ -5,6 +5,7 @@
 #include "math.inl"
 #include "quant.inl"
 #include "gemm.inl"
+#include "packed.inl"
 #include "rows.inl"
 #include "attention.inl"
 
@@ -13,7 +14,7 @@
 namespace kt {
 
 const KernelTable& table_avx512() {
-  static constexpr KernelTable table = {"avx512_vnni", quantize_row, tile, dequantize_row, rms_norm_row, activate, combine_row,
+  static constexpr KernelTable table = {"avx512_vnni", quantize_row, tile, packed_tile, pack_tile, dequantize_row, rms_norm_row, activate, combine_row,
                                         attention_span, attention_merge, attention_finish};
   return table;
 }

@@ -4,6 +4,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace kt {
 
@@ -53,6 +54,7 @@ struct TileArgs {
   int64_t first_token;
   int num_tokens;
   float* acc;                      // [num_tokens][16], written
+  const uint8_t* packed = nullptr; // the re-laid tile (packed.inl), or nullptr: `rows`
 };
 
 struct ActSpec {
@@ -99,7 +101,9 @@ constexpr int kPositionSplit = 512; // positions of one span; spans are merged i
 struct KernelTable {
   const char* name;
   void (*quantize_row)(ActForm form, const float* x, int64_t k, int8_t* q, float* d, int16_t* sums);
-  void (*tile)(const TileArgs& args);
+  void (*tile)(const TileArgs& args);         // args.rows
+  void (*packed_tile)(const TileArgs& args);  // args.packed
+  void (*pack_tile)(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);
   void (*dequantize_row)(QType type, const uint8_t* row, int64_t k, float* out);
   void (*rms_norm_row)(const float* x, const float* weight, int64_t n, float eps, float* out);
   void (*activate)(const ActSpec& spec, const float* gate, const float* up, int64_t n, float* out);

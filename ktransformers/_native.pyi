@@ -16,8 +16,19 @@ class WorkerPool:
     def _run_failing(self, count: int, failing: int) -> None: ...
 
 def linear(
-    pool: WorkerPool, x: int, tokens: int, weight: int, type: int, rows: int, cols: int, bias: int, out: int
+    pool: WorkerPool,
+    x: int,
+    tokens: int,
+    weight: int,
+    type: int,
+    is_packed: bool,
+    rows: int,
+    cols: int,
+    bias: int,
+    out: int,
 ) -> None: ...
+def packed_tile_bytes(type: int, cols: int) -> int: ...
+def pack(pool: WorkerPool, weight: int, type: int, rows: int, cols: int, out: int) -> None: ...
 def batched_linear(
     pool: WorkerPool, x: int, tokens: int, batch: int, weight: int, type: int, rows: int, cols: int, out: int
 ) -> None: ...
@@ -29,7 +40,7 @@ def activate(
     pool: WorkerPool, kind: int, alpha: float, limit: float, gate: int, up: int, count: int, out: int
 ) -> None: ...
 
-_Projection = tuple[int, int, int, list[int], int]
+_Projection = tuple[int, int, int, list[int], int, bool]
 
 class Moe:
     def __init__(

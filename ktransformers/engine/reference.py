@@ -22,7 +22,7 @@ from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_
 from ktransformers.engine.session import Session
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError
-from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.quant import PackedTensor, RawTensor
 from ktransformers.operators.experts import read_layout
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.tied import TiedSource, tied_names
@@ -194,8 +194,8 @@ def _fill_experts(module: Any, key: str, source: TiedSource) -> int:
     layout = read_layout(module, key)
     weights = source.experts(key, layout)
 
-    def matrices(parts: list[RawTensor]) -> torch.Tensor:
-        return torch.stack([_dequantized(part) for part in parts])
+    def matrices(parts: Sequence[RawTensor | PackedTensor]) -> torch.Tensor:
+        return torch.stack([_dequantized(part) for part in parts if isinstance(part, RawTensor)])
 
     def placed(values: torch.Tensor) -> torch.Tensor:
         return values.transpose(1, 2).contiguous() if layout.is_transposed else values

@@ -1,7 +1,7 @@
 """The native CPU kernels: checks, then one call into `ktransformers._native`.
 
-The only importer of the extension. Knows tensors, worker pools and instruction-set tiers; does not know models, files,
-caches' owners or devices other than the CPU. Every result is bit-identical over tiers, thread counts, the number of
+Knows tensors, worker pools and instruction-set tiers; does not know models, files, caches' owners or devices other than
+the CPU. Every result is bit-identical over tiers, thread counts, the number of
 rows in a call and the way rows are split (the exact arithmetic is written above the code in `csrc/*.inl`).
 
 Tensors are fp32 on the CPU and contiguous unless said otherwise. A wrong argument raises TypeError (dtype, class),
@@ -10,27 +10,31 @@ ValueError (shape, stride, device, range) or IndexError (an id out of range) tha
 
 from __future__ import annotations
 
-import os
-import weakref
+import ctypes
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from ktransformers.errors import ConfigError, KernelError
-from ktransformers.kernels.quant import QuantType, RawTensor, block_size, type_size
-
-try:
-    from ktransformers import _native
-except ImportError as error:
-    raise KernelError(
-        f"the native extension ktransformers._native cannot be loaded ({error}); build it with `pip install .`"
-    ) from error
+from ktransformers.kernels.native_base import (
+    NATIVE_TYPES,
+    Isa,
+    WorkerPool,
+    active_isa,
+    available_isas,
+    check_tensor,
+    check_weight,
+    output,
+)
+from ktransformers.kernels.native_base import extension as _native
+from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor
 
 __all__ = [
     "NATIVE_TYPES",
+    "PACKED_TYPES",
     "Activation",
     "ActivationSpec",
     "ExpertWeights",
@@ -44,141 +48,87 @@ __all__ = [
     "batched_linear",
     "dequantize_rows",
     "linear",
+    "pack",
+    "packed_nbytes",
+    "page_out",
     "rms_norm",
     "silu_mul",
 ]
 
-ISA_VARIABLE = "KTRANSFORMERS_ISA"
+logger = logging.getLogger(__name__)
+
+#: The block formats that `pack` re-lays.
+PACKED_TYPES = frozenset({QuantType.Q8_0, QuantType.Q4_0, QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K})
+
+TILE_ROWS = 16
 
 
-def _native_types() -> frozenset[QuantType]:
-    types = set()
-    for name, (number, block, size) in _native.quant_types().items():
-        qtype = QuantType(number)
-        if qtype.name != name or block_size(qtype) != block or type_size(qtype) != size:
-            raise KernelError(
-                f"ktransformers._native and the gguf package disagree about {name}: reinstall ktransformers"
-            )
-        types.add(qtype)
-    return frozenset(types)
+def packed_nbytes(qtype: QuantType, rows: int, cols: int) -> int:
+    """Bytes of a matrix after `pack`: at most 3 % more than before, its rows filled up to a multiple of 16."""
+    return int(-(-rows // TILE_ROWS) * _native.packed_tile_bytes(int(qtype), cols))
 
 
-#: The block formats that the kernels compute with in place.
-NATIVE_TYPES: frozenset[QuantType] = _native_types()
+def pack(weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> PackedTensor:
+    """Re-lay a matrix [N, K] of a type in PACKED_TYPES, once, so that the kernels read it in one stream.
 
-
-class Isa(Enum):
-    """Instruction-set tiers. The value is the name that `KTRANSFORMERS_ISA` takes."""
-
-    SCALAR = "scalar"
-    AVX2 = "avx2"
-    AVX512_VNNI = "avx512_vnni"
-
-
-def available_isas() -> tuple[Isa, ...]:
-    """The tiers that this machine can run, slowest first."""
-    return tuple(Isa(name) for name in _native.available_isas())
-
-
-def active_isa() -> Isa:
-    """The tier that a new WorkerPool uses: the one in `KTRANSFORMERS_ISA`, or else the fastest of the machine.
-
-    Raises ConfigError when the variable names a tier that does not exist or that the machine lacks.
+    out: uint8 [packed_nbytes(...)] to write to, made when None. Products with the result are bit-equal to those with
+    `weight`, which is not needed any more.
     """
-    known = available_isas()
-    forced = os.environ.get(ISA_VARIABLE)
-    if not forced:
-        return known[-1]
-    for isa in known:
-        if isa.value == forced:
-            return isa
-    names = ", ".join(isa.value for isa in known)
-    raise ConfigError(f"{ISA_VARIABLE}={forced}: this machine has {names}")
+    check_weight("weight", weight, 2)
+    if weight.qtype not in PACKED_TYPES:
+        raise ValueError(f"weight is {weight.qtype.name}, which has no re-laid form")
+    rows, cols = weight.shape
+    nbytes = packed_nbytes(weight.qtype, rows, cols)
+    data = torch.empty(nbytes, dtype=torch.uint8) if out is None else out
+    check_tensor("out", data, (nbytes,), torch.uint8)
+    _native.pack(pool.handle, weight.data.data_ptr(), int(weight.qtype), rows, cols, data.data_ptr())
+    return PackedTensor(data, weight.qtype, (rows, cols))
 
 
-class WorkerPool:
-    """Threads that run kernels, one call at a time; calls from several Python threads wait for one another.
+_MADV_PAGEOUT = 21
+_PAGE = 4096
 
-    num_threads counts the calling thread, which works too. isa: the tier, `active_isa()` when None. An idle pool uses
-    no CPU. After fork() the child must make its own pool (a call raises RuntimeError there).
-    Raises ValueError for a thread count below 1 or above 1024, or a tier that the machine lacks.
+
+def page_out(weight: RawTensor) -> None:
+    """Give the memory under a weight that was re-laid back to the system; its bytes stay readable, from the file.
+
+    Linux only, and a hint: where the system refuses, the pages stay until memory runs short.
     """
-
-    def __init__(self, num_threads: int, isa: Isa | None = None) -> None:
-        if not isinstance(num_threads, int) or isinstance(num_threads, bool):
-            raise TypeError(f"num_threads must be an int, got {num_threads!r}")
-        if not 1 <= num_threads <= _native.MAX_THREADS:
-            raise ValueError(f"num_threads must be between 1 and {_native.MAX_THREADS}, got {num_threads}")
-        self.isa = isa or active_isa()
-        self.num_threads = num_threads
-        self.handle = _native.WorkerPool(num_threads, self.isa.value)
-        self._finalizer = weakref.finalize(self, self.handle.close)
-
-    def close(self) -> None:
-        """Stop the threads. Later calls with this pool raise RuntimeError. Closing twice does nothing."""
-        self._finalizer()
-
-    def __repr__(self) -> str:
-        state = "" if self._finalizer.alive else ", closed"
-        return f"WorkerPool(num_threads={self.num_threads}, isa={self.isa.value}{state})"
-
-
-def _check(name: str, tensor: Tensor, shape: Sequence[int | None], dtype: torch.dtype = torch.float32) -> None:
-    """Check a contiguous CPU tensor; None in `shape` allows any size."""
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} must be on the CPU, got {tensor.device}")
-    actual = tensor.shape
-    if len(actual) != len(shape) or any(w is not None and w != got for w, got in zip(shape, actual, strict=True)):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} must have shape [{wanted}], got {list(actual)}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-
-
-def _output(out: Tensor | None, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
-    """`out` checked, or a new tensor. An output that shares its memory with an input would be read after writing."""
-    if out is None:
-        return torch.empty(shape, dtype=torch.float32)
-    _check("out", out, shape)
-    for tensor in inputs:
-        if tensor.data_ptr() == out.data_ptr() and out.numel():
-            raise ValueError("out must not be one of the inputs")
-    return out
-
-
-def _check_weight(name: str, weight: RawTensor, dims: int) -> None:
-    if weight.qtype not in NATIVE_TYPES:
-        names = ", ".join(sorted(qtype.name for qtype in NATIVE_TYPES))
-        raise ValueError(f"{name} is {weight.qtype.name}, which has no kernel; transcode it to one of {names}")
-    if len(weight.shape) != dims:
-        raise ValueError(f"{name} must have {dims} dimensions, got shape {weight.shape}")
-    if weight.data.device.type != "cpu":
-        raise ValueError(f"{name} must be on the CPU, got {weight.data.device}")
+    first = -(-weight.data.data_ptr() // _PAGE) * _PAGE
+    nbytes = weight.data.data_ptr() + weight.nbytes - first
+    if nbytes >= _PAGE:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        if libc.madvise(first, nbytes // _PAGE * _PAGE, _MADV_PAGEOUT):
+            logger.debug("madvise refused to page out %d bytes: errno %d", nbytes, ctypes.get_errno())
 
 
 def linear(
-    x: Tensor, weight: RawTensor, pool: WorkerPool, bias: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: RawTensor | PackedTensor,
+    pool: WorkerPool,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n].
 
-    x: [T, K]. weight: [N, K], of a type in NATIVE_TYPES. bias: [N]. out: [T, N], made when None. Quantized weights
-    quantize each row of x to int8 by blocks (32 values for Q8_0 and Q4_0, 256 for K-quants); a block of x that holds
-    a NaN or an infinity makes that whole output row NaN.
+    x: [T, K]. weight: [N, K], of a type in NATIVE_TYPES, or re-laid by `pack`. bias: [N]. out: [T, N], made when None.
+    Quantized weights quantize each row of x to int8 by blocks (32 values for Q8_0 and Q4_0, 256 for K-quants); a block
+    of x that holds a NaN or an infinity makes that whole output row NaN.
     """
-    _check_weight("weight", weight, 2)
+    check_weight("weight", weight, 2)
     rows, cols = weight.shape
-    _check("x", x, (None, cols))
+    check_tensor("x", x, (None, cols))
     if bias is not None:
-        _check("bias", bias, (rows,))
-    result = _output(out, (x.shape[0], rows), x)
+        check_tensor("bias", bias, (rows,))
+    result = output(out, (x.shape[0], rows), x)
     _native.linear(
         pool.handle,
         x.data_ptr(),
         x.shape[0],
         weight.data.data_ptr(),
         int(weight.qtype),
+        isinstance(weight, PackedTensor),
         rows,
         cols,
         0 if bias is None else bias.data_ptr(),
@@ -192,10 +142,10 @@ def batched_linear(x: Tensor, weight: RawTensor, pool: WorkerPool, out: Tensor |
 
     x: [T, B, K]. weight: [B, N, K]. out: [T, B, N], made when None. Quantization as in `linear`.
     """
-    _check_weight("weight", weight, 3)
+    check_weight("weight", weight, 3)
     batch, rows, cols = weight.shape
-    _check("x", x, (None, batch, cols))
-    result = _output(out, (x.shape[0], batch, rows), x)
+    check_tensor("x", x, (None, batch, cols))
+    result = output(out, (x.shape[0], batch, rows), x)
     _native.batched_linear(
         pool.handle,
         x.data_ptr(),
@@ -215,10 +165,10 @@ def dequantize_rows(weight: RawTensor, ids: Tensor, pool: WorkerPool, out: Tenso
 
     weight: [N, K]. ids: int64 [T]. out: [T, K], made when None. Raises IndexError for an id outside 0 .. N - 1.
     """
-    _check_weight("weight", weight, 2)
+    check_weight("weight", weight, 2)
     rows, cols = weight.shape
-    _check("ids", ids, (None,), torch.int64)
-    result = _output(out, (ids.shape[0], cols))
+    check_tensor("ids", ids, (None,), torch.int64)
+    result = output(out, (ids.shape[0], cols))
     _native.dequantize_rows(
         pool.handle,
         weight.data.data_ptr(),
@@ -237,9 +187,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, pool: WorkerPool, out: Tenso
 
     x: [T, H]. weight: [H]. out: [T, H], made when None; may be x itself.
     """
-    _check("x", x, (None, None))
-    _check("weight", weight, (x.shape[1],))
-    result = _output(out, (x.shape[0], x.shape[1]))
+    check_tensor("x", x, (None, None))
+    check_tensor("weight", weight, (x.shape[1],))
+    result = output(out, (x.shape[0], x.shape[1]))
     _native.rms_norm(
         pool.handle, x.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], float(eps), result.data_ptr()
     )
@@ -282,12 +232,12 @@ def activate(
     gate, up, out: one shape, any number of dimensions; out is made when None and may be gate or up.
     """
     shape = tuple(up.shape)
-    _check("up", up, shape)
+    check_tensor("up", up, shape)
     if gate is not None:
-        _check("gate", gate, shape)
+        check_tensor("gate", gate, shape)
     elif spec.kind is Activation.SWIGLU_OAI:
         raise ValueError("SWIGLU_OAI needs a gate")
-    result = _output(out, shape)
+    result = output(out, shape)
     _native.activate(
         pool.handle,
         int(spec.kind),
@@ -312,40 +262,44 @@ class ExpertWeights:
 
     gate: E tensors [I, H], or None for act(up) without a gate. up: E tensors [I, H]. down: E tensors [H, I].
     gate_bias, up_bias: fp32 [E, I] or None. down_bias: fp32 [E, H] or None. All experts of a projection share one type;
-    projections may differ.
+    projections may differ; each may be re-laid by `pack`.
     """
 
-    gate: list[RawTensor] | None
-    up: list[RawTensor]
-    down: list[RawTensor]
+    gate: Sequence[RawTensor | PackedTensor] | None
+    up: Sequence[RawTensor | PackedTensor]
+    down: Sequence[RawTensor | PackedTensor]
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
 
-_Projection = tuple[int, int, int, list[int], int]
+_Projection = tuple[int, int, int, list[int], int, bool]
 
 
 def _projection(
-    name: str, tensors: list[RawTensor] | None, bias: Tensor | None, num_experts: int, shape: tuple[int, int]
+    name: str,
+    tensors: Sequence[RawTensor | PackedTensor] | None,
+    bias: Tensor | None,
+    num_experts: int,
+    shape: tuple[int, int],
 ) -> _Projection:
     if tensors is None:
         if bias is not None:
             raise ValueError(f"{name}_bias is given, but there is no {name}")
-        return (int(QuantType.F32), 0, 0, [], 0)
+        return (int(QuantType.F32), 0, 0, [], 0, False)
     if len(tensors) != num_experts:
         raise ValueError(f"{name} has {len(tensors)} experts, up has {num_experts}")
-    qtype = tensors[0].qtype
+    qtype, is_packed = tensors[0].qtype, isinstance(tensors[0], PackedTensor)
     for index, tensor in enumerate(tensors):
-        _check_weight(f"{name}[{index}]", tensor, 2)
-        if tensor.qtype != qtype:
+        check_weight(f"{name}[{index}]", tensor, 2)
+        if tensor.qtype != qtype or isinstance(tensor, PackedTensor) != is_packed:
             raise ValueError(f"{name}[{index}] is {tensor.qtype.name}, {name}[0] is {qtype.name}: give one type")
         if tensor.shape != shape:
             raise ValueError(f"{name}[{index}] must have shape {list(shape)}, got {list(tensor.shape)}")
     if bias is not None:
-        _check(f"{name}_bias", bias, (num_experts, shape[0]))
+        check_tensor(f"{name}_bias", bias, (num_experts, shape[0]))
     addresses = [tensor.data.data_ptr() for tensor in tensors]
-    return (int(qtype), shape[0], shape[1], addresses, 0 if bias is None else bias.data_ptr())
+    return (int(qtype), shape[0], shape[1], addresses, 0 if bias is None else bias.data_ptr(), is_packed)
 
 
 class MoeKernel:
@@ -359,7 +313,7 @@ class MoeKernel:
             raise ValueError("there must be at least one expert")
         if weights.gate is None and activation.kind is Activation.SWIGLU_OAI:
             raise ValueError("SWIGLU_OAI needs a gate")
-        _check_weight("up[0]", weights.up[0], 2)
+        check_weight("up[0]", weights.up[0], 2)
         width, hidden = weights.up[0].shape
         self.num_experts = len(weights.up)
         self.hidden_size = hidden
@@ -383,14 +337,14 @@ class MoeKernel:
         hidden_states: [T, H]. topk_ids: int64 or int32 [T, K]; an id equal to the number of experts is skipped, any
         other id out of range raises IndexError before any work. topk_weights: fp32 [T, K]. out: [T, H].
         """
-        _check("hidden_states", hidden_states, (None, self.hidden_size))
+        check_tensor("hidden_states", hidden_states, (None, self.hidden_size))
         tokens = hidden_states.shape[0]
         if topk_ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"topk_ids must be int64 or int32, got {topk_ids.dtype}")
         ids = topk_ids.to(torch.int64)
-        _check("topk_ids", ids, (tokens, None), torch.int64)
-        _check("topk_weights", topk_weights, (tokens, ids.shape[1]))
-        result = _output(out, (tokens, self.hidden_size), hidden_states)
+        check_tensor("topk_ids", ids, (tokens, None), torch.int64)
+        check_tensor("topk_weights", topk_weights, (tokens, ids.shape[1]))
+        result = output(out, (tokens, self.hidden_size), hidden_states)
         self._moe.forward(
             self.pool.handle,
             hidden_states.data_ptr(),
@@ -415,7 +369,7 @@ def _check_cache(name: str, cache: Tensor) -> None:
 
 def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """Check that q [T, Hq, Dk] and the two caches fit one another."""
-    _check("q", q, (None, None, None))
+    check_tensor("q", q, (None, None, None))
     _check_cache("k_cache", k_cache)
     _check_cache("v_cache", v_cache)
     slots, num_kv_heads, _ = v_cache.shape
@@ -430,7 +384,7 @@ def _row_numbers(name: str, values: Tensor, num_rows: int, dtype: torch.dtype) -
     if values.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
     converted = values.to(dtype)
-    _check(name, converted, (num_rows,), dtype)
+    check_tensor(name, converted, (num_rows,), dtype)
     return converted
 
 
@@ -462,7 +416,7 @@ def attention(
     Raises ValueError when a page that a row sees lies outside the cache or the table.
     """
     _check_heads(q, k_cache, v_cache)
-    _check("block_table", block_table, (None, None), torch.int32)
+    check_tensor("block_table", block_table, (None, None), torch.int32)
     num_rows, num_heads, dim_k = q.shape
     slots, num_kv_heads, dim_v = v_cache.shape
     if page_size < 1 or window < 0 or softcap < 0:
@@ -470,8 +424,8 @@ def attention(
     seqs = _row_numbers("seq_ids", seq_ids, num_rows, torch.int32)
     lens = _row_numbers("kv_lens", kv_lens, num_rows, torch.int64)
     if sinks is not None:
-        _check("sinks", sinks, (num_heads,))
-    result = _output(out, (num_rows, num_heads, dim_v), q)
+        check_tensor("sinks", sinks, (num_heads,))
+    result = output(out, (num_rows, num_heads, dim_v), q)
     _native.attention(
         pool.handle,
         q.data_ptr(),

@@ -14,7 +14,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as QuantType
 
-__all__ = ["QuantType", "RawTensor", "block_size", "row_bytes", "type_size"]
+__all__ = ["PackedTensor", "QuantType", "RawTensor", "block_size", "row_bytes", "type_size"]
 
 # The unquantized types and the torch dtype that holds their elements.
 _FLOAT_TYPES = {
@@ -129,3 +129,20 @@ class RawTensor:
             raise IndexError(f"index {index} is not inside a leading dimension of {self.shape[0]}")
         size = self.nbytes // self.shape[0]
         return RawTensor(self.data[index * size : (index + 1) * size], self.qtype, self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A matrix re-laid for the native kernels, 16 rows side by side (csrc/packed.inl); see `native.pack`.
+
+    data: uint8, 1-D. qtype: the type whose numbers it holds. shape: (rows, cols) of the matrix.
+    """
+
+    data: torch.Tensor
+    qtype: QuantType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.data.numel()

@@ -6,6 +6,7 @@ E experts, T tokens, K experts per token, H hidden, I intermediate.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,9 +17,10 @@ from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import native
 from ktransformers.kernels.native import Activation, ActivationSpec
-from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.quant import PackedTensor, RawTensor
 from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
+from ktransformers.operators.relaid import relaid_experts, relaid_nbytes
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, WeightSource
 
 __all__ = ["KTransformersExperts", "Ticket", "find_activation", "read_layout"]
@@ -137,7 +139,9 @@ class KTransformersExperts(Operator):
 
     def requirements(self, source: WeightSource) -> Requirements:
         info = self._info(source)
-        needs = Requirements(nbytes={"cpu": info.nbytes}, stored_names=set(info.stored_names))
+        parts = [part for part in (info.gate, info.up, info.down) if part is not None]
+        extra = 0 if self.activation is None else sum(relaid_nbytes(part) - part.nbytes for part in parts)
+        needs = Requirements(nbytes={"cpu": info.nbytes + extra}, stored_names=set(info.stored_names))
         for part in (info.gate, info.up, info.down):
             if part is not None:
                 shown = part.resident_type.name
@@ -149,6 +153,7 @@ class KTransformersExperts(Operator):
     def load(self, source: WeightSource) -> None:
         self._weights = source.experts(self.key, self.layout, self.config.cpu_quant)
         if self.activation is not None:
+            self._weights = relaid_experts(self._weights, self.config.require_pool())
             self._kernel = native.MoeKernel(self._weights, self.activation, self.config.require_pool())
 
     def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
@@ -184,7 +189,9 @@ class KTransformersExperts(Operator):
     def _expert(self, weights: native.ExpertWeights, expert: int, rows: torch.Tensor) -> torch.Tensor:
         pool = self.config.require_pool()
 
-        def project(parts: list[RawTensor], bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        def project(
+            parts: Sequence[RawTensor | PackedTensor], bias: torch.Tensor | None, x: torch.Tensor
+        ) -> torch.Tensor:
             return native.linear(x.contiguous(), parts[expert], pool, bias=None if bias is None else bias[expert])
 
         up = project(weights.up, weights.up_bias, rows)

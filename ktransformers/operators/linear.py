@@ -11,7 +11,7 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
-from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.quant import PackedTensor, RawTensor
 from ktransformers.operators.base import (
     Operator,
     OperatorConfig,
@@ -20,6 +20,7 @@ from ktransformers.operators.base import (
     empty_parameter,
     expect_shape,
 )
+from ktransformers.operators.relaid import relaid, relaid_nbytes
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["KTransformersLinear"]
@@ -54,7 +55,7 @@ class KTransformersLinear(Operator):
         self.has_bias = module.bias is not None
         # Hugging Face code reads `linear.weight.dtype` and `.shape`; the bytes live in `_weight`.
         self.weight = empty_parameter((self.out_features, self.in_features))
-        self._weight: RawTensor | None = None
+        self._weight: RawTensor | PackedTensor | None = None
         self._bias: torch.Tensor | None = None
 
     def op(self, phase: Phase) -> str:
@@ -63,7 +64,9 @@ class KTransformersLinear(Operator):
     def requirements(self, source: WeightSource) -> Requirements:
         needs = Requirements()
         name = f"{self.key}.weight"
-        needs.add("cpu", expect_shape(source.find(name), name, (self.out_features, self.in_features)))
+        info = expect_shape(source.find(name), name, (self.out_features, self.in_features))
+        needs.add("cpu", info)
+        needs.nbytes["cpu"] += relaid_nbytes(info) - info.nbytes
         if self.has_bias:
             name = f"{self.key}.bias"
             info = expect_shape(source.find(name), name, (self.out_features,))
@@ -73,7 +76,7 @@ class KTransformersLinear(Operator):
 
     def load(self, source: WeightSource) -> None:
         self.requirements(source)
-        self._weight = source.tensor(f"{self.key}.weight")
+        self._weight = relaid(source.tensor(f"{self.key}.weight"), self.config.require_pool())
         self._bias = source.dense(f"{self.key}.bias") if self.has_bias else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ktransformers.errors import ConfigError
-from ktransformers.kernels.native import ISA_VARIABLE, Isa, WorkerPool, active_isa, available_isas, linear
+from ktransformers.kernels.native import Isa, WorkerPool, active_isa, available_isas, linear
+from ktransformers.kernels.native_base import ISA_VARIABLE
 from ktransformers.kernels.quant import QuantType
 
 

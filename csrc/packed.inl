@@ -1,0 +1,365 @@
+// Weights re-laid for tiles of 16 rows, so that a step reads one stream and needs no shuffles: what a tile of gemm.inl
+// stages, in the bytes of the file. Included by a tier file after gemm.inl; the results are those of gemm.inl, bit by bit.
+//
+// A tile of 16 rows and k columns is, after a head of 16 halves d for every block (padded to 64 bytes; K-quants with a
+// minimum have none), its blocks in order. A *line* is 64 bytes: 4 consecutive columns (a *step*) of 16 rows.
+//
+//   Q8_0   32 columns   8 lines                                                              34 B a row and block
+//   Q4_0   32 columns   4 lines: low nibbles are steps 0-3, high ones steps 4-7              18 B
+//   Q4_K  256 columns   d[16], dmin[16], scales, minima, 32 lines                           148 B (144 in the file)
+//   Q5_K  256 columns   d[16], dmin[16], scales, minima, 32 lines, 8 lines of fifth bits    180 B (176)
+//   Q6_K  256 columns   scales, 32 lines, 16 lines of upper bits                            210 B
+//
+// Lines of 256 columns: line 8 g + i holds step 16 g + i in its low and step 16 g + 8 + i in its high nibbles (g < 4).
+// Fifth bits: line 2 g holds bit i of step 16 g + i in bit i, line 2 g + 1 that of step 16 g + 8 + i.
+// Upper bits: line 4 g + i (i < 4) holds those of steps 16 g + i, + 4, + 8, + 12, two bits each, from the lowest up.
+// Scales and minima: byte pairs of sub-blocks 2 j, 2 j + 1 of each row, 32 bytes for every j.
+
+namespace {
+
+constexpr int64_t kHeadAlign = 64;
+constexpr int64_t kAheadPacked = 2048;  // bytes; the hardware's prefetcher stops at the end of each page
+
+inline int64_t head_bytes(int64_t blocks) { return (blocks * 32 + kHeadAlign - 1) / kHeadAlign * kHeadAlign; }
+
+// ---- what differs between the formats of 256 ----
+
+struct PackedQ4K {
+  using F = FormatQ4K;
+  static constexpr int64_t bytes = 64 + 128 + 128 + 2048, scales = 64, minima = 192, lines = 320;
+  template <int I> static wb low(const uint8_t*, int, wb line) { return low_nibbles(line); }
+  template <int I> static wb high(const uint8_t*, int, wb line) { return high_nibbles(line); }
+};
+struct PackedQ5K {
+  using F = FormatQ5K;
+  static constexpr int64_t bytes = PackedQ4K::bytes + 512, scales = 64, minima = 192, lines = 320, bits = 320 + 2048;
+  template <int I> static wb low(const uint8_t* p, int g, wb line) {
+    return or_bytes(low_nibbles(line), bit_at_4<I>(load_wb(p + bits + 128 * g)));
+  }
+  template <int I> static wb high(const uint8_t* p, int g, wb line) {
+    return or_bytes(high_nibbles(line), bit_at_4<I>(load_wb(p + bits + 128 * g + 64)));
+  }
+};
+struct PackedQ6K {
+  using F = FormatQ6K;
+  static constexpr int64_t bytes = 256 + 2048 + 1024, scales = 0, minima = 0, lines = 256, bits = 256 + 2048;
+  template <int I> static wb low(const uint8_t* p, int g, wb line) {
+    return or_bytes(low_nibbles(line), two_at_4<I / 4 * 2>(load_wb(p + bits + 256 * g + 64 * (I % 4))));
+  }
+  template <int I> static wb high(const uint8_t* p, int g, wb line) {
+    return or_bytes(high_nibbles(line), two_at_4<4 + I / 4 * 2>(load_wb(p + bits + 256 * g + 64 * (I % 4))));
+  }
+};
+
+template <class P> inline vi load_scales(const uint8_t* p, int j) {
+  return P::F::has_min ? pairs_u8(p + P::scales + 32 * j) : pairs_s8(p + P::scales + 32 * j);
+}
+template <class P> inline vi load_minima(const uint8_t* p, int j) {
+  return P::F::has_min ? pairs_u8(p + P::minima + 32 * j) : times32(pairs_s8(p + P::minima + 32 * j));
+}
+
+// Steps 16 g + I, 16 g + 8 + I of `count` lines, then the scales: recursion, because the bits' places are immediates.
+template <class P, int C, int I, int N>
+inline void packed_lines(const uint8_t* p, int g, const int8_t* const* y, uacc* lo, uacc* hi) {
+  if constexpr (I < N) {
+    const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
+    __builtin_prefetch(p + P::lines + 64 * (8 * g + I) + kAheadPacked);
+    const wb first = P::template low<I>(p, g, line), second = P::template high<I>(p, g, line);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) {
+      lo[c] = udot(lo[c], first, y[c] + 4 * (16 * g + I));
+      hi[c] = udot(hi[c], second, y[c] + 4 * (16 * g + 8 + I));
+    }
+    packed_lines<P, C, I + 1, N>(p, g, y, lo, hi);
+  }
+}
+
+template <class P, int C, int I> inline void packed_group(const uint8_t* p, int g, const int8_t* const* y, vi* total) {
+  constexpr int sub_steps = 64 / P::F::subs;  // 8 or 4
+  constexpr int steps = kNarrowSums && P::F::narrow_steps < sub_steps ? P::F::narrow_steps : sub_steps;
+  if constexpr (I < 8) {
+    uacc lo[C], hi[C];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) lo[c] = hi[c] = uacc_zero();
+    packed_lines<P, C, I, I + steps>(p, g, y, lo, hi);
+    vi low_scale, high_scale;
+    if constexpr (sub_steps == 8) {  // sub-blocks 2 g and 2 g + 1
+      const vi pair = load_scales<P>(p, g);
+      low_scale = scale_low(pair);
+      high_scale = scale_high(pair);
+    } else {  // sub-blocks 4 g + I / 4 and 4 g + 2 + I / 4
+      const vi first = load_scales<P>(p, 2 * g), second = load_scales<P>(p, 2 * g + 1);
+      low_scale = I < 4 ? scale_low(first) : scale_high(first);
+      high_scale = I < 4 ? scale_low(second) : scale_high(second);
+    }
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) total[c] = flush_scaled(flush_scaled(total[c], lo[c], low_scale), hi[c], high_scale);
+    packed_group<P, C, I + steps>(p, g, y, total);
+  }
+}
+
+inline vf block_d(const uint8_t* tile, int64_t b) { return load_f16(tile + 32 * b); }
+
+// C tokens from t on, over all blocks of the tile; every lane's operations are those of (3) and (4) in gemm.inl.
+template <class P, int C> void packed256_few(const TileArgs& a, int t) {
+  using F = typename P::F;
+  const int64_t blocks = a.k / 256;
+  const uint8_t* p = a.packed + (F::has_min ? 0 : head_bytes(blocks));
+  const int8_t* y[C];
+  const float* da[C];
+  const int16_t* sums[C];
+  vf acc[C];
+  for (int c = 0; c < C; ++c) {
+    const int64_t row = token_row(a, t + c);
+    y[c] = a.act.q + row * a.act.ldq;
+    da[c] = a.act.d + row * a.act.ldd;
+    sums[c] = a.act.sums + row * a.act.lds + (F::has_min ? 16 : 0);
+    acc[c] = zero();
+  }
+  for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
+    vi total[C], low[C];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) total[c] = low[c] = set1i(0);
+    for (int g = 0; g < 4; ++g) packed_group<P, C, 0>(p, g, y, total);
+    for (int j = 0; j < F::subs / 2; ++j) {
+      const vi minima = load_minima<P>(p, j);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) low[c] = pair_dot(low[c], minima, sums[c] + 2 * j);
+    }
+    const vf d = F::has_min ? load_f16(p) : block_d(a.packed, b);
+    const vf dmin = F::has_min ? load_f16(p + 32) : zero();
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) {
+      acc[c] = add_super<F>(acc[c], d, dmin, set1(da[c][b]), total[c], low[c]);
+      y[c] += 256;
+      sums[c] += kSumsPerSuper;
+    }
+  }
+  for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
+}
+
+template <class P, int I> inline void stage_group(const uint8_t* p, int g, uint8_t* w) {
+  if constexpr (I < 8) {
+    const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
+    store_wb(w + 64 * (16 * g + I), P::template low<I>(p, g, line));
+    store_wb(w + 64 * (16 * g + 8 + I), P::template high<I>(p, g, line));
+    stage_group<P, I + 1>(p, g, w);
+  }
+}
+
+template <class P> void packed256_many(const TileArgs& a) {
+  using F = typename P::F;
+  const int64_t blocks = a.k / 256;
+  const uint8_t* p = a.packed + (F::has_min ? 0 : head_bytes(blocks));
+  QuantStage st;
+  for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
+    for (int g = 0; g < 4; ++g) stage_group<P, 0>(p, g, st.w);
+    for (int j = 0; j < F::subs / 2; ++j) {
+      const vi pair = load_scales<P>(p, j);
+      storei(st.sc + 32 * j, scale_low(pair));
+      storei(st.sc + 32 * j + 16, scale_high(pair));
+      storei(st.m + 16 * j, load_minima<P>(p, j));
+    }
+    store(st.d, F::has_min ? load_f16(p) : block_d(a.packed, b));
+    if (F::has_min) store(st.dmin, load_f16(p + 32));
+    q256_tokens<F, kQuantTokens>(a, st, b, 0);
+  }
+}
+
+// ---- blocks of 32 ----
+
+struct PackedQ8_0 {
+  using F = FormatQ8_0;
+  static constexpr int64_t bytes = 512;
+  static void unpack(const uint8_t* p, wb* steps) {
+    for (int i = 0; i < 8; ++i) steps[i] = load_signed(p + 64 * i);
+  }
+};
+struct PackedQ4_0 {
+  using F = FormatQ4_0;
+  static constexpr int64_t bytes = 256;
+  static void unpack(const uint8_t* p, wb* steps) {
+    for (int i = 0; i < 4; ++i) {
+      const wb line = load_wb(p + 64 * i);
+      steps[i] = low_nibbles(line);
+      steps[4 + i] = high_nibbles(line);
+    }
+  }
+};
+
+template <class P, int C> void packed32_few(const TileArgs& a, int t) {
+  using F = typename P::F;
+  const int64_t blocks = a.k / 32;
+  const uint8_t* p = a.packed + head_bytes(blocks);
+  const int8_t* y[C];
+  const float* da[C];
+  const int16_t* sums[C];
+  vf acc[C];
+  for (int c = 0; c < C; ++c) {
+    const int64_t row = token_row(a, t + c);
+    y[c] = a.act.q + row * a.act.ldq;
+    da[c] = a.act.d + row * a.act.ldd;
+    sums[c] = a.act.sums + row * a.act.lds;
+    acc[c] = zero();
+  }
+  for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
+    for (int64_t o = 0; o < P::bytes; o += 64) __builtin_prefetch(p + o + kAheadPacked);
+    wb steps[8];
+    P::unpack(p, steps);
+    vi isum[C];
+    if constexpr (F::is_signed) {
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c][b]);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i)
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) isum[c] = sdot(isum[c], steps[i], y[c] + 32 * b + 4 * i);
+    } else {
+      uacc u[C];
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) u[c] = uacc_zero();
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i)
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) u[c] = udot(u[c], steps[i], y[c] + 32 * b + 4 * i);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) isum[c] = flush(set1i(-F::offset * sums[c][b]), u[c]);
+    }
+    const vf dw = block_d(a.packed, b);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) acc[c] = add(acc[c], mul(mul(dw, set1(da[c][b])), to_float(isum[c])));
+  }
+  for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
+}
+
+template <class P> void packed32_many(const TileArgs& a) {
+  const int64_t blocks = a.k / 32;
+  const uint8_t* p = a.packed + head_bytes(blocks);
+  QuantStage st;
+  for (int64_t first = 0; first < blocks; first += 8) {
+    const int count = static_cast<int>(blocks - first < 8 ? blocks - first : 8);
+    for (int b = 0; b < count; ++b, p += P::bytes) {
+      wb steps[8];
+      P::unpack(p, steps);
+      for (int i = 0; i < 8; ++i) store_wb(st.w + 512 * b + 64 * i, steps[i]);
+      store(st.d + 16 * b, block_d(a.packed, first + b));
+    }
+    q32_tokens<typename P::F, kQuantTokens>(a, st, first, count, 0);
+  }
+}
+
+// Up to here a tile is read again for every few tokens (it stays in the first two caches) rather than staged.
+constexpr int kFewPacked = 2 * kPackedTokens;
+
+template <class P, int C> void packed256(const TileArgs& a, int t) {
+  for (; t + C <= a.num_tokens; t += C) packed256_few<P, C>(a, t);
+  if constexpr (C > 1) packed256<P, C - 1>(a, t);
+}
+template <class P, int C> void packed32(const TileArgs& a, int t) {
+  for (; t + C <= a.num_tokens; t += C) packed32_few<P, C>(a, t);
+  if constexpr (C > 1) packed32<P, C - 1>(a, t);
+}
+template <class P> void packed256_tile(const TileArgs& a) {
+  if (a.num_tokens <= kFewPacked) return packed256<P, kPackedTokens>(a, 0);
+  for (int t = 0; t < a.num_tokens; ++t) store(a.acc + t * 16, zero());
+  packed256_many<P>(a);
+}
+template <class P> void packed32_tile(const TileArgs& a) {
+  if (a.num_tokens <= kFewPacked) return packed32<P, kPackedTokens>(a, 0);
+  for (int t = 0; t < a.num_tokens; ++t) store(a.acc + t * 16, zero());
+  packed32_many<P>(a);
+}
+
+void packed_tile(const TileArgs& a) {
+  switch (a.type) {
+    case QType::Q8_0: return packed32_tile<PackedQ8_0>(a);
+    case QType::Q4_0: return packed32_tile<PackedQ4_0>(a);
+    case QType::Q4_K: return packed256_tile<PackedQ4K>(a);
+    case QType::Q5_K: return packed256_tile<PackedQ5K>(a);
+    case QType::Q6_K: return packed256_tile<PackedQ6K>(a);
+    default: return;  // make_packed refuses the others
+  }
+}
+
+// ---- re-laying ----
+
+inline void pack_pair(uint8_t* out, int sub, int r, uint8_t value) { out[sub / 2 * 32 + 2 * r + sub % 2] = value; }
+
+// 64 steps of unpacked weights into lines; plain loops over bytes, which compilers turn into vectors.
+template <class P> void pack_steps(const uint8_t* steps, uint8_t* out) {
+  for (int step = 0; step < 64; ++step) {
+    const int g = step / 16, at = step % 16, shift = at < 8 ? 0 : 4;
+    const uint8_t* q = steps + 64 * step;
+    uint8_t* line = out + P::lines + 64 * (8 * g + at % 8);
+    for (int i = 0; i < 64; ++i) line[i] = static_cast<uint8_t>(line[i] | (q[i] & 15) << shift);
+    if constexpr (std::is_same_v<P, PackedQ5K>) {
+      uint8_t* bits = out + P::bits + 128 * g + 64 * (at / 8);
+      for (int i = 0; i < 64; ++i) bits[i] = static_cast<uint8_t>(bits[i] | (q[i] >> 4) << (at % 8));
+    }
+    if constexpr (std::is_same_v<P, PackedQ6K>) {
+      uint8_t* bits = out + P::bits + 256 * g + 64 * (at % 4);
+      for (int i = 0; i < 64; ++i) bits[i] = static_cast<uint8_t>(bits[i] | (q[i] >> 4) << (at / 4 * 2));
+    }
+  }
+}
+
+template <class P> void pack_block256(const uint8_t* const* rows, int64_t b, uint8_t* out, uint8_t* head) {
+  using F = typename P::F;
+  std::memset(out, 0, P::bytes);
+  alignas(64) uint8_t unpacked[16][kTileCols], steps[kTileCols * 16];
+  for (int r = 0; r < 16; ++r) unpack256<F>(rows[r] + b * F::bytes, unpacked[r]);
+  interleave(unpacked, kTileCols, steps);
+  pack_steps<P>(steps, out);
+  for (int r = 0; r < 16; ++r) {
+    const uint8_t* p = rows[r] + b * F::bytes;
+    if constexpr (F::has_min) {
+      const KScales ks = unpack_scales(p + 4);
+      for (int s = 0; s < 8; ++s) pack_pair(out + P::scales, s, r, ks.sc[s]);
+      for (int s = 0; s < 8; ++s) pack_pair(out + P::minima, s, r, ks.m[s]);
+      std::memcpy(out + 2 * r, p, 2);
+      std::memcpy(out + 32 + 2 * r, p + 2, 2);
+    } else {
+      for (int s = 0; s < 16; ++s) pack_pair(out + P::scales, s, r, p[192 + s]);
+      std::memcpy(head + 32 * b + 2 * r, p + 208, 2);
+    }
+  }
+}
+
+template <class P> void pack_tile256(const uint8_t* const* rows, int64_t k, uint8_t* out) {
+  const int64_t blocks = k / 256, head = P::F::has_min ? 0 : head_bytes(blocks);
+  std::memset(out, 0, static_cast<size_t>(head));
+  for (int64_t b = 0; b < blocks; ++b) pack_block256<P>(rows, b, out + head + b * P::bytes, out);
+}
+
+template <class P> void pack_tile32(const uint8_t* const* rows, int64_t k, uint8_t* out) {
+  const int64_t blocks = k / 32, head = head_bytes(blocks);
+  std::memset(out, 0, static_cast<size_t>(head));
+  for (int64_t b = 0; b < blocks; ++b) {
+    uint8_t* lines = out + head + b * P::bytes;
+    std::memset(lines, 0, P::bytes);
+    for (int r = 0; r < 16; ++r) {
+      const uint8_t* p = rows[r] + b * P::F::bytes;
+      std::memcpy(out + 32 * b + 2 * r, p, 2);
+      for (int i = 0; i < 32; ++i) {
+        const int step = i / 4, byte = 4 * r + i % 4;
+        if constexpr (P::F::is_signed)
+          lines[64 * step + byte] = p[2 + i];
+        else  // ggml keeps columns i and 16 + i in one byte
+          lines[64 * (step % 4) + byte] |= static_cast<uint8_t>((i < 16 ? p[2 + i] & 15 : p[2 + i - 16] >> 4) << (step / 4 * 4));
+      }
+    }
+  }
+}
+
+void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) {
+  switch (type) {
+    case QType::Q8_0: return pack_tile32<PackedQ8_0>(rows, k, out);
+    case QType::Q4_0: return pack_tile32<PackedQ4_0>(rows, k, out);
+    case QType::Q4_K: return pack_tile256<PackedQ4K>(rows, k, out);
+    case QType::Q5_K: return pack_tile256<PackedQ5K>(rows, k, out);
+    case QType::Q6_K: return pack_tile256<PackedQ6K>(rows, k, out);
+    default: return;
+  }
+}
+
+}  // namespace

@@ -1,0 +1,145 @@
+"""The native extension, its instruction-set tiers and worker pools, and the checks in front of every kernel.
+
+The only importer of the extension. Knows tensors, not kernels: those are in `native`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from ktransformers.errors import ConfigError, KernelError
+from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor, block_size, type_size
+
+try:
+    from ktransformers import _native as extension
+except ImportError as error:
+    raise KernelError(
+        f"the native extension ktransformers._native cannot be loaded ({error}); build it with `pip install .`"
+    ) from error
+
+__all__ = [
+    "NATIVE_TYPES",
+    "Isa",
+    "WorkerPool",
+    "active_isa",
+    "available_isas",
+    "check_tensor",
+    "check_weight",
+    "extension",
+    "output",
+]
+
+ISA_VARIABLE = "KTRANSFORMERS_ISA"
+
+
+def _native_types() -> frozenset[QuantType]:
+    types = set()
+    for name, (number, block, size) in extension.quant_types().items():
+        qtype = QuantType(number)
+        if qtype.name != name or block_size(qtype) != block or type_size(qtype) != size:
+            raise KernelError(
+                f"ktransformers._native and the gguf package disagree about {name}: reinstall ktransformers"
+            )
+        types.add(qtype)
+    return frozenset(types)
+
+
+#: The block formats that the kernels compute with in place.
+NATIVE_TYPES: frozenset[QuantType] = _native_types()
+
+
+class Isa(Enum):
+    """Instruction-set tiers. The value is the name that `KTRANSFORMERS_ISA` takes."""
+
+    SCALAR = "scalar"
+    AVX2 = "avx2"
+    AVX512_VNNI = "avx512_vnni"
+
+
+def available_isas() -> tuple[Isa, ...]:
+    """The tiers that this machine can run, slowest first."""
+    return tuple(Isa(name) for name in extension.available_isas())
+
+
+def active_isa() -> Isa:
+    """The tier that a new WorkerPool uses: the one in `KTRANSFORMERS_ISA`, or else the fastest of the machine.
+
+    Raises ConfigError when the variable names a tier that does not exist or that the machine lacks.
+    """
+    known = available_isas()
+    forced = os.environ.get(ISA_VARIABLE)
+    if not forced:
+        return known[-1]
+    for isa in known:
+        if isa.value == forced:
+            return isa
+    names = ", ".join(isa.value for isa in known)
+    raise ConfigError(f"{ISA_VARIABLE}={forced}: this machine has {names}")
+
+
+class WorkerPool:
+    """Threads that run kernels, one call at a time; calls from several Python threads wait for one another.
+
+    num_threads counts the calling thread, which works too. isa: the tier, `active_isa()` when None. An idle pool uses
+    no CPU. After fork() the child must make its own pool (a call raises RuntimeError there).
+    Raises ValueError for a thread count below 1 or above 1024, or a tier that the machine lacks.
+    """
+
+    def __init__(self, num_threads: int, isa: Isa | None = None) -> None:
+        if not isinstance(num_threads, int) or isinstance(num_threads, bool):
+            raise TypeError(f"num_threads must be an int, got {num_threads!r}")
+        if not 1 <= num_threads <= extension.MAX_THREADS:
+            raise ValueError(f"num_threads must be between 1 and {extension.MAX_THREADS}, got {num_threads}")
+        self.isa = isa or active_isa()
+        self.num_threads = num_threads
+        self.handle = extension.WorkerPool(num_threads, self.isa.value)
+        self._finalizer = weakref.finalize(self, self.handle.close)
+
+    def close(self) -> None:
+        """Stop the threads. Later calls with this pool raise RuntimeError. Closing twice does nothing."""
+        self._finalizer()
+
+    def __repr__(self) -> str:
+        state = "" if self._finalizer.alive else ", closed"
+        return f"WorkerPool(num_threads={self.num_threads}, isa={self.isa.value}{state})"
+
+
+def check_tensor(name: str, tensor: Tensor, shape: Sequence[int | None], dtype: torch.dtype = torch.float32) -> None:
+    """Check a contiguous CPU tensor; None in `shape` allows any size."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be on the CPU, got {tensor.device}")
+    actual = tensor.shape
+    if len(actual) != len(shape) or any(w is not None and w != got for w, got in zip(shape, actual, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} must have shape [{wanted}], got {list(actual)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def output(out: Tensor | None, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+    """`out` checked, or a new tensor. An output that shares its memory with an input would be read after writing."""
+    if out is None:
+        return torch.empty(shape, dtype=torch.float32)
+    check_tensor("out", out, shape)
+    for tensor in inputs:
+        if tensor.data_ptr() == out.data_ptr() and out.numel():
+            raise ValueError("out must not be one of the inputs")
+    return out
+
+
+def check_weight(name: str, weight: RawTensor | PackedTensor, dims: int) -> None:
+    if weight.qtype not in NATIVE_TYPES:
+        names = ", ".join(sorted(qtype.name for qtype in NATIVE_TYPES))
+        raise ValueError(f"{name} is {weight.qtype.name}, which has no kernel; transcode it to one of {names}")
+    if len(weight.shape) != dims:
+        raise ValueError(f"{name} must have {dims} dimensions, got shape {weight.shape}")
+    if weight.data.device.type != "cpu":
+        raise ValueError(f"{name} must be on the CPU, got {weight.data.device}")

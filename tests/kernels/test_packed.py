@@ -1,0 +1,86 @@
+"""Re-laid weights: every product is bit-equal to that of the same weights in block layout, in every tier."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ktransformers.kernels import native
+from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
+from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes
+from ktransformers.weights.quantize import quantize
+
+TYPES = sorted(native.PACKED_TYPES)
+
+
+def random_weight(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> RawTensor:
+    values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).numpy()
+    return RawTensor(torch.from_numpy(quantize(values, qtype)).reshape(-1), qtype, (rows, cols))
+
+
+def wild_weight(qtype: QuantType, rows: int, cols: int) -> RawTensor:
+    """Random bytes, so that every bit of every field counts, under scales that are numbers."""
+    generator = torch.Generator().manual_seed(7)
+    data = torch.randint(0, 256, (rows * row_bytes(qtype, cols),), dtype=torch.uint8, generator=generator)
+    raw = RawTensor(data, qtype, (rows, cols))
+    block = {QuantType.Q8_0: 34, QuantType.Q4_0: 18, QuantType.Q4_K: 144, QuantType.Q5_K: 176, QuantType.Q6_K: 210}[
+        qtype
+    ]
+    halves = data.view(-1, block)
+    at = 208 if qtype is QuantType.Q6_K else 0
+    halves[:, at + 1] &= 0x3B  # exponents below those of infinities
+    if qtype in (QuantType.Q4_K, QuantType.Q5_K):
+        halves[:, 3] &= 0x3B
+    return raw
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("qtype", TYPES)
+@pytest.mark.parametrize(("rows", "cols"), [(16, 256), (48, 768), (5, 512), (33, 2048)])
+def test_linear_is_bit_equal(isa: native.Isa, qtype: QuantType, rows: int, cols: int) -> None:
+    pool = WorkerPool(2, isa)
+    for weight in (random_weight(qtype, rows, cols), wild_weight(qtype, rows, cols)):
+        packed = native.pack(weight, pool)
+        assert packed.nbytes == native.packed_nbytes(qtype, rows, cols)
+        for tokens in (1, 2, 3, 4, 5, 8, 9, 17, 130):
+            x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(tokens))
+            assert torch.equal(native.linear(x, packed, pool), native.linear(x, weight, pool)), tokens
+    pool.close()
+
+
+@pytest.mark.parametrize("qtype", TYPES)
+def test_packing_costs_at_most_three_percent(qtype: QuantType) -> None:
+    for rows, cols in ((768, 2048), (2048, 768), (1408, 2048), (2048, 1536), (151936, 2048)):
+        assert native.packed_nbytes(qtype, rows, cols) <= 1.03 * rows * row_bytes(qtype, cols)
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_experts_are_bit_equal(isa: native.Isa) -> None:
+    pool = WorkerPool(3, isa)
+    experts, hidden, width, top_k = 6, 512, 256, 3
+    kinds = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K)
+    parts = [
+        [random_weight(kind, *shape, seed=10 * i + e) for e in range(experts)]
+        for i, (kind, shape) in enumerate(zip(kinds, ((width, hidden), (width, hidden), (hidden, width)), strict=True))
+    ]
+    plain = MoeKernel(ExpertWeights(*parts), ActivationSpec(), pool)
+    relaid = MoeKernel(ExpertWeights(*([native.pack(w, pool) for w in part] for part in parts)), ActivationSpec(), pool)
+    for tokens in (1, 2, 7, 40):
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, hidden, generator=generator)
+        ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+        weights = torch.rand(tokens, top_k, generator=generator)
+        assert torch.equal(plain.forward(x, ids, weights), relaid.forward(x, ids, weights))
+    pool.close()
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    pool = WorkerPool(1)
+    with pytest.raises(ValueError, match="has no re-laid form"):
+        native.pack(RawTensor.from_tensor(torch.zeros(16, 32)), pool)
+    with pytest.raises(ValueError, match="out must have shape"):
+        native.pack(random_weight(QuantType.Q8_0, 16, 32), pool, out=torch.empty(3, dtype=torch.uint8))
+    mixed = [native.pack(random_weight(QuantType.Q8_0, 32, 32), pool), random_weight(QuantType.Q8_0, 32, 32)]
+    with pytest.raises(ValueError, match="give one type"):
+        MoeKernel(ExpertWeights(None, mixed, mixed), ActivationSpec(), pool)
+    pool.close()
