@@ -1,0 +1,65 @@
+"""`ktransformers bench kernels`: what the CPU kernels do on this machine, beside its limits and a peer."""
+
+from __future__ import annotations
+
+import argparse
+
+from ktransformers.cli.options import set_up_logging
+from ktransformers.config import physical_cores
+from ktransformers.errors import ConfigError
+
+__all__ = ["add_parser", "run"]
+
+PEERS = ("kt-kernel",)
+TYPES = ("q4_k_m", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "bf16")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("bench", help="measure this machine", description="Measure this machine.")
+    kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    text = "Routed experts of one layer at several token counts: microseconds, GB/s of weights touched, TFLOP/s."
+    kernels = kinds.add_parser("kernels", help="the CPU kernels", description=text)
+    kernels.add_argument("--threads", type=int, default=0, help="worker threads; 0: one per core")
+    kernels.add_argument("--types", default="q4_k_m,q8_0", help=f"of {', '.join(TYPES)} (%(default)s)")
+    kernels.add_argument("--tokens", default="1,4,16,64,256,1024", help="token counts (%(default)s)")
+    kernels.add_argument("--experts", type=int, default=128, help="experts of a layer (%(default)s)")
+    kernels.add_argument("--top_k", type=int, default=8, help="experts per token (%(default)s)")
+    kernels.add_argument("--hidden", type=int, default=2048, help="hidden size (%(default)s)")
+    kernels.add_argument("--width", type=int, default=768, help="intermediate size of an expert (%(default)s)")
+    kernels.add_argument("--layers", type=int, default=3, help="layers in turn, so that caches stay cold (%(default)s)")
+    kernels.add_argument("--seconds", type=float, default=0.5, help="per figure (%(default)s)")
+    kernels.add_argument("--peer", action="append", choices=PEERS, default=[], help="measure it in the same run")
+    parser.set_defaults(run=run)
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"--{flag} must be positive numbers with commas between them, got {text!r}")
+    return numbers
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print. Returns the exit code."""
+    set_up_logging("warning")
+    types = args.types.lower().split(",")
+    unknown = [name for name in types if name not in TYPES]
+    if unknown:
+        raise ConfigError(f"--types {unknown[0]} is not one of {', '.join(TYPES)}")
+    for flag in ("experts", "top_k", "hidden", "width", "layers"):
+        if getattr(args, flag) < 1:
+            raise ConfigError(f"--{flag} must be at least 1, got {getattr(args, flag)}")
+    if args.top_k > args.experts:
+        raise ConfigError(f"--top_k {args.top_k} is more than --experts {args.experts}")
+    if args.hidden % 256 or args.width % 256:
+        raise ConfigError("--hidden and --width must be multiples of 256, the block of the K-quants")
+    from ktransformers.cli.bench_kernels import Shape, bench_kernels
+
+    shape = Shape(args.experts, args.top_k, args.hidden, args.width, args.layers)
+    threads = args.threads or physical_cores()
+    bench_kernels(shape, types, _numbers(args.tokens, "tokens"), threads, args.seconds, args.peer)
+    return 0

@@ -1,0 +1,186 @@
+"""Measures the routed experts of one layer, ours and a peer's in turns, beside the read bandwidth of the same minute.
+
+Layers take turns so that weights come from memory, not from caches. GB/s counts the weights of the experts that the
+tokens touched; the limit of few tokens is the read bandwidth (sums over a gigabyte, all threads). Weights are random,
+routing is even. The peer runs in a process of its own that is stopped while we measure ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktransformers.cli.bench_peer import KtKernelPeer
+from ktransformers.kernels import native
+from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
+from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
+
+__all__ = ["Shape", "bench_kernels"]
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """E experts, K per token, H hidden, I intermediate; layers are measured in turn."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+    layers: int
+
+    def flops(self, tokens: int) -> float:
+        return 2.0 * 3 * tokens * self.top_k * self.hidden * self.width
+
+
+def _projection_types(name: str) -> tuple[QuantType, QuantType, QuantType]:
+    """gate, up, down. Q4_K_M keeps down in Q6_K."""
+    if name == "q4_k_m":
+        return QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K
+    qtype = QuantType[name.upper()]
+    return qtype, qtype, qtype
+
+
+def _random_weight(qtype: QuantType, rows: int, cols: int) -> RawTensor:
+    """Random blocks whose scales are small numbers."""
+    if qtype is QuantType.BF16:
+        return RawTensor.from_tensor((torch.randn(rows, cols) * 0.02).to(torch.bfloat16))
+    data = torch.randint(0, 256, (rows * row_bytes(qtype, cols),), dtype=torch.uint8)
+    blocks = data.view(-1, type_size(qtype))
+    blocks[:, 209 if qtype is QuantType.Q6_K else 1] = 0x04  # the high byte of an fp16 scale: about 1e-4
+    if qtype in (QuantType.Q4_K, QuantType.Q5_K):
+        blocks[:, 3] = 0x04
+    return RawTensor(data, qtype, (rows, cols))
+
+
+class _Ours:
+    """Our kernels on every layer; weights re-laid where they can be."""
+
+    def __init__(self, shape: Shape, name: str, pool: WorkerPool):
+        self._shape = shape
+        gate, up, down = _projection_types(name)
+        sizes = ((gate, shape.width, shape.hidden), (up, shape.width, shape.hidden), (down, shape.hidden, shape.width))
+        self.expert_bytes = sum(rows * row_bytes(qtype, cols) for qtype, rows, cols in sizes)
+        self._layers = []
+        for _ in range(shape.layers):
+            parts = [[self._weight(pool, *size) for _ in range(shape.experts)] for size in sizes]
+            self._layers.append(MoeKernel(ExpertWeights(parts[0], parts[1], parts[2]), ActivationSpec(), pool))
+
+    @staticmethod
+    def _weight(pool: WorkerPool, qtype: QuantType, rows: int, cols: int) -> Any:
+        weight = _random_weight(qtype, rows, cols)
+        return native.pack(weight, pool) if qtype in native.PACKED_TYPES else weight
+
+    def measure(self, tokens: int, seconds: float) -> tuple[float, float]:
+        """(seconds per layer, distinct experts per layer), means."""
+        shape, num_inputs = self._shape, 16
+        ids = torch.rand(num_inputs, tokens, shape.experts).argsort(-1)[..., : shape.top_k].contiguous()
+        weights = torch.rand(num_inputs, tokens, shape.top_k)
+        rows = torch.randn(tokens, shape.hidden)
+
+        def once(i: int) -> None:
+            self._layers[i % shape.layers].forward(rows, ids[i % num_inputs], weights[i % num_inputs])
+
+        touched = sum(len(set(one.flatten().tolist())) for one in ids) / num_inputs
+        return _time(once, seconds, shape.layers), touched
+
+
+def _time(once: Callable[[int], None], seconds: float, warm_ups: int) -> float:
+    for i in range(warm_ups):
+        once(i)
+    began, count = time.perf_counter(), 0
+    while count < 2 or time.perf_counter() - began < seconds:
+        once(count)
+        count += 1
+    return (time.perf_counter() - began) / count
+
+
+def read_bandwidth(num_threads: int) -> float:
+    """Bytes per second of the best of five sums over a gigabyte."""
+    torch.set_num_threads(num_threads)
+    values = torch.ones(_GIB // 4)
+
+    def once(i: int) -> None:
+        values.sum()
+
+    return _GIB / min(_time(once, 0.0, 1) for _ in range(5))
+
+
+def _machine(threads: int, pool: WorkerPool) -> dict[str, Any]:
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return {"cpu": name, "threads": threads, "isa": pool.isa.value}
+
+
+def _row(name: str, shape: Shape, tokens: int, ours: _Ours, seconds: float, bandwidth: float) -> dict[str, Any]:
+    took, touched = ours.measure(tokens, seconds)
+    rate = touched * ours.expert_bytes / took
+    return {
+        "type": name,
+        "tokens": tokens,
+        "us": took * 1e6,
+        "gb_s": rate / 1e9,
+        "tflop_s": shape.flops(tokens) / took / 1e12,
+        "of_bandwidth": rate / bandwidth,
+        "touched_experts": touched,
+    }
+
+
+def bench_kernels(
+    shape: Shape, types: list[str], tokens: list[int], threads: int, seconds: float, peers: list[str]
+) -> None:
+    """Print a table, a line per type and token count, and one JSON line at the end."""
+    pool = WorkerPool(threads)
+    machine = _machine(threads, pool)
+    peer = None
+    if "kt-kernel" in peers:
+        if importlib.util.find_spec("kt_kernel") is None:
+            print("peer kt-kernel is not installed (pip install kt-kernel): measured without it")
+        else:
+            peer = KtKernelPeer(asdict(shape), threads, seconds)
+    bandwidth = read_bandwidth(threads)
+    print(f"{machine['cpu']}, {threads} threads, {machine['isa']}; read bandwidth {bandwidth / 1e9:.1f} GB/s; {shape}")
+    print(
+        f"{'type':>8} {'tokens':>6} {'us':>10} {'GB/s':>7} {'of read':>8} {'TFLOP/s':>8} {'peer us':>10} {'peer/ours':>9}"
+    )
+    rows = []
+    try:
+        for name in types:
+            ours = _Ours(shape, name, pool)
+            for count in tokens:
+                row = _row(name, shape, count, ours, seconds, bandwidth)
+                row["peer_us"] = None if peer is None else peer.measure(name, count)
+                _print(row)
+                rows.append(row)
+            del ours
+    finally:
+        if peer is not None:
+            peer.close()
+        pool.close()
+    print(
+        json.dumps(
+            {"machine": machine | {"read_bandwidth_gb_s": bandwidth / 1e9}, "shape": asdict(shape), "rows": rows}
+        )
+    )
+
+
+def _print(row: dict[str, Any]) -> None:
+    peer = row["peer_us"]
+    shown = f"{peer:>10.0f} {peer / row['us']:>9.2f}" if peer else f"{'-':>10} {'-':>9}"
+    print(
+        f"{row['type']:>8} {row['tokens']:>6} {row['us']:>10.0f} {row['gb_s']:>7.1f} {row['of_bandwidth']:>8.0%} "
+        f"{row['tflop_s']:>8.3f} {shown}",
+        flush=True,
+    )
