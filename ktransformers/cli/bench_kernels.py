@@ -151,10 +151,9 @@ def bench_kernels(
         else:
             peer = KtKernelPeer(asdict(shape), threads, seconds)
     bandwidth = read_bandwidth(threads)
-    print(f"{machine['cpu']}, {threads} threads, {machine['isa']}; read bandwidth {bandwidth / 1e9:.1f} GB/s; {shape}")
-    print(
-    print(f"{machine['cpu']}, {threads} threads, {machine['isa']}; read bandwidth {bandwidth / 1e9:.1f} GB/s\n{shape}")
-    )
+    print(f"{machine['cpu']}, {threads} threads, {machine['isa']}; read bandwidth {bandwidth / 1e9:.1f} GB/s")
+    head = f"{'type':>8} {'tokens':>6} {'us':>10} {'GB/s':>7} {'of read':>8} {'TFLOP/s':>8}"
+    print(f"{shape}\n{head} {'peer us':>10} {'peer/ours':>9}")
     rows = []
     try:
         for name in types:
