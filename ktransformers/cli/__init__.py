@@ -31,6 +31,7 @@ def build_parser() -> ArgumentParser:
 
 def guarded(run: Callable[[], int]) -> int:
     """The exit code of `run`; this program's own errors become one line on standard error and 1."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: see engine/threads.py
     try:
         return run()
     except KTransformersError as error:

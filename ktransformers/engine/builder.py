@@ -18,6 +18,7 @@ from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.runner import ModelRunner, StaticRunner
 from ktransformers.engine.skeleton import cache_shapes, restore_buffers
+from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
@@ -126,7 +127,8 @@ def plan_model(config: EngineConfig) -> Plan:
 
 @contextmanager
 def _new_pool(num_threads: int) -> Iterator[WorkerPool]:
-    """A pool that is closed when the block fails."""
+    """A pool that is closed when the block fails, with nobody else's threads in its way."""
+    settle_torch_threads()
     pool = WorkerPool(num_threads)
     try:
         yield pool

@@ -133,7 +133,8 @@ class Supervisor:
         # Not -m, which would import the module twice, under two names. The child finds packages where we do.
         code = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; sys.exit(main())"
         command = [sys.executable, "-P", "-c", code, *sys.path]
-        child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+        env = {"OMP_WAIT_POLICY": "passive", **os.environ}  # see engine/threads.py
+        child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, env=env)
         assert child.stdin is not None
         child.stdin.write(framed(encode(options)))  # and never closed: its end tells the child that we are gone
         self._children.add(child)
