@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import TokenLogprobs
 from ktransformers.engine.context import paged_context
-from ktransformers.engine.sampler import RequestSampler, sample_each, token_logprobs
+from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.operators.base import ExpertStats
@@ -65,7 +65,10 @@ class _Kept:
 
 
 class PagedExecutor:
-    """Executes steps in their order. One caller at a time."""
+    """Executes steps in their order. One caller at a time.
+
+    mask_of: asked when a run starts, for what decides which tokens may come next (structured output).
+    """
 
     def __init__(
         self,
@@ -74,9 +77,11 @@ class PagedExecutor:
         pool: WorkerPool,
         vocab_size: int,
         expert_stats: ExpertStats | None = None,
+        mask_of: Callable[[SequenceStart], TokenMask | None] | None = None,
     ):
         self._runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
         self._expert_stats = expert_stats or ExpertStats()
+        self._mask_of = mask_of or (lambda start: None)
         self._runs: dict[int, _Run] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
 
@@ -112,7 +117,8 @@ class PagedExecutor:
 
     def _started(self, start: SequenceStart) -> _Run:
         try:
-            sampler = RequestSampler(start.params, start.token_ids[: start.prompt_len], self._vocab_size)
+            prompt_ids = start.token_ids[: start.prompt_len]
+            sampler = RequestSampler(start.params, prompt_ids, self._vocab_size, self._mask_of(start))
         except KTransformersError as error:
             return _Run(start, None, str(error))
         for token_id in start.token_ids[start.prompt_len :]:

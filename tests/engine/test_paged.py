@@ -5,8 +5,9 @@ The oracle is the single engine: one sequence on a static cache (itself compared
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -251,6 +252,37 @@ def test_a_mask_decides_what_may_come_next() -> None:
     assert chosen == [9, 4, 7]
     with pytest.raises(KTransformersError, match="exclude each other"):
         sampler.choose(logits, 0.5)
+
+
+def test_masks_bind_runs_and_survive_preemption_and_loss(pair: Pair) -> None:
+    """A mask of the tokens that differ from the last one by one: its answers show that it knows the answer so far."""
+    vocab = pair.paged.model.vocab_size
+
+    def neighbours(answer_ids: Sequence[int]) -> np.ndarray:
+        allowed = np.zeros(vocab, dtype=np.bool_)
+        last = answer_ids[-1] if answer_ids else 50
+        allowed[[last - 1, last + 1]] = True
+        return allowed
+
+    def executor() -> PagedExecutor:
+        made = pair.executor(12)
+        made._mask_of = lambda start: neighbours if start.params.seed else None
+        return made
+
+    loop = PagedLoop(scheduler_config(pair.paged, num_pages=12), executor)
+    params = SamplingParams(seed=3, max_tokens=30, ignore_eos=True)
+    masked = [loop.add([1, 2, 3 + i], params) for i in range(3)]
+    free_case = ([1, 2, 3], SamplingParams(seed=0, max_tokens=30, ignore_eos=True))
+    free = loop.add(*free_case)
+    for _ in range(6):
+        loop.step()
+    loop.crash()
+    loop.drain()
+    check(pair, loop, {free: free_case})
+    for name in masked:
+        walk = [50, *loop.answers[name].token_ids]
+        assert len(walk) == 31
+        assert all(abs(b - a) == 1 for a, b in itertools.pairwise(walk))
 
 
 def test_pages_that_do_not_fit_are_refused(tmp_path: Path) -> None:
