@@ -20,13 +20,13 @@ from ktransformers.core import FinishReason, TokenEvent
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.server.api.openai.logprobs import chat_logprobs, has_visible_token
 from ktransformers.server.api.openai.prompts import chat_prompt
+from ktransformers.server.api.openai.respond import UsageShape, respond
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.generations import Tally, run_generations
-from ktransformers.server.request_log import note_request
 from ktransformers.server.responses import ApiResponse, error_body
 from ktransformers.server.schemas import ChatRequest
 from ktransformers.server.service import Service, new_id, service_of
-from ktransformers.server.streaming import DONE, EventStream, sse, unless_disconnected
+from ktransformers.server.streaming import DONE, sse
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.reasoning import ReasoningParser
 from ktransformers.tokenizer.tool_calls import ToolCall, ToolCallParser
@@ -146,15 +146,7 @@ async def _prepare(service: Service, body: ChatRequest) -> _Job:
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """The next turn of a conversation, as one JSON object or as a stream of server-sent events."""
     service = service_of(request)
-    job = await _prepare(service, body)
-    note_request(request, job.id, job.tally)
-    service.admission.enter(service.backend.max_running)
-    if body.stream:
-        return EventStream(_stream(job), service.config.send_timeout, on_end=service.admission.leave)
-    try:
-        return await unless_disconnected(request, _answer(job))
-    finally:
-        service.admission.leave()
+    return await respond(service, request, body, lambda: _prepare(service, body), _answer, _stream)
 
 
 async def _answer(job: _Job) -> Response:
@@ -187,25 +179,22 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 async def _stream(job: _Job) -> AsyncGenerator[bytes, None]:
-    options = job.body.stream_options
-    has_usage_chunk = options is not None and bool(options.include_usage)
-    usage_is_wanted = options is None or options.include_usage is None
-    more: dict[str, Any] = {"usage": None} if has_usage_chunk else {}
+    shape = UsageShape.of(job.body)
     head = job.head("chat.completion.chunk")
     num_open = len(job.requests)
     try:
         for index in range(num_open):
-            yield sse(head | {"choices": [_chunk_choice(index, {"role": "assistant", "content": ""})]} | more)
+            yield sse(head | {"choices": [_chunk_choice(index, {"role": "assistant", "content": ""})]} | shape.filler)
         async with aclosing(job.deltas()) as deltas:
             async for index, delta in deltas:
                 for choice in _chunk_choices(job, index, delta):
-                    yield sse(head | {"choices": [choice]} | more)
+                    yield sse(head | {"choices": [choice]} | shape.filler)
                 if delta.finish_reason is not None:
                     num_open -= 1
-                    is_usage_here = usage_is_wanted and not num_open
+                    end = {"usage": job.usage()} if shape.is_in_finish and not num_open else shape.filler
                     choice = _chunk_choice(index, {}, finish_reason=delta.finish_reason)
-                    yield sse(head | {"choices": [choice]} | ({"usage": job.usage()} if is_usage_here else more))
-        if has_usage_chunk:
+                    yield sse(head | {"choices": [choice]} | end)
+        if shape.is_last_chunk:
             yield sse(head | {"choices": [], "usage": job.usage()})
     except KTransformersError as error:
         yield sse(error_body(error))

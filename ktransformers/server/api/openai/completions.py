@@ -19,13 +19,13 @@ from starlette.responses import Response
 from ktransformers.core import FinishReason, TokenEvent
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.server.api.openai.logprobs import CompletionLogprobs, has_visible_token
+from ktransformers.server.api.openai.respond import UsageShape, respond
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.generations import Tally, run_generations
-from ktransformers.server.request_log import note_request
 from ktransformers.server.responses import ApiResponse, error_body
 from ktransformers.server.schemas import CompletionRequest
 from ktransformers.server.service import Service, new_id, service_of
-from ktransformers.server.streaming import DONE, EventStream, sse, unless_disconnected
+from ktransformers.server.streaming import DONE, sse
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["router"]
@@ -174,15 +174,7 @@ async def _prepare(service: Service, body: CompletionRequest) -> _Job:
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """The continuation of one or more prompts, as one JSON object or as a stream of server-sent events."""
     service = service_of(request)
-    job = await _prepare(service, body)
-    note_request(request, job.id, job.tally)
-    service.admission.enter(service.backend.max_running)
-    if body.stream:
-        return EventStream(_stream(job), service.config.send_timeout, on_end=service.admission.leave)
-    try:
-        return await unless_disconnected(request, _answer(job))
-    finally:
-        service.admission.leave()
+    return await respond(service, request, body, lambda: _prepare(service, body), _answer, _stream)
 
 
 async def _answer(job: _Job) -> Response:
@@ -195,23 +187,20 @@ async def _answer(job: _Job) -> Response:
 
 
 async def _stream(job: _Job) -> AsyncGenerator[bytes, None]:
-    options = job.body.stream_options
-    has_usage_chunk = options is not None and bool(options.include_usage)
-    usage_is_wanted = options is None or options.include_usage is None
-    more: dict[str, Any] = {"usage": None} if has_usage_chunk else {}
+    shape = UsageShape.of(job.body)
     head, num_open = job.head(), len(job.requests)
     try:
         async with aclosing(job.pieces()) as pieces:
             async for index, piece in pieces:
                 if piece.is_empty and not job.body.return_token_ids:
                     continue
-                end = more
+                end = shape.filler
                 if piece.finish_reason is not None:
                     num_open -= 1
-                    if usage_is_wanted and not num_open:
+                    if shape.is_in_finish and not num_open:
                         end = {"usage": job.usage()}
                 yield sse(head | {"choices": [job.choice(index, piece)]} | end)
-        if has_usage_chunk:
+        if shape.is_last_chunk:
             yield sse(head | {"choices": [], "usage": job.usage()})
     except KTransformersError as error:
         yield sse(error_body(error))
