@@ -17,6 +17,10 @@ from ktransformers.weights.source import TensorInfo
 
 __all__ = ["relaid", "relaid_experts", "relaid_nbytes"]
 
+_TILE_ROWS = 16
+_PIECE = 32 << 20
+"""Bytes of a matrix that are in memory twice while they are re-laid."""
+
 
 def relaid_nbytes(info: TensorInfo) -> int:
     """Resident bytes of a matrix [N, K], or of E matrices [E, N, K], after `relaid`."""
@@ -30,9 +34,15 @@ def relaid(weight: RawTensor, pool: WorkerPool) -> RawTensor | PackedTensor:
     """A matrix [N, K] as the kernels want it."""
     if weight.qtype not in native.PACKED_TYPES:
         return weight
-    packed = native.pack(weight, pool)
-    native.page_out(weight)
-    return packed
+    rows, cols = weight.shape
+    data = torch.empty(native.packed_nbytes(weight.qtype, rows, cols), dtype=torch.uint8)
+    step = max(_PIECE // weight.row_bytes // _TILE_ROWS, 1) * _TILE_ROWS
+    for start in range(0, rows, step):  # piece by piece: an LM head of its own is a good part of a small model
+        piece = weight.rows_slice(start, min(start + step, rows))
+        first = native.packed_nbytes(weight.qtype, start, cols)
+        native.pack(piece, pool, data[first : first + native.packed_nbytes(weight.qtype, piece.rows, cols)])
+        native.page_out(piece)
+    return PackedTensor(data, weight.qtype, (rows, cols))
 
 
 def _relaid_all(
