@@ -15,6 +15,7 @@
 //       msum = sum_s m[s] sum_k a[k];                     acc = acc - (dmin * da) * float(msum)
 // (4) Q6_K, for every super-block of 256, with sub-blocks s of 16:
 //       isum = sum_s sc[s] sum_k (q[k] - 32) a[k];        acc = acc + (d * da) * float(isum)
+// (5) MXFP4 as (2), IQ4_XS as (4) with sub-blocks of 32, q the value in the format's table (no offset).
 // Integer sums cannot overflow: |isum| <= 256 * 127 * 128 * 63 in (4).
 
 namespace {
@@ -411,6 +412,9 @@ template <class F> void q256_tile(const TileArgs& a) {
   }
 }
 
+// Formats that are computed with in re-laid form only, see packed.inl.
+void relaid_tile(const TileArgs& a);
+
 void tile(const TileArgs& a) {
   for (int t = 0; t < a.num_tokens; ++t) store(a.acc + t * 16, zero());
   switch (a.type) {
@@ -422,6 +426,8 @@ void tile(const TileArgs& a) {
     case QType::Q4_K: return q256_tile<FormatQ4K>(a);
     case QType::Q5_K: return q256_tile<FormatQ5K>(a);
     case QType::Q6_K: return q256_tile<FormatQ6K>(a);
+    case QType::IQ4_XS:
+    case QType::MXFP4: return relaid_tile(a);
   }
 }
 

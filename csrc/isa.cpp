@@ -5,6 +5,8 @@
 
 #if defined(KT_X86)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace kt {
@@ -12,13 +14,17 @@ namespace {
 
 #if defined(KT_X86)
 
-struct CpuFeatures { bool avx2 = false, avx512_vnni = false; };
+struct CpuFeatures { bool avx2 = false, avx512_vnni = false, amx_int8 = false; };
 
 uint64_t enabled_state() {
   uint32_t lo = 0, hi = 0;
   __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
   return (static_cast<uint64_t>(hi) << 32) | lo;
 }
+
+// Linux grants the 8 KiB of tile registers to processes that ask (arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+// It refuses when an alternative signal stack is too small for them.
+bool may_use_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
 CpuFeatures detect() {
   CpuFeatures found;
@@ -32,6 +38,8 @@ CpuFeatures detect() {
   const unsigned f = 1u << 16, dq = 1u << 17, bw = 1u << 30, vl = 1u << 31;
   found.avx2 = ymm && (b & (1u << 5));
   found.avx512_vnni = found.avx2 && zmm && (b & f) && (b & dq) && (b & bw) && (b & vl) && (c & (1u << 11));
+  const bool tiles = (state & 0x60000) == 0x60000;
+  found.amx_int8 = found.avx512_vnni && tiles && (d & (1u << 24)) && (d & (1u << 25)) && may_use_tiles();
   return found;
 }
 
@@ -43,6 +51,9 @@ std::vector<const KernelTable*> find_tiers() {
   const CpuFeatures cpu = detect();
   if (cpu.avx2) tiers.push_back(&table_avx2());
   if (cpu.avx512_vnni) tiers.push_back(&table_avx512());
+#if defined(KT_AMX)
+  if (cpu.amx_int8) tiers.push_back(&table_amx());
+#endif
 #endif
   return tiers;
 }
@@ -60,6 +71,7 @@ const KernelTable& tier_by_name(const std::string& name) {
     if (name == table->name) return *table;
     known += (known.empty() ? "" : ", ") + std::string(table->name);
   }
+  if (name == table_amx_emulated().name) return table_amx_emulated();
   throw std::invalid_argument("instruction-set tier '" + name + "' cannot run on this machine; it has: " + known);
 }
 
@@ -69,6 +81,7 @@ const std::vector<QTypeInfo>& qtype_infos() {
       {QType::BF16, "BF16", 1, 2, ActForm::Float},    {QType::Q4_0, "Q4_0", 32, 18, ActForm::Q32},
       {QType::Q8_0, "Q8_0", 32, 34, ActForm::Q32},    {QType::Q4_K, "Q4_K", 256, 144, ActForm::Q256},
       {QType::Q5_K, "Q5_K", 256, 176, ActForm::Q256}, {QType::Q6_K, "Q6_K", 256, 210, ActForm::Q256},
+      {QType::IQ4_XS, "IQ4_XS", 256, 136, ActForm::Q256}, {QType::MXFP4, "MXFP4", 32, 17, ActForm::Q32},
   };
   return infos;
 }

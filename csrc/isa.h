@@ -12,6 +12,10 @@ const KernelTable& table_scalar();
 const KernelTable& table_avx2();
 const KernelTable& table_avx512();
 #endif
+#if defined(KT_AMX)
+const KernelTable& table_amx();
+#endif
+const KernelTable& table_amx_emulated();  // slow, for tests: no available tier, found by name only
 
 // Kernel tables that run here, slowest first; the scalar one is always there.
 const std::vector<const KernelTable*>& available_tiers();

@@ -122,35 +122,51 @@ void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t to
   inputs.require(up_.type);
   if (has_gate) inputs.require(gate_.type);
   float* intermediate = session.scratch<float>(pairs * width);
-  const int64_t width_tiles = (width + kTileRows - 1) / kTileRows;
-  session.run(routing.chunks * width_tiles, [&](int64_t i) {
-    alignas(64) float up[kPairChunk * kTileRows], gate[kPairChunk * kTileRows];
-    const PairChunk c = chunk_at(routing, i / width_tiles);
-    const int64_t first = i % width_tiles * kTileRows, lanes = std::min<int64_t>(kTileRows, width - first);
-    const auto project = [&](const ExpertProjection& p, float* acc) {
-      TileArgs args = tile_args(p.view(c.expert), first, inputs, c.count, acc);
-      args.token_ids = routing.token.data() + c.first;
-      run_tile(kernels, args);
-      add_bias(acc, c.count, bias_at(p, c.expert, first), lanes);
-    };
-    project(up_, up);
-    if (has_gate) project(gate_, gate);
-    kernels.activate(act_, has_gate ? gate : nullptr, up, static_cast<int64_t>(c.count) * kTileRows, up);
-    copy_rows(up, c.count, lanes, intermediate + c.first * width + first, width);
+  const bool is_grouped = !routing.groups.empty() && pairs >= kGroupedTokens * static_cast<int64_t>(routing.groups.size());
+  const int64_t width_tiles = (width + kTileRows - 1) / kTileRows, up_group = is_grouped ? kTileGroup / 2 : 1;
+  const int64_t up_tasks = (width_tiles + up_group - 1) / up_group;
+  session.run(routing.chunks * up_tasks, [&](int64_t i) {
+    alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];  // up and gate of one tile of rows, of the next, ...
+    const PairChunk c = chunk_at(routing, i / up_tasks);
+    const int64_t tile = i % up_tasks * up_group;
+    const int num_tiles = static_cast<int>(std::min(up_group, width_tiles - tile)), parts = has_gate ? 2 : 1;
+    const ExpertProjection* projections[2] = {&up_, &gate_};
+    TileArgs args[kTileGroup] = {};
+    for (int j = 0; j < num_tiles * parts; ++j) {
+      args[j] = tile_args(projections[j % parts]->view(c.expert), (tile + j / parts) * kTileRows, inputs, c.count, acc[j]);
+      args[j].token_ids = routing.token.data() + c.first;
+    }
+    run_tiles(kernels, args, num_tiles * parts);
+    for (int j = 0; j < num_tiles; ++j) {
+      const int64_t first = (tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, width - first);
+      float *up = acc[j * parts], *gate = has_gate ? acc[j * parts + 1] : nullptr;
+      add_bias(up, c.count, bias_at(up_, c.expert, first), lanes);
+      if (has_gate) add_bias(gate, c.count, bias_at(gate_, c.expert, first), lanes);
+      kernels.activate(act_, gate, up, static_cast<int64_t>(c.count) * kTileRows, up);
+      copy_rows(up, c.count, lanes, intermediate + c.first * width + first, width);
+    }
   });
   Activations inner(session, intermediate, pairs, width, width);
   inner.require(down_.type);
   float* outputs = session.scratch<float>(pairs * hidden);
-  const int64_t hidden_tiles = (hidden + kTileRows - 1) / kTileRows;
-  session.run(routing.chunks * hidden_tiles, [&](int64_t i) {
-    alignas(64) float acc[kPairChunk * kTileRows];
-    const PairChunk c = chunk_at(routing, i / hidden_tiles);
-    const int64_t first = i % hidden_tiles * kTileRows, lanes = std::min<int64_t>(kTileRows, hidden - first);
-    TileArgs args = tile_args(down_.view(c.expert), first, inner, c.count, acc);
-    args.first_token = c.first;
-    run_tile(kernels, args);
-    add_bias(acc, c.count, bias_at(down_, c.expert, first), lanes);
-    copy_rows(acc, c.count, lanes, outputs + c.first * hidden + first, hidden);
+  const int64_t hidden_tiles = (hidden + kTileRows - 1) / kTileRows, down_group = is_grouped ? kTileGroup : 1;
+  const int64_t down_tasks = (hidden_tiles + down_group - 1) / down_group;
+  session.run(routing.chunks * down_tasks, [&](int64_t i) {
+    alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
+    const PairChunk c = chunk_at(routing, i / down_tasks);
+    const int64_t tile = i % down_tasks * down_group;
+    const int num_tiles = static_cast<int>(std::min(down_group, hidden_tiles - tile));
+    TileArgs args[kTileGroup] = {};
+    for (int j = 0; j < num_tiles; ++j) {
+      args[j] = tile_args(down_.view(c.expert), (tile + j) * kTileRows, inner, c.count, acc[j]);
+      args[j].first_token = c.first;
+    }
+    run_tiles(kernels, args, num_tiles);
+    for (int j = 0; j < num_tiles; ++j) {
+      const int64_t first = (tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, hidden - first);
+      add_bias(acc[j], c.count, bias_at(down_, c.expert, first), lanes);
+      copy_rows(acc[j], c.count, lanes, outputs + c.first * hidden + first, hidden);
+    }
   });
   session.run(tokens, [&](int64_t t) {
     std::vector<const float*> rows;

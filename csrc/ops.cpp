@@ -2,6 +2,8 @@
 #include "ops.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <stdexcept>
 
 namespace kt {
@@ -40,6 +42,8 @@ int64_t packed_tile_bytes(QType type, int64_t cols) {
     case QType::Q4_K: return blocks * 2368;
     case QType::Q5_K: return blocks * 2880;
     case QType::Q6_K: return head + blocks * 3328;
+    case QType::IQ4_XS: return head + blocks * 2176;
+    case QType::MXFP4: return (blocks * 16 + 63) / 64 * 64 + blocks * 256;
     default: throw std::invalid_argument(std::string(info.name) + " has no re-laid form");
   }
 }
@@ -65,11 +69,16 @@ void point_tile(const WeightView& weight, int64_t first, TileArgs& args) {
   if (args.packed == nullptr) point_rows(weight, first, args.rows);
 }
 
-void run_tile(const KernelTable& kernels, const TileArgs& args) {
-  if (args.packed == nullptr)
-    kernels.tile(args);
-  else
-    kernels.packed_tile(args);
+void run_tiles(const KernelTable& kernels, const TileArgs* args, int count) {
+  if (args[0].packed != nullptr && args[count - 1].packed != nullptr &&
+      qtype_info(args[0].type).form == qtype_info(args[count - 1].type).form)
+    return kernels.packed_tiles(args, count);
+  for (int i = 0; i < count; ++i) {
+    if (args[i].packed != nullptr)
+      kernels.packed_tiles(args + i, 1);
+    else
+      kernels.tile(args[i]);
+  }
 }
 
 Activations::Activations(WorkerPool::Session& session, const float* x, int64_t rows, int64_t ldx, int64_t cols)
@@ -116,20 +125,30 @@ void linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ldx, const
   Activations act(session, x, tokens, ldx, weight.cols);
   act.require(weight.type);
   const TileSplit split = split_tiles(weight.rows, tokens);
-  session.run(split.row_tiles * split.token_chunks, [&](int64_t i) {
-    alignas(64) float acc[kTokenChunk * kTileRows];
-    const int64_t first = i / split.token_chunks * kTileRows, token = i % split.token_chunks * split.chunk;
-    TileArgs args{};
-    args.type = weight.type;
-    point_tile(weight, first, args);
-    args.k = weight.cols;
-    args.act = act.form_of(weight.type);
-    args.first_token = token;
-    args.num_tokens = static_cast<int>(std::min(split.chunk, tokens - token));
-    args.acc = acc;
-    run_tile(session.kernels(), args);
-    store_tile(acc, args.num_tokens, std::min<int64_t>(kTileRows, weight.rows - first), bias ? bias + first : nullptr,
-               out + token * ldo + first, ldo);
+  // Tiles share the activations that they gather, unless that would leave threads without work.
+  const int64_t tasks = split.row_tiles * split.token_chunks, enough = int64_t{4} * kTileGroup * session.num_threads();
+  const int64_t group = split.chunk >= kGroupedTokens && tasks >= enough ? kTileGroup : 1;
+  const int64_t groups = (split.row_tiles + group - 1) / group;
+  session.run(groups * split.token_chunks, [&](int64_t i) {
+    alignas(64) float acc[kTileGroup][kTokenChunk * kTileRows];
+    const int64_t tile = i / split.token_chunks * group, token = i % split.token_chunks * split.chunk;
+    const int count = static_cast<int>(std::min(group, split.row_tiles - tile));
+    TileArgs args[kTileGroup] = {};
+    for (int j = 0; j < count; ++j) {
+      args[j].type = weight.type;
+      point_tile(weight, (tile + j) * kTileRows, args[j]);
+      args[j].k = weight.cols;
+      args[j].act = act.form_of(weight.type);
+      args[j].first_token = token;
+      args[j].num_tokens = static_cast<int>(std::min(split.chunk, tokens - token));
+      args[j].acc = acc[j];
+    }
+    run_tiles(session.kernels(), args, count);
+    for (int j = 0; j < count; ++j) {
+      const int64_t first = (tile + j) * kTileRows;
+      store_tile(acc[j], args[j].num_tokens, std::min<int64_t>(kTileRows, weight.rows - first), bias ? bias + first : nullptr,
+                 out + token * ldo + first, ldo);
+    }
   });
 }
 
@@ -156,7 +175,7 @@ void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ba
     for (int t = 0; t < args.num_tokens; ++t) ids[t] = static_cast<int32_t>((token + t) * batch + b);
     args.token_ids = ids;
     args.acc = acc;
-    run_tile(session.kernels(), args);
+    run_tiles(session.kernels(), &args, 1);
     store_tile(acc, args.num_tokens, std::min<int64_t>(kTileRows, rows - first), nullptr, out + token * ldo + b * rows + first, ldo);
   });
 }
@@ -185,6 +204,37 @@ void activate(WorkerPool& pool, const ActSpec& spec, const float* gate, const fl
     const int64_t first = i * kElementsPerTask;
     session.kernels().activate(spec, gate ? gate + first : nullptr, up + first, std::min(kElementsPerTask, n - first), out + first);
   });
+}
+
+double read_bandwidth(WorkerPool& pool, const uint8_t* data, int64_t bytes, int repeats) {
+  WorkerPool::Session session(pool);
+  constexpr int64_t kPart = int64_t{1} << 20;
+  std::atomic<uint64_t> sink{0};
+  double best = 0;
+  for (int r = 0; r < repeats; ++r) {
+    const auto begin = std::chrono::steady_clock::now();
+    session.run(bytes / kPart, [&](int64_t i) { sink ^= session.kernels().read_lines(data + i * kPart, kPart); });
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    best = std::max(best, static_cast<double>(bytes / kPart * kPart) / took.count());
+  }
+  return best;
+}
+
+double int8_peak(WorkerPool& pool, int repeats) {
+  WorkerPool::Session session(pool);
+  constexpr int64_t kRounds = 200000;
+  double best = 0;
+  for (int r = 0; r < repeats; ++r) {
+    std::atomic<int64_t> operations{0};
+    const auto begin = std::chrono::steady_clock::now();
+    session.run(session.num_threads() * 4, [&](int64_t) {
+      int32_t out[32];
+      operations += session.kernels().multiply_registers(kRounds, out);
+    });
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    best = std::max(best, static_cast<double>(operations.load()) / took.count());
+  }
+  return best;
 }
 
 }  // namespace kt

@@ -32,8 +32,11 @@ void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows);
 // What a tile reads: rows first .. first + 15 of the weight, in either layout.
 void point_tile(const WeightView& weight, int64_t first, TileArgs& args);
 
-// Runs the kernel for the layout that args points at.
-void run_tile(const KernelTable& kernels, const TileArgs& args);
+// Runs the kernel for the layout that each of `count` tiles points at; tokens and activations are the same for all.
+void run_tiles(const KernelTable& kernels, const TileArgs* args, int count);
+
+constexpr int kTileGroup = 4;           // tiles that one task computes when there are enough tokens to share
+constexpr int64_t kGroupedTokens = 8;   // from here on
 
 // Activations in the form that `type` wants. fp32 input is used in place; int8 forms go to scratch memory.
 class Activations {
@@ -72,5 +75,9 @@ void rms_norm(WorkerPool& pool, const float* x, const float* weight, int64_t row
 void activate(WorkerPool& pool, const ActSpec& spec, const float* gate, const float* up, int64_t n, float* out);
 
 void attention(WorkerPool& pool, const AttentionArgs& args);
+
+// Best of `repeats`, all threads at once: bytes read per second, and int8 operations per second in registers.
+double read_bandwidth(WorkerPool& pool, const uint8_t* data, int64_t bytes, int repeats);
+double int8_peak(WorkerPool& pool, int repeats);
 
 }  // namespace kt

@@ -9,6 +9,8 @@
 //   Q4_K  256 columns   d[16], dmin[16], scales, minima, 32 lines                           148 B (144 in the file)
 //   Q5_K  256 columns   d[16], dmin[16], scales, minima, 32 lines, 8 lines of fifth bits    180 B (176)
 //   Q6_K  256 columns   scales, 32 lines, 16 lines of upper bits                            210 B
+//   IQ4_XS 256 columns  scales - 32, 32 lines                                               138 B (136)
+//   MXFP4  32 columns   4 lines as Q4_0; the head holds bytes e instead of halves            17 B
 //
 // Lines of 256 columns: line 8 g + i holds step 16 g + i in its low and step 16 g + 8 + i in its high nibbles (g < 4).
 // Fifth bits: line 2 g holds bit i of step 16 g + i in bit i, line 2 g + 1 that of step 16 g + 8 + i.
@@ -21,6 +23,17 @@ constexpr int64_t kHeadAlign = 64;
 constexpr int64_t kAheadPacked = 2048;  // bytes; the hardware's prefetcher stops at the end of each page
 
 inline int64_t head_bytes(int64_t blocks) { return (blocks * 32 + kHeadAlign - 1) / kHeadAlign * kHeadAlign; }
+inline vf block_d(const uint8_t* tile, int64_t b) { return load_f16(tile + 32 * b); }
+
+// A table of int8 as bytes, with some bits flipped: kSignFlip as sdot wants signed weights, 0x80 as value + 128.
+struct ByteTable {
+  uint8_t v[16];
+  constexpr ByteTable(const int8_t* values, uint8_t flip) : v() {
+    for (int i = 0; i < 16; ++i) v[i] = static_cast<uint8_t>(static_cast<uint8_t>(values[i]) ^ flip);
+  }
+};
+constexpr ByteTable kIq4Staged(kIq4Values, kSignFlip), kIq4Unsigned(kIq4Values, 0x80);
+constexpr ByteTable kMxfp4Staged(kMxfp4Values, kSignFlip), kMxfp4Signed(kMxfp4Values, 0);
 
 // ---- what differs between the formats of 256 ----
 
@@ -51,11 +64,20 @@ struct PackedQ6K {
   }
 };
 
+// low and high give value + 128, for tiles (amx.inl); the kernels here use signed values.
+struct PackedIQ4XS {
+  using F = FormatIQ4XS;
+  static constexpr int64_t bytes = 128 + 2048, scales = 0, minima = 0, lines = 128;
+  template <int I> static wb low(const uint8_t*, int, wb line) { return lookup16(low_nibbles(line), kIq4Unsigned.v); }
+  template <int I> static wb high(const uint8_t*, int, wb line) { return lookup16(high_nibbles(line), kIq4Unsigned.v); }
+};
+
 template <class P> inline vi load_scales(const uint8_t* p, int j) {
   return P::F::has_min ? pairs_u8(p + P::scales + 32 * j) : pairs_s8(p + P::scales + 32 * j);
 }
 template <class P> inline vi load_minima(const uint8_t* p, int j) {
-  return P::F::has_min ? pairs_u8(p + P::minima + 32 * j) : times32(pairs_s8(p + P::minima + 32 * j));
+  if constexpr (P::F::has_min) return pairs_u8(p + P::minima + 32 * j);
+  return shift_pairs<P::F::subs == 8 ? 7 : 5>(pairs_s8(p + P::minima + 32 * j));  // offsets 128 and 32
 }
 
 // Steps 16 g + I, 16 g + 8 + I of `count` lines, then the scales: recursion, because the bits' places are immediates.
@@ -98,8 +120,6 @@ template <class P, int C, int I> inline void packed_group(const uint8_t* p, int 
   }
 }
 
-inline vf block_d(const uint8_t* tile, int64_t b) { return load_f16(tile + 32 * b); }
-
 // C tokens from t on, over all blocks of the tile; every lane's operations are those of (3) and (4) in gemm.inl.
 template <class P, int C> void packed256_few(const TileArgs& a, int t) {
   using F = typename P::F;
@@ -114,7 +134,7 @@ template <class P, int C> void packed256_few(const TileArgs& a, int t) {
     y[c] = a.act.q + row * a.act.ldq;
     da[c] = a.act.d + row * a.act.ldd;
     sums[c] = a.act.sums + row * a.act.lds + (F::has_min ? 16 : 0);
-    acc[c] = zero();
+    acc[c] = load(a.acc + (t + c) * 16);
   }
   for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
     vi total[C], low[C];
@@ -136,6 +156,67 @@ template <class P, int C> void packed256_few(const TileArgs& a, int t) {
     }
   }
   for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
+}
+
+// ---- super-blocks of signed values: IQ4_XS ----
+
+template <int C> void packed_signed_few(const TileArgs& a, int t) {
+  using P = PackedIQ4XS;
+  const int64_t blocks = a.k / 256;
+  const uint8_t* p = a.packed + head_bytes(blocks);
+  const int8_t* y[C];
+  const float* da[C];
+  const int16_t* sums[C];
+  vf acc[C];
+  for (int c = 0; c < C; ++c) {
+    const int64_t row = token_row(a, t + c);
+    y[c] = a.act.q + row * a.act.ldq;
+    da[c] = a.act.d + row * a.act.ldd;
+    sums[c] = a.act.sums + row * a.act.lds + 16;
+    acc[c] = load(a.acc + (t + c) * 16);
+  }
+  for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
+    vi total[C];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) total[c] = set1i(0);
+    for (int g = 0; g < 4; ++g) {
+      vi low[C], high[C];
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) {
+        low[c] = sdot_init(sums[c][2 * g]);
+        high[c] = sdot_init(sums[c][2 * g + 1]);
+      }
+#pragma GCC unroll 2
+      for (int i = 0; i < 8; ++i) {
+        const uint8_t* at = p + P::lines + 64 * (8 * g + i);
+        const wb line = load_wb(at);
+        __builtin_prefetch(at + kAheadPacked);
+        const wb first = lookup16(low_nibbles(line), kIq4Staged.v), second = lookup16(high_nibbles(line), kIq4Staged.v);
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) {
+          low[c] = sdot(low[c], first, y[c] + 4 * (16 * g + i));
+          high[c] = sdot(high[c], second, y[c] + 4 * (16 * g + 8 + i));
+        }
+      }
+      const vi pair = load_scales<P>(p, g);
+      const vi low_scale = lane_scale_low(pair), high_scale = lane_scale_high(pair);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) total[c] = add_times(add_times(total[c], low[c], low_scale), high[c], high_scale);
+    }
+    const vf d = block_d(a.packed, b);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) {
+      acc[c] = add(acc[c], mul(mul(d, set1(da[c][b])), to_float(total[c])));
+      y[c] += 256;
+      sums[c] += kSumsPerSuper;
+    }
+  }
+  for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
+}
+
+template <int C> void packed_signed(const TileArgs& a, int t) {
+  for (; t + C <= a.num_tokens; t += C) packed_signed_few<C>(a, t);
+  if constexpr (C > 1) packed_signed<C - 1>(a, t);
 }
 
 template <class P, int I> inline void stage_group(const uint8_t* p, int g, uint8_t* w) {
@@ -171,13 +252,23 @@ template <class P> void packed256_many(const TileArgs& a) {
 struct PackedQ8_0 {
   using F = FormatQ8_0;
   static constexpr int64_t bytes = 512;
+  static constexpr bool is_tile_signed = true;
+  static constexpr int tile_offset = 0;
+  static int64_t head(int64_t blocks) { return head_bytes(blocks); }
+  static vf scale(const uint8_t* tile, int64_t b) { return block_d(tile, b); }
   static void unpack(const uint8_t* p, wb* steps) {
     for (int i = 0; i < 8; ++i) steps[i] = load_signed(p + 64 * i);
   }
+  // The eight lines that a tile takes (amx.inl), in place or in `room`.
+  static const uint8_t* tile_lines(const uint8_t* p, uint8_t*) { return p; }
 };
 struct PackedQ4_0 {
   using F = FormatQ4_0;
   static constexpr int64_t bytes = 256;
+  static constexpr bool is_tile_signed = false;
+  static constexpr int tile_offset = 8;
+  static int64_t head(int64_t blocks) { return head_bytes(blocks); }
+  static vf scale(const uint8_t* tile, int64_t b) { return block_d(tile, b); }
   static void unpack(const uint8_t* p, wb* steps) {
     for (int i = 0; i < 4; ++i) {
       const wb line = load_wb(p + 64 * i);
@@ -185,12 +276,47 @@ struct PackedQ4_0 {
       steps[4 + i] = high_nibbles(line);
     }
   }
+  static const uint8_t* tile_lines(const uint8_t* p, uint8_t* room) {
+    wb steps[8];
+    unpack(p, steps);
+    for (int i = 0; i < 8; ++i) store_wb(room + 64 * i, steps[i]);
+    return room;
+  }
+};
+struct PackedMXFP4 {
+  struct F {
+    static constexpr int bytes = 17, offset = kSignFlip;
+    static constexpr bool is_signed = true;
+  };
+  static constexpr int64_t bytes = 256;
+  static constexpr bool is_tile_signed = true;
+  static constexpr int tile_offset = 0;
+  static int64_t head(int64_t blocks) { return (blocks * 16 + kHeadAlign - 1) / kHeadAlign * kHeadAlign; }
+  static vf scale(const uint8_t* tile, int64_t b) {
+    alignas(64) float d[16];
+    for (int r = 0; r < 16; ++r) d[r] = half_of_e8m0(tile[16 * b + r]);
+    return load(d);
+  }
+  static void look_up(const uint8_t* p, const uint8_t* table, wb* steps) {
+    for (int i = 0; i < 4; ++i) {
+      const wb line = load_wb(p + 64 * i);
+      steps[i] = lookup16(low_nibbles(line), table);
+      steps[4 + i] = lookup16(high_nibbles(line), table);
+    }
+  }
+  static void unpack(const uint8_t* p, wb* steps) { look_up(p, kMxfp4Staged.v, steps); }
+  static const uint8_t* tile_lines(const uint8_t* p, uint8_t* room) {
+    wb steps[8];
+    look_up(p, kMxfp4Signed.v, steps);
+    for (int i = 0; i < 8; ++i) store_wb(room + 64 * i, steps[i]);
+    return room;
+  }
 };
 
 template <class P, int C> void packed32_few(const TileArgs& a, int t) {
   using F = typename P::F;
   const int64_t blocks = a.k / 32;
-  const uint8_t* p = a.packed + head_bytes(blocks);
+  const uint8_t* p = a.packed + P::head(blocks);
   const int8_t* y[C];
   const float* da[C];
   const int16_t* sums[C];
@@ -200,7 +326,7 @@ template <class P, int C> void packed32_few(const TileArgs& a, int t) {
     y[c] = a.act.q + row * a.act.ldq;
     da[c] = a.act.d + row * a.act.ldd;
     sums[c] = a.act.sums + row * a.act.lds;
-    acc[c] = zero();
+    acc[c] = load(a.acc + (t + c) * 16);
   }
   for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
     for (int64_t o = 0; o < P::bytes; o += 64) __builtin_prefetch(p + o + kAheadPacked);
@@ -225,7 +351,7 @@ template <class P, int C> void packed32_few(const TileArgs& a, int t) {
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c) isum[c] = flush(set1i(-F::offset * sums[c][b]), u[c]);
     }
-    const vf dw = block_d(a.packed, b);
+    const vf dw = P::scale(a.packed, b);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) acc[c] = add(acc[c], mul(mul(dw, set1(da[c][b])), to_float(isum[c])));
   }
@@ -234,7 +360,7 @@ template <class P, int C> void packed32_few(const TileArgs& a, int t) {
 
 template <class P> void packed32_many(const TileArgs& a) {
   const int64_t blocks = a.k / 32;
-  const uint8_t* p = a.packed + head_bytes(blocks);
+  const uint8_t* p = a.packed + P::head(blocks);
   QuantStage st;
   for (int64_t first = 0; first < blocks; first += 8) {
     const int count = static_cast<int>(blocks - first < 8 ? blocks - first : 8);
@@ -242,7 +368,7 @@ template <class P> void packed32_many(const TileArgs& a) {
       wb steps[8];
       P::unpack(p, steps);
       for (int i = 0; i < 8; ++i) store_wb(st.w + 512 * b + 64 * i, steps[i]);
-      store(st.d + 16 * b, block_d(a.packed, first + b));
+      store(st.d + 16 * b, P::scale(a.packed, first + b));
     }
     q32_tokens<typename P::F, kQuantTokens>(a, st, first, count, 0);
   }
@@ -261,23 +387,31 @@ template <class P, int C> void packed32(const TileArgs& a, int t) {
 }
 template <class P> void packed256_tile(const TileArgs& a) {
   if (a.num_tokens <= kFewPacked) return packed256<P, kPackedTokens>(a, 0);
-  for (int t = 0; t < a.num_tokens; ++t) store(a.acc + t * 16, zero());
   packed256_many<P>(a);
 }
 template <class P> void packed32_tile(const TileArgs& a) {
   if (a.num_tokens <= kFewPacked) return packed32<P, kPackedTokens>(a, 0);
-  for (int t = 0; t < a.num_tokens; ++t) store(a.acc + t * 16, zero());
   packed32_many<P>(a);
 }
 
+// Adds to a.acc.
 void packed_tile(const TileArgs& a) {
   switch (a.type) {
     case QType::Q8_0: return packed32_tile<PackedQ8_0>(a);
     case QType::Q4_0: return packed32_tile<PackedQ4_0>(a);
+    case QType::MXFP4: return packed32_tile<PackedMXFP4>(a);
     case QType::Q4_K: return packed256_tile<PackedQ4K>(a);
     case QType::Q5_K: return packed256_tile<PackedQ5K>(a);
     case QType::Q6_K: return packed256_tile<PackedQ6K>(a);
+    case QType::IQ4_XS: return packed_signed<kPackedTokens>(a, 0);
     default: return;  // make_packed refuses the others
+  }
+}
+
+void packed_tiles(const TileArgs* args, int count) {
+  for (int i = 0; i < count; ++i) {
+    for (int t = 0; t < args[i].num_tokens; ++t) store(args[i].acc + t * 16, zero());
+    packed_tile(args[i]);
   }
 }
 
@@ -312,7 +446,12 @@ template <class P> void pack_block256(const uint8_t* const* rows, int64_t b, uin
   pack_steps<P>(steps, out);
   for (int r = 0; r < 16; ++r) {
     const uint8_t* p = rows[r] + b * F::bytes;
-    if constexpr (F::has_min) {
+    if constexpr (std::is_same_v<P, PackedIQ4XS>) {
+      int8_t scales[8];
+      unpack_iq4_scales(p, scales);
+      for (int s = 0; s < 8; ++s) pack_pair(out + P::scales, s, r, static_cast<uint8_t>(scales[s]));
+      std::memcpy(head + 32 * b + 2 * r, p, 2);
+    } else if constexpr (F::has_min) {
       const KScales ks = unpack_scales(p + 4);
       for (int s = 0; s < 8; ++s) pack_pair(out + P::scales, s, r, ks.sc[s]);
       for (int s = 0; s < 8; ++s) pack_pair(out + P::minima, s, r, ks.m[s]);
@@ -332,20 +471,22 @@ template <class P> void pack_tile256(const uint8_t* const* rows, int64_t k, uint
 }
 
 template <class P> void pack_tile32(const uint8_t* const* rows, int64_t k, uint8_t* out) {
-  const int64_t blocks = k / 32, head = head_bytes(blocks);
+  constexpr int d_bytes = P::F::bytes % 2 == 0 ? 2 : 1;  // MXFP4's exponent is a byte
+  const int64_t blocks = k / 32, head = P::head(blocks);
   std::memset(out, 0, static_cast<size_t>(head));
   for (int64_t b = 0; b < blocks; ++b) {
     uint8_t* lines = out + head + b * P::bytes;
     std::memset(lines, 0, P::bytes);
     for (int r = 0; r < 16; ++r) {
       const uint8_t* p = rows[r] + b * P::F::bytes;
-      std::memcpy(out + 32 * b + 2 * r, p, 2);
+      std::memcpy(out + 16 * d_bytes * b + d_bytes * r, p, d_bytes);
+      p += d_bytes;
       for (int i = 0; i < 32; ++i) {
         const int step = i / 4, byte = 4 * r + i % 4;
-        if constexpr (P::F::is_signed)
-          lines[64 * step + byte] = p[2 + i];
+        if constexpr (P::bytes == 512)
+          lines[64 * step + byte] = p[i];
         else  // ggml keeps columns i and 16 + i in one byte
-          lines[64 * (step % 4) + byte] |= static_cast<uint8_t>((i < 16 ? p[2 + i] & 15 : p[2 + i - 16] >> 4) << (step / 4 * 4));
+          lines[64 * (step % 4) + byte] |= static_cast<uint8_t>((i < 16 ? p[i] & 15 : p[i - 16] >> 4) << (step / 4 * 4));
       }
     }
   }
@@ -358,7 +499,28 @@ void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) 
     case QType::Q4_K: return pack_tile256<PackedQ4K>(rows, k, out);
     case QType::Q5_K: return pack_tile256<PackedQ5K>(rows, k, out);
     case QType::Q6_K: return pack_tile256<PackedQ6K>(rows, k, out);
+    case QType::IQ4_XS: return pack_tile256<PackedIQ4XS>(rows, k, out);
+    case QType::MXFP4: return pack_tile32<PackedMXFP4>(rows, k, out);
     default: return;
+  }
+}
+
+// A block at a time is re-laid and used: for the few weights that stay in block layout.
+void relaid_tile(const TileArgs& a) {
+  const QType type = a.type;
+  const int64_t block = type == QType::IQ4_XS ? 256 : 32, block_bytes = type == QType::IQ4_XS ? 136 : 17;
+  alignas(64) uint8_t room[PackedIQ4XS::bytes + 64];
+  for (int64_t b = 0; b < a.k / block; ++b) {
+    const uint8_t* rows[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) rows[r] = a.rows[r] + b * block_bytes;
+    pack_tile(type, rows, block, room);
+    TileArgs one = a;
+    one.packed = room;
+    one.k = block;
+    one.act.q += b * block;
+    one.act.d += b;
+    one.act.sums += b * (block == 256 ? kSumsPerSuper : 1);
+    packed_tile(one);
   }
 }
 

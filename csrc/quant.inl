@@ -5,6 +5,8 @@
 //   Q4_K 144 B / 256: half d, dmin; 6-bit sc[8], m[8] in 12 B; nibbles qs[128]    w = d sc q - dmin m
 //   Q5_K 176 B / 256: the same, with a fifth bit in qh[32] before qs              w = d sc q - dmin m
 //   Q6_K 210 B / 256: ql[128]; qh[64]; int8 sc[16]; half d                        w = d sc (q - 32)
+// IQ4_XS 136 B / 256: half d; 6-bit sc[8] in 2 + 4 B; nibbles qs[128]               w = d (sc - 32) table[q]
+//  MXFP4  17 B / 32:  e8m0 exponent e; nibbles qs[16] as in Q4_0                    w = 2^(e - 128) table[q]
 // Blocks are read at any alignment and never past their end.
 
 namespace {
@@ -56,6 +58,29 @@ struct FormatQ6K {
     return orb(low, shr_mask<2>(high, 48));
   }
 };
+
+// Indices into its table.
+struct FormatIQ4XS {
+  static constexpr int bytes = 136, subs = 8, narrow_steps = 8;
+  static constexpr bool has_min = false;
+  template <int S> static vb chunk(const uint8_t* p) { return nibbles16(p + 8 + 16 * S); }
+};
+constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// 8 scales, from -32 to 31: 4 bits each in scales_l, 2 in scales_h.
+inline void unpack_iq4_scales(const uint8_t* p, int8_t* scales) {
+  const int upper = p[2] | p[3] << 8;
+  for (int s = 0; s < 8; ++s) scales[s] = static_cast<int8_t>(((p[4 + s / 2] >> (s % 2 * 4) & 15) | (upper >> (2 * s) & 3) << 4) - 32);
+}
+
+// 2^(e - 128): the table holds twice the values of the format.
+inline float half_of_e8m0(uint8_t e) {
+  const uint32_t bits = e < 2 ? uint32_t{0x00200000} << e : static_cast<uint32_t>(e - 1) << 23;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
 
 template <class F> inline void unpack256(const uint8_t* p, uint8_t* q) {
   storeb(q, F::template chunk<0>(p));
@@ -123,6 +148,25 @@ void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
       for (int64_t b = 0; b < k / 32; ++b) {
         const float d = half_to_float(row + 34 * b);
         for (int i = 0; i < 32; ++i) out[32 * b + i] = static_cast<float>(static_cast<int8_t>(row[34 * b + 2 + i])) * d;
+      }
+      return;
+    case QType::IQ4_XS:
+      for (int64_t b = 0; b < k / 256; ++b) {
+        const uint8_t* p = row + 136 * b;
+        uint8_t q[256];
+        int8_t scales[8];
+        unpack256<FormatIQ4XS>(p, q);
+        unpack_iq4_scales(p, scales);
+        for (int i = 0; i < 256; ++i)
+          out[256 * b + i] = half_to_float(p) * static_cast<float>(scales[i / 32]) * static_cast<float>(kIq4Values[q[i]]);
+      }
+      return;
+    case QType::MXFP4:
+      for (int64_t b = 0; b < k / 32; ++b) {
+        uint8_t q[32];
+        storeb(q, nibbles16(row + 17 * b + 1));
+        const float d = half_of_e8m0(row[17 * b]);
+        for (int i = 0; i < 32; ++i) out[32 * b + i] = d * static_cast<float>(kMxfp4Values[q[i]]);
       }
       return;
     case QType::Q4_0:

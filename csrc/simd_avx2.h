@@ -145,13 +145,25 @@ inline vi pairs_s8(const uint8_t* p) {
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
 }
-inline vi times32(vi x) { return {_mm256_slli_epi16(x.a, 5), _mm256_slli_epi16(x.b, 5)}; }
+template <int N> inline vi shift_pairs(vi x) { return {_mm256_slli_epi16(x.a, N), _mm256_slli_epi16(x.b, N)}; }
 // The first and the second of the pairs, as flush_scaled wants a scale: in both halves of the lane.
 inline vi scale_low(vi x) {
   return {_mm256_blend_epi16(x.a, _mm256_slli_epi32(x.a, 16), 0xaa), _mm256_blend_epi16(x.b, _mm256_slli_epi32(x.b, 16), 0xaa)};
 }
 inline vi scale_high(vi x) {
   return {_mm256_blend_epi16(_mm256_srli_epi32(x.a, 16), x.a, 0xaa), _mm256_blend_epi16(_mm256_srli_epi32(x.b, 16), x.b, 0xaa)};
+}
+// The same as int32.
+inline vi lane_scale_low(vi x) {
+  return {_mm256_srai_epi32(_mm256_slli_epi32(x.a, 16), 16), _mm256_srai_epi32(_mm256_slli_epi32(x.b, 16), 16)};
+}
+inline vi lane_scale_high(vi x) { return {_mm256_srai_epi32(x.a, 16), _mm256_srai_epi32(x.b, 16)}; }
+inline vi add_times(vi total, vi x, vi y) {
+  return {_mm256_add_epi32(total.a, _mm256_mullo_epi32(x.a, y.a)), _mm256_add_epi32(total.b, _mm256_mullo_epi32(x.b, y.b))};
+}
+inline wb lookup16(wb x, const uint8_t* table) {
+  const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm256_shuffle_epi8(t, x.a), _mm256_shuffle_epi8(t, x.b)};
 }
 inline __m256i broadcast4(const void* p) {
   int32_t word;

@@ -114,10 +114,26 @@ template <int K> inline wb two_at_4(wb x) { return to_bit4<K>(x, 3); }
 // 32 bytes: two int16 in every lane.
 inline vi pairs_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 inline vi pairs_s8(const uint8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-inline vi times32(vi x) { return {_mm512_slli_epi16(x.v, 5)}; }
+template <int N> inline vi shift_pairs(vi x) { return {_mm512_slli_epi16(x.v, N)}; }
 // The first and the second of the pairs, as flush_scaled wants a scale.
 inline vi scale_low(vi x) { return {_mm512_srai_epi32(_mm512_slli_epi32(x.v, 16), 16)}; }
 inline vi scale_high(vi x) { return {_mm512_srai_epi32(x.v, 16)}; }
+inline vi lane_scale_low(vi x) { return scale_low(x); }
+inline vi lane_scale_high(vi x) { return scale_high(x); }
+inline vi add_times(vi total, vi x, vi y) { return {_mm512_add_epi32(total.v, _mm512_mullo_epi32(x.v, y.v))}; }
+inline vi shr3(vi x) { return {_mm512_srli_epi32(x.v, 3)}; }
+inline vi both_halves(vi x) { return {_mm512_or_si512(_mm512_and_si512(x.v, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(x.v, 16))}; }
+inline wb times(wb x, vi m) { return {_mm512_mullo_epi16(x.v, m.v)}; }
+inline void split_products(wb x, vi m, wb* low, wb* high) {
+  const __m512i byte = _mm512_set1_epi16(0xff);
+  const __m512i even = _mm512_mullo_epi16(_mm512_and_si512(x.v, byte), m.v);
+  const __m512i odd = _mm512_mullo_epi16(_mm512_srli_epi16(x.v, 8), m.v);
+  low->v = _mm512_ternarylogic_epi32(even, byte, _mm512_slli_epi16(odd, 8), 0xea);        // (even & byte) | odd << 8
+  high->v = _mm512_ternarylogic_epi32(_mm512_srli_epi16(even, 8), byte, odd, 0xf2);       // even >> 8 | (odd & ~byte)
+}
+inline wb lookup16(wb x, const uint8_t* table) {
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), x.v)};
+}
 inline __m512i broadcast4(const void* p) {
   int32_t word;
   std::memcpy(&word, p, 4);

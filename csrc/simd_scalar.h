@@ -140,10 +140,35 @@ inline vi pairs_s8(const uint8_t* p) {
   KT_LANES r.v[i] = pair_lane(static_cast<int8_t>(p[2 * i]), static_cast<int8_t>(p[2 * i + 1]));
   return r;
 }
-inline vi times32(vi x) { KT_LANES x.v[i] = pair_lane(32 * lane_low(x.v[i]), 32 * lane_high(x.v[i])); return x; }
+// Each of the pairs times 2^N.
+template <int N> inline vi shift_pairs(vi x) {
+  KT_LANES x.v[i] = pair_lane(lane_low(x.v[i]) * (1 << N), lane_high(x.v[i]) * (1 << N));
+  return x;
+}
 // The first and the second of the pairs, as flush_scaled wants a scale.
 inline vi scale_low(vi x) { KT_LANES x.v[i] = lane_low(x.v[i]); return x; }
 inline vi scale_high(vi x) { KT_LANES x.v[i] = lane_high(x.v[i]); return x; }
+// The same as int32.
+inline vi lane_scale_low(vi x) { return scale_low(x); }
+inline vi lane_scale_high(vi x) { return scale_high(x); }
+inline vi add_times(vi total, vi x, vi y) { KT_LANES total.v[i] += x.v[i] * y.v[i]; return total; }
+inline vi shr3(vi x) { KT_LANES x.v[i] >>= 3; return x; }  // of numbers that are not negative
+inline vi both_halves(vi x) { KT_LANES x.v[i] = pair_lane(x.v[i], x.v[i]); return x; }
+// Bytes of every lane times the lane's number, which stands in both halves; products below 256.
+inline wb times(wb x, vi m) {
+  for (int i = 0; i < 64; ++i) x.v[i] = static_cast<uint8_t>(x.v[i] * lane_low(m.v[i / 4]));
+  return x;
+}
+// The same for signed numbers: lower and upper byte of the 16-bit products.
+inline void split_products(wb x, vi m, wb* low, wb* high) {
+  for (int i = 0; i < 64; ++i) {
+    const int product = x.v[i] * lane_low(m.v[i / 4]);
+    low->v[i] = static_cast<uint8_t>(product & 255);
+    high->v[i] = static_cast<uint8_t>(product >> 8);
+  }
+}
+// Bytes 0 .. 15 to what a table of 16 bytes holds for them.
+inline wb lookup16(wb x, const uint8_t* table) { for (uint8_t& b : x.v) b = table[b]; return x; }
 inline uacc uacc_zero() { return uacc{}; }
 inline uacc udot(uacc acc, wb w, const int8_t* y) {
   KT_LANES for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<int32_t>(w.v[4 * i + j]) * y[j];

@@ -9,7 +9,9 @@
 namespace kt {
 
 // ggml's type numbers (ggml.h, enum ggml_type), exported to Python by bind.cpp.
-enum class QType : int32_t { F32 = 0, F16 = 1, Q4_0 = 2, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30 };
+enum class QType : int32_t {
+  F32 = 0, F16 = 1, Q4_0 = 2, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_XS = 23, BF16 = 30, MXFP4 = 39
+};
 
 enum class ActKind : int32_t { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2 = 4, Sigmoid = 5, SwigluOai = 6 };
 
@@ -102,7 +104,8 @@ struct KernelTable {
   const char* name;
   void (*quantize_row)(ActForm form, const float* x, int64_t k, int8_t* q, float* d, int16_t* sums);
   void (*tile)(const TileArgs& args);         // args.rows
-  void (*packed_tile)(const TileArgs& args);  // args.packed
+  // `count` tiles of re-laid weights, args[i].packed, which share k, tokens and activations; types of one ActForm.
+  void (*packed_tiles)(const TileArgs* args, int count);
   void (*pack_tile)(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);
   void (*dequantize_row)(QType type, const uint8_t* row, int64_t k, float* out);
   void (*rms_norm_row)(const float* x, const float* weight, int64_t n, float eps, float* out);
@@ -112,6 +115,8 @@ struct KernelTable {
   void (*attention_span)(const AttentionArgs& args, const AttentionSpan& span, float* maxima, float* sums, float* out);
   void (*attention_merge)(float* max, float* sum, float* out, float max2, float sum2, const float* out2, int dim_v);
   void (*attention_finish)(float max, float sum, const float* acc, const float* sink, int dim_v, float* out);
+  uint64_t (*read_lines)(const uint8_t* p, int64_t bytes);
+  int64_t (*multiply_registers)(int64_t rounds, int32_t* out);  // out: 32 numbers
 };
 
 }  // namespace kt

@@ -1,7 +1,7 @@
 """Measures the routed experts of one layer, ours and a peer's in turns, beside the read bandwidth of the same minute.
 
 Layers take turns so that weights come from memory, not from caches. GB/s counts the weights of the experts that the
-tokens touched; the limit of few tokens is the read bandwidth (sums over a gigabyte, all threads). Weights are random,
+tokens touched; the limit of few tokens is the read bandwidth, that of many the products in registers. Weights are random,
 routing is even. The peer runs in a process of its own that is stopped while we measure ours.
 """
 
@@ -19,13 +19,11 @@ from typing import Any
 import torch
 
 from ktransformers.cli.bench_peer import KtKernelPeer
-from ktransformers.kernels import native
+from ktransformers.kernels import limits, native
 from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
 from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
 
 __all__ = ["Shape", "bench_kernels"]
-
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +54,9 @@ def _random_weight(qtype: QuantType, rows: int, cols: int) -> RawTensor:
         return RawTensor.from_tensor((torch.randn(rows, cols) * 0.02).to(torch.bfloat16))
     data = torch.randint(0, 256, (rows * row_bytes(qtype, cols),), dtype=torch.uint8)
     blocks = data.view(-1, type_size(qtype))
+    if qtype is QuantType.MXFP4:
+        blocks[:, 0] = 117  # 2^-11
+        return RawTensor(data, qtype, (rows, cols))
     blocks[:, 209 if qtype is QuantType.Q6_K else 1] = 0x04  # the high byte of an fp16 scale: about 1e-4
     if qtype in (QuantType.Q4_K, QuantType.Q5_K):
         blocks[:, 3] = 0x04
@@ -104,17 +105,6 @@ def _time(once: Callable[[int], None], seconds: float, warm_ups: int) -> float:
     return (time.perf_counter() - began) / count
 
 
-def read_bandwidth(num_threads: int) -> float:
-    """Bytes per second of the best of five sums over a gigabyte."""
-    torch.set_num_threads(num_threads)
-    values = torch.ones(_GIB // 4)
-
-    def once(i: int) -> None:
-        values.sum()
-
-    return _GIB / min(_time(once, 0.0, 1) for _ in range(5))
-
-
 def _machine(threads: int, pool: WorkerPool) -> dict[str, Any]:
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -150,8 +140,11 @@ def bench_kernels(
             print("peer kt-kernel is not installed (pip install kt-kernel): measured without it")
         else:
             peer = KtKernelPeer(asdict(shape), threads, seconds)
-    bandwidth = read_bandwidth(threads)
-    print(f"{machine['cpu']}, {threads} threads, {machine['isa']}; read bandwidth {bandwidth / 1e9:.1f} GB/s")
+    bandwidth, peak = limits.read_bandwidth(pool), limits.int8_peak(pool)
+    print(
+        f"{machine['cpu']}, {threads} threads, {machine['isa']}; "
+        f"reads {bandwidth / 1e9:.1f} GB/s; int8 in registers {peak / 1e12:.2f} TOP/s"
+    )
     head = f"{'type':>8} {'tokens':>6} {'us':>10} {'GB/s':>7} {'of read':>8} {'TFLOP/s':>8}"
     print(f"{shape}\n{head} {'peer us':>10} {'peer/ours':>9}")
     rows = []
@@ -170,7 +163,7 @@ def bench_kernels(
         pool.close()
     print(
         json.dumps(
-            {"machine": machine | {"read_bandwidth_gb_s": bandwidth / 1e9}, "shape": asdict(shape), "rows": rows}
+            {"machine": machine | {"read_bandwidth_gb_s": bandwidth / 1e9, "int8_peak_top_s": peak / 1e12}, "shape": asdict(shape), "rows": rows}
         )
     )
 

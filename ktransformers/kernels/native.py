@@ -58,7 +58,17 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 #: The block formats that `pack` re-lays.
-PACKED_TYPES = frozenset({QuantType.Q8_0, QuantType.Q4_0, QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K})
+PACKED_TYPES = frozenset(
+    {
+        QuantType.Q8_0,
+        QuantType.Q4_0,
+        QuantType.MXFP4,
+        QuantType.Q4_K,
+        QuantType.Q5_K,
+        QuantType.Q6_K,
+        QuantType.IQ4_XS,
+    }
+)
 
 TILE_ROWS = 16
 
@@ -113,7 +123,8 @@ def linear(
     """out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n].
 
     x: [T, K]. weight: [N, K], of a type in NATIVE_TYPES, or re-laid by `pack`. bias: [N]. out: [T, N], made when None.
-    Quantized weights quantize each row of x to int8 by blocks (32 values for Q8_0 and Q4_0, 256 for K-quants); a block
+    Quantized weights quantize each row of x to int8 by blocks (32 values for Q8_0, Q4_0 and MXFP4, 256 for K-quants
+    and IQ4_XS); a block
     of x that holds a NaN or an infinity makes that whole output row NaN.
     """
     check_weight("weight", weight, 2)

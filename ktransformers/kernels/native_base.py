@@ -60,6 +60,8 @@ class Isa(Enum):
     SCALAR = "scalar"
     AVX2 = "avx2"
     AVX512_VNNI = "avx512_vnni"
+    AMX = "amx"
+    AMX_EMULATED = "amx_emulated"  # slow: the tile kernels on any machine, for tests; never chosen
 
 
 def available_isas() -> tuple[Isa, ...]:

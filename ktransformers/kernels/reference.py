@@ -33,6 +33,8 @@ _Bytes = npt.NDArray[np.uint8]
 _Float = npt.NDArray[np.float32]
 _Int = npt.NDArray[np.int32]
 
+_SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4)  # blocks of 32
+
 
 def dequantize(weight: RawTensor) -> Tensor:
     """The weight as fp32, shape `weight.shape`, through `gguf.quants`."""
@@ -171,6 +173,11 @@ def _k_block(block: _Bytes, qtype: QuantType) -> tuple[_Int, list[int], list[int
             _half(block, 208),
             np.float32(0),
         )
+    if qtype == QuantType.IQ4_XS:
+        upper = int(block[2:4].view(np.uint16)[0])
+        scales = [((int(block[4 + s // 2]) >> 4 * (s % 2)) & 15 | ((upper >> 2 * s) & 3) << 4) - 32 for s in range(8)]
+        codes = np.stack([block[8:].reshape(8, 16) & 15, block[8:].reshape(8, 16) >> 4], axis=1).reshape(8, 32)
+        return np.array(quants.IQ4_NL.kvalues, dtype=np.int32)[codes], scales, [], _half(block, 0), np.float32(0)
     scales, minima = _six_bit_scales(block[4:16])
     weights = _nibbles(block[-128:].reshape(4, 32))
     if qtype == QuantType.Q5_K:
@@ -195,12 +202,15 @@ def _k_row(row: _Bytes, qtype: QuantType, size: int, q: _Int, scales: _Float) ->
 def _small_row(row: _Bytes, qtype: QuantType, size: int, q: _Int, scales: _Float) -> np.float32:
     acc = np.float32(0)
     for b, block in enumerate(row.reshape(-1, size)):
-        if qtype == QuantType.Q8_0:
-            weights = block[2:].view(np.int8).astype(np.int32)
+        codes = np.concatenate([block[-16:] & 15, block[-16:] >> 4])
+        if qtype == QuantType.MXFP4:  # the table holds twice the values, so the exponent's bias is 128
+            d, weights = np.float32(2.0 ** (int(block[0]) - 128)), np.array(quants.MXFP4.kvalues, dtype=np.int32)[codes]
+        elif qtype == QuantType.Q8_0:
+            d, weights = _half(block, 0), block[2:].view(np.int8).astype(np.int32)
         else:
-            weights = np.concatenate([block[2:] & 15, block[2:] >> 4]).astype(np.int32) - 8
+            d, weights = _half(block, 0), codes.astype(np.int32) - 8
         isum = int((weights * q[32 * b : 32 * (b + 1)]).sum())
-        acc = acc + (_half(block, 0) * scales[b]) * np.float32(isum)
+        acc = acc + (d * scales[b]) * np.float32(isum)
     return acc
 
 
@@ -209,8 +219,8 @@ def int8_linear(x: Tensor, weight: RawTensor) -> Tensor:
 
     Raises ValueError for an unquantized weight.
     """
-    small = weight.qtype in (QuantType.Q8_0, QuantType.Q4_0)
-    if not small and weight.qtype not in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K):
+    small = weight.qtype in _SMALL
+    if not small and weight.qtype not in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.IQ4_XS):
         raise ValueError(f"int8_linear is for quantized weights, got {weight.qtype.name}")
     block, size = (
         (32, weight.row_bytes // (weight.cols // 32)) if small else (256, weight.row_bytes // (weight.cols // 256))
@@ -231,6 +241,6 @@ def int8_tolerance(x: Tensor, weight: RawTensor) -> Tensor:
     Each activation is off by at most half a step of its block, max|x| / 254; so an output is off by at most
     sum_k |w[n, k]| * max|x of k's block| / 254. 5 % on top covers fp32 rounding of the two results.
     """
-    block = 32 if weight.qtype in (QuantType.Q8_0, QuantType.Q4_0) else 256
+    block = 32 if weight.qtype in _SMALL else 256
     step = x.abs().reshape(x.shape[0], -1, block).amax(-1, keepdim=True).expand(-1, -1, block).reshape(x.shape) / 254
     return 1.05 * step @ dequantize(weight).abs().T + math.sqrt(weight.cols) * 1e-6

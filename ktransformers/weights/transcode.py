@@ -7,7 +7,7 @@ Which type becomes which is fixed per type, so that a plan can be made from head
     IQ4_NL -> Q8_0    same fp16 scale per 32, the 16 values of its table are int8
     Q3_K -> Q6_K      same fp16 scale and signed integer scales per 16, 3-bit codes in 6 bits
     TQ1_0, TQ2_0 -> Q4_0   one fp16 scale per 256 repeated eight times, codes -1, 0, 1
-    MXFP4, NVFP4 -> BF16   power-of-two or 4-bit-mantissa scales times 2-bit mantissas need at most 6 of BF16's 8 bits
+    NVFP4 -> BF16     4-bit-mantissa scales times 2-bit mantissas need at most 6 of BF16's 8 bits
 
 All others have products of several scales, or an offset beside the scale, that only F32 holds. Equality with
 `gguf.quants.dequantize`, bit for bit, is the test of all of this.
@@ -34,10 +34,10 @@ U8Array = npt.NDArray[np.uint8]
 CHUNK_WEIGHTS = 1 << 20
 
 _DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
-_BF16_EXACT = (QuantType.MXFP4, QuantType.NVFP4)
+_BF16_EXACT = (QuantType.NVFP4,)
 _F32_ONLY = (
     QuantType.Q4_1, QuantType.Q5_1, QuantType.Q2_K, QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ2_XXS,
-    QuantType.IQ2_XS, QuantType.IQ2_S, QuantType.IQ3_XXS, QuantType.IQ3_S, QuantType.IQ4_XS,
+    QuantType.IQ2_XS, QuantType.IQ2_S, QuantType.IQ3_XXS, QuantType.IQ3_S,
 )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ SCALES = {
     QuantType.Q4_K: (0, 2),
     QuantType.Q5_K: (0, 2),
     QuantType.Q6_K: (208,),
+    QuantType.IQ4_XS: (0,),
+    QuantType.MXFP4: (),
 }
 DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 
@@ -35,6 +37,8 @@ def random_weight(qtype: QuantType, *shape: int, seed: int = 0) -> RawTensor:
         )
     total = int(np.prod(shape[:-1])) * row_bytes(qtype, shape[-1])
     blocks = rng.integers(0, 256, (total // type_size(qtype), type_size(qtype)), dtype=np.uint8)
+    if qtype is QuantType.MXFP4:
+        blocks[:, 0] = rng.integers(115, 125, len(blocks))  # exponents: scales from 2^-13 to 2^-4
     for at in SCALES[qtype]:
         scale = rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks))
         blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)

@@ -9,7 +9,7 @@ from gguf import quants
 
 from ktransformers.kernels import reference
 from ktransformers.kernels.native import NATIVE_TYPES, batched_linear, dequantize_rows, linear
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels.quant import QuantType, RawTensor, block_size
 
 TYPES = sorted(NATIVE_TYPES)
 QUANTIZED = [t for t in TYPES if t not in (QuantType.F32, QuantType.F16, QuantType.BF16)]
@@ -19,7 +19,7 @@ def widths(qtype):
     """Widths that leave every kind of remainder behind blocks, chunks and registers."""
     if qtype in (QuantType.F32, QuantType.F16, QuantType.BF16):
         return (1, 7, 16, 531, 1040)
-    return (32, 96, 544) if qtype in (QuantType.Q8_0, QuantType.Q4_0) else (256, 768)
+    return (32, 96, 544) if qtype in (QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4) else (256, 768)
 
 
 def activations(rows, cols, seed=0):
@@ -27,7 +27,9 @@ def activations(rows, cols, seed=0):
 
 
 def test_covers_the_types_of_the_issue():
-    assert {t.name for t in NATIVE_TYPES} == {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"}
+    assert {t.name for t in NATIVE_TYPES} == set(
+        "F32 F16 BF16 Q8_0 Q4_0 MXFP4 Q4_K Q5_K Q6_K IQ4_XS".split()
+    )
 
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
@@ -47,7 +49,7 @@ def test_close_to_dequantized_weights(qtype, make_weight, pool):
 
 @pytest.mark.parametrize("qtype", QUANTIZED, ids=lambda t: t.name)
 def test_equals_the_written_down_int8_arithmetic(qtype, make_weight, pools):
-    cols = 512 if qtype.name.endswith("_K") else 160
+    cols = 160 if 160 % block_size(qtype) == 0 else 512
     weight, x = make_weight(qtype, 5, cols), activations(6, cols)
     x[1] *= 1e-3
     x[2, :32] = 0
@@ -167,3 +169,16 @@ def test_bad_arguments_are_named(make_weight, pool):
         linear(x, square, pool, out=x)
     with pytest.raises(TypeError, match=r"ids must be torch\.int64"):
         dequantize_rows(weight, torch.zeros(1, dtype=torch.int32), pool)
+
+
+def test_every_mxfp4_scale(pools):
+    """All 256 exponents, subnormal and infinite results included, times all 16 codes."""
+    blocks = np.zeros((256, 17), dtype=np.uint8)
+    blocks[:, 0] = np.arange(256)
+    blocks[:, 1:] = np.arange(16) * 17
+    weight = RawTensor(torch.from_numpy(blocks.reshape(-1)), QuantType.MXFP4, (256, 32))
+    with np.errstate(over="ignore"):
+        expected = quants.dequantize(blocks, QuantType.MXFP4)
+    for each in pools:
+        ours = dequantize_rows(weight, torch.arange(256), each)
+        assert (ours.numpy().view(np.uint32) == expected.view(np.uint32)).all()

@@ -6,27 +6,37 @@ import pytest
 import torch
 
 from ktransformers.kernels import native
-from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
-from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes
-from ktransformers.weights.quantize import quantize
+from ktransformers.kernels.native import ActivationSpec, ExpertWeights, Isa, MoeKernel, WorkerPool
+from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
+from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
 
 TYPES = sorted(native.PACKED_TYPES)
+# The tile kernels run on every machine, over emulated registers.
+TIERS = (*native.available_isas(), Isa.AMX_EMULATED)
 
 
 def random_weight(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> RawTensor:
+    if qtype not in QUANTIZABLE_TYPES:
+        raw = wild_weight(qtype, rows, cols, seed)
+        blocks = raw.data.view(-1, type_size(qtype))
+        if qtype is QuantType.MXFP4:
+            blocks[:, 0] = 115 + blocks[:, 0] % 8  # scales from 2^-13 on
+        else:
+            blocks[:, 1] &= 0x87  # scales below 2^-7
+        return raw
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).numpy()
     return RawTensor(torch.from_numpy(quantize(values, qtype)).reshape(-1), qtype, (rows, cols))
 
 
-def wild_weight(qtype: QuantType, rows: int, cols: int) -> RawTensor:
+def wild_weight(qtype: QuantType, rows: int, cols: int, seed: int = 7) -> RawTensor:
     """Random bytes, so that every bit of every field counts, under scales that are numbers."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, (rows * row_bytes(qtype, cols),), dtype=torch.uint8, generator=generator)
     raw = RawTensor(data, qtype, (rows, cols))
-    block = {QuantType.Q8_0: 34, QuantType.Q4_0: 18, QuantType.Q4_K: 144, QuantType.Q5_K: 176, QuantType.Q6_K: 210}[
-        qtype
-    ]
-    halves = data.view(-1, block)
+    halves = data.view(-1, type_size(qtype))
+    if qtype is QuantType.MXFP4:
+        halves[:, 0] %= 250  # exponents of scales up to 2^121
+        return raw
     at = 208 if qtype is QuantType.Q6_K else 0
     halves[:, at + 1] &= 0x3B  # exponents below those of infinities
     if qtype in (QuantType.Q4_K, QuantType.Q5_K):
@@ -34,7 +44,7 @@ def wild_weight(qtype: QuantType, rows: int, cols: int) -> RawTensor:
     return raw
 
 
-@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("isa", TIERS)
 @pytest.mark.parametrize("qtype", TYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(16, 256), (48, 768), (5, 512), (33, 2048)])
 def test_linear_is_bit_equal(isa: native.Isa, qtype: QuantType, rows: int, cols: int) -> None:
@@ -54,11 +64,18 @@ def test_packing_costs_at_most_three_percent(qtype: QuantType) -> None:
         assert native.packed_nbytes(qtype, rows, cols) <= 1.03 * rows * row_bytes(qtype, cols)
 
 
-@pytest.mark.parametrize("isa", native.available_isas())
-def test_experts_are_bit_equal(isa: native.Isa) -> None:
+@pytest.mark.parametrize("isa", TIERS)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K),
+        (QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4),
+        (QuantType.Q4_K, QuantType.Q8_0, QuantType.IQ4_XS),  # gate and up want different forms of activations
+    ],
+)
+def test_experts_are_bit_equal(isa: native.Isa, kinds: tuple[QuantType, ...]) -> None:
     pool = WorkerPool(3, isa)
     experts, hidden, width, top_k = 6, 512, 256, 3
-    kinds = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K)
     parts = [
         [random_weight(kind, *shape, seed=10 * i + e) for e in range(experts)]
         for i, (kind, shape) in enumerate(zip(kinds, ((width, hidden), (width, hidden), (hidden, width)), strict=True))

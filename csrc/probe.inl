@@ -1,0 +1,38 @@
+// What the machine can do at best: reading memory, and int8 products without any memory. Included by a tier file after
+// packed.inl. The loops are those that the kernels would like to be.
+
+namespace {
+
+// Reads `bytes`, a multiple of 256; the result keeps the loop alive.
+uint64_t read_lines(const uint8_t* p, int64_t bytes) {
+  wb seen[4] = {load_wb(p), load_wb(p), load_wb(p), load_wb(p)};
+  for (int64_t i = 0; i < bytes; i += 256)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      __builtin_prefetch(p + i + 64 * j + 4096);
+      seen[j] = or_bytes(seen[j], load_wb(p + i + 64 * j));
+    }
+  alignas(64) uint8_t out[64];
+  store_wb(out, or_bytes(or_bytes(seen[0], seen[1]), or_bytes(seen[2], seen[3])));
+  uint64_t word;
+  std::memcpy(&word, out, 8);
+  return word;
+}
+
+// Products of unsigned weights and int8 activations in registers; returns how many multiplications and additions.
+int64_t multiply_registers(int64_t rounds, int32_t* out) {
+  constexpr int kChains = 12;
+  alignas(64) uint8_t bytes[64];
+  std::memset(bytes, 3, sizeof bytes);
+  const wb w = load_wb(bytes);
+  const int8_t y[4] = {1, 0, 1, 0};
+  uacc acc[kChains];
+  for (uacc& a : acc) a = uacc_zero();
+  for (int64_t i = 0; i < rounds; ++i)
+#pragma GCC unroll 12
+    for (int c = 0; c < kChains; ++c) acc[c] = udot(acc[c], w, y);
+  for (int c = 0; c < kChains; ++c) storei(out + 16 * (c % 2), flush(set1i(0), acc[c]));
+  return rounds * kChains * 128;
+}
+
+}  // namespace

@@ -1,0 +1,27 @@
+// The amx tier: the avx512 tier with tile registers for the products of many tokens with re-laid weights.
+#include "simd_avx512.h"
+
+#include "math.inl"
+#include "quant.inl"
+#include "gemm.inl"
+#include "packed.inl"
+#include "tiles_amx.h"
+
+#include "amx.inl"
+
+#include "isa.h"
+
+namespace kt {
+
+const KernelTable& table_amx() {
+  static const KernelTable table = [] {
+    KernelTable made = table_avx512();
+    made.name = "amx";
+    made.packed_tiles = tiles_packed_tiles;
+    made.multiply_registers = multiply_tiles;
+    return made;
+  }();
+  return table;
+}
+
+}  // namespace kt

@@ -1,0 +1,27 @@
+// The scalar tier with the tile kernels over emulated registers, so that they are tested on every machine.
+#include "simd_scalar.h"
+
+#include "math.inl"
+#include "quant.inl"
+#include "gemm.inl"
+#include "packed.inl"
+#include "tiles_emulated.h"
+
+#include "amx.inl"
+
+#include "isa.h"
+
+namespace kt {
+
+const KernelTable& table_amx_emulated() {
+  static const KernelTable table = [] {
+    KernelTable made = table_scalar();
+    made.name = "amx_emulated";
+    made.packed_tiles = tiles_packed_tiles;
+    made.multiply_registers = multiply_tiles;
+    return made;
+  }();
+  return table;
+}
+
+}  // namespace kt

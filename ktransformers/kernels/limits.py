@@ -1,0 +1,20 @@
+"""What this machine can do at best with a worker pool: the limits that figures of the kernels stand beside."""
+
+from __future__ import annotations
+
+import torch
+
+from ktransformers.kernels.native_base import WorkerPool, extension
+
+__all__ = ["int8_peak", "read_bandwidth"]
+
+
+def read_bandwidth(pool: WorkerPool, nbytes: int = 1 << 30, repeats: int = 5) -> float:
+    """Bytes per second that all threads of the pool read from a buffer of `nbytes`; the best of `repeats`."""
+    data = torch.ones(nbytes, dtype=torch.uint8)
+    return float(extension.read_bandwidth(pool.handle, data.data_ptr(), nbytes, repeats))
+
+
+def int8_peak(pool: WorkerPool, repeats: int = 3) -> float:
+    """int8 multiplications and additions per second in registers, by the pool's tier; the best of `repeats`."""
+    return float(extension.int8_peak(pool.handle, repeats))
