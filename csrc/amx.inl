@@ -4,14 +4,13 @@
 // A line of packed.inl is a row of a weight tile as it stands. What a tile cannot do is to scale the products of a
 // sub-block, so scales are multiplied into the weights, which then take two planes of bytes:
 //   Q4_K, Q5_K   sc = 8 a + b with a, b < 8:   sum sc q y = 8 sum (a q) y + sum (b q) y,   a q and b q at most 217
-//   Q6_K, IQ4_XS the 16 bits of sc q, upper half signed:   sum sc q y = 256 sum hi y + sum lo y
+//   Q6_K, IQ4_XS the 16 bits of sc q, q with its offset, upper half signed:   sum sc q y = 256 sum hi y + sum lo y
 // Blocks of 32 have one scale each: their sums leave the registers after every block.
 
 namespace {
 
 constexpr int kTileTokens = 16;    // rows of a tile
-constexpr int kTileBatch = 128;    // tokens whose activations are gathered at a time
-constexpr int kMinTileTokens = 5;  // fewer are faster without tiles
+constexpr int kMinTileTokens = 10;  // fewer are faster without tiles
 
 // Tokens in tiles of equal height: 17 are 9 + 8, for a tile costs what its height is.
 struct TokenTiles {
@@ -20,27 +19,99 @@ struct TokenTiles {
       : count((tokens + kTileTokens - 1) / kTileTokens), height((tokens + count - 1) / count) {}
 };
 
-struct GatheredRows {
-  alignas(64) int8_t q[kTileBatch][kTileCols];  // what stands behind the last token is never used
-  int64_t row[kTileBatch];
-
-  GatheredRows(const TileArgs& a) {
-    for (int t = 0; t < a.num_tokens; ++t) row[t] = token_row(a, t);
-  }
-  void gather(const TileArgs& a, int64_t first, int cols) {
-    for (int t = 0; t < a.num_tokens; ++t) std::memcpy(q[t], a.act.q + row[t] * a.act.ldq + first, static_cast<size_t>(cols));
-  }
+// A piece of TokenBlocks.
+struct TokenPiece {
+  const int8_t (*q)[kTileCols];
+  const int16_t (*sums)[8];
+  const float (*d)[8];
+  TokenPiece(const TokenBlocks& blocks, int64_t piece)
+      : q(reinterpret_cast<const int8_t (*)[kTileCols]>(blocks.q + piece * blocks.rows * kTileCols)),
+        sums(reinterpret_cast<const int16_t (*)[8]>(blocks.sums + piece * blocks.rows * 8)),
+        d(reinterpret_cast<const float (*)[8]>(blocks.d + piece * blocks.rows * 8)) {}
 };
 
 struct TilePlanes {
   alignas(64) uint8_t low[kTileCols * 16], high[kTileCols * 16];  // lines
-  alignas(64) int32_t m[8 * 16];                                  // [pair of sub-blocks][row], two int16
-  alignas(64) float d[16], dmin[16] = {};
 };
 
-struct TileSums {
-  alignas(64) int32_t v[4][kTileTokens * 16];
+struct TileScales {
+  alignas(64) int32_t m[4 * 16];  // [pair of sub-blocks][row], two int16
+  alignas(64) float d[16], dmin[16];
 };
+
+// Two tiles of sums, low and high, or of two blocks.
+struct TileSums {
+  alignas(64) int32_t v[2][kTileTokens * 16];
+};
+
+// Registers 0 and 1, or 2 and 3, to memory.
+inline void store_sums(int set, TileSums& sums) {
+  if (set == 0) {
+    KT_TILE_STORE(0, sums.v[0], 64);
+    KT_TILE_STORE(1, sums.v[1], 64);
+  } else {
+    KT_TILE_STORE(2, sums.v[0], 64);
+    KT_TILE_STORE(3, sums.v[1], 64);
+  }
+}
+
+// A tile of tokens times a tile of weights (or a pair of blocks of one).
+struct TileItem {
+  int weight = 0, token = 0;  // which tiles
+  void advance(int token_tiles) {
+    if (++token == token_tiles) {
+      token = 0;
+      ++weight;
+    }
+  }
+};
+
+// Products of one item after the other, in three stages, so that neither the units for tiles nor those for vectors wait:
+// item n is multiplied, the sums of item n - 1 are stored, those of item n - 2 are added to the accumulators. All of it
+// goes in four steps, turn by turn, for the processor looks ahead no further than that.
+template <class Multiply, class Add> inline void pipeline(int weights, int token_tiles, const Multiply& multiply, const Add& add) {
+  TileSums sums[2];
+  TileItem item, adding;
+  const int items = weights * token_tiles;
+  for (int n = 0; n < items + 2; ++n) {
+#pragma GCC unroll 4
+    for (int step = 0; step < 4; ++step) {
+      if (n < items) multiply(item, n & 1, step);
+      if (step == 2 && n >= 1 && n <= items) store_sums((n - 1) & 1, sums[(n - 1) & 1]);
+      if (n >= 2) add(adding, sums[n & 1], step);
+    }
+    item.advance(token_tiles);
+    if (n >= 2) adding.advance(token_tiles);
+  }
+}
+
+// Tokens of a step of an item.
+struct TokenRange {
+  int first, end;
+  TokenRange(const TokenTiles& tiles, int tile, int step, int num_tokens)
+      : first(tile * tiles.height + tiles.height * step / 4), end(tile * tiles.height + tiles.height * (step + 1) / 4) {
+    if (end > num_tokens) end = num_tokens;
+  }
+};
+
+// Asks for the weights that come next, some lines in every step: a core has few requests for memory under way at a time,
+// and would wait for them if all were made at once.
+struct NextLines {
+  const uint8_t *at, *end;
+  int64_t per_step;
+  NextLines(const uint8_t* first, int64_t bytes, int steps)
+      : at(first), end(first + bytes), per_step((bytes / 64 + steps - 1) / steps) {}
+  void fetch() {
+    for (int64_t i = 0; i < per_step && at < end; ++i, at += 64) __builtin_prefetch(at);
+  }
+};
+
+// Where tile i of a task continues once its columns are done: as many tiles on as stand side by side in the task.
+inline const uint8_t* following_tile(const TileArgs* a, int count, int i, int64_t tile_bytes) {
+  int run = 1;
+  while (run < count && a[run].packed == a[0].packed + run * tile_bytes) ++run;
+  return a[i].packed + run * tile_bytes;
+}
 
 // ---- super-blocks of 256 ----
 
@@ -48,255 +119,259 @@ template <class P> struct PlaneShift { static constexpr int value = 8; };
 template <> struct PlaneShift<PackedQ4K> { static constexpr int value = 3; };
 template <> struct PlaneShift<PackedQ5K> { static constexpr int value = 3; };
 
-// The scales of steps 16 g + I .. and 16 g + 8 + I .., see packed_group.
-template <class P, int I> inline void group_scales(const uint8_t* p, int g, vi* low, vi* high) {
+// A scale as multiplication wants it: its two digits, or itself.
+template <class P> struct PlaneScale {
+  vi low, high;
+  explicit PlaneScale(vi scale) {
+    if constexpr (PlaneShift<P>::value == 3) {
+      low = both_halves(andi(scale, set1i(7)));
+      high = both_halves(shr3(scale));
+    } else {
+      low = high = both_halves(scale);
+    }
+  }
+};
+
+template <class P> inline void split_step(wb w, const PlaneScale<P>& scale, TilePlanes& planes, int step) {
+  wb low, high;
+  if constexpr (PlaneShift<P>::value == 3) {
+    low = times(w, scale.low);
+    high = times(w, scale.high);
+  } else {
+    split_products(w, P::offset, scale.low, &low, &high);
+  }
+  store_wb(planes.low + 64 * step, low);
+  store_wb(planes.high + 64 * step, high);
+}
+
+// Steps 16 g + I and 16 g + 8 + I and the following ones of the same sub-blocks, see packed_group.
+template <class P, int I, int N>
+inline void split_lines(const uint8_t* p, int g, const PlaneScale<P>& first, const PlaneScale<P>& second, TilePlanes& planes) {
+  if constexpr (I < N) {
+    const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
+    const wb low = P::template low<I>(p, g, line), high = P::template high<I>(p, g, line);
+    split_step<P>(low, first, planes, 16 * g + I);
+    split_step<P>(high, second, planes, 16 * g + 8 + I);
+    split_lines<P, I + 1, N>(p, g, first, second, planes);
+  }
+}
+
+template <class P> inline void split_group(const uint8_t* p, int g, TilePlanes& planes) {
   if constexpr (P::F::subs == 8) {
     const vi pair = load_scales<P>(p, g);
-    *low = lane_scale_low(pair);
-    *high = lane_scale_high(pair);
+    split_lines<P, 0, 8>(p, g, PlaneScale<P>(lane_scale_low(pair)), PlaneScale<P>(lane_scale_high(pair)), planes);
   } else {
     const vi first = load_scales<P>(p, 2 * g), second = load_scales<P>(p, 2 * g + 1);
-    *low = I < 4 ? lane_scale_low(first) : lane_scale_high(first);
-    *high = I < 4 ? lane_scale_low(second) : lane_scale_high(second);
+    split_lines<P, 0, 4>(p, g, PlaneScale<P>(lane_scale_low(first)), PlaneScale<P>(lane_scale_low(second)), planes);
+    split_lines<P, 4, 8>(p, g, PlaneScale<P>(lane_scale_high(first)), PlaneScale<P>(lane_scale_high(second)), planes);
   }
 }
 
-template <class P> inline void split_step(wb w, vi scale, TilePlanes& planes, int step) {
-  if constexpr (PlaneShift<P>::value == 3) {
-    store_wb(planes.high + 64 * step, times(w, both_halves(shr3(scale))));
-    store_wb(planes.low + 64 * step, times(w, both_halves(andi(scale, set1i(7)))));
-  } else {
-    wb low, high;
-    split_products(w, both_halves(andi(scale, set1i(0xffff))), &low, &high);
-    store_wb(planes.low + 64 * step, low);
-    store_wb(planes.high + 64 * step, high);
+template <class P> inline void split_planes(const uint8_t* packed, const uint8_t* p, int64_t b, TilePlanes& planes, TileScales& scales) {
+  for (int g = 0; g < 4; ++g) split_group<P>(p, g, planes);
+  store(scales.d, P::F::has_min ? load_f16(p) : block_d(packed, b));
+  if constexpr (P::F::has_min) {
+    store(scales.dmin, load_f16(p + 32));
+    for (int j = 0; j < 4; ++j) storei(scales.m + 16 * j, load_minima<P>(p, j));
   }
 }
 
-template <class P, int I> inline void split_group(const uint8_t* p, int g, TilePlanes& planes) {
-  if constexpr (I < 8) {
-    vi low_scale, high_scale;
-    group_scales<P, I>(p, g, &low_scale, &high_scale);
-    const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
-    __builtin_prefetch(p + P::lines + 64 * (8 * g + I) + P::bytes);
-    split_step<P>(P::template low<I>(p, g, line), low_scale, planes, 16 * g + I);
-    split_step<P>(P::template high<I>(p, g, line), high_scale, planes, 16 * g + 8 + I);
-    split_group<P, I + 1>(p, g, planes);
-  }
-}
+// 64 columns of a tile of tokens times both planes: low to the first sum of the set, high to the second, whose numbers
+// are immediates.
+#define KT_MULTIPLY_PLANES(LOW, HIGH)            \
+  do {                                           \
+    if (g == 0) {                                \
+      KT_TILE_ZERO(LOW);                         \
+      KT_TILE_ZERO(HIGH);                        \
+    }                                            \
+    KT_TILE_LOAD(4, q[0] + 64 * g, kTileCols);   \
+    KT_TILE_LOAD(6, planes.low + 1024 * g, 64);  \
+    KT_TILE_DOT_UNSIGNED(LOW, 4, 6);             \
+    KT_TILE_LOAD(7, planes.high + 1024 * g, 64); \
+    if constexpr (PlaneShift<P>::value == 3)     \
+      KT_TILE_DOT_UNSIGNED(HIGH, 4, 7);          \
+    else                                         \
+      KT_TILE_DOT_SIGNED(HIGH, 4, 7);            \
+  } while (false)
 
-template <class P> inline void split_planes(const uint8_t* packed, const uint8_t* p, int64_t b, TilePlanes& planes) {
-  for (int g = 0; g < 4; ++g) split_group<P, 0>(p, g, planes);
-  for (int j = 0; j < P::F::subs / 2; ++j) storei(planes.m + 16 * j, load_minima<P>(p, j));
-  for (int64_t o = 0; o < P::lines; o += 64) __builtin_prefetch(p + o + P::bytes);
-  store(planes.d, P::F::has_min ? load_f16(p) : block_d(packed, b));
-  if (P::F::has_min) store(planes.dmin, load_f16(p + 32));
+template <class P> inline void multiply_planes(int set, const TilePlanes& planes, const int8_t (*q)[kTileCols], int g) {
+  if (set == 0)
+    KT_MULTIPLY_PLANES(0, 1);
+  else
+    KT_MULTIPLY_PLANES(2, 3);
 }
+#undef KT_MULTIPLY_PLANES
 
-// One or two tiles of tokens times both planes: sums 0 and 1 are low and high of the first tile, 2 and 3 of the second.
+// Adds one super-block to the accumulators of tokens first .. end - 1, whose sums begin at row `at`.
 template <class P>
-inline void multiply_planes(const TilePlanes& planes, const int8_t (*q)[kTileCols], const int8_t (*q2)[kTileCols], TileSums& sums) {
-  KT_TILE_ZERO(0);
-  KT_TILE_ZERO(1);
-  KT_TILE_ZERO(2);
-  KT_TILE_ZERO(3);
-  tiles_see_memory();
-  for (int g = 0; g < 4; ++g) {
-    KT_TILE_LOAD(4, q[0] + 64 * g, kTileCols);
-    KT_TILE_LOAD(6, planes.low + 1024 * g, 64);
-    KT_TILE_LOAD(7, planes.high + 1024 * g, 64);
-    KT_TILE_DOT_UNSIGNED(0, 4, 6);
-    if constexpr (PlaneShift<P>::value == 3)
-      KT_TILE_DOT_UNSIGNED(1, 4, 7);
-    else
-      KT_TILE_DOT_SIGNED(1, 4, 7);
-    if (q2 == nullptr) continue;
-    KT_TILE_LOAD(5, q2[0] + 64 * g, kTileCols);
-    KT_TILE_DOT_UNSIGNED(2, 5, 6);
-    if constexpr (PlaneShift<P>::value == 3)
-      KT_TILE_DOT_UNSIGNED(3, 5, 7);
-    else
-      KT_TILE_DOT_SIGNED(3, 5, 7);
-  }
-  KT_TILE_STORE(0, sums.v[0], 64);
-  KT_TILE_STORE(1, sums.v[1], 64);
-  if (q2 == nullptr) return;
-  KT_TILE_STORE(2, sums.v[2], 64);
-  KT_TILE_STORE(3, sums.v[3], 64);
-}
-
-// Adds one super-block to the accumulators of tokens first .. first + count - 1, whose sums are low and high.
-template <class P>
-inline void add_planes(const TileArgs& a, const TilePlanes& planes, const GatheredRows& rows, int64_t b, int first, int count,
-                       const int32_t* low, const int32_t* high) {
+inline void add_planes(const TileScales& scales, const TokenPiece& rows, int first, int end, int at, const TileSums& sums, float* acc) {
   using F = typename P::F;
-  const vf d = load(planes.d), dmin = load(planes.dmin);
-  vi m[F::subs / 2];
-  for (int j = 0; j < F::subs / 2; ++j) m[j] = loadi(planes.m + 16 * j);
-  for (int t = 0; t < count; ++t) {
-    const int64_t row = rows.row[first + t];
-    const int16_t* sums = a.act.sums + row * a.act.lds + b * kSumsPerSuper + (F::subs == 8 ? 16 : 0);
-    const vi isum = addi(shl<PlaneShift<P>::value>(loadi(high + 16 * t)), loadi(low + 16 * t));
+  const vf d = load(scales.d), dmin = F::has_min ? load(scales.dmin) : zero();
+  vi m[4];
+  if constexpr (F::has_min)
+    for (int j = 0; j < 4; ++j) m[j] = loadi(scales.m + 16 * j);
+  const int32_t *low = sums.v[0] + 16 * at, *high = sums.v[1] + 16 * at;
+  const auto add_token = [&](int t, int i) {
+    const vi isum = addi(shl<PlaneShift<P>::value>(loadi(high + 16 * i)), loadi(low + 16 * i));
     vi msum = set1i(0);
-    for (int j = 0; j < F::subs / 2; ++j) msum = pair_dot(msum, m[j], sums + 2 * j);
-    float* acc = a.acc + (first + t) * 16;
-    store(acc, add_super<F>(load(acc), d, dmin, set1(a.act.d[row * a.act.ldd + b]), isum, msum));
+    if constexpr (F::has_min) {
+      msum = pair_dot(msum, m[0], rows.sums[t]);
+      msum = pair_dot(msum, m[1], rows.sums[t] + 2);
+      msum = pair_dot(msum, m[2], rows.sums[t] + 4);
+      msum = pair_dot(msum, m[3], rows.sums[t] + 6);
+    }
+    store(acc + 16 * t, add_super<F>(load(acc + 16 * t), d, dmin, set1(rows.d[t][0]), isum, msum));
+  };
+  if (end - first == 4) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) add_token(first + i, i);
+  } else {
+    for (int t = first; t < end; ++t) add_token(t, t - first);
   }
 }
 
-template <class P> void amx256_block(const TileArgs& a, const GatheredRows& rows, const TokenTiles& tiles, int64_t b) {
-  const int64_t blocks = a.k / 256;
-  TilePlanes planes;
-  TileSums sums;
-  split_planes<P>(a.packed, a.packed + (P::F::has_min ? 0 : head_bytes(blocks)) + b * P::bytes, b, planes);
-  for (int i = 0; i < tiles.count; i += 2) {
-    const int first = i * tiles.height, second = first + tiles.height;
-    const bool has_second = i + 1 < tiles.count;
-    multiply_planes<P>(planes, rows.q + first, has_second ? rows.q + second : nullptr, sums);
-    add_planes<P>(a, planes, rows, b, first, a.num_tokens - first < tiles.height ? a.num_tokens - first : tiles.height, sums.v[0], sums.v[1]);
-    if (has_second)
-      add_planes<P>(a, planes, rows, b, second, a.num_tokens - second < tiles.height ? a.num_tokens - second : tiles.height,
-                    sums.v[2], sums.v[3]);
-  }
+// Super-block b of `count` tiles of weights of one type.
+template <class P> void amx256_block(const TileArgs* a, int count, const TokenPiece& rows, const TokenTiles& tiles, int64_t b) {
+  const int64_t blocks = a->k / 256, head = P::F::has_min ? 0 : head_bytes(blocks), at = head + b * P::bytes;
+  TilePlanes planes[2];
+  TileScales scales[4];  // an item's are read two items later
+  NextLines next(nullptr, 0, 1);
+  const auto multiply = [&](TileItem item, int set, int step) {
+    const int i = item.weight;
+    if (item.token == 0 && step == 0) {
+      const uint8_t* block = a[i].packed + at;
+      split_planes<P>(a[i].packed, block, b, planes[i & 1], scales[i & 3]);
+      tiles_see_memory();
+      next = b + 1 < blocks ? NextLines(block + P::bytes, P::bytes, 4 * tiles.count)
+                            : NextLines(following_tile(a, count, i, head + blocks * P::bytes), head + P::bytes, 4 * tiles.count);
+    }
+    multiply_planes<P>(set, planes[i & 1], rows.q + item.token * tiles.height, step);
+    next.fetch();
+  };
+  const auto add = [&](TileItem item, const TileSums& sums, int step) {
+    const TokenRange tokens(tiles, item.token, step, a->num_tokens);
+    add_planes<P>(scales[item.weight & 3], rows, tokens.first, tokens.end, tokens.first - item.token * tiles.height, sums, a[item.weight].acc);
+  };
+  pipeline(count, tiles.count, multiply, add);
 }
 
-void amx256_tiles(const TileArgs* a, int count) {
+template <class P> void amx256_tiles(const TileArgs* a, int count) {
   const TokenTiles tiles(a->num_tokens);
-  GatheredRows rows(*a);
   tiles_begin(tiles.height, 64);
-  for (int64_t b = 0; b < a->k / 256; ++b) {
-    rows.gather(*a, b * 256, 256);
-    for (int i = 0; i < count; ++i) switch (a[i].type) {
-        case QType::Q4_K: amx256_block<PackedQ4K>(a[i], rows, tiles, b); break;
-        case QType::Q5_K: amx256_block<PackedQ5K>(a[i], rows, tiles, b); break;
-        case QType::IQ4_XS: amx256_block<PackedIQ4XS>(a[i], rows, tiles, b); break;
-        default: amx256_block<PackedQ6K>(a[i], rows, tiles, b);
-      }
-  }
+  for (int64_t b = 0; b < a->k / 256; ++b) amx256_block<P>(a, count, TokenPiece(*a->blocks, b), tiles, b);
   tiles_end();
 }
 
 // ---- blocks of 32 ----
 
-// Two blocks, from column 32 * at of the gathered ones on: sums 0 and 1 of the first tile of tokens, 2 and 3 of the second.
-template <bool SIGNED>
-inline void multiply_blocks(const uint8_t* w0, const uint8_t* w1, const int8_t* q, const int8_t* q2, TileSums& sums) {
-  KT_TILE_ZERO(0);
-  KT_TILE_ZERO(1);
-  KT_TILE_ZERO(2);
-  KT_TILE_ZERO(3);
+// One tile of tokens times two neighbouring blocks.
+template <bool SIGNED> inline void multiply_blocks(int set, const uint8_t* w0, const uint8_t* w1, const int8_t* q) {
   tiles_see_memory();
   KT_TILE_LOAD(6, w0, 64);
   KT_TILE_LOAD(7, w1, 64);
   KT_TILE_LOAD(4, q, kTileCols);
   KT_TILE_LOAD(5, q + 32, kTileCols);
-  if constexpr (SIGNED) {
+  if (set == 0) {
+    KT_TILE_ZERO(0);
+    KT_TILE_ZERO(1);
+  } else {
+    KT_TILE_ZERO(2);
+    KT_TILE_ZERO(3);
+  }
+  if (SIGNED && set == 0) {
     KT_TILE_DOT_SIGNED(0, 4, 6);
     KT_TILE_DOT_SIGNED(1, 5, 7);
-  } else {
-    KT_TILE_DOT_UNSIGNED(0, 4, 6);
-    KT_TILE_DOT_UNSIGNED(1, 5, 7);
-  }
-  KT_TILE_STORE(0, sums.v[0], 64);
-  KT_TILE_STORE(1, sums.v[1], 64);
-  if (q2 == nullptr) return;
-  KT_TILE_LOAD(4, q2, kTileCols);
-  KT_TILE_LOAD(5, q2 + 32, kTileCols);
-  if constexpr (SIGNED) {
+  } else if (SIGNED) {
     KT_TILE_DOT_SIGNED(2, 4, 6);
     KT_TILE_DOT_SIGNED(3, 5, 7);
+  } else if (set == 0) {
+    KT_TILE_DOT_UNSIGNED(0, 4, 6);
+    KT_TILE_DOT_UNSIGNED(1, 5, 7);
   } else {
     KT_TILE_DOT_UNSIGNED(2, 4, 6);
     KT_TILE_DOT_UNSIGNED(3, 5, 7);
   }
-  KT_TILE_STORE(2, sums.v[2], 64);
-  KT_TILE_STORE(3, sums.v[3], 64);
 }
 
+// Adds blocks j and, if has_second, j + 1 of the piece.
 template <class P>
-inline void add_blocks(const TileArgs& a, const GatheredRows& rows, int64_t b, int num_blocks, int first, int height, const int32_t* sum0,
-                       const int32_t* sum1) {
-  const vf d0 = P::scale(a.packed, b), d1 = num_blocks > 1 ? P::scale(a.packed, b + 1) : zero();
-  const int count = a.num_tokens - first < height ? a.num_tokens - first : height;
-  for (int t = 0; t < count; ++t) {
-    const int64_t row = rows.row[first + t];
-    const float* da = a.act.d + row * a.act.ldd + b;
-    const int16_t* s = a.act.sums + row * a.act.lds + b;
-    vf acc = load(a.acc + (first + t) * 16);
-    vi isum = loadi(sum0 + 16 * t);
-    if constexpr (!P::is_tile_signed) isum = addi(isum, set1i(-P::tile_offset * s[0]));
-    acc = add(acc, mul(mul(d0, set1(da[0])), to_float(isum)));
-    if (num_blocks > 1) {
-      isum = loadi(sum1 + 16 * t);
-      if constexpr (!P::is_tile_signed) isum = addi(isum, set1i(-P::tile_offset * s[1]));
-      acc = add(acc, mul(mul(d1, set1(da[1])), to_float(isum)));
+inline void add_blocks(vf d0, vf d1, bool has_second, const TokenPiece& rows, int j, TokenRange tokens, const TileSums& sums, int at,
+                       float* acc) {
+  const int32_t *sum0 = sums.v[0] + 16 * at, *sum1 = sums.v[1] + 16 * at;
+  for (int t = tokens.first; t < tokens.end; ++t, sum0 += 16, sum1 += 16) {
+    vf total = load(acc + 16 * t);
+    vi isum = loadi(sum0);
+    if constexpr (!P::is_tile_signed) isum = addi(isum, set1i(-P::tile_offset * rows.sums[t][j]));
+    total = add(total, mul(mul(d0, set1(rows.d[t][j])), to_float(isum)));
+    if (has_second) {
+      isum = loadi(sum1);
+      if constexpr (!P::is_tile_signed) isum = addi(isum, set1i(-P::tile_offset * rows.sums[t][j + 1]));
+      total = add(total, mul(mul(d1, set1(rows.d[t][j + 1])), to_float(isum)));
     }
-    store(a.acc + (first + t) * 16, acc);
+    store(acc + 16 * t, total);
   }
 }
 
-// Blocks first .. first + count - 1, at most 8, whose columns are gathered.
+// Blocks first .. first + count - 1, at most 8, those of `rows`: tiles of tokens within pairs of blocks.
 template <class P>
-void amx32_blocks(const TileArgs& a, const GatheredRows& rows, const TokenTiles& tiles, int64_t first, int count) {
-  alignas(64) uint8_t steps[2][512];
-  TileSums sums;
+void amx32_blocks(const TileArgs& a, const TokenPiece& rows, const TokenTiles& tiles, int64_t first, int count) {
+  alignas(64) uint8_t steps[8][512];
+  const uint8_t* lines[8];
   const uint8_t* p = a.packed + P::head(a.k / 32) + first * P::bytes;
-  for (int b = 0; b < count; b += 2, p += 2 * P::bytes) {
-    const int pair = count - b < 2 ? 1 : 2;
-    for (int64_t o = 0; o < 2 * P::bytes; o += 64) __builtin_prefetch(p + o + kAheadPacked);
-    const uint8_t* w0 = P::tile_lines(p, steps[0]);
-    const uint8_t* w1 = pair < 2 ? w0 : P::tile_lines(p + P::bytes, steps[1]);
-    for (int i = 0; i < tiles.count; i += 2) {
-      const int at = i * tiles.height, second = at + tiles.height;
-      const bool has_second = i + 1 < tiles.count;
-      multiply_blocks<P::is_tile_signed>(w0, w1, rows.q[at] + 32 * b, has_second ? rows.q[second] + 32 * b : nullptr, sums);
-      add_blocks<P>(a, rows, first + b, pair, at, tiles.height, sums.v[0], sums.v[1]);
-      if (has_second) add_blocks<P>(a, rows, first + b, pair, second, tiles.height, sums.v[2], sums.v[3]);
-    }
-  }
+  for (int b = 0; b < count; ++b) lines[b] = P::tile_lines(p + b * P::bytes, steps[b]);
+  NextLines next(p + count * P::bytes, 8 * P::bytes, (count + 1) / 2 * tiles.count * 4);
+  const auto multiply = [&](TileItem item, int set, int step) {
+    const int j = 2 * item.weight, second = j + 1 < count ? j + 1 : j;
+    if (step == 0) multiply_blocks<P::is_tile_signed>(set, lines[j], lines[second], rows.q[item.token * tiles.height] + 32 * j);
+    next.fetch();
+  };
+  const auto add = [&](TileItem item, const TileSums& sums, int step) {
+    const int j = 2 * item.weight;
+    const bool has_second = j + 1 < count;
+    const vf d0 = P::scale(a.packed, first + j), d1 = has_second ? P::scale(a.packed, first + j + 1) : zero();
+    const TokenRange tokens(tiles, item.token, step, a.num_tokens);
+    add_blocks<P>(d0, d1, has_second, rows, j, tokens, sums, tokens.first - item.token * tiles.height, a.acc);
+  };
+  pipeline((count + 1) / 2, tiles.count, multiply, add);
 }
 
-void amx32_tiles(const TileArgs* a, int count) {
+template <class P> void amx32_tiles(const TileArgs* a, int count) {
   const TokenTiles tiles(a->num_tokens);
-  GatheredRows rows(*a);
   tiles_begin(tiles.height, 32);
   const int64_t blocks = a->k / 32;
   for (int64_t b = 0; b < blocks; b += 8) {
     const int some = static_cast<int>(blocks - b < 8 ? blocks - b : 8);
-    rows.gather(*a, b * 32, 32 * some);
-    for (int i = 0; i < count; ++i) switch (a[i].type) {
-        case QType::Q8_0: amx32_blocks<PackedQ8_0>(a[i], rows, tiles, b, some); break;
-        case QType::MXFP4: amx32_blocks<PackedMXFP4>(a[i], rows, tiles, b, some); break;
-        default: amx32_blocks<PackedQ4_0>(a[i], rows, tiles, b, some);
-      }
+    const TokenPiece rows(*a->blocks, b / 8);
+    for (int i = 0; i < count; ++i) amx32_blocks<P>(a[i], rows, tiles, b, some);
   }
   tiles_end();
 }
 
-// Columns of a block of a type that has a tile kernel, otherwise 0.
-int tile_block(QType type) {
-  switch (type) {
-    case QType::Q4_K:
-    case QType::Q5_K:
-    case QType::Q6_K:
-    case QType::IQ4_XS: return 256;
-    case QType::Q8_0:
-    case QType::Q4_0:
-    case QType::MXFP4: return 32;
-    default: return 0;
+// Tiles of one type.
+void amx_packed_tiles(const TileArgs* a, int count) {
+  for (int i = 0; i < count; ++i)
+    for (int t = 0; t < a->num_tokens; ++t) store(a[i].acc + t * 16, zero());
+  switch (a->type) {
+    case QType::Q4_K: return amx256_tiles<PackedQ4K>(a, count);
+    case QType::Q5_K: return amx256_tiles<PackedQ5K>(a, count);
+    case QType::Q6_K: return amx256_tiles<PackedQ6K>(a, count);
+    case QType::IQ4_XS: return amx256_tiles<PackedIQ4XS>(a, count);
+    case QType::Q8_0: return amx32_tiles<PackedQ8_0>(a, count);
+    case QType::Q4_0: return amx32_tiles<PackedQ4_0>(a, count);
+    case QType::MXFP4: return amx32_tiles<PackedMXFP4>(a, count);
+    default: return;  // make_packed refuses the others
   }
 }
 
 // See KernelTable.
 void tiles_packed_tiles(const TileArgs* a, int count) {
-  const int block = tile_block(a->type);
-  if (a->num_tokens < kMinTileTokens || a->num_tokens > kTileBatch || block == 0) return packed_tiles(a, count);
-  for (int i = 0; i < count; ++i)
-    for (int t = 0; t < a->num_tokens; ++t) store(a[i].acc + t * 16, zero());
-  if (block == 256)
-    amx256_tiles(a, count);
-  else
-    amx32_tiles(a, count);
+  if (a->blocks == nullptr || a->blocks->rows == 0) return packed_tiles(a, count);
+  for (int i = 0; i < count;) {
+    int same = 1;
+    while (i + same < count && a[i + same].type == a[i].type) ++same;
+    amx_packed_tiles(a + i, same);
+    i += same;
+  }
 }
 
 // As multiply_registers of probe.inl, in tiles.

@@ -60,6 +60,16 @@ PairChunk chunk_at(const Routing& r, int64_t i) {
   return {g.expert, g.first + skip, static_cast<int>(std::min(kPairChunk, g.count - skip))};
 }
 
+// The tokens of every chunk: rows of the input, or of the pairs.
+std::vector<TokenGroup> token_groups(const Routing& r, bool is_input) {
+  std::vector<TokenGroup> groups;
+  for (int64_t i = 0; i < r.chunks; ++i) {
+    const PairChunk c = chunk_at(r, i);
+    groups.push_back({is_input ? r.token.data() + c.first : nullptr, c.first, c.count});
+  }
+  return groups;
+}
+
 TileArgs tile_args(const WeightView& weight, int64_t first_row, const Activations& act, int count, float* acc) {
   TileArgs args{};
   args.type = weight.type;
@@ -121,25 +131,33 @@ void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t to
   Activations inputs(session, x, tokens, up_.cols, up_.cols);
   inputs.require(up_.type);
   if (has_gate) inputs.require(gate_.type);
+  const std::vector<TokenGroup> up_groups = token_groups(routing, true), down_groups = token_groups(routing, false);
+  std::vector<TokenBlocks> blocks[2];  // of up, of gate
+  if (up_.is_packed) blocks[0] = make_blocks(session, inputs.form_of(up_.type), up_.type, up_.cols, up_groups);
+  const bool is_same_form = has_gate && inputs.form_of(gate_.type).q == inputs.form_of(up_.type).q;
+  if (has_gate && gate_.is_packed && !is_same_form)
+    blocks[1] = make_blocks(session, inputs.form_of(gate_.type), gate_.type, gate_.cols, up_groups);
   float* intermediate = session.scratch<float>(pairs * width);
   const bool is_grouped = !routing.groups.empty() && pairs >= kGroupedTokens * static_cast<int64_t>(routing.groups.size());
   const int64_t width_tiles = (width + kTileRows - 1) / kTileRows, up_group = is_grouped ? kTileGroup / 2 : 1;
   const int64_t up_tasks = (width_tiles + up_group - 1) / up_group;
   session.run(routing.chunks * up_tasks, [&](int64_t i) {
-    alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];  // up and gate of one tile of rows, of the next, ...
+    alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];  // of up, then of gate
     const PairChunk c = chunk_at(routing, i / up_tasks);
     const int64_t tile = i % up_tasks * up_group;
     const int num_tiles = static_cast<int>(std::min(up_group, width_tiles - tile)), parts = has_gate ? 2 : 1;
     const ExpertProjection* projections[2] = {&up_, &gate_};
     TileArgs args[kTileGroup] = {};
     for (int j = 0; j < num_tiles * parts; ++j) {
-      args[j] = tile_args(projections[j % parts]->view(c.expert), (tile + j / parts) * kTileRows, inputs, c.count, acc[j]);
+      args[j] = tile_args(projections[j / num_tiles]->view(c.expert), (tile + j % num_tiles) * kTileRows, inputs, c.count, acc[j]);
       args[j].token_ids = routing.token.data() + c.first;
+      const std::vector<TokenBlocks>& mine = blocks[j / num_tiles == 1 && !is_same_form ? 1 : 0];
+      if (!mine.empty()) args[j].blocks = &mine[static_cast<size_t>(i / up_tasks)];
     }
     run_tiles(kernels, args, num_tiles * parts);
     for (int j = 0; j < num_tiles; ++j) {
       const int64_t first = (tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, width - first);
-      float *up = acc[j * parts], *gate = has_gate ? acc[j * parts + 1] : nullptr;
+      float *up = acc[j], *gate = has_gate ? acc[num_tiles + j] : nullptr;
       add_bias(up, c.count, bias_at(up_, c.expert, first), lanes);
       if (has_gate) add_bias(gate, c.count, bias_at(gate_, c.expert, first), lanes);
       kernels.activate(act_, gate, up, static_cast<int64_t>(c.count) * kTileRows, up);
@@ -148,6 +166,8 @@ void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t to
   });
   Activations inner(session, intermediate, pairs, width, width);
   inner.require(down_.type);
+  std::vector<TokenBlocks> inner_blocks;
+  if (down_.is_packed) inner_blocks = make_blocks(session, inner.form_of(down_.type), down_.type, down_.cols, down_groups);
   float* outputs = session.scratch<float>(pairs * hidden);
   const int64_t hidden_tiles = (hidden + kTileRows - 1) / kTileRows, down_group = is_grouped ? kTileGroup : 1;
   const int64_t down_tasks = (hidden_tiles + down_group - 1) / down_group;
@@ -160,6 +180,7 @@ void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t to
     for (int j = 0; j < num_tiles; ++j) {
       args[j] = tile_args(down_.view(c.expert), (tile + j) * kTileRows, inner, c.count, acc[j]);
       args[j].first_token = c.first;
+      if (!inner_blocks.empty()) args[j].blocks = &inner_blocks[static_cast<size_t>(i / down_tasks)];
     }
     run_tiles(kernels, args, num_tiles);
     for (int j = 0; j < num_tiles; ++j) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <stdexcept>
 
 namespace kt {
@@ -114,6 +115,49 @@ void Activations::quantize(ActForm form, ActRows& out) {
   out = ActRows{nullptr, 0, q, cols_, d, blocks, sums, blocks * sums_per_block};
 }
 
+namespace {
+
+constexpr int64_t kPiece = 256;  // columns
+
+void copy_piece(const ActRows& act, ActForm form, const TokenGroup& group, int64_t piece, int64_t cols, const TokenBlocks& out) {
+  const int64_t width = std::min(kPiece, cols - piece * kPiece), blocks = width / 32;
+  for (int64_t t = 0; t < group.count; ++t) {
+    const int64_t row = group.ids != nullptr ? group.ids[t] : group.first + t, to = piece * out.rows + t;
+    std::memcpy(out.q + to * kPiece, act.q + row * act.ldq + piece * kPiece, static_cast<size_t>(width));
+    if (form == ActForm::Q256) {
+      std::memcpy(out.sums + to * 8, act.sums + row * act.lds + piece * kSumsPerSuper + 16, 16);
+      out.d[to * 8] = act.d[row * act.ldd + piece];
+    } else {
+      std::memcpy(out.sums + to * 8, act.sums + row * act.lds + piece * 8, static_cast<size_t>(2 * blocks));
+      std::memcpy(out.d + to * 8, act.d + row * act.ldd + piece * 8, static_cast<size_t>(4 * blocks));
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, QType type, int64_t cols,
+                                     const std::vector<TokenGroup>& groups) {
+  const ActForm form = form_for(type);
+  const int least = session.kernels().min_block_tokens;
+  if (least == 0 || form == ActForm::Float) return {};
+  const int64_t pieces = (cols + kPiece - 1) / kPiece;
+  std::vector<TokenBlocks> made(groups.size());
+  std::vector<size_t> filled;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (groups[i].count < least) continue;
+    const int64_t rows = (groups[i].count + 15) / 16 * 16;  // a kernel may read whole tiles
+    made[i] = {session.scratch<int8_t>(pieces * rows * kPiece), session.scratch<int16_t>(pieces * rows * 8),
+               session.scratch<float>(pieces * rows * 8), rows};
+    filled.push_back(i);
+  }
+  session.run(static_cast<int64_t>(filled.size()) * pieces, [&](int64_t i) {
+    const size_t group = filled[static_cast<size_t>(i / pieces)];
+    copy_piece(act, form, groups[group], i % pieces, cols, made[group]);
+  });
+  return made;
+}
+
 TileSplit split_tiles(int64_t rows, int64_t tokens) {
   const int64_t chunk = std::min(tokens, kTokenChunk);
   return {(rows + kTileRows - 1) / kTileRows, chunk > 0 ? (tokens + chunk - 1) / chunk : 0, chunk};
@@ -129,6 +173,10 @@ void linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ldx, const
   const int64_t tasks = split.row_tiles * split.token_chunks, enough = int64_t{4} * kTileGroup * session.num_threads();
   const int64_t group = split.chunk >= kGroupedTokens && tasks >= enough ? kTileGroup : 1;
   const int64_t groups = (split.row_tiles + group - 1) / group;
+  std::vector<TokenGroup> chunks;
+  for (int64_t t = 0; t < tokens && weight.tile_bytes != 0; t += split.chunk)
+    chunks.push_back({nullptr, t, static_cast<int>(std::min(split.chunk, tokens - t))});
+  const std::vector<TokenBlocks> blocks = make_blocks(session, act.form_of(weight.type), weight.type, weight.cols, chunks);
   session.run(groups * split.token_chunks, [&](int64_t i) {
     alignas(64) float acc[kTileGroup][kTokenChunk * kTileRows];
     const int64_t tile = i / split.token_chunks * group, token = i % split.token_chunks * split.chunk;
@@ -142,6 +190,7 @@ void linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ldx, const
       args[j].first_token = token;
       args[j].num_tokens = static_cast<int>(std::min(split.chunk, tokens - token));
       args[j].acc = acc[j];
+      if (!blocks.empty()) args[j].blocks = &blocks[static_cast<size_t>(i % split.token_chunks)];
     }
     run_tiles(session.kernels(), args, count);
     for (int j = 0; j < count; ++j) {

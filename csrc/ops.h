@@ -54,6 +54,18 @@ class Activations {
   ActRows float_, q32_, q256_;
 };
 
+// Tokens of one call of the kernels: rows ids[0 .. count - 1], or first .. first + count - 1 when ids is null.
+struct TokenGroup {
+  const int32_t* ids;
+  int64_t first;
+  int count;
+};
+
+// The activations of each group as TokenBlocks, if the tier's kernels for `type` want them; otherwise empty.
+// A group that is too small for them has rows 0.
+std::vector<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, QType type, int64_t cols,
+                                     const std::vector<TokenGroup>& groups);
+
 // Row tiles of a job and chunks of tokens within it.
 struct TileSplit {
   int64_t row_tiles, token_chunks, chunk;

@@ -20,7 +20,7 @@
 namespace {
 
 constexpr int64_t kHeadAlign = 64;
-constexpr int64_t kAheadPacked = 2048;  // bytes; the hardware's prefetcher stops at the end of each page
+constexpr int64_t kAheadPacked = 6144;  // bytes; the hardware's prefetcher stops at the end of each page
 
 inline int64_t head_bytes(int64_t blocks) { return (blocks * 32 + kHeadAlign - 1) / kHeadAlign * kHeadAlign; }
 inline vf block_d(const uint8_t* tile, int64_t b) { return load_f16(tile + 32 * b); }
@@ -55,6 +55,7 @@ struct PackedQ5K {
 };
 struct PackedQ6K {
   using F = FormatQ6K;
+  static constexpr int offset = 32;  // of what low and high give
   static constexpr int64_t bytes = 256 + 2048 + 1024, scales = 0, minima = 0, lines = 256, bits = 256 + 2048;
   template <int I> static wb low(const uint8_t* p, int g, wb line) {
     return or_bytes(low_nibbles(line), two_at_4<I / 4 * 2>(load_wb(p + bits + 256 * g + 64 * (I % 4))));
@@ -67,6 +68,7 @@ struct PackedQ6K {
 // low and high give value + 128, for tiles (amx.inl); the kernels here use signed values.
 struct PackedIQ4XS {
   using F = FormatIQ4XS;
+  static constexpr int offset = 128;
   static constexpr int64_t bytes = 128 + 2048, scales = 0, minima = 0, lines = 128;
   template <int I> static wb low(const uint8_t*, int, wb line) { return lookup16(low_nibbles(line), kIq4Unsigned.v); }
   template <int I> static wb high(const uint8_t*, int, wb line) { return lookup16(high_nibbles(line), kIq4Unsigned.v); }
@@ -77,7 +79,7 @@ template <class P> inline vi load_scales(const uint8_t* p, int j) {
 }
 template <class P> inline vi load_minima(const uint8_t* p, int j) {
   if constexpr (P::F::has_min) return pairs_u8(p + P::minima + 32 * j);
-  return shift_pairs<P::F::subs == 8 ? 7 : 5>(pairs_s8(p + P::minima + 32 * j));  // offsets 128 and 32
+  return times32(pairs_s8(p + P::minima + 32 * j));
 }
 
 // Steps 16 g + I, 16 g + 8 + I of `count` lines, then the scales: recursion, because the bits' places are immediates.

@@ -1,6 +1,7 @@
 // See pool.h.
 #include "pool.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <new>
@@ -9,6 +10,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #if defined(KT_X86)
@@ -22,6 +24,23 @@ namespace {
 constexpr auto kSpinTime = std::chrono::microseconds(50);
 constexpr int64_t kMinScratch = int64_t{1} << 20;
 constexpr int64_t kKeepScratch = int64_t{256} << 20;
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+// Large blocks ask for huge pages: rows of intermediate results are far apart, so that each would need a page of its own.
+char* allocate(int64_t bytes) {
+  const bool is_large = bytes >= 2 * kHugePage;
+  const int64_t align = is_large ? kHugePage : 64;
+  char* p = static_cast<char*>(std::aligned_alloc(static_cast<size_t>(align), static_cast<size_t>((bytes + align - 1) / align * align)));
+#if defined(MADV_HUGEPAGE)
+  if (p != nullptr && is_large) static_cast<void>(madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE));  // a wish only
+#endif
+  return p;
+}
+
+constexpr uint64_t make_range(int64_t first, int64_t end) { return static_cast<uint64_t>(first) << 32 | static_cast<uint64_t>(end); }
+constexpr int64_t range_first(uint64_t range) { return static_cast<int64_t>(range >> 32); }
+constexpr int64_t range_end(uint64_t range) { return static_cast<int64_t>(range & 0xffffffffu); }
+constexpr int64_t kMaxTasks = int64_t{1} << 31;  // of one hand-over
 
 #if defined(KT_X86)
 void pause() { _mm_pause(); }
@@ -67,13 +86,13 @@ class BlockedSignals {
 void WorkerPool::FreeDeleter::operator()(void* p) const { std::free(p); }
 
 WorkerPool::WorkerPool(int num_threads, const KernelTable& kernels)
-    : num_threads_(num_threads), kernels_(kernels), owner_pid_(getpid()) {
+    : num_threads_(num_threads), kernels_(kernels), owner_pid_(getpid()), slots_(static_cast<size_t>(std::max(num_threads, 1))) {
   if (num_threads < 1 || num_threads > kMaxThreads)
     throw std::invalid_argument("num_threads must be between 1 and " + std::to_string(kMaxThreads) + ", got " +
                                 std::to_string(num_threads));
   const BlockedSignals blocked;
   try {
-    for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this] { worker_main(); });
+    for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { worker_main(i); });
   } catch (...) {
     close();
     throw;
@@ -121,7 +140,7 @@ WorkerPool::Session::~Session() {
     // One block of the size that was needed serves the next call without growing, unless that would hold a lot.
     pool_.blocks_.clear();
     if (total <= kKeepScratch) {
-      char* p = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(total)));
+      char* p = allocate(total);
       if (p != nullptr) pool_.blocks_.emplace_back(p, total);
     }
   }
@@ -135,7 +154,7 @@ void* WorkerPool::scratch(int64_t bytes) {
   }
   if (block_ == blocks_.size()) {
     const int64_t size = bytes > kMinScratch ? bytes : kMinScratch;
-    char* p = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(size)));
+    char* p = allocate(size);
     if (p == nullptr) throw std::bad_alloc();
     blocks_.emplace_back(p, size);
     used_ = 0;
@@ -145,19 +164,57 @@ void* WorkerPool::scratch(int64_t bytes) {
   return result;
 }
 
-void WorkerPool::work() {
-  const Job job = job_;
+bool WorkerPool::take(Slot& slot, int64_t& task) {
+  uint64_t range = slot.range.load(std::memory_order_relaxed);
+  while (range_first(range) < range_end(range)) {
+    task = range_first(range);
+    if (slot.range.compare_exchange_weak(range, make_range(task + 1, range_end(range)))) return true;
+  }
+  return false;
+}
+
+// Takes the back half of the longest range, runs its first task, and leaves the rest in the slot of `thread`. The slot of
+// a thread without tasks is empty, and nobody else fills it.
+bool WorkerPool::steal(int thread, int64_t& task) {
   for (;;) {
-    const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
-    if (i >= job.count) return;
+    Slot* victim = nullptr;
+    uint64_t longest = 0;
+    for (int i = 1; i < num_threads_; ++i) {
+      Slot& slot = slots_[static_cast<size_t>((thread + i) % num_threads_)];
+      const uint64_t range = slot.range.load(std::memory_order_relaxed);
+      if (range_end(range) - range_first(range) > range_end(longest) - range_first(longest)) {
+        victim = &slot;
+        longest = range;
+      }
+    }
+    if (victim == nullptr) return false;
+    const int64_t first = range_first(longest), end = range_end(longest), middle = first + (end - first) / 2;
+    if (!victim->range.compare_exchange_strong(longest, make_range(first, middle))) continue;
+    slots_[static_cast<size_t>(thread)].range.store(make_range(middle + 1, end));
+    task = middle;
+    return true;
+  }
+}
+
+void WorkerPool::work(int thread) {
+  const Job job = job_;
+  Slot& slot = slots_[static_cast<size_t>(thread)];
+  int64_t task = 0;
+  while ((take(slot, task) || steal(thread, task)) && !is_cancelled_.load(std::memory_order_relaxed)) {
     try {
-      job.fn(job.context, i);
+      job.fn(job.context, task);
     } catch (...) {
       const std::lock_guard<std::mutex> lock(error_mutex_);
       if (!error_) error_ = std::current_exception();
-      next_.store(job.count, std::memory_order_relaxed);
+      is_cancelled_.store(true, std::memory_order_relaxed);
     }
   }
+}
+
+bool WorkerPool::any_busy() const {
+  for (const Slot& slot : slots_)
+    if (slot.is_busy.load()) return true;
+  return false;
 }
 
 void WorkerPool::run(int64_t count, TaskFn fn, const void* context) {
@@ -166,8 +223,10 @@ void WorkerPool::run(int64_t count, TaskFn fn, const void* context) {
     for (int64_t i = 0; i < count; ++i) fn(context, i);
     return;
   }
-  job_ = {fn, context, count};
-  next_.store(0, std::memory_order_relaxed);
+  if (count >= kMaxTasks) throw std::length_error("a job of " + std::to_string(count) + " tasks is too long");
+  job_ = {fn, context};
+  for (int64_t i = 0; i < num_threads_; ++i)
+    slots_[static_cast<size_t>(i)].range.store(make_range(count * i / num_threads_, count * (i + 1) / num_threads_), std::memory_order_relaxed);
   const uint64_t number = posted_.load(std::memory_order_relaxed) + 1;
   open_.store(number);
   posted_.store(number);
@@ -178,19 +237,21 @@ void WorkerPool::run(int64_t count, TaskFn fn, const void* context) {
     }
     sleep_->wake.notify_all();
   }
-  work();
+  work(0);
   open_.store(0);
-  while (!spin_until([this] { return active_.load() == 0; })) std::this_thread::yield();
+  while (!spin_until([this] { return !any_busy(); })) std::this_thread::yield();
   std::exception_ptr error;
   {
     const std::lock_guard<std::mutex> lock(error_mutex_);
     std::swap(error, error_);
   }
+  is_cancelled_.store(false, std::memory_order_relaxed);
   if (error) std::rethrow_exception(error);
 }
 
-void WorkerPool::worker_main() {
+void WorkerPool::worker_main(int thread) {
   set_float_mode(kFloatMode);
+  Slot& slot = slots_[static_cast<size_t>(thread)];
   uint64_t seen = 0;
   for (;;) {
     const auto posted = [&] { return posted_.load() != seen; };
@@ -202,9 +263,9 @@ void WorkerPool::worker_main() {
     }
     if (stop_.load()) return;
     seen = posted_.load();
-    active_.fetch_add(1);
-    if (open_.load() != 0) work();
-    active_.fetch_sub(1);
+    slot.is_busy.store(true);
+    if (open_.load() != 0) work(thread);
+    slot.is_busy.store(false);
   }
 }
 

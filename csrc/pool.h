@@ -59,19 +59,28 @@ class WorkerPool {
  private:
   using TaskFn = void (*)(const void* context, int64_t i);
 
-  // How a job is handed over. The caller fills job_ while no job is open and no worker is active, then publishes its
-  // number in open_. A worker announces itself in active_ BEFORE it looks at open_, so that either it sees the job
-  // closed, or the caller, which closes the job before it looks at active_, waits for it. Workers that wake late find
+  // How a job is handed over. The caller fills job_ and the ranges while no job is open and no worker is busy, then
+  // publishes its number in open_. A worker says that it is busy BEFORE it looks at open_, so that either it sees the job
+  // closed, or the caller, which closes the job before it looks at who is busy, waits for it. Workers that wake late find
   // the job closed and go back to sleep; nobody waits for them.
   struct Job {
     TaskFn fn = nullptr;
     const void* context = nullptr;
-    int64_t count = 0;
+  };
+
+  // Every thread begins with an equal run of neighbouring tasks, which read neighbouring memory, and takes them from the
+  // front; who has none left takes the back half of what another one still has.
+  struct alignas(64) Slot {
+    std::atomic<uint64_t> range{0};  // next task and the task after the last, 32 bits each
+    std::atomic<bool> is_busy{false};
   };
 
   void run(int64_t count, TaskFn fn, const void* context);
-  void work();
-  void worker_main();
+  void work(int thread);
+  bool take(Slot& slot, int64_t& task);
+  bool steal(int thread, int64_t& task);
+  bool any_busy() const;
+  void worker_main(int thread);
   void* scratch(int64_t bytes);
 
   const int num_threads_;
@@ -82,10 +91,10 @@ class WorkerPool {
   bool closed_ = false;  // guarded by call_mutex_
 
   Job job_;
-  std::atomic<int64_t> next_{0};
+  std::vector<Slot> slots_;  // one per thread
   std::atomic<uint64_t> open_{0};    // number of the open job, 0 when none is open
   std::atomic<uint64_t> posted_{0};  // number of the last job; a change wakes the workers
-  std::atomic<int> active_{0};
+  std::atomic<bool> is_cancelled_{false};
   std::atomic<bool> stop_{false};
   std::mutex error_mutex_;
   std::exception_ptr error_;

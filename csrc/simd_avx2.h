@@ -145,7 +145,7 @@ inline vi pairs_s8(const uint8_t* p) {
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
 }
-template <int N> inline vi shift_pairs(vi x) { return {_mm256_slli_epi16(x.a, N), _mm256_slli_epi16(x.b, N)}; }
+inline vi times32(vi x) { return {_mm256_slli_epi16(x.a, 5), _mm256_slli_epi16(x.b, 5)}; }
 // The first and the second of the pairs, as flush_scaled wants a scale: in both halves of the lane.
 inline vi scale_low(vi x) {
   return {_mm256_blend_epi16(x.a, _mm256_slli_epi32(x.a, 16), 0xaa), _mm256_blend_epi16(x.b, _mm256_slli_epi32(x.b, 16), 0xaa)};

@@ -114,7 +114,7 @@ template <int K> inline wb two_at_4(wb x) { return to_bit4<K>(x, 3); }
 // 32 bytes: two int16 in every lane.
 inline vi pairs_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 inline vi pairs_s8(const uint8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-template <int N> inline vi shift_pairs(vi x) { return {_mm512_slli_epi16(x.v, N)}; }
+inline vi times32(vi x) { return {_mm512_slli_epi16(x.v, 5)}; }
 // The first and the second of the pairs, as flush_scaled wants a scale.
 inline vi scale_low(vi x) { return {_mm512_srai_epi32(_mm512_slli_epi32(x.v, 16), 16)}; }
 inline vi scale_high(vi x) { return {_mm512_srai_epi32(x.v, 16)}; }
@@ -124,10 +124,10 @@ inline vi add_times(vi total, vi x, vi y) { return {_mm512_add_epi32(total.v, _m
 inline vi shr3(vi x) { return {_mm512_srli_epi32(x.v, 3)}; }
 inline vi both_halves(vi x) { return {_mm512_or_si512(_mm512_and_si512(x.v, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(x.v, 16))}; }
 inline wb times(wb x, vi m) { return {_mm512_mullo_epi16(x.v, m.v)}; }
-inline void split_products(wb x, vi m, wb* low, wb* high) {
-  const __m512i byte = _mm512_set1_epi16(0xff);
-  const __m512i even = _mm512_mullo_epi16(_mm512_and_si512(x.v, byte), m.v);
-  const __m512i odd = _mm512_mullo_epi16(_mm512_srli_epi16(x.v, 8), m.v);
+inline void split_products(wb x, int offset, vi m, wb* low, wb* high) {
+  const __m512i byte = _mm512_set1_epi16(0xff), shift = _mm512_set1_epi16(static_cast<int16_t>(offset));
+  const __m512i even = _mm512_mullo_epi16(_mm512_sub_epi16(_mm512_and_si512(x.v, byte), shift), m.v);
+  const __m512i odd = _mm512_mullo_epi16(_mm512_sub_epi16(_mm512_srli_epi16(x.v, 8), shift), m.v);
   low->v = _mm512_ternarylogic_epi32(even, byte, _mm512_slli_epi16(odd, 8), 0xea);        // (even & byte) | odd << 8
   high->v = _mm512_ternarylogic_epi32(_mm512_srli_epi16(even, 8), byte, odd, 0xf2);       // even >> 8 | (odd & ~byte)
 }

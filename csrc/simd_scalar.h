@@ -140,11 +140,7 @@ inline vi pairs_s8(const uint8_t* p) {
   KT_LANES r.v[i] = pair_lane(static_cast<int8_t>(p[2 * i]), static_cast<int8_t>(p[2 * i + 1]));
   return r;
 }
-// Each of the pairs times 2^N.
-template <int N> inline vi shift_pairs(vi x) {
-  KT_LANES x.v[i] = pair_lane(lane_low(x.v[i]) * (1 << N), lane_high(x.v[i]) * (1 << N));
-  return x;
-}
+inline vi times32(vi x) { KT_LANES x.v[i] = pair_lane(32 * lane_low(x.v[i]), 32 * lane_high(x.v[i])); return x; }
 // The first and the second of the pairs, as flush_scaled wants a scale.
 inline vi scale_low(vi x) { KT_LANES x.v[i] = lane_low(x.v[i]); return x; }
 inline vi scale_high(vi x) { KT_LANES x.v[i] = lane_high(x.v[i]); return x; }
@@ -159,10 +155,10 @@ inline wb times(wb x, vi m) {
   for (int i = 0; i < 64; ++i) x.v[i] = static_cast<uint8_t>(x.v[i] * lane_low(m.v[i / 4]));
   return x;
 }
-// The same for signed numbers: lower and upper byte of the 16-bit products.
-inline void split_products(wb x, vi m, wb* low, wb* high) {
+// Bytes less `offset` times signed numbers: lower and upper byte of the 16-bit products.
+inline void split_products(wb x, int offset, vi m, wb* low, wb* high) {
   for (int i = 0; i < 64; ++i) {
-    const int product = x.v[i] * lane_low(m.v[i / 4]);
+    const int product = (x.v[i] - offset) * lane_low(m.v[i / 4]);
     low->v[i] = static_cast<uint8_t>(product & 255);
     high->v[i] = static_cast<uint8_t>(product >> 8);
   }

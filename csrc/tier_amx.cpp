@@ -18,6 +18,7 @@ const KernelTable& table_amx() {
     KernelTable made = table_avx512();
     made.name = "amx";
     made.packed_tiles = tiles_packed_tiles;
+    made.min_block_tokens = kMinTileTokens;
     made.multiply_registers = multiply_tiles;
     return made;
   }();

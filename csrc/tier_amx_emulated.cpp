@@ -18,6 +18,7 @@ const KernelTable& table_amx_emulated() {
     KernelTable made = table_scalar();
     made.name = "amx_emulated";
     made.packed_tiles = tiles_packed_tiles;
+    made.min_block_tokens = kMinTileTokens;
     made.multiply_registers = multiply_tiles;
     return made;
   }();

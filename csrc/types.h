@@ -46,6 +46,15 @@ struct ActRows {
   int64_t lds = 0;
 };
 
+// The activations of some tokens, 256 columns at a time (8 blocks of 32 or one of 256), each piece contiguous: what
+// kernels over tile registers read. Pieces have `rows` rows, of which those behind the last token are not set.
+struct TokenBlocks {
+  int8_t* q = nullptr;       // [pieces][rows][256]
+  int16_t* sums = nullptr;   // [pieces][rows][8], of 32 columns each
+  float* d = nullptr;        // [pieces][rows][8]; of a block of 256: the first
+  int64_t rows = 0;
+};
+
 // One tile of 16 weight rows times `num_tokens` activation rows.
 struct TileArgs {
   QType type;
@@ -57,6 +66,7 @@ struct TileArgs {
   int num_tokens;
   float* acc;                      // [num_tokens][16], written
   const uint8_t* packed = nullptr; // the re-laid tile (packed.inl), or nullptr: `rows`
+  const TokenBlocks* blocks = nullptr;  // the same tokens once more, or nullptr
 };
 
 struct ActSpec {
@@ -102,6 +112,7 @@ constexpr int kPositionSplit = 512; // positions of one span; spans are merged i
 // The kernels of one instruction-set tier. Every entry is single-threaded and keeps no state.
 struct KernelTable {
   const char* name;
+  int min_block_tokens;  // from here on packed_tiles is faster when it is given `blocks`; 0: never
   void (*quantize_row)(ActForm form, const float* x, int64_t k, int8_t* q, float* d, int16_t* sums);
   void (*tile)(const TileArgs& args);         // args.rows
   // `count` tiles of re-laid weights, args[i].packed, which share k, tokens and activations; types of one ActForm.

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from ktransformers.cli.bench_peer import KtKernelPeer
-from ktransformers.kernels import limits, native
+from ktransformers.kernels import limits
 from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
 from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
+from ktransformers.operators.relaid import relaid_experts
 
 __all__ = ["Shape", "bench_kernels"]
 
@@ -73,13 +74,9 @@ class _Ours:
         self.expert_bytes = sum(rows * row_bytes(qtype, cols) for qtype, rows, cols in sizes)
         self._layers = []
         for _ in range(shape.layers):
-            parts = [[self._weight(pool, *size) for _ in range(shape.experts)] for size in sizes]
-            self._layers.append(MoeKernel(ExpertWeights(parts[0], parts[1], parts[2]), ActivationSpec(), pool))
-
-    @staticmethod
-    def _weight(pool: WorkerPool, qtype: QuantType, rows: int, cols: int) -> Any:
-        weight = _random_weight(qtype, rows, cols)
-        return native.pack(weight, pool) if qtype in native.PACKED_TYPES else weight
+            parts = [[_random_weight(*size) for _ in range(shape.experts)] for size in sizes]
+            weights = relaid_experts(ExpertWeights(parts[0], parts[1], parts[2]), pool)
+            self._layers.append(MoeKernel(weights, ActivationSpec(), pool))
 
     def measure(self, tokens: int, seconds: float) -> tuple[float, float]:
         """(seconds per layer, distinct experts per layer), means."""
@@ -129,9 +126,12 @@ def _row(name: str, shape: Shape, tokens: int, ours: _Ours, seconds: float, band
 
 
 def bench_kernels(
-    shape: Shape, types: list[str], tokens: list[int], threads: int, seconds: float, peers: list[str]
+    shape: Shape, types: list[str], tokens: list[int], threads: int, seconds: float, peers: list[str], peer_format: str
 ) -> None:
-    """Print a table, a line per type and token count, and one JSON line at the end."""
+    """Print a table, a line per type and token count, and one JSON line at the end.
+
+    peer_format: one of kt-kernel's own formats, measured after each of our types; empty for none.
+    """
     pool = WorkerPool(threads)
     machine = _machine(threads, pool)
     peer = None
@@ -156,6 +156,10 @@ def bench_kernels(
                 row["peer_us"] = None if peer is None else peer.measure(name, count)
                 _print(row)
                 rows.append(row)
+            if peer is not None and peer_format:  # its own format, in the same minutes as our rows above
+                for row in rows[-len(tokens) :]:
+                    row["peer_format"], row["peer_format_us"] = peer_format, peer.measure(peer_format, row["tokens"])
+                _print_format(rows[-len(tokens) :])
             del ours
     finally:
         if peer is not None:
@@ -166,6 +170,13 @@ def bench_kernels(
             {"machine": machine | {"read_bandwidth_gb_s": bandwidth / 1e9, "int8_peak_top_s": peak / 1e12}, "shape": asdict(shape), "rows": rows}
         )
     )
+
+
+def _print_format(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        took = row["peer_format_us"]
+        if took:
+            print(f"{row['tokens']:>15} tokens: kt-kernel {row['peer_format']} {took:.0f} us, {took / row['us']:.2f} times ours")
 
 
 def _print(row: dict[str, Any]) -> None:

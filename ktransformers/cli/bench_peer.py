@@ -19,6 +19,8 @@ __all__ = ["KtKernelPeer"]
 # ggml type numbers of gate, up and down.
 _GGML = {"q4_k_m": (12, 12, 14), "q4_k": (12, 12, 12), "q8_0": (8, 8, 8), "bf16": (30, 30, 30), "q6_k": (14, 14, 14)}
 _BLOCKS = {12: (256, 144), 14: (256, 210), 8: (32, 34)}
+# Its own formats, which it makes from BF16 weights: class names.
+_OWN = {"amx_int4": "AMXInt4_MOE", "amx_int8": "AMXInt8_MOE", "amx_bf16": "AMXBF16_MOE"}
 
 
 class KtKernelPeer:
@@ -83,6 +85,9 @@ class _Child:
         experts, hidden, width = shape["experts"], shape["hidden"], shape["width"]
         self._layers, self._keep, self._name = [], [], name
         ident = torch.arange(experts, dtype=torch.int64)
+        if name in _OWN:
+            self._load_own(name, ident)
+            return
         for _ in range(shape["layers"]):
             config = kt.moe.MOEConfig(experts, shape["top_k"], hidden, width)
             config.pool, config.max_len, config.m_block = self._cpu.backend_, 4096, 32
@@ -100,6 +105,29 @@ class _Child:
             self._cpu.sync()
             self._layers.append(layer)
             self._keep.append((weights, ident))
+
+    def _load_own(self, name: str, ident: Any) -> None:
+        """Layers in one of its own formats; the BF16 weights are dropped once converted."""
+        import torch
+
+        kt, shape = self._kt, self._shape
+        experts, hidden, width = shape["experts"], shape["hidden"], shape["width"]
+        for _ in range(shape["layers"]):
+            config = kt.moe.MOEConfig(experts, shape["top_k"], hidden, width, 0)
+            config.max_len, config.pool = 4096, self._cpu.backend_
+            sizes = ((experts, width, hidden), (experts, width, hidden), (experts, hidden, width))
+            weights = [torch.empty(size, dtype=torch.bfloat16).normal_(std=0.02) for size in sizes]
+            config.gate_proj, config.up_proj, config.down_proj = (weight.data_ptr() for weight in weights)
+            config.physical_to_logical_map = ident.data_ptr()
+            layer = getattr(kt.moe, _OWN[name])(config)
+            try:
+                task = layer.load_weights_task()
+            except TypeError:
+                task = layer.load_weights_task(ident.data_ptr())
+            self._cpu.submit(task)
+            self._cpu.sync()
+            self._layers.append(layer)
+            self._keep.append(ident)
 
     def measure(self, name: str, tokens: int) -> float:
         import torch
@@ -148,7 +176,7 @@ def main() -> int:
     child = _Child(json.loads(sys.argv[1]))
     for line in sys.stdin:
         name, _, tokens = line.strip().partition(" ")
-        answer = f"{child.measure(name, int(tokens))}" if name in _GGML else "-"
+        answer = f"{child.measure(name, int(tokens))}" if name in _GGML or name in _OWN else "-"
         print(f"answer {answer}", flush=True)
     os._exit(0)
 

@@ -47,6 +47,7 @@ __all__ = [
     "available_isas",
     "batched_linear",
     "dequantize_rows",
+    "empty_bytes",
     "linear",
     "pack",
     "packed_nbytes",
@@ -89,14 +90,33 @@ def pack(weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> Pack
         raise ValueError(f"weight is {weight.qtype.name}, which has no re-laid form")
     rows, cols = weight.shape
     nbytes = packed_nbytes(weight.qtype, rows, cols)
-    data = torch.empty(nbytes, dtype=torch.uint8) if out is None else out
+    data = empty_bytes(nbytes) if out is None else out
     check_tensor("out", data, (nbytes,), torch.uint8)
     _native.pack(pool.handle, weight.data.data_ptr(), int(weight.qtype), rows, cols, data.data_ptr())
     return PackedTensor(data, weight.qtype, (rows, cols))
 
 
-_MADV_PAGEOUT = 21
+_MADV_HUGEPAGE, _MADV_PAGEOUT = 14, 21
 _PAGE = 4096
+_HUGE_PAGE = 2 << 20
+
+
+def _advise(data: Tensor, page: int, advice: int) -> None:
+    """madvise() for the whole pages under a tensor; a refusal is no error, for the advice is only a wish."""
+    first = -(-data.data_ptr() // page) * page
+    nbytes = data.data_ptr() + data.numel() - first
+    if nbytes >= page:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        if libc.madvise(first, nbytes // page * page, advice):
+            logger.debug("madvise(%d) refused for %d bytes: errno %d", advice, nbytes, ctypes.get_errno())
+
+
+def empty_bytes(nbytes: int) -> Tensor:
+    """uint8 [nbytes], uninitialized, in huge pages where the system gives them: weights that are read in streams."""
+    data = torch.empty(nbytes, dtype=torch.uint8)
+    _advise(data, _HUGE_PAGE, _MADV_HUGEPAGE)
+    return data
 
 
 def page_out(weight: RawTensor) -> None:
@@ -104,13 +124,7 @@ def page_out(weight: RawTensor) -> None:
 
     Linux only, and a hint: where the system refuses, the pages stay until memory runs short.
     """
-    first = -(-weight.data.data_ptr() // _PAGE) * _PAGE
-    nbytes = weight.data.data_ptr() + weight.nbytes - first
-    if nbytes >= _PAGE:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        if libc.madvise(first, nbytes // _PAGE * _PAGE, _MADV_PAGEOUT):
-            logger.debug("madvise refused to page out %d bytes: errno %d", nbytes, ctypes.get_errno())
+    _advise(weight.data, _PAGE, _MADV_PAGEOUT)
 
 
 def linear(

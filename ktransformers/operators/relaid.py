@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from ktransformers.kernels import native
 from ktransformers.kernels.native import ExpertWeights, WorkerPool
 from ktransformers.kernels.quant import PackedTensor, RawTensor
@@ -35,7 +33,7 @@ def relaid(weight: RawTensor, pool: WorkerPool) -> RawTensor | PackedTensor:
     if weight.qtype not in native.PACKED_TYPES:
         return weight
     rows, cols = weight.shape
-    data = torch.empty(native.packed_nbytes(weight.qtype, rows, cols), dtype=torch.uint8)
+    data = native.empty_bytes(native.packed_nbytes(weight.qtype, rows, cols))
     step = max(_PIECE // weight.row_bytes // _TILE_ROWS, 1) * _TILE_ROWS
     for start in range(0, rows, step):  # piece by piece: an LM head of its own is a good part of a small model
         piece = weight.rows_slice(start, min(start + step, rows))
@@ -53,7 +51,7 @@ def _relaid_all(
         return weights
     rows, cols = weights[0].shape
     nbytes = native.packed_nbytes(weights[0].qtype, rows, cols)
-    buffer = torch.empty(len(weights) * nbytes, dtype=torch.uint8)
+    buffer = native.empty_bytes(len(weights) * nbytes)
     made: list[RawTensor | PackedTensor] = []
     for i, weight in enumerate(weights):
         assert isinstance(weight, RawTensor)
