@@ -1,6 +1,7 @@
 // The Python face of the kernels: the only file that knows Python. Pointers cross as integers; ktransformers/kernels/
 // native.py checks shapes, types and ranges, and keeps every tensor alive during a call.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -44,13 +45,27 @@ kt::ExpertProjection projection(const ProjectionTuple& source) {
   return p;
 }
 
+// (node, CPU or -1) of every thread
+std::vector<kt::ThreadPlace> thread_places(const std::vector<std::pair<int, int>>& places) {
+  std::vector<kt::ThreadPlace> made;
+  for (const auto& place : places) made.push_back({place.first, place.second});
+  return made;
+}
+
 void bind_pool(nb::module_& m) {
+  m.def("share_tasks",
+        [](const std::vector<int64_t>& ends, const std::vector<std::pair<int, int>>& places) {
+          return kt::share_tasks(ends, thread_places(places));
+        },
+        nb::arg("ends"), nb::arg("places"));
   nb::class_<kt::WorkerPool>(m, "WorkerPool")
       .def("__init__",
-           [](kt::WorkerPool* self, int num_threads, const std::string& isa) {
-             new (self) kt::WorkerPool(num_threads, kt::tier_by_name(isa));
+           [](kt::WorkerPool* self, const std::vector<std::pair<int, int>>& places, const std::string& isa) {
+             new (self) kt::WorkerPool(thread_places(places), kt::tier_by_name(isa));
            },
-           nb::arg("num_threads"), nb::arg("isa"))
+           nb::arg("places"), nb::arg("isa"))
+      .def_prop_ro("num_nodes", &kt::WorkerPool::num_nodes)
+      .def_prop_ro("num_pinned", &kt::WorkerPool::num_pinned)
       .def_prop_ro("num_threads", &kt::WorkerPool::num_threads)
       .def_prop_ro("isa", [](const kt::WorkerPool& self) { return std::string(self.kernels().name); })
       .def("close", &kt::WorkerPool::close, nb::call_guard<nb::gil_scoped_release>())

@@ -5,10 +5,15 @@
 #include <algorithm>
 #include <stdexcept>
 
+#if defined(KT_X86)
+#include <immintrin.h>
+#endif
+
 namespace kt {
 namespace {
 
 constexpr int64_t kPairChunk = 128;
+constexpr int64_t kMaxTopK = 256;
 constexpr int64_t kScratchFloats = int64_t{48} << 20;  // of intermediate and output rows held at once
 
 // Pairs of one chunk of tokens, sorted by expert, in token order within an expert.
@@ -70,12 +75,12 @@ std::vector<TokenGroup> token_groups(const Routing& r, bool is_input) {
   return groups;
 }
 
-TileArgs tile_args(const WeightView& weight, int64_t first_row, const Activations& act, int count, float* acc) {
+TileArgs tile_args(const WeightView& weight, int64_t tile, const ActRows& act, int count, float* acc) {
   TileArgs args{};
   args.type = weight.type;
-  point_tile(weight, first_row, args);
+  point_tile(weight, tile * kTileRows, args);
   args.k = weight.cols;
-  args.act = act.form_of(weight.type);
+  args.act = act;
   args.num_tokens = count;
   args.acc = acc;
   return args;
@@ -91,9 +96,172 @@ void copy_rows(const float* acc, int count, int64_t lanes, float* out, int64_t l
   for (int t = 0; t < count; ++t) std::copy(acc + t * kTileRows, acc + t * kTileRows + lanes, out + t * ldo);
 }
 
+// The same past the caches, for results that are more than they hold: a line is then not read before it is written.
+void stream_rows(const float* acc, int count, float* out, int64_t ldo) {
+#if defined(KT_X86)
+  for (int t = 0; t < count; ++t)
+    for (int r = 0; r < kTileRows; r += 4) _mm_stream_ps(out + t * ldo + r, _mm_load_ps(acc + t * kTileRows + r));
+  _mm_sfence();
+#else
+  copy_rows(acc, count, kTileRows, out, ldo);
+#endif
+}
+
 const float* bias_at(const ExpertProjection& p, int64_t expert, int64_t row) {
   return p.bias == nullptr ? nullptr : p.bias + expert * p.rows + row;
 }
+
+constexpr int64_t kFusedTiles = 16;                     // 256 columns of the intermediate rows: a block of any type
+constexpr int64_t kStreamBytes = int64_t{16} << 20;     // outputs of this size do not stay in caches
+
+// One call of the layer for one chunk of tokens.
+class MoeRun {
+ public:
+  MoeRun(WorkerPool::Session& session, const ExpertProjection& gate, const ExpertProjection& up, const ExpertProjection& down,
+         const ActSpec& act, const Routing& routing)
+      : session_(session), kernels_(session.kernels()), gate_(gate), up_(up), down_(down), act_(act), routing_(routing),
+        has_gate_(!gate.experts.empty()),
+        is_grouped_(!routing.groups.empty() &&
+                    static_cast<int64_t>(routing.token.size()) >= kGroupedTokens * static_cast<int64_t>(routing.groups.size())) {}
+
+  void run(const float* x, int64_t tokens, const float* weights, int64_t top_k, float* out) {
+    Activations inputs(session_, x, tokens, up_.cols, up_.cols);
+    inputs.require(up_.type);
+    if (has_gate_) inputs.require(gate_.type);
+    up_rows_ = inputs.form_of(up_.type);
+    if (has_gate_) gate_rows_ = inputs.form_of(gate_.type);
+    const std::vector<TokenGroup> groups = token_groups(routing_, true);
+    if (up_.is_packed) up_blocks_ = make_blocks(session_, up_rows_, up_.type, up_.cols, groups);
+    is_same_form_ = has_gate_ && gate_rows_.q == up_rows_.q;
+    if (has_gate_ && gate_.is_packed && !is_same_form_) gate_blocks_ = make_blocks(session_, gate_rows_, gate_.type, gate_.cols, groups);
+    // Quantizing at once what the down projection reads saves a trip through memory; tasks must not get too few.
+    const int64_t fused = routing_.chunks * (up_.rows / (kFusedTiles * kTileRows));
+    if (down_.is_packed && is_grouped_ && session_.num_nodes() == 1 && fused >= 4 * session_.num_threads())
+      run_up_fused();
+    else
+      run_up();
+    run_down();
+    combine(tokens, weights, top_k, out);
+  }
+
+ private:
+  // Tiles tile .. tile + count - 1 of up and gate for a chunk, activated: acc[j], 16 columns of each token.
+  void up_tiles(const PairChunk& c, int64_t chunk, int64_t tile, int count, float (*acc)[kPairChunk * kTileRows]) const {
+    TileArgs args[kTileGroup] = {};
+    for (int j = 0; j < count; ++j) {
+      args[j] = tile_args(up_.view(c.expert), tile + j, up_rows_, c.count, acc[j]);
+      if (!up_blocks_.empty()) args[j].blocks = &up_blocks_[static_cast<size_t>(chunk)];
+      if (!has_gate_) continue;
+      args[count + j] = tile_args(gate_.view(c.expert), tile + j, gate_rows_, c.count, acc[count + j]);
+      const std::vector<TokenBlocks>& blocks = is_same_form_ ? up_blocks_ : gate_blocks_;
+      if (!blocks.empty()) args[count + j].blocks = &blocks[static_cast<size_t>(chunk)];
+    }
+    for (TileArgs& one : args) one.token_ids = routing_.token.data() + c.first;
+    run_tiles(kernels_, args, has_gate_ ? 2 * count : count);
+    for (int j = 0; j < count; ++j) {
+      const int64_t first = (tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, up_.rows - first);
+      float *up = acc[j], *gate = has_gate_ ? acc[count + j] : nullptr;
+      add_bias(up, c.count, bias_at(up_, c.expert, first), lanes);
+      if (has_gate_) add_bias(gate, c.count, bias_at(gate_, c.expert, first), lanes);
+      kernels_.activate(act_, gate, up, static_cast<int64_t>(c.count) * kTileRows, up);
+    }
+  }
+
+  int64_t pairs() const { return static_cast<int64_t>(routing_.token.size()); }
+
+  void run_up() {
+    const int64_t width = up_.rows;
+    float* intermediate = session_.scratch<float>(pairs() * width);
+    const TileTasks tasks((width + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, routing_.chunks, session_.num_nodes());
+    session_.run_on_nodes(tasks.ends, [&](int64_t i) {
+      alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
+      const TileTasks::Task task = tasks.at(i);
+      const PairChunk c = chunk_at(routing_, task.chunk);
+      up_tiles(c, task.chunk, task.tile, task.count, acc);
+      for (int j = 0; j < task.count; ++j) {
+        const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, width - first);
+        copy_rows(acc[j], c.count, lanes, intermediate + c.first * width + first, width);
+      }
+    });
+    Activations inner(session_, intermediate, pairs(), width, width);
+    inner.require(down_.type);
+    down_rows_ = inner.form_of(down_.type);
+  }
+
+  void run_up_fused() {
+    const int64_t width = up_.rows, columns = kFusedTiles * kTileRows, per_chunk = (width + columns - 1) / columns;
+    const QuantizedRows rows = quantized_rows(session_, down_.type, pairs(), width);
+    session_.run(routing_.chunks * per_chunk, [&](int64_t i) {
+      alignas(64) float acc[kTileGroup][kPairChunk * kTileRows], activated[kPairChunk][kFusedTiles * kTileRows];
+      const PairChunk c = chunk_at(routing_, i / per_chunk);
+      const int64_t first = i % per_chunk * columns, cols = std::min(columns, width - first);
+      for (int64_t at = 0; at < cols; at += kTileGroup / 2 * kTileRows) {
+        const int count = static_cast<int>(std::min<int64_t>(kTileGroup / 2, (cols - at + kTileRows - 1) / kTileRows));
+        up_tiles(c, i / per_chunk, (first + at) / kTileRows, count, acc);
+        for (int j = 0; j < count; ++j) copy_rows(acc[j], c.count, kTileRows, activated[0] + at + j * kTileRows, columns);
+      }
+      for (int t = 0; t < c.count; ++t) rows.quantize(kernels_, activated[t], c.first + t, first, cols);
+    });
+    down_rows_ = rows.view();
+  }
+
+  void run_down() {
+    const int64_t hidden = down_.rows;
+    std::vector<TokenBlocks> blocks;
+    if (down_.is_packed) blocks = make_blocks(session_, down_rows_, down_.type, down_.cols, token_groups(routing_, false));
+    outputs_ = session_.scratch<float>(pairs() * hidden);
+    const bool is_streamed = pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
+    const TileTasks tasks((hidden + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup : 1, routing_.chunks, session_.num_nodes());
+    session_.run_on_nodes(tasks.ends, [&](int64_t i) {
+      alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
+      const TileTasks::Task task = tasks.at(i);
+      const PairChunk c = chunk_at(routing_, task.chunk);
+      TileArgs args[kTileGroup] = {};
+      for (int j = 0; j < task.count; ++j) {
+        args[j] = tile_args(down_.view(c.expert), task.tile + j, down_rows_, c.count, acc[j]);
+        args[j].first_token = c.first;
+        if (!blocks.empty()) args[j].blocks = &blocks[static_cast<size_t>(task.chunk)];
+      }
+      run_tiles(kernels_, args, task.count);
+      for (int j = 0; j < task.count; ++j) {
+        const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, hidden - first);
+        add_bias(acc[j], c.count, bias_at(down_, c.expert, first), lanes);
+        float* to = outputs_ + c.first * hidden + first;
+        if (is_streamed)
+          stream_rows(acc[j], c.count, to, hidden);
+        else
+          copy_rows(acc[j], c.count, lanes, to, hidden);
+      }
+    });
+  }
+
+  void combine(int64_t tokens, const float* weights, int64_t top_k, float* out) const {
+    const int64_t hidden = down_.rows;
+    session_.run(tokens, [&](int64_t t) {
+      const float* rows[kMaxTopK];
+      float row_weights[kMaxTopK];
+      int count = 0;
+      for (int64_t k = 0; k < top_k; ++k) {
+        const int64_t pair = routing_.pair_of[static_cast<size_t>(t * top_k + k)];
+        if (pair < 0) continue;
+        rows[count] = outputs_ + pair * hidden;
+        row_weights[count++] = weights[t * top_k + k];
+      }
+      kernels_.combine_row(rows, row_weights, count, hidden, out + t * hidden);
+    });
+  }
+
+  WorkerPool::Session& session_;
+  const KernelTable& kernels_;
+  const ExpertProjection &gate_, &up_, &down_;
+  const ActSpec& act_;
+  const Routing& routing_;
+  const bool has_gate_, is_grouped_;
+  bool is_same_form_ = false;
+  ActRows up_rows_, gate_rows_, down_rows_;
+  std::vector<TokenBlocks> up_blocks_, gate_blocks_;
+  float* outputs_ = nullptr;
+};
 
 }  // namespace
 
@@ -109,6 +277,7 @@ Moe::Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActS
 
 void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights, int64_t top_k,
                   float* out) const {
+  if (top_k > kMaxTopK) throw std::invalid_argument("top_k is " + std::to_string(top_k) + ", at most " + std::to_string(kMaxTopK) + " can be combined");
   for (int64_t i = 0; i < tokens * top_k; ++i)
     if (ids[i] < 0 || ids[i] > num_experts())
       throw std::out_of_range("topk_ids[" + std::to_string(i / top_k) + ", " + std::to_string(i % top_k) + "] is " +
@@ -125,81 +294,7 @@ void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_
 void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids, const float* weights,
                         int64_t top_k, float* out) const {
   const Routing routing = route(ids, tokens, top_k, num_experts());
-  const KernelTable& kernels = session.kernels();
-  const int64_t pairs = static_cast<int64_t>(routing.token.size()), width = up_.rows, hidden = down_.rows;
-  const bool has_gate = !gate_.experts.empty();
-  Activations inputs(session, x, tokens, up_.cols, up_.cols);
-  inputs.require(up_.type);
-  if (has_gate) inputs.require(gate_.type);
-  const std::vector<TokenGroup> up_groups = token_groups(routing, true), down_groups = token_groups(routing, false);
-  std::vector<TokenBlocks> blocks[2];  // of up, of gate
-  if (up_.is_packed) blocks[0] = make_blocks(session, inputs.form_of(up_.type), up_.type, up_.cols, up_groups);
-  const bool is_same_form = has_gate && inputs.form_of(gate_.type).q == inputs.form_of(up_.type).q;
-  if (has_gate && gate_.is_packed && !is_same_form)
-    blocks[1] = make_blocks(session, inputs.form_of(gate_.type), gate_.type, gate_.cols, up_groups);
-  float* intermediate = session.scratch<float>(pairs * width);
-  const bool is_grouped = !routing.groups.empty() && pairs >= kGroupedTokens * static_cast<int64_t>(routing.groups.size());
-  const int64_t width_tiles = (width + kTileRows - 1) / kTileRows, up_group = is_grouped ? kTileGroup / 2 : 1;
-  const int64_t up_tasks = (width_tiles + up_group - 1) / up_group;
-  session.run(routing.chunks * up_tasks, [&](int64_t i) {
-    alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];  // of up, then of gate
-    const PairChunk c = chunk_at(routing, i / up_tasks);
-    const int64_t tile = i % up_tasks * up_group;
-    const int num_tiles = static_cast<int>(std::min(up_group, width_tiles - tile)), parts = has_gate ? 2 : 1;
-    const ExpertProjection* projections[2] = {&up_, &gate_};
-    TileArgs args[kTileGroup] = {};
-    for (int j = 0; j < num_tiles * parts; ++j) {
-      args[j] = tile_args(projections[j / num_tiles]->view(c.expert), (tile + j % num_tiles) * kTileRows, inputs, c.count, acc[j]);
-      args[j].token_ids = routing.token.data() + c.first;
-      const std::vector<TokenBlocks>& mine = blocks[j / num_tiles == 1 && !is_same_form ? 1 : 0];
-      if (!mine.empty()) args[j].blocks = &mine[static_cast<size_t>(i / up_tasks)];
-    }
-    run_tiles(kernels, args, num_tiles * parts);
-    for (int j = 0; j < num_tiles; ++j) {
-      const int64_t first = (tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, width - first);
-      float *up = acc[j], *gate = has_gate ? acc[num_tiles + j] : nullptr;
-      add_bias(up, c.count, bias_at(up_, c.expert, first), lanes);
-      if (has_gate) add_bias(gate, c.count, bias_at(gate_, c.expert, first), lanes);
-      kernels.activate(act_, gate, up, static_cast<int64_t>(c.count) * kTileRows, up);
-      copy_rows(up, c.count, lanes, intermediate + c.first * width + first, width);
-    }
-  });
-  Activations inner(session, intermediate, pairs, width, width);
-  inner.require(down_.type);
-  std::vector<TokenBlocks> inner_blocks;
-  if (down_.is_packed) inner_blocks = make_blocks(session, inner.form_of(down_.type), down_.type, down_.cols, down_groups);
-  float* outputs = session.scratch<float>(pairs * hidden);
-  const int64_t hidden_tiles = (hidden + kTileRows - 1) / kTileRows, down_group = is_grouped ? kTileGroup : 1;
-  const int64_t down_tasks = (hidden_tiles + down_group - 1) / down_group;
-  session.run(routing.chunks * down_tasks, [&](int64_t i) {
-    alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
-    const PairChunk c = chunk_at(routing, i / down_tasks);
-    const int64_t tile = i % down_tasks * down_group;
-    const int num_tiles = static_cast<int>(std::min(down_group, hidden_tiles - tile));
-    TileArgs args[kTileGroup] = {};
-    for (int j = 0; j < num_tiles; ++j) {
-      args[j] = tile_args(down_.view(c.expert), (tile + j) * kTileRows, inner, c.count, acc[j]);
-      args[j].first_token = c.first;
-      if (!inner_blocks.empty()) args[j].blocks = &inner_blocks[static_cast<size_t>(i / down_tasks)];
-    }
-    run_tiles(kernels, args, num_tiles);
-    for (int j = 0; j < num_tiles; ++j) {
-      const int64_t first = (tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, hidden - first);
-      add_bias(acc[j], c.count, bias_at(down_, c.expert, first), lanes);
-      copy_rows(acc[j], c.count, lanes, outputs + c.first * hidden + first, hidden);
-    }
-  });
-  session.run(tokens, [&](int64_t t) {
-    std::vector<const float*> rows;
-    std::vector<float> row_weights;
-    for (int64_t k = 0; k < top_k; ++k) {
-      const int64_t pair = routing.pair_of[static_cast<size_t>(t * top_k + k)];
-      if (pair < 0) continue;
-      rows.push_back(outputs + pair * hidden);
-      row_weights.push_back(weights[t * top_k + k]);
-    }
-    kernels.combine_row(rows.data(), row_weights.data(), static_cast<int>(rows.size()), hidden, out + t * hidden);
-  });
+  MoeRun(session, gate_, up_, down_, act_, routing).run(x, tokens, weights, top_k, out);
 }
 
 }  // namespace kt

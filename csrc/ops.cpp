@@ -58,10 +58,13 @@ WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t co
 void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out) {
   const int64_t tile_bytes = packed_tile_bytes(weight.type, weight.cols);
   WorkerPool::Session session(pool);
-  session.run((weight.rows + kTileRows - 1) / kTileRows, [&](int64_t i) {
+  // The thread that writes a page first decides on which node it lies.
+  const TileTasks tasks((weight.rows + kTileRows - 1) / kTileRows, 1, 1, session.num_nodes());
+  session.run_on_nodes(tasks.ends, [&](int64_t i) {
     const uint8_t* rows[kTileRows];
-    point_rows(weight, i * kTileRows, rows);
-    session.kernels().pack_tile(weight.type, rows, weight.cols, out + i * tile_bytes);
+    const int64_t tile = tasks.at(i).tile;
+    point_rows(weight, tile * kTileRows, rows);
+    session.kernels().pack_tile(weight.type, rows, weight.cols, out + tile * tile_bytes);
   });
 }
 
@@ -113,6 +116,41 @@ void Activations::quantize(ActForm form, ActRows& out) {
       kernels.quantize_row(form, x_ + r * float_.ldx, cols_, q + r * cols_, d + r * blocks, sums + r * blocks * sums_per_block);
   });
   out = ActRows{nullptr, 0, q, cols_, d, blocks, sums, blocks * sums_per_block};
+}
+
+void QuantizedRows::quantize(const KernelTable& kernels, const float* x, int64_t row, int64_t first, int64_t count) const {
+  const int64_t block = form == ActForm::Q32 ? 32 : 256, at = row * (cols / block) + first / block;
+  kernels.quantize_row(form, x, count, q + row * cols + first, d + at, sums + at * (form == ActForm::Q32 ? 1 : kSumsPerSuper));
+}
+
+ActRows QuantizedRows::view() const {
+  const int64_t blocks = cols / (form == ActForm::Q32 ? 32 : 256);
+  return {nullptr, 0, q, cols, d, blocks, sums, blocks * (form == ActForm::Q32 ? 1 : kSumsPerSuper)};
+}
+
+QuantizedRows quantized_rows(WorkerPool::Session& session, QType type, int64_t rows, int64_t cols) {
+  const ActForm form = form_for(type);
+  const int64_t blocks = cols / (form == ActForm::Q32 ? 32 : 256);
+  return {form, session.scratch<int8_t>(rows * cols), session.scratch<float>(rows * blocks),
+          session.scratch<int16_t>(rows * blocks * (form == ActForm::Q32 ? 1 : kSumsPerSuper)), cols};
+}
+
+TileTasks::TileTasks(int64_t num_tiles, int64_t group_size, int64_t chunks, int num_nodes)
+    : tiles(num_tiles), group(group_size), nodes(num_nodes) {
+  int64_t end = 0;
+  for (int n = 0; n < nodes; ++n) {
+    end += chunks * ((first_tile(n + 1) - first_tile(n) + group - 1) / group);
+    ends.push_back(end);
+  }
+}
+
+TileTasks::Task TileTasks::at(int64_t i) const {
+  int node = 0;
+  while (i >= ends[static_cast<size_t>(node)]) ++node;
+  if (node > 0) i -= ends[static_cast<size_t>(node) - 1];
+  const int64_t first = first_tile(node), end = first_tile(node + 1), per_chunk = (end - first + group - 1) / group;
+  const int64_t tile = first + i % per_chunk * group;
+  return {i / per_chunk, tile, static_cast<int>(std::min(group, end - tile))};
 }
 
 namespace {

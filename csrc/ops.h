@@ -66,6 +66,33 @@ struct TokenGroup {
 std::vector<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, QType type, int64_t cols,
                                      const std::vector<TokenGroup>& groups);
 
+// Rows of int8 that are quantized piece by piece, in the form that a type wants.
+struct QuantizedRows {
+  ActForm form;
+  int8_t* q;
+  float* d;
+  int16_t* sums;
+  int64_t cols;
+
+  // Columns first .. first + count - 1 of one row; whole blocks.
+  void quantize(const KernelTable& kernels, const float* x, int64_t row, int64_t first, int64_t count) const;
+  ActRows view() const;
+};
+QuantizedRows quantized_rows(WorkerPool::Session& session, QType type, int64_t rows, int64_t cols);
+
+// Groups of tiles of 16 rows for every chunk of tokens. Tiles are spread over the nodes of the machine in order, as
+// `pack` lays them out; tasks of one node are neighbours, ends[n] is the first behind those of node n.
+struct TileTasks {
+  struct Task { int64_t chunk, tile; int count; };
+  TileTasks(int64_t num_tiles, int64_t group_size, int64_t chunks, int num_nodes);
+  Task at(int64_t i) const;
+  int64_t first_tile(int node) const { return tiles * node / nodes; }
+
+  int64_t tiles, group;
+  int nodes;
+  std::vector<int64_t> ends;
+};
+
 // Row tiles of a job and chunks of tokens within it.
 struct TileSplit {
   int64_t row_tiles, token_chunks, chunk;

@@ -9,6 +9,7 @@
 #include <string>
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -85,14 +86,63 @@ class BlockedSignals {
 
 void WorkerPool::FreeDeleter::operator()(void* p) const { std::free(p); }
 
-WorkerPool::WorkerPool(int num_threads, const KernelTable& kernels)
-    : num_threads_(num_threads), kernels_(kernels), owner_pid_(getpid()), slots_(static_cast<size_t>(std::max(num_threads, 1))) {
-  if (num_threads < 1 || num_threads > kMaxThreads)
+std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends, const std::vector<ThreadPlace>& places) {
+  std::vector<std::pair<int64_t, int64_t>> shares;
+  // One range of tasks is for all threads, whatever their nodes.
+  const auto belongs = [&](size_t thread, size_t node) { return ends.size() == 1 || places[thread].node == static_cast<int>(node); };
+  int64_t first = 0;
+  for (size_t node = 0, thread = 0; node < ends.size(); ++node) {
+    size_t last = thread;
+    while (last < places.size() && belongs(last, node)) ++last;
+    const auto count = static_cast<int64_t>(last - thread), tasks = ends[node] - first;
+    for (int64_t i = 0; i < count; ++i) shares.emplace_back(first + tasks * i / count, first + tasks * (i + 1) / count);
+    first = ends[node];
+    thread = last;
+  }
+  return shares;
+}
+
+namespace {
+
+// Pins the calling thread; a machine that refuses (a container's limits, a CPU that went away) leaves it where it is.
+bool pin(int cpu) {
+#if defined(__linux__)
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (cpu < 0 || cpu >= CPU_SETSIZE) return false;
+  CPU_SET(static_cast<size_t>(cpu), &set);
+  return pthread_setaffinity_np(pthread_self(), sizeof set, &set) == 0;
+#else
+  static_cast<void>(cpu);
+  return false;
+#endif
+}
+
+std::vector<ThreadPlace> checked(std::vector<ThreadPlace> places) {
+  if (places.empty() || places.size() > static_cast<size_t>(kMaxThreads))
     throw std::invalid_argument("num_threads must be between 1 and " + std::to_string(kMaxThreads) + ", got " +
-                                std::to_string(num_threads));
+                                std::to_string(places.size()));
+  int node = 0;
+  for (const ThreadPlace& place : places) {
+    if (place.node != node && place.node != node + 1)
+      throw std::invalid_argument("threads must be in the order of their nodes, which are numbered from 0");
+    node = place.node;
+  }
+  if (places.front().node != 0) throw std::invalid_argument("nodes are numbered from 0");
+  return places;
+}
+
+}  // namespace
+
+WorkerPool::WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels)
+    : places_(checked(std::move(places))),
+      num_threads_(static_cast<int>(places_.size())),
+      kernels_(kernels),
+      owner_pid_(getpid()),
+      slots_(places_.size()) {
   const BlockedSignals blocked;
   try {
-    for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { worker_main(i); });
+    for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this, i] { worker_main(i); });
   } catch (...) {
     close();
     throw;
@@ -173,18 +223,24 @@ bool WorkerPool::take(Slot& slot, int64_t& task) {
   return false;
 }
 
-// Takes the back half of the longest range, runs its first task, and leaves the rest in the slot of `thread`. The slot of
+// Takes the back half of the longest range of this node, or else of any, runs its first task, and leaves the rest in the slot of `thread`. The slot of
 // a thread without tasks is empty, and nobody else fills it.
 bool WorkerPool::steal(int thread, int64_t& task) {
+  const int node = places_[static_cast<size_t>(thread)].node;
   for (;;) {
     Slot* victim = nullptr;
     uint64_t longest = 0;
+    bool is_near = false;
     for (int i = 1; i < num_threads_; ++i) {
-      Slot& slot = slots_[static_cast<size_t>((thread + i) % num_threads_)];
-      const uint64_t range = slot.range.load(std::memory_order_relaxed);
-      if (range_end(range) - range_first(range) > range_end(longest) - range_first(longest)) {
-        victim = &slot;
+      const auto other = static_cast<size_t>((thread + i) % num_threads_);
+      const uint64_t range = slots_[other].range.load(std::memory_order_relaxed);
+      const int64_t left = range_end(range) - range_first(range);
+      const bool near = places_[other].node == node;
+      if (left <= 0 || (is_near && !near)) continue;
+      if (near != is_near || left > range_end(longest) - range_first(longest)) {
+        victim = &slots_[other];
         longest = range;
+        is_near = near;
       }
     }
     if (victim == nullptr) return false;
@@ -217,7 +273,8 @@ bool WorkerPool::any_busy() const {
   return false;
 }
 
-void WorkerPool::run(int64_t count, TaskFn fn, const void* context) {
+void WorkerPool::run(const std::vector<int64_t>& ends, TaskFn fn, const void* context) {
+  const int64_t count = ends.back();
   if (count <= 0) return;
   if (count == 1 || num_threads_ == 1) {
     for (int64_t i = 0; i < count; ++i) fn(context, i);
@@ -225,8 +282,14 @@ void WorkerPool::run(int64_t count, TaskFn fn, const void* context) {
   }
   if (count >= kMaxTasks) throw std::length_error("a job of " + std::to_string(count) + " tasks is too long");
   job_ = {fn, context};
-  for (int64_t i = 0; i < num_threads_; ++i)
-    slots_[static_cast<size_t>(i)].range.store(make_range(count * i / num_threads_, count * (i + 1) / num_threads_), std::memory_order_relaxed);
+  if (ends.size() == 1) {
+    for (int64_t i = 0; i < num_threads_; ++i)
+      slots_[static_cast<size_t>(i)].range.store(make_range(count * i / num_threads_, count * (i + 1) / num_threads_), std::memory_order_relaxed);
+  } else {
+    const auto shares = share_tasks(ends, places_);
+    for (size_t i = 0; i < slots_.size(); ++i)
+      slots_[i].range.store(make_range(shares[i].first, shares[i].second), std::memory_order_relaxed);
+  }
   const uint64_t number = posted_.load(std::memory_order_relaxed) + 1;
   open_.store(number);
   posted_.store(number);
@@ -250,6 +313,7 @@ void WorkerPool::run(int64_t count, TaskFn fn, const void* context) {
 }
 
 void WorkerPool::worker_main(int thread) {
+  if (pin(places_[static_cast<size_t>(thread)].cpu)) num_pinned_.fetch_add(1);
   set_float_mode(kFloatMode);
   Slot& slot = slots_[static_cast<size_t>(thread)];
   uint64_t seen = 0;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "isa.h"
@@ -15,15 +16,29 @@ namespace kt {
 
 constexpr int kMaxThreads = 1024;
 
+// Where a thread works: the node whose memory is near, and the one CPU that it is pinned to, or -1.
+struct ThreadPlace {
+  int node = 0, cpu = -1;
+};
+
+// Tasks that each thread begins with: those of its node (ends[n] is the first behind those of node n) in equal parts; in
+// order of the nodes, then of the threads. A node without threads leaves its tasks to be stolen from nobody: there must
+// be none. Returns first and end of every thread.
+std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends, const std::vector<ThreadPlace>& places);
+
 class WorkerPool {
  public:
-  // num_threads counts the caller; throws std::invalid_argument below 1 or above kMaxThreads.
-  WorkerPool(int num_threads, const KernelTable& kernels);
+  // places: one per thread, the caller's first; its CPU is ignored, for the caller is not ours to pin. Nodes must be
+  // numbered from 0, each with a thread, in ascending order. Throws std::invalid_argument otherwise, and for less than 1
+  // or more than kMaxThreads threads.
+  WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
   int num_threads() const { return num_threads_; }
+  int num_nodes() const { return places_.back().node + 1; }
+  int num_pinned() const { return num_pinned_.load(); }
   const KernelTable& kernels() const { return kernels_; }
 
   // Joins the threads. Later sessions throw. Closing twice is fine.
@@ -41,7 +56,12 @@ class WorkerPool {
     // Calls task(i) for every i in [0, count), each once, on any thread, and returns when all are done. An exception
     // in a task cancels those not begun and is thrown here.
     template <class Task> void run(int64_t count, const Task& task) {
-      pool_.run(count, [](const void* context, int64_t i) { (*static_cast<const Task*>(context))(i); }, &task);
+      pool_.run({count}, [](const void* context, int64_t i) { (*static_cast<const Task*>(context))(i); }, &task);
+    }
+    // The same where tasks belong to nodes: ends[n] is the first behind those of node n. Threads of other nodes take
+    // them only when they have nothing left to do.
+    template <class Task> void run_on_nodes(const std::vector<int64_t>& ends, const Task& task) {
+      pool_.run(ends, [](const void* context, int64_t i) { (*static_cast<const Task*>(context))(i); }, &task);
     }
 
     // Memory for this session, 64-byte aligned, uninitialized. Each call takes the next part.
@@ -49,6 +69,7 @@ class WorkerPool {
 
     const KernelTable& kernels() const { return pool_.kernels_; }
     int num_threads() const { return pool_.num_threads_; }
+    int num_nodes() const { return pool_.num_nodes(); }
 
    private:
     WorkerPool& pool_;
@@ -75,7 +96,7 @@ class WorkerPool {
     std::atomic<bool> is_busy{false};
   };
 
-  void run(int64_t count, TaskFn fn, const void* context);
+  void run(const std::vector<int64_t>& ends, TaskFn fn, const void* context);
   void work(int thread);
   bool take(Slot& slot, int64_t& task);
   bool steal(int thread, int64_t& task);
@@ -83,7 +104,9 @@ class WorkerPool {
   void worker_main(int thread);
   void* scratch(int64_t bytes);
 
+  const std::vector<ThreadPlace> places_;
   const int num_threads_;
+  std::atomic<int> num_pinned_{0};
   const KernelTable& kernels_;
   const int64_t owner_pid_;
   std::vector<std::thread> threads_;

@@ -90,7 +90,7 @@ def pack(weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> Pack
         raise ValueError(f"weight is {weight.qtype.name}, which has no re-laid form")
     rows, cols = weight.shape
     nbytes = packed_nbytes(weight.qtype, rows, cols)
-    data = empty_bytes(nbytes) if out is None else out
+    data = empty_bytes(nbytes, pool) if out is None else out
     check_tensor("out", data, (nbytes,), torch.uint8)
     _native.pack(pool.handle, weight.data.data_ptr(), int(weight.qtype), rows, cols, data.data_ptr())
     return PackedTensor(data, weight.qtype, (rows, cols))
@@ -112,10 +112,14 @@ def _advise(data: Tensor, page: int, advice: int) -> None:
             logger.debug("madvise(%d) refused for %d bytes: errno %d", advice, nbytes, ctypes.get_errno())
 
 
-def empty_bytes(nbytes: int) -> Tensor:
-    """uint8 [nbytes], uninitialized, in huge pages where the system gives them: weights that are read in streams."""
+def empty_bytes(nbytes: int, pool: WorkerPool) -> Tensor:
+    """uint8 [nbytes], uninitialized, in huge pages where the system gives them: weights that are read in streams.
+
+    Not on several NUMA nodes: the parts of an expert that belong to one node are smaller than such a page.
+    """
     data = torch.empty(nbytes, dtype=torch.uint8)
-    _advise(data, _HUGE_PAGE, _MADV_HUGEPAGE)
+    if pool.num_nodes == 1:
+        _advise(data, _HUGE_PAGE, _MADV_HUGEPAGE)
     return data
 
 

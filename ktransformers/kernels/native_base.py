@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ktransformers.errors import ConfigError, KernelError
 from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor, block_size, type_size
+from ktransformers.kernels.topology import ThreadPlace, thread_places
 
 try:
     from ktransformers import _native as extension
@@ -90,17 +91,24 @@ class WorkerPool:
 
     num_threads counts the calling thread, which works too. isa: the tier, `active_isa()` when None. An idle pool uses
     no CPU. After fork() the child must make its own pool (a call raises RuntimeError there).
-    Raises ValueError for a thread count below 1 or above 1024, or a tier that the machine lacks.
+    places: node and CPU of each thread (see topology.thread_places), those that suit the machine when None. Weights of
+    experts are spread over the nodes, and each part is multiplied by threads of its node; results do not change.
+    Raises ValueError for a thread count below 1 or above 1024, a tier that the machine lacks, or places that are not one
+    per thread in the order of their nodes.
     """
 
-    def __init__(self, num_threads: int, isa: Isa | None = None) -> None:
+    def __init__(self, num_threads: int, isa: Isa | None = None, places: Sequence[ThreadPlace] | None = None) -> None:
         if not isinstance(num_threads, int) or isinstance(num_threads, bool):
             raise TypeError(f"num_threads must be an int, got {num_threads!r}")
         if not 1 <= num_threads <= extension.MAX_THREADS:
             raise ValueError(f"num_threads must be between 1 and {extension.MAX_THREADS}, got {num_threads}")
         self.isa = isa or active_isa()
         self.num_threads = num_threads
-        self.handle = extension.WorkerPool(num_threads, self.isa.value)
+        chosen = thread_places(num_threads) if places is None else places
+        if len(chosen) != num_threads:
+            raise ValueError(f"places must be one per thread: got {len(chosen)} for {num_threads} threads")
+        self.handle = extension.WorkerPool([(place.node, place.cpu) for place in chosen], self.isa.value)
+        self.num_nodes = int(self.handle.num_nodes)
         self._finalizer = weakref.finalize(self, self.handle.close)
 
     def close(self) -> None:

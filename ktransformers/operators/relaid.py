@@ -33,7 +33,7 @@ def relaid(weight: RawTensor, pool: WorkerPool) -> RawTensor | PackedTensor:
     if weight.qtype not in native.PACKED_TYPES:
         return weight
     rows, cols = weight.shape
-    data = native.empty_bytes(native.packed_nbytes(weight.qtype, rows, cols))
+    data = native.empty_bytes(native.packed_nbytes(weight.qtype, rows, cols), pool)
     step = max(_PIECE // weight.row_bytes // _TILE_ROWS, 1) * _TILE_ROWS
     for start in range(0, rows, step):  # piece by piece: an LM head of its own is a good part of a small model
         piece = weight.rows_slice(start, min(start + step, rows))
@@ -51,7 +51,7 @@ def _relaid_all(
         return weights
     rows, cols = weights[0].shape
     nbytes = native.packed_nbytes(weights[0].qtype, rows, cols)
-    buffer = native.empty_bytes(len(weights) * nbytes)
+    buffer = native.empty_bytes(len(weights) * nbytes, pool)
     made: list[RawTensor | PackedTensor] = []
     for i, weight in enumerate(weights):
         assert isinstance(weight, RawTensor)

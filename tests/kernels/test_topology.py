@@ -1,0 +1,105 @@
+"""Places of threads on faked machines, and pools that are spread over faked nodes: equal bits wherever the weights lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktransformers.kernels import native
+from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
+from ktransformers.kernels.native_base import extension
+from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels.topology import ThreadPlace, parse_cpu_list, thread_places
+from ktransformers.operators.relaid import relaid_experts
+from ktransformers.weights.quantize import quantize
+
+
+def machine(root: Path, nodes: list[list[list[int]]]) -> Path:
+    """A sysfs tree: nodes of cores of CPUs."""
+    for node, cores in enumerate(nodes):
+        (root / f"node/node{node}").mkdir(parents=True)
+        (root / f"node/node{node}/cpulist").write_text(",".join(str(cpu) for core in cores for cpu in core) + "\n")
+        for core in cores:
+            for cpu in core:
+                (root / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
+                (root / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(",".join(map(str, core)) + "\n")
+    return root
+
+
+def test_cpu_lists() -> None:
+    assert parse_cpu_list("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
+    assert parse_cpu_list("") == []
+
+
+def test_two_sockets_with_hyper_threads(tmp_path: Path) -> None:
+    sysfs = machine(tmp_path, [[[0, 4], [1, 5]], [[2, 6], [3, 7]]])
+    everything = range(8)
+    assert thread_places(4, sysfs, everything) == [
+        ThreadPlace(0, 0), ThreadPlace(0, 1), ThreadPlace(1, 2), ThreadPlace(1, 3)
+    ]  # fmt: skip
+    # More threads than cores: spread, but not pinned. Fewer than nodes: one node.
+    assert thread_places(8, sysfs, everything) == [ThreadPlace(0, -1)] * 4 + [ThreadPlace(1, -1)] * 4
+    assert thread_places(1, sysfs, everything) == [ThreadPlace(0, 0)]
+    # A container that may use one CPU of the first socket and one core of the second.
+    assert thread_places(2, sysfs, [5, 3, 7]) == [ThreadPlace(0, 5), ThreadPlace(1, 3)]
+
+
+def test_nodes_of_unequal_size_share_in_proportion(tmp_path: Path) -> None:
+    sysfs = machine(tmp_path, [[[0], [1], [2]], [[3]], []])
+    assert [place.node for place in thread_places(4, sysfs, range(4))] == [0, 0, 0, 1]
+
+
+def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+    assert thread_places(2, tmp_path, [0, 1, 2]) == [ThreadPlace(0, 0), ThreadPlace(0, 1)]
+
+
+def test_every_task_is_shared_out_once() -> None:
+    places = [(0, -1), (0, -1), (1, -1), (2, -1), (2, -1), (2, -1)]
+    assert extension.share_tasks([5, 9, 10], places) == [(0, 2), (2, 5), (5, 9), (9, 9), (9, 9), (9, 10)]
+    assert extension.share_tasks([10], places) == [(0, 1), (1, 3), (3, 5), (5, 6), (6, 8), (8, 10)]
+
+
+@pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 2], [0, 0, 1, 1, 1]])
+def test_equal_bits_on_any_number_of_nodes(nodes: list[int]) -> None:
+    places = [ThreadPlace(node, -1) for node in nodes]
+    spread, single = WorkerPool(len(places), places=places), WorkerPool(1)
+    assert spread.num_nodes == nodes[-1] + 1
+    experts, hidden, width, top_k = 5, 256, 512, 2
+    generator = torch.Generator().manual_seed(0)
+    kinds = ((QuantType.Q4_K, width, hidden), (QuantType.Q4_K, width, hidden), (QuantType.Q6_K, hidden, width))
+    raw = []
+    for kind, rows, cols in kinds:
+        values = [torch.randn(rows, cols, generator=generator).numpy() for _ in range(experts)]
+        raw.append([RawTensor(torch.from_numpy(quantize(v, kind)).reshape(-1), kind, (rows, cols)) for v in values])
+    layers = [
+        MoeKernel(relaid_experts(ExpertWeights(raw[0], raw[1], raw[2]), pool), ActivationSpec(), pool)
+        for pool in (spread, single)
+    ]
+    for tokens in (1, 3, 50):
+        x = torch.randn(tokens, hidden, generator=generator)
+        ids = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :top_k].contiguous()
+        weights = torch.rand(tokens, top_k, generator=generator)
+        assert torch.equal(layers[0].forward(x, ids, weights), layers[1].forward(x, ids, weights))
+    for pool in (spread, single):
+        pool.close()
+
+
+def test_workers_are_pinned_and_the_caller_is_not() -> None:
+    cpu = thread_places(1)[0].cpu
+    pool = WorkerPool(2, places=[ThreadPlace(0, cpu), ThreadPlace(0, cpu)])
+    x = torch.randn(64, 64)
+    for _ in range(100):
+        native.linear(x, RawTensor.from_tensor(torch.randn(64, 64)), pool)
+    assert pool.handle.num_pinned <= 1
+    pool.close()
+    assert pool.handle.num_pinned == 1
+
+
+def test_places_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="one per thread"):
+        WorkerPool(2, places=[ThreadPlace(0, -1)])
+    for nodes in ([1, 1], [0, 2], [0, 1, 0]):
+        with pytest.raises(ValueError, match="numbered from 0"):
+            WorkerPool(len(nodes), places=[ThreadPlace(node, -1) for node in nodes])
