@@ -45,8 +45,10 @@ kt::ExpertProjection projection(const ProjectionTuple& source) {
   return p;
 }
 
-// (node, CPU or -1) of every thread
-std::vector<kt::ThreadPlace> thread_places(const std::vector<std::pair<int, int>>& places) {
+// (node, CPUs) of a thread
+using Place = std::pair<int, std::vector<int>>;
+
+std::vector<kt::ThreadPlace> thread_places(const std::vector<Place>& places) {
   std::vector<kt::ThreadPlace> made;
   for (const auto& place : places) made.push_back({place.first, place.second});
   return made;
@@ -54,18 +56,18 @@ std::vector<kt::ThreadPlace> thread_places(const std::vector<std::pair<int, int>
 
 void bind_pool(nb::module_& m) {
   m.def("share_tasks",
-        [](const std::vector<int64_t>& ends, const std::vector<std::pair<int, int>>& places) {
+        [](const std::vector<int64_t>& ends, const std::vector<Place>& places) {
           return kt::share_tasks(ends, thread_places(places));
         },
         nb::arg("ends"), nb::arg("places"));
   nb::class_<kt::WorkerPool>(m, "WorkerPool")
       .def("__init__",
-           [](kt::WorkerPool* self, const std::vector<std::pair<int, int>>& places, const std::string& isa) {
+           [](kt::WorkerPool* self, const std::vector<Place>& places, const std::string& isa) {
              new (self) kt::WorkerPool(thread_places(places), kt::tier_by_name(isa));
            },
            nb::arg("places"), nb::arg("isa"))
       .def_prop_ro("num_nodes", &kt::WorkerPool::num_nodes)
-      .def_prop_ro("num_pinned", &kt::WorkerPool::num_pinned)
+      .def_prop_ro("num_bound", &kt::WorkerPool::num_bound)
       .def_prop_ro("num_threads", &kt::WorkerPool::num_threads)
       .def_prop_ro("isa", [](const kt::WorkerPool& self) { return std::string(self.kernels().name); })
       .def("close", &kt::WorkerPool::close, nb::call_guard<nb::gil_scoped_release>())

@@ -104,16 +104,16 @@ std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>&
 
 namespace {
 
-// Pins the calling thread; a machine that refuses (a container's limits, a CPU that went away) leaves it where it is.
-bool pin(int cpu) {
+// Binds the calling thread; a machine that refuses (a container's limits, CPUs that went away) leaves it where it is.
+bool bind_to(const std::vector<int>& cpus) {
 #if defined(__linux__)
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (cpu < 0 || cpu >= CPU_SETSIZE) return false;
-  CPU_SET(static_cast<size_t>(cpu), &set);
-  return pthread_setaffinity_np(pthread_self(), sizeof set, &set) == 0;
+  for (int cpu : cpus)
+    if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(static_cast<size_t>(cpu), &set);
+  return CPU_COUNT(&set) > 0 && pthread_setaffinity_np(pthread_self(), sizeof set, &set) == 0;
 #else
-  static_cast<void>(cpu);
+  static_cast<void>(cpus);
   return false;
 #endif
 }
@@ -313,7 +313,7 @@ void WorkerPool::run(const std::vector<int64_t>& ends, TaskFn fn, const void* co
 }
 
 void WorkerPool::worker_main(int thread) {
-  if (pin(places_[static_cast<size_t>(thread)].cpu)) num_pinned_.fetch_add(1);
+  if (bind_to(places_[static_cast<size_t>(thread)].cpus)) num_bound_.fetch_add(1);
   set_float_mode(kFloatMode);
   Slot& slot = slots_[static_cast<size_t>(thread)];
   uint64_t seen = 0;

@@ -16,9 +16,10 @@ namespace kt {
 
 constexpr int kMaxThreads = 1024;
 
-// Where a thread works: the node whose memory is near, and the one CPU that it is pinned to, or -1.
+// Where a thread works: the node whose memory is near, and the CPUs that it is bound to, or none for any.
 struct ThreadPlace {
-  int node = 0, cpu = -1;
+  int node = 0;
+  std::vector<int> cpus;
 };
 
 // Tasks that each thread begins with: those of its node (ends[n] is the first behind those of node n) in equal parts; in
@@ -28,7 +29,7 @@ std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>&
 
 class WorkerPool {
  public:
-  // places: one per thread, the caller's first; its CPU is ignored, for the caller is not ours to pin. Nodes must be
+  // places: one per thread, the caller's first; its CPUs are ignored, for the caller is not ours to pin. Nodes must be
   // numbered from 0, each with a thread, in ascending order. Throws std::invalid_argument otherwise, and for less than 1
   // or more than kMaxThreads threads.
   WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels);
@@ -38,7 +39,7 @@ class WorkerPool {
 
   int num_threads() const { return num_threads_; }
   int num_nodes() const { return places_.back().node + 1; }
-  int num_pinned() const { return num_pinned_.load(); }
+  int num_bound() const { return num_bound_.load(); }
   const KernelTable& kernels() const { return kernels_; }
 
   // Joins the threads. Later sessions throw. Closing twice is fine.
@@ -106,7 +107,7 @@ class WorkerPool {
 
   const std::vector<ThreadPlace> places_;
   const int num_threads_;
-  std::atomic<int> num_pinned_{0};
+  std::atomic<int> num_bound_{0};
   const KernelTable& kernels_;
   const int64_t owner_pid_;
   std::vector<std::thread> threads_;

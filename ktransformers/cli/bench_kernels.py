@@ -1,8 +1,8 @@
 """Measures the routed experts of one layer, ours and a peer's in turns, beside the read bandwidth of the same minute.
 
 Layers take turns so that weights come from memory, not from caches. GB/s counts the weights of the experts that the
-tokens touched; the limit of few tokens is the read bandwidth, that of many the products in registers. Weights are random,
-routing is even. The peer runs in a process of its own that is stopped while we measure ours.
+tokens touched; the limit of few tokens is the read bandwidth, that of many the products in registers. Weights are
+random, routing is even. The peer runs in a process of its own that is stopped while we measure ours.
 """
 
 from __future__ import annotations
@@ -167,7 +167,11 @@ def bench_kernels(
         pool.close()
     print(
         json.dumps(
-            {"machine": machine | {"read_bandwidth_gb_s": bandwidth / 1e9, "int8_peak_top_s": peak / 1e12}, "shape": asdict(shape), "rows": rows}
+            {
+                "machine": machine | {"read_bandwidth_gb_s": bandwidth / 1e9, "int8_peak_top_s": peak / 1e12},
+                "shape": asdict(shape),
+                "rows": rows,
+            }
         )
     )
 
@@ -176,7 +180,10 @@ def _print_format(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         took = row["peer_format_us"]
         if took:
-            print(f"{row['tokens']:>15} tokens: kt-kernel {row['peer_format']} {took:.0f} us, {took / row['us']:.2f} times ours")
+            print(
+                f"{row['tokens']:>15} tokens: kt-kernel {row['peer_format']} {took:.0f} us, "
+                f"{took / row['us']:.2f} times ours"
+            )
 
 
 def _print(row: dict[str, Any]) -> None:

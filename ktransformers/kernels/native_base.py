@@ -91,10 +91,10 @@ class WorkerPool:
 
     num_threads counts the calling thread, which works too. isa: the tier, `active_isa()` when None. An idle pool uses
     no CPU. After fork() the child must make its own pool (a call raises RuntimeError there).
-    places: node and CPU of each thread (see topology.thread_places), those that suit the machine when None. Weights of
-    experts are spread over the nodes, and each part is multiplied by threads of its node; results do not change.
-    Raises ValueError for a thread count below 1 or above 1024, a tier that the machine lacks, or places that are not one
-    per thread in the order of their nodes.
+    places: node and CPUs of each thread (see topology.thread_places), those that suit the machine when None. Weights
+    of experts are spread over the nodes, and each part is multiplied by threads of its node; results do not change.
+    Raises ValueError for a thread count below 1 or above 1024, a tier that the machine lacks, or places that are not
+    one per thread in the order of their nodes.
     """
 
     def __init__(self, num_threads: int, isa: Isa | None = None, places: Sequence[ThreadPlace] | None = None) -> None:
@@ -107,7 +107,7 @@ class WorkerPool:
         chosen = thread_places(num_threads) if places is None else places
         if len(chosen) != num_threads:
             raise ValueError(f"places must be one per thread: got {len(chosen)} for {num_threads} threads")
-        self.handle = extension.WorkerPool([(place.node, place.cpu) for place in chosen], self.isa.value)
+        self.handle = extension.WorkerPool([(place.node, list(place.cpus)) for place in chosen], self.isa.value)
         self.num_nodes = int(self.handle.num_nodes)
         self._finalizer = weakref.finalize(self, self.handle.close)
 

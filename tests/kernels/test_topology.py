@@ -1,7 +1,8 @@
-"""Places of threads on faked machines, and pools that are spread over faked nodes: equal bits wherever the weights lie."""
+"""Places of threads on faked machines; pools that are spread over faked nodes give equal bits."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -35,35 +36,35 @@ def test_cpu_lists() -> None:
 
 def test_two_sockets_with_hyper_threads(tmp_path: Path) -> None:
     sysfs = machine(tmp_path, [[[0, 4], [1, 5]], [[2, 6], [3, 7]]])
-    everything = range(8)
-    assert thread_places(4, sysfs, everything) == [
-        ThreadPlace(0, 0), ThreadPlace(0, 1), ThreadPlace(1, 2), ThreadPlace(1, 3)
-    ]  # fmt: skip
-    # More threads than cores: spread, but not pinned. Fewer than nodes: one node.
-    assert thread_places(8, sysfs, everything) == [ThreadPlace(0, -1)] * 4 + [ThreadPlace(1, -1)] * 4
-    assert thread_places(1, sysfs, everything) == [ThreadPlace(0, 0)]
+    first, second = ThreadPlace(0, (0, 1, 4, 5)), ThreadPlace(1, (2, 3, 6, 7))
+    assert thread_places(4, sysfs, range(8)) == [first, first, second, second]
+    assert thread_places(8, sysfs, range(8)) == [first] * 4 + [second] * 4
+    # Fewer than nodes: one node.
+    assert thread_places(1, sysfs, range(8)) == [first]
     # A container that may use one CPU of the first socket and one core of the second.
-    assert thread_places(2, sysfs, [5, 3, 7]) == [ThreadPlace(0, 5), ThreadPlace(1, 3)]
+    assert thread_places(2, sysfs, [5, 3, 7]) == [ThreadPlace(0, (5,)), ThreadPlace(1, (3, 7))]
 
 
 def test_nodes_of_unequal_size_share_in_proportion(tmp_path: Path) -> None:
     sysfs = machine(tmp_path, [[[0], [1], [2]], [[3]], []])
     assert [place.node for place in thread_places(4, sysfs, range(4))] == [0, 0, 0, 1]
+    assert [place.node for place in thread_places(2, sysfs, range(4))] == [0, 1]
 
 
-def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
-    assert thread_places(2, tmp_path, [0, 1, 2]) == [ThreadPlace(0, 0), ThreadPlace(0, 1)]
+def test_machines_of_one_node_do_not_bind(tmp_path: Path) -> None:
+    assert thread_places(2, tmp_path, [0, 1, 2]) == [ThreadPlace(0), ThreadPlace(0)]
+    assert thread_places(2, machine(tmp_path, [[[0], [1]]]), [0, 1]) == [ThreadPlace(0), ThreadPlace(0)]
 
 
 def test_every_task_is_shared_out_once() -> None:
-    places = [(0, -1), (0, -1), (1, -1), (2, -1), (2, -1), (2, -1)]
+    places = [(node, list[int]()) for node in (0, 0, 1, 2, 2, 2)]
     assert extension.share_tasks([5, 9, 10], places) == [(0, 2), (2, 5), (5, 9), (9, 9), (9, 9), (9, 10)]
     assert extension.share_tasks([10], places) == [(0, 1), (1, 3), (3, 5), (5, 6), (6, 8), (8, 10)]
 
 
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 2], [0, 0, 1, 1, 1]])
 def test_equal_bits_on_any_number_of_nodes(nodes: list[int]) -> None:
-    places = [ThreadPlace(node, -1) for node in nodes]
+    places = [ThreadPlace(node) for node in nodes]
     spread, single = WorkerPool(len(places), places=places), WorkerPool(1)
     assert spread.num_nodes == nodes[-1] + 1
     experts, hidden, width, top_k = 5, 256, 512, 2
@@ -86,15 +87,14 @@ def test_equal_bits_on_any_number_of_nodes(nodes: list[int]) -> None:
         pool.close()
 
 
-def test_workers_are_pinned_and_the_caller_is_not() -> None:
-    cpu = thread_places(1)[0].cpu
-    pool = WorkerPool(2, places=[ThreadPlace(0, cpu), ThreadPlace(0, cpu)])
-    x = torch.randn(64, 64)
-    for _ in range(100):
-        native.linear(x, RawTensor.from_tensor(torch.randn(64, 64)), pool)
-    assert pool.handle.num_pinned <= 1
+def test_workers_are_bound_and_the_caller_is_not() -> None:
+    cpus = tuple(sorted(os.sched_getaffinity(0))[:1])
+    pool = WorkerPool(2, places=[ThreadPlace(0, cpus), ThreadPlace(0, cpus)])
+    before = os.sched_getaffinity(0)
+    native.linear(torch.randn(64, 64), RawTensor.from_tensor(torch.randn(64, 64)), pool)
+    assert os.sched_getaffinity(0) == before
     pool.close()
-    assert pool.handle.num_pinned == 1
+    assert pool.handle.num_bound == 1
 
 
 def test_places_that_make_no_sense() -> None:
@@ -102,4 +102,4 @@ def test_places_that_make_no_sense() -> None:
         WorkerPool(2, places=[ThreadPlace(0, -1)])
     for nodes in ([1, 1], [0, 2], [0, 1, 0]):
         with pytest.raises(ValueError, match="numbered from 0"):
-            WorkerPool(len(nodes), places=[ThreadPlace(node, -1) for node in nodes])
+            WorkerPool(len(nodes), places=[ThreadPlace(node) for node in nodes])
