@@ -52,7 +52,8 @@ def _slots(table_ptr, start, positions, keep, PAGE: tl.constexpr, BLOCK_N: tl.co
 
 @jit
 def _tanh(x):
-    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+    small = tl.exp2(tl.abs(x) * -2.8853900817779268)  # exp(-2 |x|)
+    return tl.where(x < 0.0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
 
 
 @jit
