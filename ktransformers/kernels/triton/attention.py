@@ -11,7 +11,6 @@ from ktransformers.kernels.triton.attention_launch import (
     check_call,
     launch_decode,
     launch_prefill,
-    split_count,
     workspace_numel,
 )
 
@@ -23,9 +22,10 @@ def workspace_size(
 ) -> int:
     """fp32 values of the workspace that `attention` needs for so many rows, each up to `max_len` long.
 
-    max_len: pages of a row of the block table times page_size. One workspace serves all layers, one after another.
+    max_len: pages of a row of the block table times page_size. One workspace serves all layers, one after another;
+    beyond 64 MB the rows take turns in it.
     """
-    return workspace_numel(num_rows, num_heads, dim_v, split_count(num_kv_heads, max_len, device))
+    return workspace_numel(num_rows, num_heads, num_kv_heads, dim_v, max_len, device)
 
 
 def attention(
@@ -48,7 +48,8 @@ def attention(
 
     q, out: fp16, bf16 or fp32; k_cache [slots, Hkv, Dk], v_cache [slots, Hkv, Dv]: one of these types, in which the
     products are taken (fp32 accumulators). seq_ids, kv_lens: int32 or int64. out: made like q when None.
-    workspace: fp32 of `workspace_size`, made when None; give it and `out` and nothing is allocated.
+    workspace: fp32 of `workspace_size`, made when None, at least for one row;
+    give it and `out` and nothing is allocated.
     Up to 16 rows, or as many as the table has, take the split-KV kernel, each row on its own; more take the prefill
     kernel, where the rows of one sequence should lie side by side (any order is right, and slower). Lengths and pages
     are read on the device, so nothing checks them: a page outside the cache is an invalid read.

@@ -7,7 +7,7 @@ CUDA graph and replayed with other lengths, pages and rows.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from ktransformers.kernels.triton.attention_kernels import decode_kernel, prefill_kernel, reduce_kernel
 from ktransformers.kernels.triton.runtime import is_interpreted, num_multiprocessors, tl
 
-__all__ = ["DECODE_ROWS", "Call", "check_call", "launch_decode", "launch_prefill", "split_count", "workspace_numel"]
+__all__ = ["DECODE_ROWS", "Call", "check_call", "launch_decode", "launch_prefill", "workspace_numel"]
 
 DECODE_ROWS = 16
 """Up to so many rows (or one per sequence of the table, if that is more) are attended to by the split-KV kernel."""
@@ -24,7 +24,12 @@ DECODE_ROWS = 16
 MIN_CHUNK = 128
 """Fewest positions of a split: less work does not pay for a program of its own."""
 
-MAX_SPLITS = 64
+MAX_SPLITS = 32
+
+MAX_HEADS = 64
+"""Query heads of one tile at most."""
+
+WORKSPACE_NUMEL = 1 << 24
 
 _LOG2E = math.log2(math.e)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -113,19 +118,27 @@ def _power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def split_count(num_kv_heads: int, max_len: int, device: torch.device) -> int:
-    """Programs that share one KV head of one row: enough for one row to fill the device, no more than have work.
+def split_count(num_heads: int, num_kv_heads: int, max_len: int, device: torch.device) -> int:
+    """Programs that share one tile of heads of one row: enough for one row to fill the device, no more than have work.
 
     Does not look at the number of rows, so that a row's result does not depend on it.
     """
-    fill = max(1, num_multiprocessors(device) // num_kv_heads)
+    fill = max(1, num_multiprocessors(device) // max(num_kv_heads, num_heads // MAX_HEADS))
     wanted = min(MAX_SPLITS, 1 << (fill.bit_length() - 1))
     return max(1, min(wanted, -(-max_len // MIN_CHUNK)))
 
 
-def workspace_numel(num_rows: int, num_heads: int, dim_v: int, splits: int) -> int:
-    """fp32 values that decode needs: a partial result and the logarithm of its denominator per row, head, split."""
-    return num_rows * num_heads * splits * (dim_v + 1)
+def _row_numel(num_heads: int, dim_v: int, splits: int) -> int:
+    """fp32 values of a row's partial results: per head and split a vector and the logarithm of its denominator."""
+    return num_heads * splits * (dim_v + 1)
+
+
+def workspace_numel(
+    num_rows: int, num_heads: int, num_kv_heads: int, dim_v: int, max_len: int, device: torch.device
+) -> int:
+    """fp32 values that decode works in: for all rows, or for as many as fit 64 MB, which then take turns."""
+    row = _row_numel(num_heads, dim_v, split_count(num_heads, num_kv_heads, max_len, device))
+    return row * min(num_rows, max(1, WORKSPACE_NUMEL // row))
 
 
 def _constants(call: Call) -> dict[str, Any]:
@@ -177,23 +190,37 @@ def _is_wide(call: Call) -> bool:
 
 
 def _decode_tile(call: Call) -> dict[str, int]:
-    return _tile_sizes(call, 16 if _is_wide(call) else min(64, max(16, _power_of_two(call.group))))
+    return _tile_sizes(call, 16 if _is_wide(call) else min(MAX_HEADS, max(16, _power_of_two(call.group))))
 
 
 def launch_decode(call: Call, workspace: Tensor | None) -> None:
-    """Split-KV attention and its reduction. workspace: fp32, contiguous, of at least `workspace_numel`."""
+    """Split-KV attention and its reduction, for as many rows at a time as the workspace holds.
+
+    workspace: fp32, contiguous, for one row at least; made with `workspace_numel` values when None.
+    """
     num_rows, num_heads = call.q.shape[:2]
-    num_kv_heads = call.k_cache.shape[1]
-    splits = split_count(num_kv_heads, call.block_table.shape[1] * call.page_size, call.q.device)
-    needed = workspace_numel(num_rows, num_heads, call.dim_v, splits)
+    num_kv_heads, device = call.k_cache.shape[1], call.q.device
+    max_len = call.block_table.shape[1] * call.page_size
+    splits = split_count(num_heads, num_kv_heads, max_len, device)
+    row_numel = _row_numel(num_heads, call.dim_v, splits)
     if workspace is None:
-        workspace = torch.empty(needed, dtype=torch.float32, device=call.q.device)
-    if workspace.dtype != torch.float32 or not workspace.is_contiguous() or workspace.numel() < needed:
-        raise ValueError(f"workspace must be contiguous fp32 of at least {needed} values, got {workspace.numel()}")
-    flat = workspace.view(-1)
-    lse, parts = flat[: needed // (call.dim_v + 1)], flat[needed // (call.dim_v + 1) :]
+        numel = workspace_numel(num_rows, num_heads, num_kv_heads, call.dim_v, max_len, device)
+        workspace = torch.empty(numel, dtype=torch.float32, device=device)
+    if workspace.dtype != torch.float32 or not workspace.is_contiguous() or workspace.numel() < row_numel:
+        raise ValueError(f"workspace must be contiguous fp32 of at least {row_numel} values, got {workspace.numel()}")
+    step = workspace.numel() // row_numel
+    for first in range(0, num_rows, step):
+        rows = slice(first, first + step)
+        part = replace(call, q=call.q[rows], seq_ids=call.seq_ids[rows], kv_lens=call.kv_lens[rows], out=call.out[rows])
+        _launch_splits(part, splits, workspace.view(-1))
+
+
+def _launch_splits(call: Call, splits: int, workspace: Tensor) -> None:
+    num_rows, num_heads = call.q.shape[:2]
+    num_lse = num_rows * num_heads * splits
+    parts, lse = workspace[: num_lse * call.dim_v], workspace[num_lse * call.dim_v :]
     tile = _decode_tile(call)
-    decode_kernel[(num_rows, num_kv_heads * tile["HEAD_BLOCKS"], splits)](
+    decode_kernel[(num_rows, call.k_cache.shape[1] * tile["HEAD_BLOCKS"], splits)](
         call.q, call.k_cache, call.v_cache, call.block_table, call.seq_ids, call.kv_lens, parts, lse,
         *_strides(call), *_scales(call), call.window,
         NUM_HEADS=num_heads, MAX_SPLITS=splits, MIN_CHUNK=MIN_CHUNK, **tile, **_constants(call),

@@ -128,7 +128,15 @@ def test_strided_tensors_and_given_memory(device):
     assert attention(*arguments, 0.2, out=out, workspace=workspace) is out
     torch.testing.assert_close(out.cpu(), expected(arguments, 0.2), rtol=2e-5, atol=2e-5)
     with pytest.raises(ValueError, match="workspace must be"):
-        attention(*arguments, 0.2, out=out, workspace=workspace[:-1])
+        attention(*arguments, 0.2, out=out, workspace=workspace[: numel // len(DECODE) - 1])
+
+
+def test_rows_take_turns_in_a_small_workspace(device):
+    arguments = case(DECODE, 4, 2, 32, 32, torch.float32, device)
+    numel = workspace_size(1, 4, 2, 32, PAGES * PAGE, device)
+    want = attention(*arguments, 0.2)
+    for rows in (1, 3):
+        assert torch.equal(attention(*arguments, 0.2, workspace=torch.empty(rows * numel, device=device)), want)
 
 
 def test_bad_arguments_are_named(device):
