@@ -202,40 +202,20 @@ def reduce_kernel(
     tl.store(target, result.to(out_ptr.dtype.element_ty), mask=columns < DV)
 
 
-@jit(do_not_specialize=["num_rows"])
-def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, sink_ptr, out_ptr,
-    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, out_row, out_head, scale, softcap, window, num_rows,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+@jit
+def _prefill_run(
+    mine, rows, heads, seqs, q_ptr, k_base, v_base, table_ptr, len_ptr, sink_ptr, out_ptr,
+    q_row, q_head, k_slot, v_slot, table_row, out_row, out_head, scale, softcap, window,
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RUNS: tl.constexpr,
+    SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(num_rows, TOKENS), KV heads * HEAD_BLOCKS, RUNS): TOKENS rows of the batch for HEADS heads.
-
-    A program takes the z-th run of rows of one sequence inside its tile, so a tile that holds the ends of several
-    sequences is shared by as many programs; a run that does not exist ends at once.
-    """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see more positions: start them first
-    kv_head, head_block = tl.program_id(1) // HEAD_BLOCKS, tl.program_id(1) % HEAD_BLOCKS
-    local = tl.arange(0, BLOCK_M)
-    rows = (tile * TOKENS + local // HEADS).to(tl.int64)
-    in_group = head_block * HEADS + local % HEADS
-    mine = (local < TOKENS * HEADS) & (rows < num_rows) & (in_group < GROUP)
-    seqs = tl.load(seq_ptr + rows, mask=mine, other=0).to(tl.int32)
-    if RUNS > 1:
-        follows = mine & (local >= HEADS)
-        before = tl.load(seq_ptr + rows - 1, mask=follows, other=0).to(tl.int32)
-        begins = follows & (local % HEADS == 0) & (seqs != before)
-        mine = mine & (tl.cumsum(begins.to(tl.int32), 0) == tl.program_id(2))
-    if tl.sum(mine.to(tl.int32), 0) == 0:
-        return
+    """The rows of a tile that are `mine`, all of one sequence: attends and writes their results."""
     row_hi = tl.load(len_ptr + rows, mask=mine, other=0).to(tl.int32)
     end = tl.max(row_hi, 0)
-    shortest = tl.min(tl.where(mine, row_hi, end), 0)
+    shortest = tl.maximum(tl.min(tl.where(mine, row_hi, end), 0), 0)
     table = table_ptr + tl.max(tl.where(mine, seqs, 0), 0).to(tl.int64) * table_row
-    heads = kv_head * GROUP + in_group
     q_rows = rows * q_row + heads * q_head
     q0 = _tile(q_ptr, q_rows, 1, mine, 0, DK if DK1 == 0 else DK0, DK0, True).to(COMPUTE)
     q1 = q0
@@ -245,13 +225,11 @@ def prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32)
-    k_base, v_base = k_ptr + kv_head * k_head, v_ptr + kv_head * v_head
-    start, row_lo = 0, row_hi
+    row_lo = row_hi - window
     if HAS_WINDOW:
-        row_lo = tl.maximum(row_hi - window, 0)
         start = tl.maximum(shortest - window, 0) // BLOCK_N * BLOCK_N
     else:
-        start = shortest // BLOCK_N * BLOCK_N
+        start = shortest // BLOCK_N * BLOCK_N  # before it every row sees every position
         m, total, acc0, acc1 = _attend(
             m, total, acc0, acc1, q0, q1, k_base, v_base, k_slot, v_slot, table, row_lo, row_hi, 0, start, end,
             scale, softcap, DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N, False, False, HAS_SOFTCAP,
@@ -273,3 +251,48 @@ def prefill_kernel(
     _put(out, acc0 * rescale[:, None], mine, 0, DV if DV1 == 0 else DV0, DV0)
     if DV1 > 0:
         _put(out, acc1 * rescale[:, None], mine, DV0, DV, DV1)
+
+
+@jit(do_not_specialize=["num_rows"])
+def prefill_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, sink_ptr, out_ptr,
+    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, out_row, out_head, scale, softcap, window, num_rows,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
+    SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Grid (cdiv(num_rows, TOKENS), KV heads * HEAD_BLOCKS, SHARES): TOKENS rows of the batch for HEADS heads.
+
+    A tile may hold the rows of several sequences, in runs; of these the z-th program takes z, z + SHARES, ... With
+    SHARES = 1 all rows belong to one sequence.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see more positions: start them first
+    kv_head, head_block = tl.program_id(1) // HEAD_BLOCKS, tl.program_id(1) % HEAD_BLOCKS
+    local = tl.arange(0, BLOCK_M)
+    rows = (tile * TOKENS + local // HEADS).to(tl.int64)
+    in_group = head_block * HEADS + local % HEADS
+    heads = kv_head * GROUP + in_group
+    mine = (local < TOKENS * HEADS) & (rows < num_rows) & (in_group < GROUP)
+    seqs = tl.load(seq_ptr + rows, mask=mine, other=0).to(tl.int32)
+    k_base, v_base = k_ptr + kv_head * k_head, v_ptr + kv_head * v_head
+    if SHARES == 1:
+        _prefill_run(
+            mine, rows, heads, seqs, q_ptr, k_base, v_base, table_ptr, len_ptr, sink_ptr, out_ptr,
+            q_row, q_head, k_slot, v_slot, table_row, out_row, out_head, scale, softcap, window,
+            DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS,
+            PRECISION, COMPUTE,
+        )  # fmt: skip
+    else:
+        follows = mine & (local >= HEADS)
+        before = tl.load(seq_ptr + rows - 1, mask=follows, other=0).to(tl.int32)
+        begins = follows & (local % HEADS == 0) & (seqs != before)
+        runs = tl.cumsum(begins.to(tl.int32), 0)
+        for run in range(tl.program_id(2), tl.max(runs, 0) + 1, SHARES):
+            _prefill_run(
+                mine & (runs == run), rows, heads, seqs, q_ptr, k_base, v_base, table_ptr, len_ptr, sink_ptr, out_ptr,
+                q_row, q_head, k_slot, v_slot, table_row, out_row, out_head, scale, softcap, window,
+                DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS,
+                PRECISION, COMPUTE,
+            )  # fmt: skip

@@ -26,6 +26,9 @@ MIN_CHUNK = 128
 
 MAX_SPLITS = 32
 
+MAX_SHARES = 4
+"""Programs that share a tile of rows of several sequences."""
+
 MAX_HEADS = 64
 """Query heads of one tile at most."""
 
@@ -243,15 +246,16 @@ def _prefill_tile(call: Call) -> dict[str, int]:
 
 
 def launch_prefill(call: Call) -> None:
-    """Tiles of rows. Rows of a sequence should lie side by side: each run of them in a tile is one program."""
+    """Attention of tiles of rows. The rows of one sequence should lie side by side: each run of them is read apart."""
     num_rows, num_kv_heads = call.q.shape[0], call.k_cache.shape[1]
     tile = _prefill_tile(call)
-    # Runs of a tile: no more than it has rows; a table of one sequence has one run.
-    runs = 1 if call.block_table.shape[0] == 1 else tile["TOKENS"]
+    num_seqs = call.block_table.shape[0]
+    # One run is sure with one sequence or one row per tile. A tile rarely holds more runs than shares: they take turns.
+    shares = 1 if num_seqs == 1 else min(tile["TOKENS"], num_seqs + 1, MAX_SHARES)
     out = call.out
-    prefill_kernel[(-(-num_rows // tile["TOKENS"]), num_kv_heads * tile["HEAD_BLOCKS"], runs)](
+    prefill_kernel[(-(-num_rows // tile["TOKENS"]), num_kv_heads * tile["HEAD_BLOCKS"], shares)](
         call.q, call.k_cache, call.v_cache, call.block_table, call.seq_ids, call.kv_lens, call.sinks, out,
         *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.window, num_rows,
-        RUNS=runs, HAS_SINKS=call.sinks is not None, **tile, **_constants(call),
+        SHARES=shares, HAS_SINKS=call.sinks is not None, **tile, **_constants(call),
         num_warps=8 if tile["BLOCK_M"] * call.dim_v > 8192 else 4, num_stages=_stages(call, tile["BLOCK_N"]),
     )  # fmt: skip

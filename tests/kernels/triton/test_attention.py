@@ -164,3 +164,9 @@ def test_bad_arguments_are_named(device):
         run(window=-1)
     with pytest.raises(ValueError, match="sinks must be"):
         run(sinks=torch.zeros(5, device=device))
+
+
+def test_rows_of_many_sequences_in_any_order(device):
+    rows = [(seq, 10 * seq + step) for step in range(3) for seq in range(7)]
+    check(case(rows, 4, 2, 32, 32, torch.float32, device), 0.2)
+    check(case(sorted(rows), 4, 2, 32, 32, torch.float32, device), 0.2)
