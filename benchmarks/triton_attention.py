@@ -1,12 +1,12 @@
 """Times the Triton kernels of attention, latent attention, norms, rotation and routing on a GPU; the last line is JSON.
 
-    python benchmarks/triton_attention.py [--only NAME] [--no-check]
+    python benchmarks/triton_attention.py [--only NAME] [--no-check] [--tune]
 
 Each figure is the time of one call inside a CUDA graph, which also shows that the call can be captured. A graph makes
 the call on several sets of inputs in turn, so many that together they exceed the L2 cache, as the layers of a model
 do. GB/s counts the bytes that must move once; TFLOP/s the products of the positions that each row sees. `error` is
 the largest difference from fp32 torch, relative to the largest value. `torch us` is torch's own fused attention on
-contiguous keys and values.
+contiguous keys and values. --tune tries other tiles instead and prints the fastest beside the one that is built in.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from itertools import chain
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, product
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from ktransformers.kernels.triton import attention_launch as launch
 from ktransformers.kernels.triton.attention import attention, workspace_size
 from ktransformers.kernels.triton.elementwise import add_rms_norm, silu_mul
 from ktransformers.kernels.triton.mla import mla_attention, mla_workspace_size
 from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.triton.router import RouterSpec, topk_router
-from ktransformers.kernels.triton.runtime import available
+from ktransformers.kernels.triton.runtime import available, triton
 
 PAGE = 64
 MAX_LEN = 32768
 BF16 = torch.bfloat16
 L2_BYTES = 128 << 20
-Call = Callable[[], object]
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Figure:
         )
 
 
-def graph_time(calls: list[Call], repeats: int = 15) -> float:
+def graph_time(calls: list[Callable[[], object]], repeats: int = 15) -> float:
     """Median microseconds of one call, from replays of a graph of all of them."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -142,7 +142,7 @@ class Case:
             if model.is_latent
             else workspace_size(total, model.heads, model.kv_heads, model.dim_v, MAX_LEN, device)
         )
-        self.workspace = torch.empty(size if rows == 1 else 0, device=device)
+        self.workspace = torch.empty(2 * size if rows == 1 else 0, device=device)  # tuning may split twice as often
         self.scale = model.dim**-0.5
 
     def call(self, index: int) -> Tensor:
@@ -154,6 +154,20 @@ class Case:
         return attention(
             self.q, keys, values, *where, window=self.model.window, sinks=self.sinks, out=self.out, workspace=workspace
         )
+
+    def record(self, index: int) -> launch.Call:
+        keys, values = self.caches[index]
+        return launch.Call(
+            self.q, keys, values, self.table, PAGE, self.seq_ids, self.kv_lens, self.scale, self.out,
+            self.model.window, self.sinks, is_shared=self.model.is_latent,
+        )  # fmt: skip
+
+    def run(self, index: int, tile: launch.Tile) -> None:
+        """`call` with another tile."""
+        if self.rows == 1:
+            launch.launch_decode(self.record(index), self.workspace, tile)
+        else:
+            launch.launch_prefill(self.record(index), tile)
 
     def gathered(self, index: int, seq: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one sequence [kv_heads, length, dim]."""
@@ -228,11 +242,41 @@ def attention_figure(model: Model, num_seqs: int, rows: int, length: int, is_che
     )
 
 
+DECODE_SHAPES = ((1, 1024), (1, 8192), (1, 32768), (4, 1024), (16, 1024), (16, 8192))
+PREFILL_SHAPES = ((1, 128, 128), (1, 512, 512), (1, 2048, 2048), (1, 2048, 16384), (4, 512, 4096))
+
+
+def candidates(model: Model, is_decode: bool, default: launch.Tile) -> Iterator[launch.Tile]:
+    yield default
+    sizes_m = (default.block_m,) if is_decode else (64,) if model.dim_v > 256 else (64, 128)
+    for block_m, block_n, warps, stages in product(sizes_m, (32, 64, 128), (4, 8), (3, 5, 7)):
+        yield launch.Tile(block_m, block_n, warps, stages)
+    if is_decode:
+        yield replace(default, min_chunk=64)
+        yield replace(default, min_chunk=256)
+
+
+def tune(model: Model, num_seqs: int, rows: int, length: int) -> None:
+    """Print the times of the five fastest tiles and of the built-in one."""
+    sets = 4
+    case = Case(model, num_seqs, rows, length, sets)
+    default = (launch.decode_tile if rows == 1 else launch.prefill_tile)(case.record(0))
+    times = {}
+    for tile in candidates(model, rows == 1, default):
+        try:
+            times[tile] = graph_time([lambda i=i, tile=tile: case.run(i, tile) for i in range(sets)])
+        except triton.runtime.errors.OutOfResources:
+            continue
+    print(f"{model.name} seqs={num_seqs} rows={rows} length={length}: built in {times[default]:.1f} us, {default}")
+    for tile in sorted(times, key=times.__getitem__)[:5]:
+        print(f"    {times[tile]:8.1f} us {tile}", flush=True)
+
+
 def attention_figures(models: list[Model], is_checked: bool) -> Iterator[Figure]:
     for model in models:
-        for num_seqs, length in ((1, 1024), (1, 8192), (1, 32768), (4, 1024), (16, 1024), (16, 8192)):
+        for num_seqs, length in DECODE_SHAPES:
             yield attention_figure(model, num_seqs, 1, length, is_checked)
-        for num_seqs, rows, length in ((1, 128, 128), (1, 512, 512), (1, 2048, 2048), (1, 2048, 16384), (4, 512, 4096)):
+        for num_seqs, rows, length in PREFILL_SHAPES:
             yield attention_figure(model, num_seqs, rows, length, is_checked)
 
 
@@ -338,15 +382,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run the models whose name holds this; 'rows' for the other kernels")
     parser.add_argument("--no-check", action="store_true", help="do not compare with torch")
+    parser.add_argument("--tune", action="store_true", help="try other tiles of attention")
     options = parser.parse_args()
     reason = available()
     if reason is not None or not torch.cuda.is_available():
         raise SystemExit(f"this benchmark needs a GPU: {reason or 'there is no CUDA device'}")
     torch.manual_seed(0)
     models = [model for model in MODELS if options.only in model.name]
+    if options.tune:
+        for model in models:
+            for num_seqs, rows, length in ((1, 1, 1024), (1, 1, 8192), (16, 1, 1024), (1, 512, 512), (1, 2048, 4096)):
+                tune(model, num_seqs, rows, length)
+        return
     figures = []
-    rows = row_figures() if options.only in "rows" else iter(())
-    for figure in chain(attention_figures(models, not options.no_check), rows):
+    others = row_figures() if options.only in "rows" else iter(())
+    for figure in chain(attention_figures(models, not options.no_check), others):
         print(figure, flush=True)
         figures.append(asdict(figure))
     device = torch.cuda.get_device_name()

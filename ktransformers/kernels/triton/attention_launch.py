@@ -16,7 +16,17 @@ from torch import Tensor
 from ktransformers.kernels.triton.attention_kernels import decode_kernel, prefill_kernel, reduce_kernel
 from ktransformers.kernels.triton.runtime import is_interpreted, num_multiprocessors, tl
 
-__all__ = ["DECODE_ROWS", "Call", "check_call", "launch_decode", "launch_prefill", "workspace_numel"]
+__all__ = [
+    "DECODE_ROWS",
+    "Call",
+    "Tile",
+    "check_call",
+    "decode_tile",
+    "launch_decode",
+    "launch_prefill",
+    "prefill_tile",
+    "workspace_numel",
+]
 
 DECODE_ROWS = 16
 """Up to so many rows (or one per sequence of the table, if that is more) are attended to by the split-KV kernel."""
@@ -121,14 +131,28 @@ def _power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def split_count(num_heads: int, num_kv_heads: int, max_len: int, device: torch.device) -> int:
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Sizes of a launch: block_m query rows (tokens times heads) against block_n positions per step.
+
+    min_chunk: fewest positions of a split in decode.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    min_chunk: int = MIN_CHUNK
+
+
+def split_count(num_heads: int, num_kv_heads: int, max_len: int, device: torch.device, min_chunk: int) -> int:
     """Programs that share one tile of heads of one row: enough for one row to fill the device, no more than have work.
 
     Does not look at the number of rows, so that a row's result does not depend on it.
     """
     fill = max(1, num_multiprocessors(device) // max(num_kv_heads, num_heads // MAX_HEADS))
     wanted = min(MAX_SPLITS, 1 << (fill.bit_length() - 1))
-    return max(1, min(wanted, -(-max_len // MIN_CHUNK)))
+    return max(1, min(wanted, -(-max_len // min_chunk)))
 
 
 def _row_numel(num_heads: int, dim_v: int, splits: int) -> int:
@@ -140,7 +164,7 @@ def workspace_numel(
     num_rows: int, num_heads: int, num_kv_heads: int, dim_v: int, max_len: int, device: torch.device
 ) -> int:
     """fp32 values that decode works in: for all rows, or for as many as fit 64 MB, which then take turns."""
-    row = _row_numel(num_heads, dim_v, split_count(num_heads, num_kv_heads, max_len, device))
+    row = _row_numel(num_heads, dim_v, split_count(num_heads, num_kv_heads, max_len, device, MIN_CHUNK))
     return row * min(num_rows, max(1, WORKSPACE_NUMEL // row))
 
 
@@ -173,89 +197,100 @@ def _scales(call: Call) -> tuple[float, float]:
     return call.scale * _LOG2E, 0.0
 
 
-def _stages(call: Call, block_n: int) -> int:
-    """Depth of the pipeline. A page is looked up before its keys are read, so two stages make one tile in flight."""
-    return 7 if block_n * call.position_bytes <= 16384 else 5
-
-
-def _tile_sizes(call: Call, block_m: int) -> dict[str, int]:
-    """Heads of a tile and positions per step: three tiles of keys and values (two under way, one in use) and the
-    queries take at most 200 KB of shared memory."""
-    heads = min(call.group, block_m)
-    room = 204800 - block_m * call.dim_k * call.k_cache.element_size()
-    block_n = next((n for n in (64, 32) if 3 * n * call.position_bytes <= room), 16)
-    return {"HEADS": heads, "HEAD_BLOCKS": -(-call.group // heads), "BLOCK_M": block_m, "BLOCK_N": block_n}
-
-
 def _is_wide(call: Call) -> bool:
     """Whether fp32 keys of latent attention must be multiplied in the smallest tiles."""
     return call.k_cache.element_size() * call.dim_k > 1280
 
 
-def _decode_tile(call: Call) -> dict[str, int]:
-    return _tile_sizes(call, 16 if _is_wide(call) else min(MAX_HEADS, max(16, _power_of_two(call.group))))
+def _fit(call: Call, block_m: int, num_warps: int) -> Tile:
+    """As many positions per step as leave room: three tiles of keys and values (two under way, one in use) and the
+    queries take at most 200 KB of shared memory.
+
+    A page is looked up before its keys are read, so two stages of the pipeline make one tile under way.
+    """
+    room = 204800 - block_m * call.dim_k * call.k_cache.element_size()
+    block_n = next((n for n in (64, 32) if 3 * n * call.position_bytes <= room), 16)
+    return Tile(block_m, block_n, num_warps, 7 if block_n * call.position_bytes <= 16384 else 5)
 
 
-def launch_decode(call: Call, workspace: Tensor | None) -> None:
+def decode_tile(call: Call) -> Tile:
+    """Tile of the split-KV kernel: the heads that share a KV head, up to 64."""
+    block_m = 16 if _is_wide(call) else min(MAX_HEADS, max(16, _power_of_two(call.group)))
+    return _fit(call, block_m, 8 if block_m * call.dim_v > 16384 else 4)
+
+
+def prefill_tile(call: Call) -> Tile:
+    """64 or 128 rows: what fits in half the registers, and 64 where there are few of them."""
+    is_small = call.q.shape[0] * call.group <= 1024 or call.dim_v > 256 or call.k_cache.element_size() == 4
+    block_m = 16 if _is_wide(call) else 64 if is_small else 128
+    return _fit(call, block_m, 8 if block_m * call.dim_v > 8192 else 4)
+
+
+def _tile_constants(call: Call, tile: Tile) -> dict[str, int]:
+    heads = min(call.group, tile.block_m)
+    return {
+        "HEADS": heads, "HEAD_BLOCKS": -(-call.group // heads), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+
+
+def launch_decode(call: Call, workspace: Tensor | None, tile: Tile | None = None) -> None:
     """Split-KV attention and its reduction, for as many rows at a time as the workspace holds.
 
-    workspace: fp32, contiguous, for one row at least; made with `workspace_numel` values when None.
+    workspace: fp32, contiguous, for one row at least; made with `workspace_numel` values when None. tile:
+    `decode_tile` when None.
     """
+    tile = decode_tile(call) if tile is None else tile
     num_rows, num_heads = call.q.shape[:2]
     num_kv_heads, device = call.k_cache.shape[1], call.q.device
     max_len = call.block_table.shape[1] * call.page_size
-    splits = split_count(num_heads, num_kv_heads, max_len, device)
+    splits = split_count(num_heads, num_kv_heads, max_len, device, tile.min_chunk)
     row_numel = _row_numel(num_heads, call.dim_v, splits)
     if workspace is None:
         numel = workspace_numel(num_rows, num_heads, num_kv_heads, call.dim_v, max_len, device)
-        workspace = torch.empty(numel, dtype=torch.float32, device=device)
+        workspace = torch.empty(max(numel, row_numel), dtype=torch.float32, device=device)
     if workspace.dtype != torch.float32 or not workspace.is_contiguous() or workspace.numel() < row_numel:
         raise ValueError(f"workspace must be contiguous fp32 of at least {row_numel} values, got {workspace.numel()}")
     step = workspace.numel() // row_numel
     for first in range(0, num_rows, step):
         rows = slice(first, first + step)
         part = replace(call, q=call.q[rows], seq_ids=call.seq_ids[rows], kv_lens=call.kv_lens[rows], out=call.out[rows])
-        _launch_splits(part, splits, workspace.view(-1))
+        _launch_splits(part, tile, splits, workspace.view(-1))
 
 
-def _launch_splits(call: Call, splits: int, workspace: Tensor) -> None:
+def _launch_splits(call: Call, tile: Tile, splits: int, workspace: Tensor) -> None:
     num_rows, num_heads = call.q.shape[:2]
     num_lse = num_rows * num_heads * splits
     parts, lse = workspace[: num_lse * call.dim_v], workspace[num_lse * call.dim_v :]
-    tile = _decode_tile(call)
-    decode_kernel[(num_rows, call.k_cache.shape[1] * tile["HEAD_BLOCKS"], splits)](
+    constants = _tile_constants(call, tile)
+    decode_kernel[(num_rows, call.k_cache.shape[1] * constants["HEAD_BLOCKS"], splits)](
         call.q, call.k_cache, call.v_cache, call.block_table, call.seq_ids, call.kv_lens, parts, lse,
         *_strides(call), *_scales(call), call.window,
-        NUM_HEADS=num_heads, MAX_SPLITS=splits, MIN_CHUNK=MIN_CHUNK, **tile, **_constants(call),
-        num_warps=8 if tile["BLOCK_M"] * call.dim_v > 16384 else 4, num_stages=_stages(call, tile["BLOCK_N"]),
+        NUM_HEADS=num_heads, MAX_SPLITS=splits, MIN_CHUNK=tile.min_chunk, **constants, **_constants(call),
     )  # fmt: skip
     block_d = min(128, _power_of_two(call.dim_v))
     reduce_kernel[(num_rows, num_heads, -(-call.dim_v // block_d))](
         parts, lse, call.kv_lens, call.sinks, call.out, call.out.stride(0), call.out.stride(1), call.window,
-        NUM_HEADS=num_heads, DV=call.dim_v, BLOCK_D=block_d, BLOCK_N=tile["BLOCK_N"], MAX_SPLITS=splits,
-        SPLITS_P2=_power_of_two(splits), MIN_CHUNK=MIN_CHUNK, HAS_SINKS=call.sinks is not None,
+        NUM_HEADS=num_heads, DV=call.dim_v, BLOCK_D=block_d, BLOCK_N=tile.block_n, MAX_SPLITS=splits,
+        SPLITS_P2=_power_of_two(splits), MIN_CHUNK=tile.min_chunk, HAS_SINKS=call.sinks is not None,
         num_warps=4,
     )  # fmt: skip
 
 
-def _prefill_tile(call: Call) -> dict[str, int]:
-    """64 or 128 rows and heads: what fits in half the registers, and 64 where there are few of them."""
-    is_small = call.q.shape[0] * call.group <= 1024 or call.dim_v > 256 or call.k_cache.element_size() == 4
-    tile = _tile_sizes(call, 16 if _is_wide(call) else 64 if is_small else 128)
-    return {**tile, "TOKENS": tile["BLOCK_M"] // tile["HEADS"]}
+def launch_prefill(call: Call, tile: Tile | None = None) -> None:
+    """Attention of tiles of rows. The rows of one sequence should lie side by side: each run of them is read apart.
 
-
-def launch_prefill(call: Call) -> None:
-    """Attention of tiles of rows. The rows of one sequence should lie side by side: each run of them is read apart."""
+    tile: `prefill_tile` when None.
+    """
     num_rows, num_kv_heads = call.q.shape[0], call.k_cache.shape[1]
-    tile = _prefill_tile(call)
+    constants = _tile_constants(call, prefill_tile(call) if tile is None else tile)
+    tokens = constants["BLOCK_M"] // constants["HEADS"]
     num_seqs = call.block_table.shape[0]
     # One run is sure with one sequence or one row per tile. A tile rarely holds more runs than shares: they take turns.
-    shares = 1 if num_seqs == 1 else min(tile["TOKENS"], num_seqs + 1, MAX_SHARES)
+    shares = 1 if num_seqs == 1 else min(tokens, num_seqs + 1, MAX_SHARES)
     out = call.out
-    prefill_kernel[(-(-num_rows // tile["TOKENS"]), num_kv_heads * tile["HEAD_BLOCKS"], shares)](
+    prefill_kernel[(-(-num_rows // tokens), num_kv_heads * constants["HEAD_BLOCKS"], shares)](
         call.q, call.k_cache, call.v_cache, call.block_table, call.seq_ids, call.kv_lens, call.sinks, out,
         *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.window, num_rows,
-        SHARES=shares, HAS_SINKS=call.sinks is not None, **tile, **_constants(call),
-        num_warps=8 if tile["BLOCK_M"] * call.dim_v > 8192 else 4, num_stages=_stages(call, tile["BLOCK_N"]),
+        TOKENS=tokens, SHARES=shares, HAS_SINKS=call.sinks is not None, **constants, **_constants(call),
     )  # fmt: skip
