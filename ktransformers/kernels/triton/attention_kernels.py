@@ -119,7 +119,7 @@ def _put(pointers, acc, keep, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl
     tl.store(pointers[:, None] + columns[None, :], acc.to(pointers.dtype.element_ty), mask=mask)
 
 
-@jit
+@jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["seq_ptr", "len_ptr", "lse_ptr"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, acc_ptr, lse_ptr,
     q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, scale, softcap, window,
@@ -170,7 +170,7 @@ def decode_kernel(
         _put(acc_ptr + slot * DV, acc1 / denominator[:, None], keep, DV0, DV, DV1)
 
 
-@jit
+@jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["lse_ptr", "len_ptr"])
 def reduce_kernel(
     acc_ptr, lse_ptr, len_ptr, sink_ptr, out_ptr, out_row, out_head, window,
     NUM_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -253,7 +253,7 @@ def _prefill_run(
         _put(out, acc1 * rescale[:, None], mine, DV0, DV, DV1)
 
 
-@jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=["seq_ptr", "len_ptr"])
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, sink_ptr, out_ptr,
     q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, out_row, out_head, scale, softcap, window, num_rows,
