@@ -15,14 +15,15 @@ import ktransformers.kernels.triton as package
 def without_triton(monkeypatch):
     """The package's modules, imported anew where Triton cannot be; the real ones are back afterwards."""
     for name in list(sys.modules):
-        if name.startswith(package.__name__ + ".") or name == "triton" or name.startswith("triton."):
+        if name == "triton" or name.startswith((package.__name__ + ".", "triton.")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
     names = [f"{package.__name__}.{info.name}" for info in pkgutil.iter_modules(package.__path__)]
-    real = {info: getattr(package, info) for info in list(vars(package)) if not info.startswith("_")}
+    real = dict(vars(package))
     yield {name.rsplit(".", 1)[1]: importlib.import_module(name) for name in names}
     for name in names:
         sys.modules.pop(name, None)
+        vars(package).pop(name.rsplit(".", 1)[1], None)
     vars(package).update(real)
 
 
