@@ -1,0 +1,69 @@
+"""Grouped-query attention over a paged cache on the GPU. Knows tensors; not models, phases or who owns a page."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.triton.attention_launch import (
+    DECODE_ROWS,
+    Call,
+    check_call,
+    launch_decode,
+    launch_prefill,
+    workspace_numel,
+)
+
+__all__ = ["attention", "workspace_size"]
+
+
+def workspace_size(
+    num_rows: int, num_heads: int, num_kv_heads: int, dim_v: int, max_len: int, device: torch.device
+) -> int:
+    """fp32 values of the workspace that `attention` needs for so many rows, each up to `max_len` long.
+
+    max_len: pages of a row of the block table times page_size. One workspace serves all layers, one after another;
+    beyond 64 MB the rows take turns in it.
+    """
+    return workspace_numel(num_rows, num_heads, num_kv_heads, dim_v, max_len, device)
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    seq_ids: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv]. Arguments as in `native.attention`.
+
+    q, out: fp16, bf16 or fp32; k_cache [slots, Hkv, Dk], v_cache [slots, Hkv, Dv]: one of these types, in which the
+    products are taken (fp32 accumulators). seq_ids, kv_lens: int32 or int64. out: made like q when None.
+    workspace: fp32 of `workspace_size`, made when None, at least for one row;
+    give it and `out` and nothing is allocated.
+    Up to 16 rows, or as many as the table has, take the split-KV kernel, each row on its own; more take the prefill
+    kernel, where the rows of one sequence should lie side by side (any order is right, and slower). Lengths and pages
+    are read on the device, so nothing checks them: a page outside the cache is an invalid read.
+    Raises TypeError or ValueError for a wrong dtype, shape, stride or device.
+    """
+    result = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device) if out is None else out
+    call = Call(
+        q, k_cache, v_cache, block_table, page_size, seq_ids, kv_lens, scale, result, window, sinks, float(softcap)
+    )
+    check_call(call)
+    if q.shape[0] == 0:
+        return result
+    if q.shape[0] <= max(DECODE_ROWS, block_table.shape[0]):
+        launch_decode(call, workspace)
+    else:
+        launch_prefill(call)
+    return result

@@ -1,0 +1,296 @@
+"""Checks, tile sizes and launches that grouped-query and latent attention share. Reads no tensor's values.
+
+Every launch parameter follows from shapes, types and the number of multiprocessors, so a launch can be captured in a
+CUDA graph and replayed with other lengths, pages and rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.triton.attention_kernels import decode_kernel, prefill_kernel, reduce_kernel
+from ktransformers.kernels.triton.runtime import is_interpreted, num_multiprocessors, tl
+
+__all__ = [
+    "DECODE_ROWS",
+    "Call",
+    "Tile",
+    "check_call",
+    "decode_tile",
+    "launch_decode",
+    "launch_prefill",
+    "prefill_tile",
+    "workspace_numel",
+]
+
+DECODE_ROWS = 16
+"""Up to so many rows (or one per sequence of the table, if that is more) are attended to by the split-KV kernel."""
+
+MIN_CHUNK = 128
+"""Fewest positions of a split: less work does not pay for a program of its own."""
+
+MAX_SPLITS = 32
+
+MAX_SHARES = 4
+"""Programs that share a tile of rows of several sequences."""
+
+MAX_HEADS = 64
+"""Query heads of one tile at most."""
+
+WORKSPACE_NUMEL = 1 << 24
+
+_LOG2E = math.log2(math.e)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One checked call of an attention entry."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    page_size: int
+    seq_ids: Tensor
+    kv_lens: Tensor
+    scale: float
+    out: Tensor
+    window: int = 0
+    sinks: Tensor | None = None
+    softcap: float = 0.0
+    is_shared: bool = False
+    """Values are the first columns of the keys."""
+
+    @property
+    def group(self) -> int:
+        return int(self.q.shape[1] // self.k_cache.shape[1])
+
+    @property
+    def dim_k(self) -> int:
+        return int(self.q.shape[2])
+
+    @property
+    def dim_v(self) -> int:
+        return int(self.v_cache.shape[2])
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one position that a tile holds."""
+        return (self.dim_k + (0 if self.is_shared else self.dim_v)) * self.k_cache.element_size()
+
+
+def check_call(call: Call) -> None:
+    """Raises TypeError (dtype) or ValueError (shape, stride, device, range) that names the wrong argument."""
+    q, k, v = call.q, call.k_cache, call.v_cache
+    for name, tensor in (("q", q), ("k_cache", k), ("v_cache", v), ("out", call.out)):
+        if tensor.dtype not in _FLOATS:
+            raise TypeError(f"{name} must be fp16, bf16 or fp32, got {tensor.dtype}")
+        if tensor.dim() != 3 or (tensor.numel() and tensor.stride(2) != 1):
+            raise ValueError(f"{name} must have 3 dimensions, the last contiguous, got {list(tensor.shape)}")
+    if k.dtype != v.dtype:
+        raise TypeError(f"k_cache is {k.dtype} and v_cache {v.dtype}: give one type")
+    if k.shape[:2] != v.shape[:2] or k.shape[2] != q.shape[2]:
+        raise ValueError(f"k_cache {list(k.shape)} must fit q {list(q.shape)} and v_cache {list(v.shape)}")
+    if k.shape[1] < 1 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads")
+    if call.out.shape != (q.shape[0], q.shape[1], v.shape[2]):
+        raise ValueError(f"out must have shape {[*q.shape[:2], v.shape[2]]}, got {list(call.out.shape)}")
+    table = call.block_table
+    if table.dtype != torch.int32 or table.dim() != 2 or (table.numel() and table.stride(1) != 1):
+        raise TypeError(f"block_table must be int32 [num_seqs, max_pages] with contiguous rows, got {table.dtype}")
+    for name, numbers in (("seq_ids", call.seq_ids), ("kv_lens", call.kv_lens)):
+        if numbers.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, got {numbers.dtype}")
+        if numbers.shape != q.shape[:1] or not numbers.is_contiguous():
+            raise ValueError(f"{name} must be contiguous with shape {[q.shape[0]]}, got {list(numbers.shape)}")
+    if call.sinks is not None and (call.sinks.shape != q.shape[1:2] or not call.sinks.is_contiguous()):
+        raise ValueError(f"sinks must be contiguous with shape {[q.shape[1]]}, got {list(call.sinks.shape)}")
+    if call.page_size < 1 or call.window < 0 or call.softcap < 0:
+        raise ValueError(
+            f"page_size {call.page_size} must be >= 1, window {call.window} and softcap {call.softcap} >= 0"
+        )
+    others = (k, v, call.out, table, call.seq_ids, call.kv_lens, call.sinks)
+    if any(tensor is not None and tensor.device != q.device for tensor in others):
+        raise ValueError(f"all tensors must be on q's device, {q.device}")
+
+
+def _parts(dim: int) -> tuple[int, int]:
+    """`dim` columns as a power of two and a power of two that holds the rest (0 for none); at least 16 each."""
+    main = max(16, 1 << (dim.bit_length() - 1))
+    rest = dim - main
+    return main, 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Sizes of a launch: block_m query rows (tokens times heads) against block_n positions per step.
+
+    min_chunk: fewest positions of a split in decode.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    min_chunk: int = MIN_CHUNK
+
+
+def split_count(num_heads: int, num_kv_heads: int, max_len: int, device: torch.device, min_chunk: int) -> int:
+    """Programs that share one tile of heads of one row: enough for one row to fill the device, no more than have work.
+
+    Does not look at the number of rows, so that a row's result does not depend on it.
+    """
+    fill = max(1, num_multiprocessors(device) // max(num_kv_heads, num_heads // MAX_HEADS))
+    wanted = min(MAX_SPLITS, 1 << (fill.bit_length() - 1))
+    return max(1, min(wanted, -(-max_len // min_chunk)))
+
+
+def _row_numel(num_heads: int, dim_v: int, splits: int) -> int:
+    """fp32 values of a row's partial results: per head and split a vector and the logarithm of its denominator."""
+    return num_heads * splits * (dim_v + 1)
+
+
+def workspace_numel(
+    num_rows: int, num_heads: int, num_kv_heads: int, dim_v: int, max_len: int, device: torch.device
+) -> int:
+    """fp32 values that decode works in: for all rows, or for as many as fit 64 MB, which then take turns."""
+    row = _row_numel(num_heads, dim_v, split_count(num_heads, num_kv_heads, max_len, device, MIN_CHUNK))
+    return row * min(num_rows, max(1, WORKSPACE_NUMEL // row))
+
+
+def _constants(call: Call) -> dict[str, Any]:
+    (dk0, dk1), (dv0, dv1) = _parts(call.dim_k), _parts(call.dim_v)
+    return {
+        "GROUP": call.group, "DK": call.dim_k, "DK0": dk0, "DK1": dk1, "DV": call.dim_v, "DV0": dv0, "DV1": dv1,
+        "SHARED": call.is_shared, "PAGE": call.page_size, "HAS_WINDOW": call.window > 0,
+        "HAS_SOFTCAP": call.softcap > 0,
+        "PRECISION": "tf32x3" if call.k_cache.dtype == torch.float32 else "tf32",
+        "COMPUTE": _compute_type(call.k_cache.dtype),
+    }  # fmt: skip
+
+
+def _compute_type(dtype: torch.dtype) -> Any:
+    if dtype == torch.float16:
+        return tl.float16
+    return tl.bfloat16 if dtype == torch.bfloat16 and not is_interpreted() else tl.float32
+
+
+def _strides(call: Call) -> tuple[int, ...]:
+    q, k, v = call.q, call.k_cache, call.v_cache
+    return (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), call.block_table.stride(0))
+
+
+def _scales(call: Call) -> tuple[float, float]:
+    """What the kernel multiplies a dot product with, and the factor behind tanh; logits in units of log 2."""
+    if call.softcap > 0:
+        return call.scale / call.softcap, call.softcap * _LOG2E
+    return call.scale * _LOG2E, 0.0
+
+
+def _is_wide(call: Call) -> bool:
+    """Whether fp32 keys of latent attention must be multiplied in the smallest tiles."""
+    return call.k_cache.element_size() * call.dim_k > 1280
+
+
+def _fit(call: Call, block_m: int, num_warps: int) -> Tile:
+    """As many positions per step as leave room: three tiles of keys and values (two under way, one in use) and the
+    queries take at most 200 KB of shared memory.
+
+    A page is looked up before its keys are read, so two stages of the pipeline make one tile under way.
+    """
+    room = 204800 - block_m * call.dim_k * call.k_cache.element_size()
+    block_n = next((n for n in (64, 32) if 3 * n * call.position_bytes <= room), 16)
+    return Tile(block_m, block_n, num_warps, 7 if block_n * call.position_bytes <= 16384 else 5)
+
+
+def decode_tile(call: Call) -> Tile:
+    """Tile of the split-KV kernel: the heads that share a KV head, up to 64."""
+    block_m = 16 if _is_wide(call) else min(MAX_HEADS, max(16, _power_of_two(call.group)))
+    return _fit(call, block_m, 8 if block_m * call.dim_v > 16384 else 4)
+
+
+def prefill_tile(call: Call) -> Tile:
+    """64 or 128 rows: what fits in half the registers, and 64 where there are few of them."""
+    is_small = call.q.shape[0] * call.group <= 1024 or call.dim_v > 256 or call.k_cache.element_size() == 4
+    block_m = 16 if _is_wide(call) else 64 if is_small else 128
+    return _fit(call, block_m, 8 if block_m * call.dim_v > 8192 else 4)
+
+
+def _tile_constants(call: Call, tile: Tile) -> dict[str, int]:
+    heads = min(call.group, tile.block_m)
+    return {
+        "HEADS": heads, "HEAD_BLOCKS": -(-call.group // heads), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+
+
+def launch_decode(call: Call, workspace: Tensor | None, tile: Tile | None = None) -> None:
+    """Split-KV attention and its reduction, for as many rows at a time as the workspace holds.
+
+    workspace: fp32, contiguous, for one row at least; made with `workspace_numel` values when None. tile:
+    `decode_tile` when None.
+    """
+    tile = decode_tile(call) if tile is None else tile
+    num_rows, num_heads = call.q.shape[:2]
+    num_kv_heads, device = call.k_cache.shape[1], call.q.device
+    max_len = call.block_table.shape[1] * call.page_size
+    splits = split_count(num_heads, num_kv_heads, max_len, device, tile.min_chunk)
+    row_numel = _row_numel(num_heads, call.dim_v, splits)
+    if workspace is None:
+        numel = workspace_numel(num_rows, num_heads, num_kv_heads, call.dim_v, max_len, device)
+        workspace = torch.empty(max(numel, row_numel), dtype=torch.float32, device=device)
+    if workspace.dtype != torch.float32 or not workspace.is_contiguous() or workspace.numel() < row_numel:
+        raise ValueError(f"workspace must be contiguous fp32 of at least {row_numel} values, got {workspace.numel()}")
+    step = workspace.numel() // row_numel
+    for first in range(0, num_rows, step):
+        rows = slice(first, first + step)
+        part = replace(call, q=call.q[rows], seq_ids=call.seq_ids[rows], kv_lens=call.kv_lens[rows], out=call.out[rows])
+        _launch_splits(part, tile, splits, workspace.view(-1))
+
+
+def _launch_splits(call: Call, tile: Tile, splits: int, workspace: Tensor) -> None:
+    num_rows, num_heads = call.q.shape[:2]
+    num_lse = num_rows * num_heads * splits
+    parts, lse = workspace[: num_lse * call.dim_v], workspace[num_lse * call.dim_v :]
+    constants = _tile_constants(call, tile)
+    decode_kernel[(num_rows, call.k_cache.shape[1] * constants["HEAD_BLOCKS"], splits)](
+        call.q, call.k_cache, call.v_cache, call.block_table, call.seq_ids, call.kv_lens, parts, lse,
+        *_strides(call), *_scales(call), call.window,
+        NUM_HEADS=num_heads, MAX_SPLITS=splits, MIN_CHUNK=tile.min_chunk, **constants, **_constants(call),
+    )  # fmt: skip
+    block_d = min(128, _power_of_two(call.dim_v))
+    reduce_kernel[(num_rows, num_heads, -(-call.dim_v // block_d))](
+        parts, lse, call.kv_lens, call.sinks, call.out, call.out.stride(0), call.out.stride(1), call.window,
+        NUM_HEADS=num_heads, DV=call.dim_v, BLOCK_D=block_d, BLOCK_N=tile.block_n, MAX_SPLITS=splits,
+        SPLITS_P2=_power_of_two(splits), MIN_CHUNK=tile.min_chunk, HAS_SINKS=call.sinks is not None,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def launch_prefill(call: Call, tile: Tile | None = None) -> None:
+    """Attention of tiles of rows. The rows of one sequence should lie side by side: each run of them is read apart.
+
+    tile: `prefill_tile` when None.
+    """
+    num_rows, num_kv_heads = call.q.shape[0], call.k_cache.shape[1]
+    constants = _tile_constants(call, prefill_tile(call) if tile is None else tile)
+    tokens = constants["BLOCK_M"] // constants["HEADS"]
+    num_seqs = call.block_table.shape[0]
+    # One run is sure with one sequence or one row per tile. A tile rarely holds more runs than shares: they take turns.
+    shares = 1 if num_seqs == 1 else min(tokens, num_seqs + 1, MAX_SHARES)
+    out = call.out
+    prefill_kernel[(-(-num_rows // tokens), num_kv_heads * constants["HEAD_BLOCKS"], shares)](
+        call.q, call.k_cache, call.v_cache, call.block_table, call.seq_ids, call.kv_lens, call.sinks, out,
+        *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.window, num_rows,
+        TOKENS=tokens, SHARES=shares, HAS_SINKS=call.sinks is not None, **constants, **_constants(call),
+    )  # fmt: skip

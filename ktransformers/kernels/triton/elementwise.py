@@ -1,0 +1,173 @@
+"""Row-wise kernels on the GPU: RMSNorm, activations. Knows tensors; not modules or caches.
+
+Inputs and outputs are fp16, bf16 or fp32 on one device, the last dimension contiguous; arithmetic is fp32 with one
+rounding at the end. Grids depend on shapes only. A wrong argument raises TypeError or ValueError that names it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.native import Activation, ActivationSpec
+from ktransformers.kernels.triton.runtime import jit, tl
+
+__all__ = ["activate", "add_rms_norm", "check_float", "rms_norm", "silu_mul"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_float(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+    """Raise TypeError or ValueError unless `tensor` is a float of `shape` (None: any size) with contiguous rows."""
+    if tensor.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be fp16, bf16 or fp32, got {tensor.dtype}")
+    is_fit = tensor.dim() == len(shape) and all(w is None or w == n for n, w in zip(tensor.shape, shape, strict=True))
+    if not is_fit:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"the last dimension of {name} must be contiguous, got strides {tensor.stride()}")
+
+
+@jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_row, residual_row, out_row, sum_row, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,): one row. ADDS: the residual is added first and the sum, as it is stored, is what is normalized."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    x = tl.load(x_ptr + row * x_row + columns, mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(residual_ptr + row * residual_row + columns, mask=mask, other=0.0).to(tl.float32)
+        stored = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * sum_row + columns, stored, mask=mask)
+        x = stored.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * out_row + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _block(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _launch_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor | None
+) -> None:
+    rows, width = x.shape
+    if rows == 0:
+        return
+    block = _block(width)
+    strides = [0 if each is None else each.stride(0) for each in (x, residual, out, total)]
+    _rms_norm_kernel[(rows,)](
+        x, residual, weight, out, total, *strides, float(eps),
+        WIDTH=width, BLOCK=block, ADDS=residual is not None, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps), row by row (Zhang and Sennrich 2019).
+
+    x: [T, H], any row stride. weight: [H]. out: [T, H], made like x when None; may be x.
+    """
+    check_float("x", x, (None, None))
+    check_float("weight", weight, (x.shape[1],))
+    result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    check_float("out", result, tuple(x.shape))
+    _launch_norm(x, None, weight, eps, result, None)
+    return result
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(sum), sum) with sum = x + residual, rounded to the type of `residual_out` before it is normalized.
+
+    x, residual: [T, H]. weight: [H]. out: made like x when None; may be x. residual_out: made like residual when
+    None; may be residual, which makes the addition in place.
+    """
+    check_float("x", x, (None, None))
+    check_float("residual", residual, tuple(x.shape))
+    check_float("weight", weight, (x.shape[1],))
+    result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    total = torch.empty_like(residual, memory_format=torch.contiguous_format) if residual_out is None else residual_out
+    check_float("out", result, tuple(x.shape))
+    check_float("residual_out", total, tuple(x.shape))
+    _launch_norm(x, residual, weight, eps, result, total)
+    return result, total
+
+
+@jit
+def _tanh(x):
+    small = tl.exp2(tl.abs(x) * -2.8853900817779268)  # exp(-2 |x|)
+    return tl.where(x < 0.0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
+
+
+@jit
+def _activation_kernel(
+    gate_ptr, up_ptr, out_ptr, gate_row, up_row, out_row, alpha, limit,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_GATE: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, cdiv(WIDTH, BLOCK)): BLOCK columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    up = tl.load(up_ptr + row * up_row + columns, mask=mask, other=0.0).to(tl.float32)
+    x = up
+    if HAS_GATE:
+        x = tl.load(gate_ptr + row * gate_row + columns, mask=mask, other=0.0).to(tl.float32)
+    if KIND == "SILU":
+        y = x * tl.sigmoid(x)
+    elif KIND == "GELU":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "GELU_TANH":
+        y = 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif KIND == "RELU":
+        y = tl.maximum(x, 0.0)
+    elif KIND == "RELU2":
+        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    elif KIND == "SIGMOID":
+        y = tl.sigmoid(x)
+    else:
+        x = tl.minimum(x, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        y = x * tl.sigmoid(alpha * x)
+    if HAS_GATE:
+        y *= up
+    tl.store(out_ptr + row * out_row + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def activate(spec: ActivationSpec, gate: Tensor | None, up: Tensor, out: Tensor | None = None) -> Tensor:
+    """act(gate) * up, or act(up) when gate is None, as `native.activate`.
+
+    gate, up: [T, I], any row stride, so both may be halves of one [T, 2 I]. out: [T, I], made like up when None; may
+    be gate or up.
+    """
+    check_float("up", up, (None, None))
+    if gate is not None:
+        check_float("gate", gate, tuple(up.shape))
+    elif spec.kind is Activation.SWIGLU_OAI:
+        raise ValueError("SWIGLU_OAI needs a gate")
+    result = torch.empty_like(up, memory_format=torch.contiguous_format) if out is None else out
+    check_float("out", result, tuple(up.shape))
+    rows, width = up.shape
+    if result.numel() == 0:
+        return result
+    block = min(1024, _block(width))
+    _activation_kernel[(rows, -(-width // block))](
+        gate, up, result, 0 if gate is None else gate.stride(0), up.stride(0), result.stride(0),
+        float(spec.alpha), float(spec.limit),
+        WIDTH=width, BLOCK=block, KIND=spec.kind.name, HAS_GATE=gate is not None, num_warps=max(1, block // 256),
+    )  # fmt: skip
+    return result
+
+
+def silu_mul(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up; see `activate`."""
+    return activate(ActivationSpec(Activation.SILU), gate, up, out)

@@ -1,0 +1,178 @@
+"""Norms, activations, rotation and cache writes of the GPU against fp64 torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from ktransformers.kernels import reference
+from ktransformers.kernels.native import Activation, ActivationSpec
+from ktransformers.kernels.triton.elementwise import activate, add_rms_norm, rms_norm, silu_mul
+from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
+from ktransformers.operators.mla import rotate
+
+# One rounding to the output's type (half a unit of 2^-10 or 2^-7 relative); fp32 sums of some thousand terms.
+RELATIVE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def close(out, want, absolute=1e-5):
+    torch.testing.assert_close(out.double().cpu(), want.double().cpu(), rtol=RELATIVE[out.dtype], atol=absolute)
+
+
+def normal(*shape, dtype=torch.float32, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 48, 2880, 7168])
+def test_rms_norm(width, dtype, device):
+    x = normal(3, width + 8, dtype=dtype, device=device)[:, :width]
+    weight = normal(width, dtype=dtype, device=device, seed=1)
+    out = rms_norm(x, weight, 1e-5)
+    close(out, reference.rms_norm(x.cpu(), weight.cpu(), 1e-5))
+    assert rms_norm(x[:0], weight, 1e-5).shape == (0, width)
+    assert rms_norm(x, weight, 1e-5, out=x) is x
+    close(x, out)  # other strides may be summed in another order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_add_rms_norm(dtype, device):
+    x, residual = (normal(3, 96, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
+    weight = normal(96, dtype=dtype, device=device, seed=2)
+    out, total = add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, (x.float() + residual.float()).to(dtype))
+    close(out, reference.rms_norm(total.cpu(), weight.cpu(), 1e-6))
+    again, same = add_rms_norm(x, residual, weight, 1e-6, out=x, residual_out=residual)
+    assert again is x
+    assert same is residual
+    assert torch.equal(x, out)
+    assert torch.equal(residual, total)
+
+
+def oracle(kind, x):
+    return {
+        Activation.SILU: functional.silu,
+        Activation.GELU: functional.gelu,
+        Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+        Activation.RELU: functional.relu,
+        Activation.RELU2: lambda x: functional.relu(x) ** 2,
+        Activation.SIGMOID: torch.sigmoid,
+    }[kind](x)
+
+
+@pytest.mark.parametrize("kind", list(Activation), ids=lambda k: k.name)
+def test_activations(kind, device):
+    fused = 4 * normal(3, 2 * 1100, device=device)
+    gate, up = fused[:, :1100], fused[:, 1100:]
+    spec = ActivationSpec(kind)
+    wide_gate, wide_up = gate.double().cpu(), up.double().cpu()
+    if kind is Activation.SWIGLU_OAI:
+        clamped = wide_gate.clamp(max=7.0)
+        want = clamped * torch.sigmoid(1.702 * clamped) * (wide_up.clamp(-7.0, 7.0) + 1)
+        with pytest.raises(ValueError, match="needs a gate"):
+            activate(spec, None, up)
+    else:
+        want = oracle(kind, wide_gate) * wide_up
+        close(activate(spec, None, up), oracle(kind, wide_up))
+    # The tanh form loses relative precision where 1 + tanh is near 0: 2^-24 times |x * up| absolute.
+    close(activate(spec, gate, up), want, absolute=2e-5)
+
+
+def test_silu_mul_in_half_precision_and_in_place(device):
+    gate, up = (normal(2, 96, dtype=torch.bfloat16, device=device, seed=seed) for seed in (0, 1))
+    want = functional.silu(gate.double()) * up.double()
+    assert silu_mul(gate, up, out=gate) is gate
+    close(gate, want)
+    assert silu_mul(gate[:0], up[:0]).shape == (0, 96)
+
+
+def head_norm(x, weight, eps):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def rotated(x, cos, sin, rotary, is_interleaved):
+    turned = rotate(x[..., :rotary], cos.double(), sin.double(), is_interleaved)
+    return torch.cat((turned, x[..., rotary:]), dim=-1)
+
+
+@pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("is_interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dim_v", "rotary"), [(8, 2, 64, 64, 64), (5, 5, 80, 48, 32), (6, 1, 96, 96, 96)]
+)
+def test_rope_to_cache(heads, kv_heads, dim, dim_v, rotary, is_interleaved, has_norm, device):
+    rows, eps = 3, 1e-6
+    fused = normal(rows, heads + kv_heads, dim, device=device)
+    q, k, v = fused[:, :heads], fused[:, heads:], normal(rows, kv_heads, dim_v, device=device, seed=1)
+    angles = normal(7, rotary // 2, seed=2)
+    cos, sin = angles.cos(), angles.sin()
+    positions = torch.tensor([6, 0, 3])
+    slots = torch.tensor([4, -1, 0], dtype=torch.int32)
+    weights = (normal(dim, device=device, seed=3), normal(dim, device=device, seed=4)) if has_norm else None
+    # Kernels may turn the cos and sin of a table of [N, P] whose halves repeat.
+    tables = (torch.cat((cos, cos), 1).to(device), torch.cat((sin, sin), 1).to(device))
+    k_cache = torch.full((6, kv_heads, dim), 9.0, device=device)
+    v_cache = torch.full((6, kv_heads, dim_v), 9.0, device=device)
+    options = {"rotary_dim": rotary, "is_interleaved": is_interleaved, "norm_weights": weights, "eps": eps}
+    out = rope_to_cache(q, k, v, *tables, k_cache, v_cache, slots.to(device), positions=positions.to(device), **options)
+    wide_q, wide_k = q.double().cpu(), k.double().cpu()
+    if weights is not None:
+        wide_q, wide_k = head_norm(wide_q, weights[0].cpu(), eps), head_norm(wide_k, weights[1].cpu(), eps)
+    cos, sin = cos[positions], sin[positions]
+    close(out, rotated(wide_q, cos, sin, rotary, is_interleaved))
+    want_k, want_v = torch.full((6, kv_heads, dim), 9.0).double(), torch.full((6, kv_heads, dim_v), 9.0)
+    for row in (0, 2):
+        want_k[slots[row]] = rotated(wide_k, cos, sin, rotary, is_interleaved)[row]
+        want_v[slots[row]] = v[row].cpu()
+    close(k_cache, want_k)
+    assert torch.equal(v_cache.cpu(), want_v)
+    # One row of cos and sin per row, half precision caches.
+    halves = (k_cache.half(), v_cache.half())
+    again = rope_to_cache(q, k, v, cos.to(device), sin.to(device), *halves, slots.to(device).long(), **options)
+    close(again, out)
+    close(halves[0][slots[0]], k_cache[slots[0]].half())
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True], ids=["half", "interleaved"])
+def test_latent_to_cache(is_interleaved, device):
+    rows, heads, rank, rotary, eps = 3, 20, 48, 16, 1e-6
+    absorbed = torch.full((rows, heads, rank + rotary), 9.0, device=device)
+    q = normal(rows, heads, 8 + rotary, device=device)[..., 8:]
+    compressed = normal(rows, rank + rotary, device=device, seed=1)
+    weight = normal(rank, device=device, seed=2)
+    angles = normal(rows, rotary // 2, device=device, seed=3)
+    cos, sin = angles.cos(), angles.sin()
+    cache = torch.full((5, 1, rank + rotary), 9.0, device=device)
+    slots = torch.tensor([3, -1, 1], device=device)
+    latent_to_cache(
+        q, compressed, weight, eps, cos, sin, cache, slots, is_interleaved=is_interleaved, q_out=absorbed[..., rank:]
+    )
+    wide = compressed.double()
+    close(absorbed[..., rank:], rotate(q.double(), cos.double(), sin.double(), is_interleaved))
+    assert bool((absorbed[..., :rank] == 9.0).all())
+    key = rotate(wide[:, None, rank:], cos.double(), sin.double(), is_interleaved)[:, 0]
+    want = torch.full((5, 1, rank + rotary), 9.0).double().to(device)
+    for row in (0, 2):
+        want[slots[row], 0] = torch.cat((head_norm(wide[row, :rank], weight, eps), key[row]))
+    close(cache, want)
+
+
+def test_bad_arguments_are_named(device):
+    x = normal(2, 8, device=device)
+    with pytest.raises(ValueError, match="weight must have shape"):
+        rms_norm(x, x[0, :4], 1e-6)
+    with pytest.raises(TypeError, match="x must be fp16"):
+        rms_norm(x.long(), x[0], 1e-6)
+    with pytest.raises(ValueError, match="last dimension of x"):
+        rms_norm(x.t(), x[0, :2], 1e-6)
+    with pytest.raises(ValueError, match="residual must have shape"):
+        add_rms_norm(x, x[:1], x[0], 1e-6)
+    q, table, ids = normal(2, 1, 8, device=device), normal(2, 4, device=device), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="rotary_dim must be even"):
+        rope_to_cache(q, q, q, table, table, q, q, ids.to(device), rotary_dim=3)
+    with pytest.raises(ValueError, match=r"cos .* must have 2 rows of 4 angles"):
+        rope_to_cache(q, q, q, table[:1], table[:1], q, q, ids.to(device))
+    with pytest.raises(TypeError, match="slot_mapping must be int32"):
+        rope_to_cache(q, q, q, table, table, q, q, ids.to(device).float())

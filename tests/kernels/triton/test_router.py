@@ -1,0 +1,103 @@
+"""The router of the GPU against plain torch in fp64, as the model code of transformers has it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ktransformers.kernels.triton.router import RouterSpec, topk_router
+
+
+def oracle(logits, spec, bias=None):
+    """Stable sorts, so that the lower index wins between equals."""
+    wide = logits.double()
+    scores = torch.softmax(wide, -1) if spec.scoring == "softmax" else torch.sigmoid(wide)
+    choice = scores if bias is None else scores + bias.double()
+    if spec.topk_groups < spec.num_groups:
+        groups = choice.view(len(logits), spec.num_groups, -1)
+        best = groups.amax(-1) if spec.group_score == "max" else groups.topk(2, dim=-1)[0].sum(-1)
+        chosen = best.sort(dim=-1, descending=True, stable=True)[1][:, : spec.topk_groups]
+        keep = torch.zeros_like(best).scatter_(1, chosen, 1).bool()
+        choice = groups.masked_fill(~keep[:, :, None], float("-inf")).reshape(choice.shape)
+    ids = choice.sort(dim=-1, descending=True, stable=True)[1][:, : spec.top_k]
+    weights = scores.gather(1, ids)
+    if spec.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, (weights * spec.scaling).float()
+
+
+SPECS = {
+    "qwen3": (128, RouterSpec(8)),
+    "qwen2": (60, RouterSpec(4, renormalize=False)),
+    "mixtral": (8, RouterSpec(2)),
+    "deepseek_v2": (
+        160,
+        RouterSpec(6, num_groups=8, topk_groups=3, group_score="max", renormalize=False, scaling=16.0),
+    ),
+    "deepseek_v3": (256, RouterSpec(8, "sigmoid", num_groups=8, topk_groups=4, scaling=2.5)),
+    "glm4": (96, RouterSpec(8, "sigmoid", scaling=1.5)),
+    "one": (7, RouterSpec(1)),
+    "all": (5, RouterSpec(5)),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_families(name, device):
+    num_experts, spec = SPECS[name]
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, num_experts, generator=generator)
+    bias = 0.1 * torch.randn(num_experts, generator=generator) if spec.scoring == "sigmoid" else None
+    ids, weights = topk_router(logits.to(device), spec, None if bias is None else bias.to(device))
+    want_ids, want_weights = oracle(logits, spec, bias)
+    assert torch.equal(ids.cpu(), want_ids)
+    torch.testing.assert_close(weights.cpu(), want_weights, rtol=1e-5, atol=1e-6)  # fp32 sums of up to 256 terms
+
+
+def test_ties_go_to_the_lower_index(device):
+    logits = torch.zeros(3, 12)
+    logits[1, 5:9] = 1.0
+    logits[2] = torch.tensor([0.0, 2.0] * 6)
+    ids, weights = topk_router(logits.to(device), RouterSpec(3))
+    assert ids.tolist() == [[0, 1, 2], [5, 6, 7], [1, 3, 5]]
+    torch.testing.assert_close(weights.cpu(), torch.full((3, 3), 1 / 3))
+    grouped = RouterSpec(3, "sigmoid", num_groups=4, topk_groups=2)
+    assert topk_router(logits.to(device), grouped)[0].tolist() == [[0, 1, 2], [5, 6, 7], [3, 5, 9]]
+
+
+def test_half_precision_given_memory_and_strides(device):
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(1)).half()
+    memory = torch.full((4, 6), -1, dtype=torch.int32, device=device)
+    scores = torch.full((4, 6), -1.0, device=device)
+    ids, weights = topk_router(logits.to(device)[:, :24], RouterSpec(4), ids=memory[:, :4], weights=scores[:, :4])
+    want_ids, want_weights = oracle(logits[:, :24], RouterSpec(4))
+    assert torch.equal(ids.long().cpu(), want_ids)
+    torch.testing.assert_close(weights.cpu(), want_weights, rtol=1e-5, atol=1e-6)
+    assert bool((memory[:, 4:] == -1).all())
+    assert bool((scores[:, 4:] == -1).all())
+    assert topk_router(logits[:0].to(device), RouterSpec(4))[0].shape == (0, 4)
+
+
+@pytest.mark.parametrize("spec", [RouterSpec(4), RouterSpec(4, "sigmoid", num_groups=4, topk_groups=2)], ids=str)
+def test_ids_stay_distinct_and_in_range_whatever_the_logits_are(spec, device):
+    logits = torch.zeros(3, 16)
+    logits[0, 3], logits[1], logits[2, :14] = float("nan"), float("-inf"), float("-inf")
+    ids, _ = topk_router(logits.to(device), spec)
+    for row in ids.tolist():
+        assert len(set(row)) == 4
+        assert set(row) <= set(range(16))
+
+
+def test_bad_arguments_are_named(device):
+    logits = torch.zeros(2, 12, device=device)
+    with pytest.raises(ValueError, match="12 experts do not make 5 groups"):
+        topk_router(logits, RouterSpec(2, num_groups=5))
+    with pytest.raises(ValueError, match="exceeds the 3 experts"):
+        topk_router(logits, RouterSpec(4, num_groups=4))
+    with pytest.raises(ValueError, match="topk_groups 3 of 2"):
+        RouterSpec(2, num_groups=2, topk_groups=3)
+    with pytest.raises(ValueError, match="ids must have shape"):
+        topk_router(logits, RouterSpec(2), ids=torch.zeros(2, 3, dtype=torch.int64, device=device))
+    with pytest.raises(TypeError, match="weights fp32"):
+        topk_router(logits, RouterSpec(2), weights=torch.zeros(2, 2, dtype=torch.float16, device=device))
+    with pytest.raises(ValueError, match="bias must have shape"):
+        topk_router(logits, RouterSpec(2), logits[0, :3])
