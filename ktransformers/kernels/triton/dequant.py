@@ -1,0 +1,272 @@
+"""Weights of ggml's block formats inside Triton kernels: from stored bits to numbers in registers.
+
+Two layouts: `packed` (packing.py, fast: aligned words, neighbouring rows side by side) and ggml's own (byte by byte,
+for what packing does not take). Matrices are [N rows, K columns]; tiles here are [columns or words, rows], rows
+fastest, as the packed planes lie. Every format is `w = s * u - m` with an unsigned integer u and a scale and a minimum
+per 16 or 32 columns. The packed path puts u into the mantissa of a float 1 + u / 2^p, so that the integer never has to
+be converted: w = (1 + u / 2^p) (2^p s) - (2^p s + m), with p at most 8, off by less than 2^-14 |s| for its roundings.
+Knows the bits of the formats; does not know matrix products or experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.quant import QuantType, row_bytes
+from ktransformers.kernels.triton.packing import GPU_TYPES, packed_nbytes
+from ktransformers.kernels.triton.runtime import constant, jit, tl, triton
+
+__all__ = ["ONE", "check_matrix", "dequantize"]
+
+#: The bits of 1.0 in fp32: argument `one` of the kernels.
+ONE = 0x3F800000
+
+# ggml's numbers of the types: constants of the kernels (Triton reads a global only as a constexpr).
+Q4_0 = constant(int(QuantType.Q4_0))
+Q8_0 = constant(int(QuantType.Q8_0))
+Q4_K = constant(int(QuantType.Q4_K))
+Q5_K = constant(int(QuantType.Q5_K))
+Q6_K = constant(int(QuantType.Q6_K))
+
+
+@jit
+def shifted(x, amount: tl.constexpr):
+    """x << amount, or x >> -amount."""
+    if amount >= 0:
+        return x << amount
+    return x >> (-amount)
+
+
+@jit
+def half_bits(x):
+    """The low 16 bits of an int32 as fp16, widened."""
+    return (x & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def quant_words(base, j, n, mask, TYPE: tl.constexpr, N: tl.constexpr):
+    """The stored words of columns 8 j .. 8 j + 7: one of 8 nibbles, or for Q8_0 two of 4 bytes."""
+    words = base.to(tl.pointer_type(tl.int32))
+    if TYPE == Q8_0:
+        low = tl.load(words + (2 * j) * N + n, mask=mask, other=0)
+        high = tl.load(words + (2 * j + 1) * N + n, mask=mask, other=0)
+        return low ^ -2139062144, high ^ -2139062144  # 0x80808080: signed bytes become q + 128
+    low = tl.load(words + j * N + n, mask=mask, other=0)
+    return low, low
+
+
+@jit
+def high_words(base, h, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    """Word h of the plane of high bits (Q5_K: 32 columns each; Q6_K: 16)."""
+    words = (base + K // 2 * N).to(tl.pointer_type(tl.int32))
+    return tl.load(words + h * N + n, mask=mask, other=0)
+
+
+@jit
+def scales(base, g, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    """s and m of scale group g (16 columns of Q6_K, 32 of the others), fp32."""
+    if TYPE == Q4_K or TYPE == Q5_K:
+        at: tl.constexpr = K // 2 * N + (K // 8 * N if TYPE == Q5_K else 0)
+        dm = tl.load((base + at).to(tl.pointer_type(tl.int32)) + (g // 8) * N + n, mask=mask, other=0)
+        sm = tl.load((base + at + K // 64 * N).to(tl.pointer_type(tl.int16)) + g * N + n, mask=mask, other=0)
+        sm = sm.to(tl.int32)
+        s = half_bits(dm) * (sm & 255).to(tl.float32)
+        return s, half_bits(dm >> 16) * ((sm >> 8) & 255).to(tl.float32)
+    if TYPE == Q6_K:
+        at6: tl.constexpr = K // 4 * 3 * N
+        sc = tl.load((base + at6).to(tl.pointer_type(tl.int8)) + g * N + n, mask=mask, other=0)
+        d6 = tl.load(
+            (base + at6 + K // 16 * N).to(tl.pointer_type(tl.float16)) + (g // 16) * N + n, mask=mask, other=0.0
+        )
+        s6 = d6.to(tl.float32) * sc.to(tl.float32)
+        return s6, 32.0 * s6
+    at0: tl.constexpr = K * N if TYPE == Q8_0 else K // 2 * N
+    d = tl.load((base + at0).to(tl.pointer_type(tl.float16)) + g * N + n, mask=mask, other=0.0).to(tl.float32)
+    return d, (128.0 if TYPE == Q8_0 else 8.0) * d
+
+
+@jit
+def one_plus(low, high, extra, one, i: tl.constexpr, v: tl.constexpr, TYPE: tl.constexpr):
+    """1 + u / 2^p of column 8 v + i of 32, from the words (low, high) of column 8 v and the word of its high bits.
+
+    2^p is `unit(i, TYPE)`. one: 0x3F800000, the bits of 1.0, as a kernel argument: a value that the compiler does not
+    know lies in a register, and one LOP3 does both the mask and the exponent.
+    """
+    if TYPE == Q8_0:
+        bits = (shifted(low, 15 - 8 * i) if i < 4 else shifted(high, 15 - 8 * (i - 4))) & 0x7F8000
+    elif TYPE == Q5_K:
+        bits = (shifted(low, 15 - 4 * i) & 0x78000) | (shifted(extra, 19 - 8 * v - i) & 0x80000)
+    elif TYPE == Q6_K:
+        bits = (shifted(low, 15 - 4 * i) & 0x78000) | (shifted(extra, 19 - 16 * (v % 2) - 2 * i) & 0x180000)
+    else:  # one shift for two nibbles
+        bits = shifted(low, 15 - 8 * (i // 2)) & (0x78000 if i % 2 == 0 else 0x780000)
+    return (bits | one).to(tl.float32, bitcast=True)
+
+
+@jit
+def unit(i: tl.constexpr, TYPE: tl.constexpr):
+    return 16.0 if i % 2 == 1 and (TYPE == Q4_K or TYPE == Q4_0) else 256.0
+
+
+@jit
+def weight(low, high, extra, s, m, one, i: tl.constexpr, TYPE: tl.constexpr):
+    """Column i of the 8 of a word, fp32; `extra` begins with its high bits."""
+    scaled = unit(i, TYPE) * s
+    return one_plus(low, high, extra, one, i, 0, TYPE) * scaled - (scaled + m)
+
+
+@jit
+def packed_tile(base, j0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
+                DTYPE: tl.constexpr):  # fmt: skip
+    """Columns 8 j0 .. 8 j0 + BK - 1 (a multiple of 32) of the rows n [1, BN] -> [BK, BN] of DTYPE. mask: [1, BN]."""
+    j = j0 + tl.arange(0, BK // 8)[:, None]
+    if K % BK != 0:
+        mask = mask & (j < K // 8)
+    low, high = quant_words(base, j, n, mask, TYPE, N)
+    extra = low
+    if TYPE == Q5_K:
+        extra = high_words(base, j // 4, n, mask, TYPE, K, N) >> (8 * (j % 4))
+    if TYPE == Q6_K:
+        extra = high_words(base, j // 2, n, mask, TYPE, K, N) >> (16 * (j % 2))
+    s, m = scales(base, j // 2 if TYPE == Q6_K else j // 4, n, mask, TYPE, K, N)
+    a = tl.join(
+        weight(low, high, extra, s, m, one, 0, TYPE).to(DTYPE), weight(low, high, extra, s, m, one, 4, TYPE).to(DTYPE)
+    )
+    b = tl.join(
+        weight(low, high, extra, s, m, one, 2, TYPE).to(DTYPE), weight(low, high, extra, s, m, one, 6, TYPE).to(DTYPE)
+    )
+    c = tl.join(
+        weight(low, high, extra, s, m, one, 1, TYPE).to(DTYPE), weight(low, high, extra, s, m, one, 5, TYPE).to(DTYPE)
+    )
+    d = tl.join(
+        weight(low, high, extra, s, m, one, 3, TYPE).to(DTYPE), weight(low, high, extra, s, m, one, 7, TYPE).to(DTYPE)
+    )
+    tile = tl.join(tl.join(a, b), tl.join(c, d))  # [BK / 8, BN, bit 2, bit 1, bit 0 of i]
+    return tl.reshape(tl.permute(tile, (0, 2, 3, 4, 1)), (BK, n.shape[1]))
+
+
+@jit
+def load_byte(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0).to(tl.int32)
+
+
+@jit
+def load_half(pointer, mask):
+    """fp16 at any even address."""
+    return tl.load(pointer.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def raw_k(row, k, mask, TYPE: tl.constexpr):
+    """Element k of a Q4_K or Q5_K row, in the order of operations of gguf.quants."""
+    size: tl.constexpr = 144 if TYPE == Q4_K else 176
+    block = row + (k // 256) * size
+    sub, i = k % 256 // 32, k % 32
+    first = load_byte(block + 4 + sub, mask & (sub < 4)) & 63
+    second = load_byte(block + 8 + sub, mask & (sub < 4)) & 63
+    third = load_byte(block + 8 + sub, mask & (sub >= 4))
+    sc = tl.where(sub < 4, first, (third & 15) | ((load_byte(block + sub, mask & (sub >= 4)) >> 6) << 4))
+    mn = tl.where(sub < 4, second, (third >> 4) | ((load_byte(block + 4 + sub, mask & (sub >= 4)) >> 6) << 4))
+    q = (load_byte(block + size - 128 + 32 * (sub // 2) + i, mask) >> (4 * (sub % 2))) & 15
+    if TYPE == Q5_K:
+        q += ((load_byte(block + 16 + i, mask) >> sub) & 1) << 4
+    s = load_half(block, mask) * sc.to(tl.float32)
+    return s * q.to(tl.float32) - load_half(block + 2, mask) * mn.to(tl.float32)
+
+
+@jit
+def raw_value(row, k, mask, TYPE: tl.constexpr):
+    """Element k of a row in ggml's layout, fp32. row, k, mask: of shapes that broadcast."""
+    if TYPE == Q4_K or TYPE == Q5_K:
+        return raw_k(row, k, mask, TYPE)
+    if TYPE == Q6_K:
+        block = row + (k // 256) * 210
+        half, part, i = k % 256 // 128, k % 128 // 32, k % 32
+        low = (load_byte(block + 64 * half + 32 * (part % 2) + i, mask) >> (4 * (part // 2))) & 15
+        high = (load_byte(block + 128 + 32 * half + i, mask) >> (2 * part)) & 3
+        sc = load_byte((block + 192 + k % 256 // 16).to(tl.pointer_type(tl.int8)), mask)
+        return load_half(block + 208, mask) * sc.to(tl.float32) * ((low | (high << 4)) - 32).to(tl.float32)
+    if TYPE == Q8_0:
+        block8 = row + (k // 32) * 34
+        q8 = load_byte((block8 + 2 + k % 32).to(tl.pointer_type(tl.int8)), mask)
+        return load_half(block8, mask) * q8.to(tl.float32)
+    block4 = row + (k // 32) * 18
+    q4 = (load_byte(block4 + 2 + k % 16, mask) >> (4 * (k % 32 // 16))) & 15
+    return load_half(block4, mask) * (q4 - 8).to(tl.float32)
+
+
+@jit
+def raw_row_bytes(TYPE: tl.constexpr, K: tl.constexpr):
+    """Bytes of a row in ggml's layout."""
+    if TYPE == Q4_K:
+        return K // 256 * 144
+    if TYPE == Q5_K:
+        return K // 256 * 176
+    if TYPE == Q6_K:
+        return K // 256 * 210
+    return K // 32 * (34 if TYPE == Q8_0 else 18)
+
+
+@jit
+def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, PACKED: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+                BK: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Columns k0 .. k0 + BK - 1 of the rows n [1, BN] as [BK, BN] of DTYPE; zero where masked or past K.
+
+    base: uint8 pointer to the matrix. mask: [1, BN]. BK: a multiple of 32; k0 a multiple of BK.
+    """
+    if PACKED:
+        return packed_tile(base, k0 // 8, n, mask, one, TYPE, K, N, BK, DTYPE)
+    k = k0 + tl.arange(0, BK)[:, None]
+    row = base + n.to(tl.int64) * raw_row_bytes(TYPE, K)
+    return raw_value(row, k, mask & (k < K), TYPE).to(DTYPE)
+
+
+@jit
+def _dequantize_kernel(base, out, one, TYPE: tl.constexpr, PACKED: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+                       BN: tl.constexpr):  # fmt: skip
+    n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+    mask = n < N
+    k0 = tl.program_id(0) * 32
+    tile = weight_tile(base, k0, n, mask, one, TYPE, PACKED, K, N, 32, tl.float32)
+    k = k0 + tl.arange(0, 32)[:, None]
+    tl.store(out + n.to(tl.int64) * K + k, tile.to(out.dtype.element_ty), mask=mask & (k < K))
+
+
+def check_matrix(weight: Tensor, qtype: QuantType, rows: int, cols: int, packed: bool, matrices: int = 1) -> None:
+    """Check the bytes of one matrix [rows, cols] or of many.
+
+    Raises TypeError or ValueError that names what is wrong: type, dtype, size, strides, a matrix of 2 GiB or more.
+    """
+    if qtype not in GPU_TYPES:
+        names = ", ".join(sorted(t.name for t in GPU_TYPES))
+        raise ValueError(f"weight is {qtype.name}, which has no GPU kernel; transcode it to one of {names}")
+    if weight.dtype != torch.uint8:
+        raise TypeError(f"weight must be uint8, got {weight.dtype}")
+    nbytes = packed_nbytes(qtype, rows, cols) if packed else rows * row_bytes(qtype, cols)
+    if weight.numel() != matrices * nbytes or not weight.is_contiguous():
+        raise ValueError(
+            f"weight must be {matrices} contiguous matrices of {nbytes} bytes, got {tuple(weight.shape)} "
+            f"with strides {weight.stride()}"
+        )
+    if nbytes >= 2**31 or rows * cols >= 2**31:
+        raise ValueError(f"a matrix [{rows}, {cols}] of {nbytes} bytes is too large for 32-bit offsets")
+
+
+def dequantize(
+    raw: Tensor, qtype: QuantType, rows: int, cols: int, out: Tensor | None = None, *, packed: bool = False
+) -> Tensor:
+    """A matrix as numbers: [rows, cols], of `out`'s dtype (fp32, fp16 or bf16; fp32 when None).
+
+    raw: uint8, in ggml's layout or, with `packed`, as `packing.repack` leaves it. Equal to `gguf.quants.dequantize` in
+    ggml's layout up to one rounding of the output type (and |s| 2^-14 with `packed`: see above).
+    """
+    check_matrix(raw, qtype, rows, cols, packed)
+    if out is None:
+        out = torch.empty(rows, cols, dtype=torch.float32, device=raw.device)
+    if out.shape != (rows, cols) or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous [{rows}, {cols}], got {tuple(out.shape)}")
+    if rows and cols:
+        grid = (triton.cdiv(cols, 32), triton.cdiv(rows, 64))
+        _dequantize_kernel[grid](raw, out, ONE, int(qtype), packed, cols, rows, BN=64, num_warps=4)
+    return out
