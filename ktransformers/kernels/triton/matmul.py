@@ -2,8 +2,8 @@
 
 Two ways to multiply. `vector_tile` is for few rows of x and packed weights: every lane unpacks words of its own rows
 and multiplies them with activations that are the same for all lanes; no shared memory, no barrier inside the loop;
-bound by memory. `dot_tile` is for many rows, and for any weights: a tile of weights is dequantized in registers and goes
-through the tensor cores. Both accumulate in fp32. Knows dequant.py; does not know grids, bias, experts.
+bound by memory. `dot_tile` is for many rows, and for any weights: a tile of weights is dequantized in registers and
+goes through the tensor cores. Both accumulate in fp32. Knows dequant.py; does not know grids, bias, experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ktransformers.kernels.triton.dequant import (
 )
 from ktransformers.kernels.triton.runtime import jit, tl
 
-__all__ = ["arrive_last", "dot_tile", "vector_tile"]
+__all__ = ["arrive_last", "dot_tile", "dot_tile_pair", "vector_row", "vector_row_pair", "vector_tile"]
 
 
 @jit
@@ -122,6 +122,56 @@ def vector_tile(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, 
 
 
 @jit
+def add_step(acc, at, base, n, live, inside, group, one, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+             EVEN: tl.constexpr):  # fmt: skip
+    """acc [KS, BN] plus the products of one row of x, at the pointers [KS, 1], with groups of 32 columns of W."""
+    WORDS: tl.constexpr = 2 if TYPE == Q6_K else 4  # of one scale
+    for part in tl.static_range(4 // WORDS):
+        index = group * (4 // WORDS) + part
+        s, m = scales(base, index, n, live, TYPE, K, N)
+        extra = s
+        if TYPE == Q5_K or TYPE == Q6_K:
+            extra = high_words(base, index, n, live, TYPE, K, N)
+        sums = no_sums(acc.shape[0], acc.shape[1])
+        for word in tl.static_range(WORDS):
+            low, high = quant_words(base, 4 * group + part * WORDS + word, n, live, TYPE, N)
+            sums = add_word(sums, at + 16 * part, inside, low, high, extra, one, word, TYPE, EVEN)
+        acc = add_group(acc, sums, s, m, TYPE)
+    return acc
+
+
+@jit
+def vector_row(x, base, n, mask, one, first, last, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+               KS: tl.constexpr):  # fmt: skip
+    """`vector_tile` for one row of x: fp32 [BN]."""
+    acc = tl.zeros((KS, n.shape[1]), tl.float32)
+    EVEN: tl.constexpr = K // 32 % KS == 0
+    for step in range(first, last):
+        group = step * KS + tl.arange(0, KS)[:, None]
+        inside = group < K // 32
+        live = mask if EVEN else mask & inside
+        acc = add_step(acc, x + group * 32, base, n, live, inside, group, one, TYPE, K, N, EVEN)
+    return tl.sum(acc, axis=0)
+
+
+@jit
+def vector_row_pair(x, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
+                    N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
+    """`vector_row` with two matrices of one shape in one loop, so that the words of both are on their way at once."""
+    g = tl.zeros((KS, n.shape[1]), tl.float32)
+    u = g
+    EVEN: tl.constexpr = K // 32 % KS == 0
+    for step in range(first, last):
+        group = step * KS + tl.arange(0, KS)[:, None]
+        inside = group < K // 32
+        live = mask if EVEN else mask & inside
+        at = x + group * 32
+        g = add_step(g, at, gate, n, live, inside, group, one, GATE, K, N, EVEN)
+        u = add_step(u, at, up, n, live, inside, group, one, UP, K, N, EVEN)
+    return tl.sum(g, axis=0), tl.sum(u, axis=0)
+
+
+@jit
 def dot_tile(x_rows, x_mask, base, n, mask, one, first, last, TYPE: tl.constexpr, PACKED: tl.constexpr, K: tl.constexpr,
              N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Products [BM, BN] in fp32 over steps first .. last - 1 of BK columns.
@@ -136,6 +186,21 @@ def dot_tile(x_rows, x_mask, base, n, mask, one, first, last, TYPE: tl.constexpr
         w = weight_tile(base, step * BK, n, mask, one, TYPE, PACKED, K, N, BK, dtype)
         acc = tl.dot(x, w, acc)
     return acc
+
+
+@jit
+def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr,
+                  PACKED: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """`dot_tile` with two matrices of one shape, whose layout is one and whose types may differ."""
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    g = tl.zeros((x_rows.shape[0], n.shape[1]), tl.float32)
+    u = g
+    for step in range(first, last):
+        k = step * BK + tl.arange(0, BK)[None, :]
+        x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
+        g = tl.dot(x, weight_tile(gate, step * BK, n, mask, one, GATE, PACKED, K, N, BK, dtype), g)
+        u = tl.dot(x, weight_tile(up, step * BK, n, mask, one, UP, PACKED, K, N, BK, dtype), u)
+    return g, u
 
 
 @jit

@@ -1,0 +1,296 @@
+"""Mixture of experts on quantized weights, on CUDA: what the rule name KExpertsMarlin means.
+
+    hidden = silu(x W_gate^T) * (x W_up^T);  out[t] = sum over j of topk_weights[t, j] * (hidden W_down^T)
+
+Two paths. Few tokens with packed weights: one program per pair and tile of rows, on the vector loop (an expert that two
+tokens share is read from the L2 cache the second time); two launches. Many tokens: pairs sorted by expert (align.py),
+then tensor-core tiles over blocks of one expert. Both add a token's experts in the order of its top-k list. Experts lie
+in slots of one tensor per projection; a map from expert to slot lets a staging buffer hold a few of them. Launches
+depend on shapes alone; with `out` and a workspace nothing is allocated. Knows no router and no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.quant import QuantType, row_bytes
+from ktransformers.kernels.triton.align import AlignedPairs, expert_slot, max_blocks, moe_align
+from ktransformers.kernels.triton.dequant import ONE, check_matrix
+from ktransformers.kernels.triton.linear import check_rows, result
+from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_row, vector_row_pair
+from ktransformers.kernels.triton.packing import packed_nbytes
+from ktransformers.kernels.triton.runtime import jit, tl, triton
+
+__all__ = ["VECTOR_TOKENS", "ExpertMatrices", "MoeWorkspace", "moe"]
+
+#: Largest number of tokens for which every pair is computed on its own.
+VECTOR_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """One projection of all experts: matrices [rows, cols] one after another.
+
+    data: uint8 [S, bytes of a matrix] (or [S, rows, row_bytes]), contiguous; S slots. packed: as `packing.repack`
+    leaves them, else in ggml's layout. Raises TypeError or ValueError when sizes do not agree.
+    """
+
+    data: Tensor
+    qtype: QuantType
+    rows: int
+    cols: int
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        check_matrix(self.data, self.qtype, self.rows, self.cols, self.packed, self.slots)
+
+    @property
+    def slots(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one matrix."""
+        if self.packed:
+            return packed_nbytes(self.qtype, self.rows, self.cols)
+        return self.rows * row_bytes(self.qtype, self.cols)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWorkspace:
+    """Memory between the kernels of one call; calls that share it must run one after another on one stream.
+
+    hidden: [P, I] in x's dtype. parts: [P, H], fp32 on the vector path, x's dtype on the other.
+    counters: int32, 0 between calls. aligned: of the other path only.
+    """
+
+    hidden: Tensor
+    parts: Tensor
+    counters: Tensor
+    aligned: AlignedPairs | None
+
+    @classmethod
+    def allocate(
+        cls, x: Tensor, top_k: int, num_experts: int, up: ExpertMatrices, down: ExpertMatrices
+    ) -> MoeWorkspace:
+        """For calls with x's number of rows and dtype, on x's device."""
+        tokens = x.shape[0]
+        pairs = tokens * top_k
+        vector = uses_vector_path(tokens, up, down)
+        hidden = torch.empty(pairs, up.rows, dtype=x.dtype, device=x.device)
+        parts = torch.empty(pairs, down.rows, dtype=torch.float32 if vector else x.dtype, device=x.device)
+        counters = torch.zeros(tokens * triton.cdiv(down.rows, 64) if vector else 1, dtype=torch.int32, device=x.device)
+        block = block_rows(pairs, num_experts)
+        aligned = None if vector else AlignedPairs.allocate(pairs, num_experts, block, x.device)
+        return cls(hidden, parts, counters, aligned)
+
+
+def uses_vector_path(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> bool:
+    return tokens <= VECTOR_TOKENS and up.packed and down.packed
+
+
+def block_rows(pairs: int, num_experts: int) -> int:
+    """Rows of a block: about the pairs that an expert gets, so that few rows of a block stay empty."""
+    mean = pairs / num_experts
+    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
+
+
+@jit
+def silu_mul(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@jit
+def _gate_up_vector(x, stride, ids, slots, gate, up, hidden, one, GATE: tl.constexpr, UP: tl.constexpr,
+                    GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+                    E: tl.constexpr, HAS_SLOTS: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr,
+                    KS: tl.constexpr):  # fmt: skip
+    tile, p = tl.program_id(0), tl.program_id(1)
+    slot = expert_slot(slots, tl.load(ids + p), E, HAS_SLOTS)
+    if slot >= 0:
+        n = tile * BN + tl.arange(0, BN)
+        at = slot.to(tl.int64)
+        row = x + (p // TOP_K).to(tl.int64) * stride
+        g, u = vector_row_pair(row, gate + at * GATE_BYTES, up + at * UP_BYTES, n[None, :], n[None, :] < N, one, 0,
+                               (K // 32 + KS - 1) // KS, GATE, UP, K, N, KS)  # fmt: skip
+        tl.store(hidden + p * N + n, silu_mul(g, u).to(hidden.dtype.element_ty), mask=n < N)
+
+
+@jit
+def _down_vector(hidden, ids, slots, weights, down, parts, counters, out, one, TYPE: tl.constexpr, BYTES: tl.constexpr,
+                 K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr, TOP_K: tl.constexpr,
+                 BN: tl.constexpr, KS: tl.constexpr):  # fmt: skip
+    """The last program of a token and a tile to finish adds the parts of all its experts, in their order."""
+    tile, p = tl.program_id(0), tl.program_id(1)
+    slot = expert_slot(slots, tl.load(ids + p), E, HAS_SLOTS)
+    n = tile * BN + tl.arange(0, BN)
+    mask = n < N
+    steps = tl.where(slot >= 0, (K // 32 + KS - 1) // KS, 0)  # no expert: the part is zero
+    value = vector_row(hidden + p * K, down + slot.to(tl.int64) * BYTES, n[None, :], mask[None, :], one, 0, steps,
+                       TYPE, K, N, KS)  # fmt: skip
+    tl.store(parts + p * N + n, value * tl.load(weights + p), mask=mask)
+    token = p // TOP_K
+    if arrive_last(counters + token * tl.num_programs(0) + tile, TOP_K):
+        at = parts + token * TOP_K * N + n
+        total = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        for j in range(1, TOP_K):
+            total += tl.load(at + j * N, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _gate_up_tile(x, stride, pair_ids, block_slots, gate, up, hidden, P, one, GATE: tl.constexpr, UP: tl.constexpr,
+                  GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, PACKED: tl.constexpr, K: tl.constexpr,
+                  N: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                  BK: tl.constexpr):  # fmt: skip
+    block = tl.program_id(0)
+    slot = tl.load(block_slots + block).to(tl.int64)
+    if slot >= 0:
+        n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+        pair = tl.load(pair_ids + block * BM + tl.arange(0, BM))[:, None]
+        rows = x + (pair // TOP_K).to(tl.int64) * stride
+        g, u = dot_tile_pair(rows, pair < P, gate + slot * GATE_BYTES, up + slot * UP_BYTES, n, n < N, one, 0,
+                             (K + BK - 1) // BK, GATE, UP, PACKED, K, N, BK)  # fmt: skip
+        value = silu_mul(g, u).to(hidden.dtype.element_ty)
+        tl.store(hidden + pair.to(tl.int64) * N + n, value, mask=(pair < P) & (n < N))
+
+
+@jit
+def _down_tile(hidden, pair_ids, block_slots, weights, down, parts, P, one, TYPE: tl.constexpr, BYTES: tl.constexpr,
+               PACKED: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               BK: tl.constexpr):  # fmt: skip
+    block = tl.program_id(0)
+    slot = tl.load(block_slots + block).to(tl.int64)
+    if slot >= 0:
+        n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+        pair = tl.load(pair_ids + block * BM + tl.arange(0, BM))[:, None]
+        acc = dot_tile(hidden + pair.to(tl.int64) * K, pair < P, down + slot * BYTES, n, n < N, one, 0,
+                       (K + BK - 1) // BK, TYPE, PACKED, K, N, BK)  # fmt: skip
+        value = acc * tl.load(weights + pair, mask=pair < P, other=0.0)
+        tl.store(parts + pair.to(tl.int64) * N + n, value.to(parts.dtype.element_ty), mask=(pair < P) & (n < N))
+
+
+@jit
+def _sum_kernel(parts, ids, slots, out, N: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr,
+                TOP_K: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """out[t] = sum of the parts of token t, in their order, without those that no expert wrote."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros((BN,), tl.float32)
+    for j in range(TOP_K):
+        p = token * TOP_K + j
+        slot = expert_slot(slots, tl.load(ids + p), E, HAS_SLOTS)
+        total += tl.load(parts + p * N + n, mask=n < tl.where(slot >= 0, N, 0), other=0.0).to(tl.float32)
+    tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=n < N)
+
+
+def _groups(cols: int) -> int:
+    """Groups of 32 columns that a program multiplies at once; it has half as many warps."""
+    return 16 if cols // 32 % 16 == 0 else 8
+
+
+def _vector(
+    x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, has_slots: bool, num_experts: int,
+    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], out: Tensor, space: MoeWorkspace,
+) -> None:  # fmt: skip
+    gate, up, down = matrices
+    pairs, top_k = ids.numel(), ids.shape[1]
+    common = {"E": num_experts, "HAS_SLOTS": has_slots, "TOP_K": top_k, "BN": 64}
+    groups = _groups(up.cols)
+    _gate_up_vector[(triton.cdiv(up.rows, 64), pairs)](
+        x, x.stride(0), ids, slots, gate.data, up.data, space.hidden, ONE, int(gate.qtype), int(up.qtype), gate.nbytes,
+        up.nbytes, up.cols, up.rows, KS=groups, num_warps=groups // 2, **common,
+    )  # fmt: skip
+    groups = _groups(down.cols)
+    _down_vector[(triton.cdiv(down.rows, 64), pairs)](
+        space.hidden, ids, slots, weights, down.data, space.parts, space.counters, out, ONE, int(down.qtype),
+        down.nbytes, down.cols, down.rows, KS=groups, num_warps=groups // 2, **common,
+    )  # fmt: skip
+
+
+def _tiles(
+    x: Tensor, ids: Tensor, weights: Tensor, expert_slots: Tensor | None, num_experts: int,
+    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], out: Tensor, space: MoeWorkspace,
+) -> None:  # fmt: skip
+    gate, up, down = matrices
+    pairs, top_k = ids.numel(), ids.shape[1]
+    block = block_rows(pairs, num_experts)
+    aligned = moe_align(ids, num_experts, block, expert_slots, space.aligned)
+    blocks = max_blocks(pairs, num_experts, block)
+    warps = 8 if block == 128 else 4
+    _gate_up_tile[(blocks, triton.cdiv(up.rows, 64))](
+        x, x.stride(0), aligned.pair_ids, aligned.block_slots, gate.data, up.data, space.hidden, pairs, ONE,
+        int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes, up.packed, up.cols, up.rows, TOP_K=top_k, BM=block,
+        BN=64, BK=64, num_warps=warps,
+    )  # fmt: skip
+    block_n = 128 if block == 128 else 64
+    _down_tile[(blocks, triton.cdiv(down.rows, block_n))](
+        space.hidden, aligned.pair_ids, aligned.block_slots, weights, down.data, space.parts, pairs, ONE,
+        int(down.qtype), down.nbytes, down.packed, down.cols, down.rows, BM=block, BN=block_n, BK=64, num_warps=warps,
+    )  # fmt: skip
+    slots = ids if expert_slots is None else expert_slots
+    _sum_kernel[(x.shape[0], triton.cdiv(down.rows, 1024))](
+        space.parts, ids, slots, out, N=down.rows, E=num_experts, HAS_SLOTS=expert_slots is not None, TOP_K=top_k,
+        BN=1024, num_warps=4,
+    )  # fmt: skip
+
+
+def _check(
+    x: Tensor, ids: Tensor, weights: Tensor, gate: ExpertMatrices, up: ExpertMatrices, down: ExpertMatrices
+) -> None:
+    check_rows("x", x, up.cols)
+    if ids.dtype != torch.int32 or weights.dtype != torch.float32:
+        raise TypeError(f"topk_ids must be int32 and topk_weights float32, got {ids.dtype} and {weights.dtype}")
+    if ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
+        raise ValueError(
+            f"topk_ids and topk_weights must be [{x.shape[0]}, k], got {tuple(ids.shape)}, {tuple(weights.shape)}"
+        )
+    if not ids.is_contiguous() or not weights.is_contiguous():
+        raise ValueError("topk_ids and topk_weights must be contiguous")
+    same = (gate.rows, gate.cols, gate.packed, gate.slots) == (up.rows, up.cols, up.packed, up.slots)
+    if not same or (down.cols, down.slots) != (up.rows, up.slots):
+        raise ValueError("gate and up must have one shape, layout and number of slots, and down must fit them")
+
+
+def moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate: ExpertMatrices,
+    up: ExpertMatrices,
+    down: ExpertMatrices,
+    out: Tensor | None = None,
+    *,
+    expert_slots: Tensor | None = None,
+    workspace: MoeWorkspace | None = None,
+) -> Tensor:
+    """The sum of each token's experts, [T, H], times their weights.
+
+    x: [T, H] fp16 or bf16. topk_ids: int32 [T, k]; an id outside the experts counts for nothing. topk_weights: fp32
+    [T, k]. gate, up: [I, H], of one layout; down: [H, I]; the types may differ. expert_slots: int32 [num_experts],
+    expert to slot, -1 for an expert that is left out; without it expert e is in slot e. out: fp16, bf16 or fp32, x's
+    dtype when None. workspace: of `MoeWorkspace.allocate` for this many rows. Between the projections, and on the path
+    of many tokens before the sum, values are rounded to x's dtype. Raises TypeError or ValueError for arguments that
+    do not fit.
+    """
+    _check(x, topk_ids, topk_weights, gate, up, down)
+    num_experts = up.slots if expert_slots is None else expert_slots.numel()
+    if expert_slots is not None and expert_slots.dtype != torch.int32:
+        raise TypeError(f"expert_slots must be int32, got {expert_slots.dtype}")
+    target = result(out, x, down.rows)
+    if x.shape[0] == 0 or topk_ids.shape[1] == 0:
+        return target.zero_()
+    space = workspace or MoeWorkspace.allocate(x, topk_ids.shape[1], num_experts, up, down)
+    pairs = topk_ids.numel()
+    if space.hidden.shape != (pairs, up.rows) or space.parts.shape != (pairs, down.rows):
+        raise ValueError(f"workspace is for {space.hidden.shape[0]} pairs, the call has {pairs}")
+    matrices = (gate, up, down)
+    if uses_vector_path(x.shape[0], up, down):
+        slots = topk_ids if expert_slots is None else expert_slots
+        _vector(x, topk_ids, topk_weights, slots, expert_slots is not None, num_experts, matrices, target, space)
+    else:
+        _tiles(x, topk_ids, topk_weights, expert_slots, num_experts, matrices, target, space)
+    return target
