@@ -17,7 +17,7 @@ from ktransformers.kernels.quant import QuantType, row_bytes
 from ktransformers.kernels.triton.packing import GPU_TYPES, packed_nbytes
 from ktransformers.kernels.triton.runtime import constant, jit, tl, triton
 
-__all__ = ["ONE", "check_matrix", "dequantize"]
+__all__ = ["F8_E4M3_TYPE", "ONE", "check_matrix", "dequantize"]
 
 #: The bits of 1.0 in fp32: argument `one` of the kernels.
 ONE = 0x3F800000
@@ -28,6 +28,9 @@ Q8_0 = constant(int(QuantType.Q8_0))
 Q4_K = constant(int(QuantType.Q4_K))
 Q5_K = constant(int(QuantType.Q5_K))
 Q6_K = constant(int(QuantType.Q6_K))
+#: FP8 e4m3 with one fp32 scale for 128 x 128 weights (fp8.py): not a type of ggml, so a number of ours.
+F8_E4M3_TYPE = 1000
+F8_E4M3 = constant(F8_E4M3_TYPE)
 
 
 @jit
@@ -46,11 +49,13 @@ def half_bits(x):
 
 @jit
 def quant_words(base, j, n, mask, TYPE: tl.constexpr, N: tl.constexpr):
-    """The stored words of columns 8 j .. 8 j + 7: one of 8 nibbles, or for Q8_0 two of 4 bytes."""
+    """The stored words of columns 8 j .. 8 j + 7: one of 8 nibbles, or two of 4 bytes."""
     words = base.to(tl.pointer_type(tl.int32))
-    if TYPE == Q8_0:
+    if TYPE == Q8_0 or TYPE == F8_E4M3:
         low = tl.load(words + (2 * j) * N + n, mask=mask, other=0)
         high = tl.load(words + (2 * j + 1) * N + n, mask=mask, other=0)
+        if TYPE == F8_E4M3:
+            return low, high
         return low ^ -2139062144, high ^ -2139062144  # 0x80808080: signed bytes become q + 128
     low = tl.load(words + j * N + n, mask=mask, other=0)
     return low, low
@@ -81,6 +86,11 @@ def scales(base, g, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexp
         )
         s6 = d6.to(tl.float32) * sc.to(tl.float32)
         return s6, 32.0 * s6
+    if TYPE == F8_E4M3:
+        grid = (base + K * N).to(tl.pointer_type(tl.float32))
+        column = tl.min(tl.min(n, axis=1), axis=0) // 128  # tiles have 64 or 128 rows: one column of the grid
+        s8 = tl.load(grid + g // 4 * ((N + 127) // 128) + column, mask=g < K // 32, other=0.0)
+        return s8, tl.zeros_like(s8)
     at0: tl.constexpr = K * N if TYPE == Q8_0 else K // 2 * N
     d = tl.load((base + at0).to(tl.pointer_type(tl.float16)) + g * N + n, mask=mask, other=0.0).to(tl.float32)
     return d, (128.0 if TYPE == Q8_0 else 8.0) * d
@@ -91,8 +101,12 @@ def one_plus(low, high, extra, one, i: tl.constexpr, v: tl.constexpr, TYPE: tl.c
     """1 + u / 2^p of column 8 v + i of 32, from the words (low, high) of column 8 v and the word of its high bits.
 
     2^p is `unit(i, TYPE)`. one: 0x3F800000, the bits of 1.0, as a kernel argument: a value that the compiler does not
-    know lies in a register, and one LOP3 does both the mask and the exponent.
+    know lies in a register, and one LOP3 does both the mask and the exponent. FP8 is the number itself instead: its
+    bits, moved to the place of fp32's (where the arithmetic shift copies the sign), are the number times 2^-120.
     """
+    if TYPE == F8_E4M3:
+        word8 = shifted(low, 24 - 8 * i) if i < 4 else shifted(high, 24 - 8 * (i - 4))
+        return ((word8 >> 4) & -2014314496).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 0x87F00000; 2^120
     if TYPE == Q8_0:
         bits = (shifted(low, 15 - 8 * i) if i < 4 else shifted(high, 15 - 8 * (i - 4))) & 0x7F8000
     elif TYPE == Q5_K:
@@ -112,6 +126,8 @@ def unit(i: tl.constexpr, TYPE: tl.constexpr):
 @jit
 def weight(low, high, extra, s, m, one, i: tl.constexpr, TYPE: tl.constexpr):
     """Column i of the 8 of a word, fp32; `extra` begins with its high bits."""
+    if TYPE == F8_E4M3:
+        return one_plus(low, high, extra, one, i, 0, TYPE) * s
     scaled = unit(i, TYPE) * s
     return one_plus(low, high, extra, one, i, 0, TYPE) * scaled - (scaled + m)
 
@@ -218,6 +234,11 @@ def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, PACKED: tl.constexpr
     if PACKED:
         return packed_tile(base, k0 // 8, n, mask, one, TYPE, K, N, BK, DTYPE)
     k = k0 + tl.arange(0, BK)[:, None]
+    if TYPE == F8_E4M3:
+        byte = load_byte(base + n.to(tl.int64) * K + k, mask & (k < K))
+        grid = (base + K * N).to(tl.pointer_type(tl.float32))
+        s = tl.load(grid + n // 128 * ((K + 127) // 128) + k // 128, mask=mask & (k < K), other=0.0)
+        return (one_plus(byte, byte, byte, one, 0, 0, TYPE) * s).to(DTYPE)
     row = base + n.to(tl.int64) * raw_row_bytes(TYPE, K)
     return raw_value(row, k, mask & (k < K), TYPE).to(DTYPE)
 

@@ -19,7 +19,7 @@ from ktransformers.kernels.triton.dequant import ONE, check_matrix
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, vector_tile
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
-__all__ = ["VECTOR_ROWS", "Workspace", "linear"]
+__all__ = ["VECTOR_ROWS", "Workspace", "launch", "linear"]
 
 #: Largest number of rows that the vector kernel takes.
 VECTOR_ROWS = 4
@@ -201,6 +201,21 @@ def linear(
     Raises TypeError or ValueError for arguments that do not fit.
     """
     check_matrix(weight, qtype, rows, cols, packed)
+    return launch(x, weight, int(qtype), rows, cols, bias, out, packed, workspace)
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    type_number: int,
+    rows: int,
+    cols: int,
+    bias: Tensor | None,
+    out: Tensor | None,
+    packed: bool,
+    workspace: Workspace | None,
+) -> Tensor:
+    """`linear` for a weight that has been checked, of a type that dequant.py knows."""
     check_rows("x", x, cols)
     if bias is not None and (bias.shape != (rows,) or not bias.is_contiguous()):
         raise ValueError(f"bias must be contiguous [{rows}], got {tuple(bias.shape)}")
@@ -214,15 +229,15 @@ def linear(
         tiles = triton.cdiv(rows, block)
         space = _space(workspace, x, split, tokens, rows, tiles)
         _vector_kernel[(tiles, split)](
-            x, x.stride(0), weight, bias_or_x, target, space.parts, space.counters, tokens, ONE, int(qtype), cols, rows,
-            BN=block, KS=groups, M=tokens, SPLIT=split, HAS_BIAS=bias is not None, num_warps=4,
+            x, x.stride(0), weight, bias_or_x, target, space.parts, space.counters, tokens, ONE, type_number, cols,
+            rows, BN=block, KS=groups, M=tokens, SPLIT=split, HAS_BIAS=bias is not None, num_warps=4,
         )  # fmt: skip
         return target
     block_m, block_n, block_k, split, warps = _tile_plan(tokens, rows, cols)
     grid = (triton.cdiv(tokens, block_m), triton.cdiv(rows, block_n), split)
     space = _space(workspace, x, split, tokens, rows, grid[0] * grid[1])
     _tile_kernel[grid](
-        x, x.stride(0), weight, bias_or_x, target, space.parts, space.counters, tokens, ONE, int(qtype), packed, cols,
+        x, x.stride(0), weight, bias_or_x, target, space.parts, space.counters, tokens, ONE, type_number, packed, cols,
         rows, BM=block_m, BN=block_n, BK=block_k, SPLIT=split, HAS_BIAS=bias is not None, num_warps=warps,
     )  # fmt: skip
     return target

@@ -9,6 +9,7 @@ goes through the tensor cores. Both accumulate in fp32. Knows dequant.py; does n
 from __future__ import annotations
 
 from ktransformers.kernels.triton.dequant import (
+    F8_E4M3,
     Q5_K,
     Q6_K,
     half_bits,
@@ -66,6 +67,8 @@ def add_word(sums, at, inside, low, high, extra, one, v: tl.constexpr, TYPE: tl.
 def add_group(acc, sums, s, m, TYPE: tl.constexpr):
     """acc + sum of x w over the columns of one scale, from what `add_word` summed."""
     even, odd, x_even, x_odd = sums
+    if TYPE == F8_E4M3:
+        return acc + (even + odd) * s
     s_even, s_odd = unit(0, TYPE) * s, unit(1, TYPE) * s
     return acc + (even * s_even - x_even * (s_even + m)) + (odd * s_odd - x_odd * (s_odd + m))
 
