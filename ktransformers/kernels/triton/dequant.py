@@ -90,7 +90,8 @@ def scales(base, g, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexp
         grid = (base + K * N).to(tl.pointer_type(tl.float32))
         column = tl.min(tl.min(n, axis=1), axis=0) // 128  # tiles have 64 or 128 rows: one column of the grid
         s8 = tl.load(grid + g // 4 * ((N + 127) // 128) + column, mask=g < K // 32, other=0.0)
-        return s8, tl.zeros_like(s8)
+        s8 = tl.broadcast_to(s8, (g.shape[0], n.shape[1]))
+        return s8, s8
     at0: tl.constexpr = K * N if TYPE == Q8_0 else K // 2 * N
     d = tl.load((base + at0).to(tl.pointer_type(tl.float16)) + g * N + n, mask=mask, other=0.0).to(tl.float32)
     return d, (128.0 if TYPE == Q8_0 else 8.0) * d
