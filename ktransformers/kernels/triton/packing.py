@@ -95,7 +95,7 @@ def _k_planes(blocks: Tensor, qtype: QuantType) -> list[tuple[Tensor, int]]:
 
 def _q6_planes(blocks: Tensor) -> list[tuple[Tensor, int]]:
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)[:, None]
+    shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)[:, None]
     high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3
     return [
         (_words(low, 4), 4),
