@@ -48,31 +48,37 @@ def half_bits(x):
 
 
 @jit
-def quant_words(base, j, n, mask, TYPE: tl.constexpr, N: tl.constexpr):
-    """The stored words of columns 8 j .. 8 j + 7: one of 8 nibbles, or two of 4 bytes."""
+def chunk_words(base, chunk, n, mask, TYPE: tl.constexpr, N: tl.constexpr):
+    """The words that columns fill: 1 for 8 nibbles, 2 for 8 bytes, 3 for 16 of Q6_K, 5 for 32 of Q5_K; a tuple of 5."""
     words = base.to(tl.pointer_type(tl.int32))
-    if TYPE == Q8_0 or TYPE == F8_E4M3:
-        low = tl.load(words + (2 * j) * N + n, mask=mask, other=0)
-        high = tl.load(words + (2 * j + 1) * N + n, mask=mask, other=0)
-        if TYPE == F8_E4M3:
-            return low, high
-        return low ^ -2139062144, high ^ -2139062144  # 0x80808080: signed bytes become q + 128
-    low = tl.load(words + j * N + n, mask=mask, other=0)
-    return low, low
-
-
-@jit
-def high_words(base, h, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
-    """Word h of the plane of high bits (Q5_K: 32 columns each; Q6_K: 16)."""
-    words = (base + K // 2 * N).to(tl.pointer_type(tl.int32))
-    return tl.load(words + h * N + n, mask=mask, other=0)
+    if TYPE == Q5_K:
+        a = tl.load(words + (5 * chunk) * N + n, mask=mask, other=0)
+        b = tl.load(words + (5 * chunk + 1) * N + n, mask=mask, other=0)
+        c = tl.load(words + (5 * chunk + 2) * N + n, mask=mask, other=0)
+        d = tl.load(words + (5 * chunk + 3) * N + n, mask=mask, other=0)
+        e = tl.load(words + (5 * chunk + 4) * N + n, mask=mask, other=0)
+    elif TYPE == Q6_K:
+        a = tl.load(words + (3 * chunk) * N + n, mask=mask, other=0)
+        b = tl.load(words + (3 * chunk + 1) * N + n, mask=mask, other=0)
+        c = tl.load(words + (3 * chunk + 2) * N + n, mask=mask, other=0)
+        d, e = c, c
+    elif TYPE == Q8_0 or TYPE == F8_E4M3:
+        a = tl.load(words + (2 * chunk) * N + n, mask=mask, other=0)
+        b = tl.load(words + (2 * chunk + 1) * N + n, mask=mask, other=0)
+        if TYPE == Q8_0:
+            a, b = a ^ -2139062144, b ^ -2139062144  # 0x80808080: signed bytes become q + 128
+        c, d, e = b, b, b
+    else:
+        a = tl.load(words + chunk * N + n, mask=mask, other=0)
+        b, c, d, e = a, a, a, a
+    return a, b, c, d, e
 
 
 @jit
 def scales(base, g, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
     """s and m of scale group g (16 columns of Q6_K, 32 of the others), fp32."""
     if TYPE == Q4_K or TYPE == Q5_K:
-        at: tl.constexpr = K // 2 * N + (K // 8 * N if TYPE == Q5_K else 0)
+        at: tl.constexpr = K // 8 * 5 * N if TYPE == Q5_K else K // 2 * N
         dm = tl.load((base + at).to(tl.pointer_type(tl.int32)) + (g // 8) * N + n, mask=mask, other=0)
         sm = tl.load((base + at + K // 64 * N).to(tl.pointer_type(tl.int16)) + g * N + n, mask=mask, other=0)
         sm = sm.to(tl.int32)
@@ -98,69 +104,91 @@ def scales(base, g, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexp
 
 
 @jit
-def one_plus(low, high, extra, one, i: tl.constexpr, v: tl.constexpr, TYPE: tl.constexpr):
-    """1 + u / 2^p of column 8 v + i of 32, from the words (low, high) of column 8 v and the word of its high bits.
+def one_plus(words, one, i: tl.constexpr, TYPE: tl.constexpr):
+    """1 + u / 2^p of column i of a chunk; 2^p is `unit(i, TYPE)`.
 
-    2^p is `unit(i, TYPE)`. one: 0x3F800000, the bits of 1.0, as a kernel argument: a value that the compiler does not
-    know lies in a register, and one LOP3 does both the mask and the exponent. FP8 is the number itself instead: its
-    bits, moved to the place of fp32's (where the arithmetic shift copies the sign), are the number times 2^-120.
+    one: 0x3F800000, the bits of 1.0, as a kernel argument: a value that the compiler does not know lies in a register,
+    and one LOP3 does both the mask and the exponent. FP8 is the number itself instead: its bits, moved to the place of
+    fp32's (where the arithmetic shift copies the sign), are the number times 2^-120.
     """
     if TYPE == F8_E4M3:
-        word8 = shifted(low, 24 - 8 * i) if i < 4 else shifted(high, 24 - 8 * (i - 4))
-        return ((word8 >> 4) & -2014314496).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 0x87F00000; 2^120
+        word = shifted(words[i // 4], 24 - 8 * (i % 4))
+        return ((word >> 4) & -2014314496).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 0x87F00000; 2^120
     if TYPE == Q8_0:
-        bits = (shifted(low, 15 - 8 * i) if i < 4 else shifted(high, 15 - 8 * (i - 4))) & 0x7F8000
+        bits = shifted(words[i // 4], 15 - 8 * (i % 4)) & 0x7F8000
     elif TYPE == Q5_K:
-        bits = (shifted(low, 15 - 4 * i) & 0x78000) | (shifted(extra, 19 - 8 * v - i) & 0x80000)
+        if i < 30:
+            bits = shifted(words[i // 6], 18 - 5 * (i % 6)) & 0x7C0000
+        elif i == 30:
+            bits = (words[0] >> 12) & 0xC0000 | (words[1] >> 10) & 0x300000 | (words[2] >> 8) & 0x400000
+        else:
+            bits = (words[2] >> 13) & 0x40000 | (words[3] >> 11) & 0x180000 | (words[4] >> 9) & 0x600000
     elif TYPE == Q6_K:
-        bits = (shifted(low, 15 - 4 * i) & 0x78000) | (shifted(extra, 19 - 16 * (v % 2) - 2 * i) & 0x180000)
+        if i < 15:
+            bits = shifted(words[i // 5], 17 - 6 * (i % 5)) & 0x7E0000
+        else:
+            bits = (words[0] >> 13) & 0x60000 | (words[1] >> 11) & 0x180000 | (words[2] >> 9) & 0x600000
     else:  # one shift for two nibbles
-        bits = shifted(low, 15 - 8 * (i // 2)) & (0x78000 if i % 2 == 0 else 0x780000)
+        bits = shifted(words[0], 15 - 8 * (i // 2)) & (0x78000 if i % 2 == 0 else 0x780000)
     return (bits | one).to(tl.float32, bitcast=True)
 
 
 @jit
 def unit(i: tl.constexpr, TYPE: tl.constexpr):
+    if TYPE == Q5_K:
+        return 32.0
+    if TYPE == Q6_K:
+        return 64.0
     return 16.0 if i % 2 == 1 and (TYPE == Q4_K or TYPE == Q4_0) else 256.0
 
 
 @jit
-def weight(low, high, extra, s, m, one, i: tl.constexpr, TYPE: tl.constexpr):
-    """Column i of the 8 of a word, fp32; `extra` begins with its high bits."""
+def weight(words, s, m, one, i: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
+    """Column i of a chunk."""
     if TYPE == F8_E4M3:
-        return one_plus(low, high, extra, one, i, 0, TYPE) * s
+        return (one_plus(words, one, i, TYPE) * s).to(DTYPE)
     scaled = unit(i, TYPE) * s
-    return one_plus(low, high, extra, one, i, 0, TYPE) * scaled - (scaled + m)
+    return (one_plus(words, one, i, TYPE) * scaled - (scaled + m)).to(DTYPE)
 
 
 @jit
-def packed_tile(base, j0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
+def join_two(words, s, m, one, i: tl.constexpr, j: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
+    return tl.join(weight(words, s, m, one, i, TYPE, DTYPE), weight(words, s, m, one, j, TYPE, DTYPE))
+
+
+@jit
+def join_eight(words, s, m, one, i: tl.constexpr, step: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
+    """Columns i + step * (0 .. 7) as [..., bit 2, bit 1, bit 0] of the factor."""
+    a = join_two(words, s, m, one, i, i + 4 * step, TYPE, DTYPE)
+    b = join_two(words, s, m, one, i + 2 * step, i + 6 * step, TYPE, DTYPE)
+    c = join_two(words, s, m, one, i + step, i + 5 * step, TYPE, DTYPE)
+    d = join_two(words, s, m, one, i + 3 * step, i + 7 * step, TYPE, DTYPE)
+    return tl.join(tl.join(a, b), tl.join(c, d))
+
+
+@jit
+def packed_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
                 DTYPE: tl.constexpr):  # fmt: skip
-    """Columns 8 j0 .. 8 j0 + BK - 1 (a multiple of 32) of the rows n [1, BN] -> [BK, BN] of DTYPE. mask: [1, BN]."""
-    j = j0 + tl.arange(0, BK // 8)[:, None]
+    """Columns k0 .. k0 + BK - 1 (k0, BK: multiples of 32) of the rows n [1, BN] -> [BK, BN] of DTYPE. mask: [1, BN].
+
+    Values of a chunk are joined in registers, and the bits of their number moved to where columns are counted.
+    """
+    C: tl.constexpr = 32 if TYPE == Q5_K else 16 if TYPE == Q6_K else 8  # columns of a chunk
+    chunk = k0 // C + tl.arange(0, BK // C)[:, None]
     if K % BK != 0:
-        mask = mask & (j < K // 8)
-    low, high = quant_words(base, j, n, mask, TYPE, N)
-    extra = low
-    if TYPE == Q5_K:
-        extra = high_words(base, j // 4, n, mask, TYPE, K, N) >> (8 * (j % 4))
-    if TYPE == Q6_K:
-        extra = high_words(base, j // 2, n, mask, TYPE, K, N) >> (16 * (j % 2))
-    s, m = scales(base, j // 2 if TYPE == Q6_K else j // 4, n, mask, TYPE, K, N)
-    a = tl.join(
-        weight(low, high, extra, s, m, one, 0, TYPE).to(DTYPE), weight(low, high, extra, s, m, one, 4, TYPE).to(DTYPE)
-    )
-    b = tl.join(
-        weight(low, high, extra, s, m, one, 2, TYPE).to(DTYPE), weight(low, high, extra, s, m, one, 6, TYPE).to(DTYPE)
-    )
-    c = tl.join(
-        weight(low, high, extra, s, m, one, 1, TYPE).to(DTYPE), weight(low, high, extra, s, m, one, 5, TYPE).to(DTYPE)
-    )
-    d = tl.join(
-        weight(low, high, extra, s, m, one, 3, TYPE).to(DTYPE), weight(low, high, extra, s, m, one, 7, TYPE).to(DTYPE)
-    )
-    tile = tl.join(tl.join(a, b), tl.join(c, d))  # [BK / 8, BN, bit 2, bit 1, bit 0 of i]
-    return tl.reshape(tl.permute(tile, (0, 2, 3, 4, 1)), (BK, n.shape[1]))
+        mask = mask & (chunk < K // C)
+    words = chunk_words(base, chunk, n, mask, TYPE, N)
+    s, m = scales(base, chunk // 4 if C == 8 else chunk, n, mask, TYPE, K, N)
+    if C == 8:
+        tile = tl.permute(join_eight(words, s, m, one, 0, 1, TYPE, DTYPE), (0, 2, 3, 4, 1))
+    elif C == 16:
+        even, odd = join_eight(words, s, m, one, 0, 2, TYPE, DTYPE), join_eight(words, s, m, one, 1, 2, TYPE, DTYPE)
+        tile = tl.permute(tl.join(even, odd), (0, 2, 3, 4, 5, 1))
+    else:
+        zero, one_ = join_eight(words, s, m, one, 0, 4, TYPE, DTYPE), join_eight(words, s, m, one, 1, 4, TYPE, DTYPE)
+        two, three = join_eight(words, s, m, one, 2, 4, TYPE, DTYPE), join_eight(words, s, m, one, 3, 4, TYPE, DTYPE)
+        tile = tl.permute(tl.join(tl.join(zero, two), tl.join(one_, three)), (0, 2, 3, 4, 5, 6, 1))
+    return tl.reshape(tile, (BK, n.shape[1]))
 
 
 @jit
@@ -233,13 +261,13 @@ def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, PACKED: tl.constexpr
     base: uint8 pointer to the matrix. mask: [1, BN]. BK: a multiple of 32; k0 a multiple of BK.
     """
     if PACKED:
-        return packed_tile(base, k0 // 8, n, mask, one, TYPE, K, N, BK, DTYPE)
+        return packed_tile(base, k0, n, mask, one, TYPE, K, N, BK, DTYPE)
     k = k0 + tl.arange(0, BK)[:, None]
     if TYPE == F8_E4M3:
         byte = load_byte(base + n.to(tl.int64) * K + k, mask & (k < K))
         grid = (base + K * N).to(tl.pointer_type(tl.float32))
         s = tl.load(grid + n // 128 * ((K + 127) // 128) + k // 128, mask=mask & (k < K), other=0.0)
-        return (one_plus(byte, byte, byte, one, 0, 0, TYPE) * s).to(DTYPE)
+        return (one_plus((byte, byte, byte, byte, byte), one, 0, TYPE) * s).to(DTYPE)
     row = base + n.to(tl.int64) * raw_row_bytes(TYPE, K)
     return raw_value(row, k, mask & (k < K), TYPE).to(DTYPE)
 

@@ -12,10 +12,9 @@ from ktransformers.kernels.triton.dequant import (
     F8_E4M3,
     Q5_K,
     Q6_K,
+    chunk_words,
     half_bits,
-    high_words,
     one_plus,
-    quant_words,
     scales,
     unit,
     weight_tile,
@@ -45,27 +44,30 @@ def four(at, inside, EVEN: tl.constexpr):
 
 
 @jit
-def add_word(sums, at, inside, low, high, extra, one, v: tl.constexpr, TYPE: tl.constexpr, EVEN: tl.constexpr):
-    """Add 8 columns to `sums`: of x (1 + u / 2^p) over even and over odd columns [KS, BN], and of x alone [KS, 1]."""
+def add_eight(sums, at, inside, words, one, i: tl.constexpr, TYPE: tl.constexpr, EVEN: tl.constexpr):
+    """Add columns i .. i + 7 of a chunk, whose activations are at `at`, to `sums`.
+
+    sums: of x (1 + u / 2^p) over even and over odd columns [KS, BN], and of x alone over each [KS, 1].
+    """
     even, odd, x_even, x_odd = sums
-    x0, x1, x2, x3 = four(at + 8 * v, inside, EVEN)
-    even += one_plus(low, high, extra, one, 0, v, TYPE) * x0
-    odd += one_plus(low, high, extra, one, 1, v, TYPE) * x1
-    even += one_plus(low, high, extra, one, 2, v, TYPE) * x2
-    odd += one_plus(low, high, extra, one, 3, v, TYPE) * x3
+    x0, x1, x2, x3 = four(at, inside, EVEN)
+    even += one_plus(words, one, i, TYPE) * x0
+    odd += one_plus(words, one, i + 1, TYPE) * x1
+    even += one_plus(words, one, i + 2, TYPE) * x2
+    odd += one_plus(words, one, i + 3, TYPE) * x3
     x_even += x0 + x2
     x_odd += x1 + x3
-    x4, x5, x6, x7 = four(at + 8 * v + 4, inside, EVEN)
-    even += one_plus(low, high, extra, one, 4, v, TYPE) * x4
-    odd += one_plus(low, high, extra, one, 5, v, TYPE) * x5
-    even += one_plus(low, high, extra, one, 6, v, TYPE) * x6
-    odd += one_plus(low, high, extra, one, 7, v, TYPE) * x7
+    x4, x5, x6, x7 = four(at + 4, inside, EVEN)
+    even += one_plus(words, one, i + 4, TYPE) * x4
+    odd += one_plus(words, one, i + 5, TYPE) * x5
+    even += one_plus(words, one, i + 6, TYPE) * x6
+    odd += one_plus(words, one, i + 7, TYPE) * x7
     return even, odd, x_even + (x4 + x6), x_odd + (x5 + x7)
 
 
 @jit
 def add_group(acc, sums, s, m, TYPE: tl.constexpr):
-    """acc + sum of x w over the columns of one scale, from what `add_word` summed."""
+    """acc + sum of x w over the columns of one scale, from what `add_eight` summed."""
     even, odd, x_even, x_odd = sums
     if TYPE == F8_E4M3:
         return acc + (even + odd) * s
@@ -91,29 +93,27 @@ def vector_tile(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, 
     a0 = tl.zeros((KS, BN), tl.float32)
     a1, a2, a3 = a0, a0, a0
     EVEN: tl.constexpr = K // 32 % KS == 0
-    WORDS: tl.constexpr = 2 if TYPE == Q6_K else 4  # of one scale
+    C: tl.constexpr = 32 if TYPE == Q5_K else 16 if TYPE == Q6_K else 8  # columns of a chunk
+    PARTS: tl.constexpr = 2 if TYPE == Q6_K else 1  # scales of 32 columns
     for step in range(first, last):
         group = step * KS + tl.arange(0, KS)[:, None]
         inside = group < K // 32
         live = mask if EVEN else mask & inside
-        at = x + group * 32
-        for part in tl.static_range(4 // WORDS):
-            index = group * (4 // WORDS) + part
-            s, m = scales(base, index, n, live, TYPE, K, N)
-            extra = s
-            if TYPE == Q5_K or TYPE == Q6_K:
-                extra = high_words(base, index, n, live, TYPE, K, N)
+        for part in tl.static_range(PARTS):
+            s, m = scales(base, group * PARTS + part, n, live, TYPE, K, N)
             t0 = no_sums(KS, BN)
             t1, t2, t3 = t0, t0, t0
-            for word in tl.static_range(WORDS):
-                low, high = quant_words(base, 4 * group + part * WORDS + word, n, live, TYPE, N)
-                t0 = add_word(t0, at + 16 * part, inside, low, high, extra, one, word, TYPE, EVEN)
-                if M > 1:
-                    t1 = add_word(t1, at + 16 * part + stride, inside, low, high, extra, one, word, TYPE, EVEN)
-                if M > 2:
-                    t2 = add_word(t2, at + 16 * part + 2 * stride, inside, low, high, extra, one, word, TYPE, EVEN)
-                if M > 3:
-                    t3 = add_word(t3, at + 16 * part + 3 * stride, inside, low, high, extra, one, word, TYPE, EVEN)
+            for c in tl.static_range(32 // PARTS // C):
+                words = chunk_words(base, group * (32 // C) + part + c, n, live, TYPE, N)
+                for i in tl.static_range(0, C, 8):
+                    at = x + group * 32 + (16 * part + C * c + i)
+                    t0 = add_eight(t0, at, inside, words, one, i, TYPE, EVEN)
+                    if M > 1:
+                        t1 = add_eight(t1, at + stride, inside, words, one, i, TYPE, EVEN)
+                    if M > 2:
+                        t2 = add_eight(t2, at + 2 * stride, inside, words, one, i, TYPE, EVEN)
+                    if M > 3:
+                        t3 = add_eight(t3, at + 3 * stride, inside, words, one, i, TYPE, EVEN)
             a0 = add_group(a0, t0, s, m, TYPE)
             if M > 1:
                 a1 = add_group(a1, t1, s, m, TYPE)
@@ -128,17 +128,15 @@ def vector_tile(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, 
 def add_step(acc, at, base, n, live, inside, group, one, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
              EVEN: tl.constexpr):  # fmt: skip
     """acc [KS, BN] plus the products of one row of x, at the pointers [KS, 1], with groups of 32 columns of W."""
-    WORDS: tl.constexpr = 2 if TYPE == Q6_K else 4  # of one scale
-    for part in tl.static_range(4 // WORDS):
-        index = group * (4 // WORDS) + part
-        s, m = scales(base, index, n, live, TYPE, K, N)
-        extra = s
-        if TYPE == Q5_K or TYPE == Q6_K:
-            extra = high_words(base, index, n, live, TYPE, K, N)
+    C: tl.constexpr = 32 if TYPE == Q5_K else 16 if TYPE == Q6_K else 8  # columns of a chunk
+    PARTS: tl.constexpr = 2 if TYPE == Q6_K else 1  # scales of 32 columns
+    for part in tl.static_range(PARTS):
+        s, m = scales(base, group * PARTS + part, n, live, TYPE, K, N)
         sums = no_sums(acc.shape[0], acc.shape[1])
-        for word in tl.static_range(WORDS):
-            low, high = quant_words(base, 4 * group + part * WORDS + word, n, live, TYPE, N)
-            sums = add_word(sums, at + 16 * part, inside, low, high, extra, one, word, TYPE, EVEN)
+        for c in tl.static_range(32 // PARTS // C):
+            words = chunk_words(base, group * (32 // C) + part + c, n, live, TYPE, N)
+            for i in tl.static_range(0, C, 8):
+                sums = add_eight(sums, at + (16 * part + C * c + i), inside, words, one, i, TYPE, EVEN)
         acc = add_group(acc, sums, s, m, TYPE)
     return acc
 

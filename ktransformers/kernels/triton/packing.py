@@ -8,11 +8,9 @@ N rows and K columns, the planes of a matrix in their order:
     Q4_K   quants   int32 [K / 8, N]      8 nibbles of columns 8 j .. 8 j + 7, the first lowest
            d        int32 [K / 256, N]    fp16 d (low half) and dmin
            scales   int16 [K / 32, N]     six-bit scale (low byte) and minimum
-    Q5_K   quants   int32 [K / 8, N]      low 4 bits
-           high     int32 [K / 32, N]     bit 4 of columns 32 j .. 32 j + 31, the first lowest
+    Q5_K   quants   int32 [5 K / 32, N]   32 columns in 5 words: 6 of 5 bits in each, columns 30 and 31 in the top bits
            d, scales                      as Q4_K
-    Q6_K   quants   int32 [K / 8, N]      low 4 bits
-           high     int32 [K / 16, N]     bits 4 and 5 of columns 16 j .. 16 j + 15
+    Q6_K   quants   int32 [3 K / 16, N]   16 columns in 3 words: 5 of 6 bits in each, column 15 in the top bits
            scales   int8 [K / 16, N]
            d        fp16 [K / 256, N]
     Q4_0   quants   int32 [K / 8, N]      nibbles
@@ -37,6 +35,7 @@ __all__ = ["GPU_TYPES", "can_repack", "packed_nbytes", "repack"]
 GPU_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0})
 
 ROW_MULTIPLE = 8
+_PIECE = 1 << 22  # weights re-laid at once
 _EXTRA = {QuantType.Q4_K: 4, QuantType.Q5_K: 4}
 
 
@@ -60,12 +59,6 @@ def _words(values: Tensor, bits: int) -> Tensor:
     return values
 
 
-def _plane(values: Tensor, rows: int, size: int) -> Tensor:
-    """uint8 [E, N, bytes of a row] -> [E, bytes of the plane], elements of `size` bytes with the rows fastest."""
-    matrices = values.shape[0]
-    return values.reshape(matrices, rows, -1, size).transpose(1, 2).reshape(matrices, -1)
-
-
 def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     """The 12 bytes of a Q4_K or Q5_K block -> scales and minima, uint8 [..., 8] each."""
     first, second, third = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
@@ -79,30 +72,43 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-2).flatten(-3)
 
 
+def _fields(values: Tensor, bits: int, per_word: int, top: tuple[tuple[int, int, int], ...]) -> Tensor:
+    """uint8 [..., W * per_word + rest] -> the bytes of W int32 words, each with per_word values of `bits` bits.
+
+    Bits 30 and 31 of word w hold bits of a value of the rest: top[w] = (which value, its first bit, mask).
+    """
+    count = len(top)
+    wide = values[..., : count * per_word].unflatten(-1, (count, per_word)).to(torch.int32)
+    shifts = torch.arange(per_word, dtype=torch.int32, device=values.device) * bits
+    words: Tensor = (wide << shifts).sum(-1, dtype=torch.int32)
+    for w, (value, right, mask) in enumerate(top):
+        words[..., w] |= ((values[..., value].to(torch.int32) >> right) & mask) << 30
+    return words
+
+
 def _k_planes(blocks: Tensor, qtype: QuantType) -> list[tuple[Tensor, int]]:
     """Q4_K and Q5_K: blocks uint8 [E, N, B, size] -> planes as (bytes [E, N, B, n], element size)."""
     scales, minima = _six_bit_scales(blocks[..., 4:16])
-    low = _nibbles(blocks[..., -128:].unflatten(-1, (4, 32)))
-    planes = [(_words(low, 4), 4)]
+    values = _nibbles(blocks[..., -128:].unflatten(-1, (4, 32)))
     if qtype == QuantType.Q5_K:
         shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
         bits = (blocks[..., None, 16:48] >> shifts) & 1
-        planes.append((_words(bits.flatten(-2), 1), 4))
-    planes.append((blocks[..., :4], 4))
-    planes.append((torch.stack([scales, minima], dim=-1).flatten(-2), 2))
-    return planes
+        values = (values | (bits.flatten(-2) << 4)).unflatten(-1, (8, 32))
+        words = _fields(values, 5, 6, ((30, 0, 3), (30, 2, 3), (30, 4, 1), (31, 1, 3), (31, 3, 3)))
+        words[..., 2] |= values[..., 31].to(torch.int32) << 31
+        quants = words.view(torch.uint8).flatten(-2)
+    else:
+        quants = _words(values, 4)
+    return [(quants, 4), (blocks[..., :4], 4), (torch.stack([scales, minima], dim=-1).flatten(-2), 2)]
 
 
 def _q6_planes(blocks: Tensor) -> list[tuple[Tensor, int]]:
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))
     shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)[:, None]
-    high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3
-    return [
-        (_words(low, 4), 4),
-        (_words(high.flatten(-3), 2), 4),
-        (blocks[..., 192:208], 1),
-        (blocks[..., 208:210], 2),
-    ]
+    high = ((blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3) << 4
+    values = (low | high.flatten(-3)).unflatten(-1, (16, 16))
+    words = _fields(values, 6, 5, ((15, 0, 3), (15, 2, 3), (15, 4, 3)))
+    return [(words.view(torch.uint8).flatten(-2), 4), (blocks[..., 192:208], 1), (blocks[..., 208:210], 2)]
 
 
 def _planes(blocks: Tensor, qtype: QuantType) -> list[tuple[Tensor, int]]:
@@ -120,7 +126,7 @@ def repack(raw: Tensor, qtype: QuantType, rows: int, cols: int) -> Tensor:
     """Re-lay a matrix, or many of one shape, on the device where it is.
 
     raw: uint8, [rows * row_bytes] or any shape of that many bytes, or [E, ...] with E times as many, in ggml's layout.
-    Returns uint8 [packed_nbytes] or [E, packed_nbytes]. Needs about three times the bytes of `raw` while it runs.
+    Returns uint8 [packed_nbytes] or [E, packed_nbytes]. Works in pieces: needs about 200 MB beside the result.
     Raises ValueError for a size that does not fit or a matrix without a re-laid form.
     """
     nbytes = packed_nbytes(qtype, rows, cols)
@@ -130,9 +136,22 @@ def repack(raw: Tensor, qtype: QuantType, rows: int, cols: int) -> Tensor:
     matrices = raw.numel() // size
     blocks = raw.reshape(matrices, rows, cols // block_size(qtype), -1)
     out = torch.empty(matrices, nbytes, dtype=torch.uint8, device=raw.device)
-    at = 0
-    for values, element in _planes(blocks, qtype):
-        plane = _plane(values, rows, element)
-        out[:, at : at + plane.shape[1]] = plane
-        at += plane.shape[1]
+    some_matrices = max(1, _PIECE // (rows * cols))
+    some_rows = max(1, _PIECE // cols)
+    for first in range(0, matrices, some_matrices):
+        for row in range(0, rows, some_rows):
+            piece = blocks[first : first + some_matrices, row : row + some_rows]
+            _write(piece, qtype, out[first : first + some_matrices], rows, row)
     return out[0] if matrices == 1 and raw.shape[0] != 1 else out
+
+
+def _write(piece: Tensor, qtype: QuantType, out: Tensor, rows: int, row: int) -> None:
+    """Re-lay rows [E, n, B, size], the first of which is number `row`, into out [E, packed_nbytes]."""
+    count = piece.shape[1]
+    at = 0
+    for values, element in _planes(piece, qtype):
+        units = values.shape[2] * values.shape[3] // element
+        nbytes = units * rows * element
+        plane = out[:, at : at + nbytes].unflatten(1, (units, rows, element))
+        plane[:, :, row : row + count] = values.reshape(len(out), count, units, element).transpose(1, 2)
+        at += nbytes
