@@ -23,8 +23,7 @@ __all__ = ["VECTOR_ROWS", "Workspace", "launch", "linear"]
 
 #: Largest number of rows that the vector kernel takes.
 VECTOR_ROWS = 4
-# Programs to aim for when columns are split: four for each of the 132 multiprocessors of an H100.
-_PROGRAMS = 528
+_PROCESSORS = 132  # of an H100 or H200
 _MAX_SPLIT = 32
 
 
@@ -126,20 +125,29 @@ class Workspace:
             )
 
 
-def _split(tiles: int, steps: int, rows: int) -> int:
-    """Programs that share one tile's columns; a power of two, so that few kernels are compiled."""
-    split = 1
-    if rows <= 64:
-        while split < _MAX_SPLIT and tiles * split * 2 <= _PROGRAMS and split * 2 <= steps:
-            split *= 2
-    return split
+def warps_for(groups: int, block: int, most: int = 8) -> tuple[int, int]:
+    """Warps of a vector program and KS, the groups of 32 columns that they multiply at once: 4 rows for each lane.
+
+    Fewer warps where the last step would leave more than a fifth of all lanes without columns.
+    """
+    warps = most
+    while warps > 2 and -(-groups // (warps * 128 // block)) * (warps * 128 // block) > 1.25 * groups:
+        warps //= 2
+    return warps, warps * 128 // block
 
 
-def _vector_plan(rows: int, cols: int) -> tuple[int, int, int]:
-    """BN, KS and split of the vector kernel for a matrix [rows, cols]."""
-    block = 128 if rows >= 128 * _PROGRAMS // 4 else 64
-    groups = 4 if block == 128 else 8
-    return block, groups, _split(triton.cdiv(rows, block), triton.cdiv(cols // 32, groups), 1)
+def _vector_plan(rows: int, cols: int) -> tuple[int, int, int, int]:
+    """BN, KS, split and warps of the vector kernel for a matrix [rows, cols].
+
+    Narrow tiles come first: they fill the device without the round trip to memory that split columns cost.
+    """
+    block = next((size for size in (64, 32) if triton.cdiv(rows, size) >= _PROCESSORS), 16)
+    tiles = triton.cdiv(rows, block)
+    warps, groups = warps_for(cols // 32, block, 4 if tiles >= 8 * _PROCESSORS else 8)
+    split, steps = 1, triton.cdiv(cols // 32, groups)
+    while tiles * split < _PROCESSORS // 2 and split * 2 <= min(steps, _MAX_SPLIT):
+        split *= 2
+    return block, groups, split, warps
 
 
 def _tile_plan(tokens: int, rows: int, cols: int) -> tuple[int, int, int, int, int]:
@@ -147,7 +155,10 @@ def _tile_plan(tokens: int, rows: int, cols: int) -> tuple[int, int, int, int, i
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
     block_n = 64 if block_m <= 64 else 128
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n)
-    return block_m, block_n, 64, _split(tiles, triton.cdiv(cols, 64), tokens), 8 if block_m == 128 else 4
+    split, steps = 1, triton.cdiv(cols, 64)
+    while tokens <= 64 and tiles * split * 2 <= 4 * _PROCESSORS and split * 2 <= min(steps, _MAX_SPLIT):
+        split *= 2
+    return block_m, block_n, 64, split, 8 if block_m == 128 else 4
 
 
 def _space(workspace: Workspace | None, x: Tensor, split: int, tokens: int, rows: int, tiles: int) -> Workspace:
@@ -225,12 +236,12 @@ def launch(
         return target
     bias_or_x = x if bias is None else bias
     if packed and tokens <= VECTOR_ROWS:
-        block, groups, split = _vector_plan(rows, cols)
+        block, groups, split, warps = _vector_plan(rows, cols)
         tiles = triton.cdiv(rows, block)
         space = _space(workspace, x, split, tokens, rows, tiles)
         _vector_kernel[(tiles, split)](
             x, x.stride(0), weight, bias_or_x, target, space.parts, space.counters, tokens, ONE, type_number, cols,
-            rows, BN=block, KS=groups, M=tokens, SPLIT=split, HAS_BIAS=bias is not None, num_warps=4,
+            rows, BN=block, KS=groups, M=tokens, SPLIT=split, HAS_BIAS=bias is not None, num_warps=warps,
         )  # fmt: skip
         return target
     block_m, block_n, block_k, split, warps = _tile_plan(tokens, rows, cols)

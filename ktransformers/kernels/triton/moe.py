@@ -19,7 +19,7 @@ from torch import Tensor
 from ktransformers.kernels.quant import QuantType, row_bytes
 from ktransformers.kernels.triton.align import AlignedPairs, expert_slot, max_blocks, moe_align
 from ktransformers.kernels.triton.dequant import ONE, check_matrix
-from ktransformers.kernels.triton.linear import check_rows, result
+from ktransformers.kernels.triton.linear import check_rows, result, warps_for
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_row, vector_row_pair
 from ktransformers.kernels.triton.packing import packed_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
@@ -28,6 +28,7 @@ __all__ = ["VECTOR_TOKENS", "ExpertMatrices", "MoeWorkspace", "moe"]
 
 #: Largest number of tokens for which every pair is computed on its own.
 VECTOR_TOKENS = 16
+_DOWN_ROWS = 64  # of one program of the down projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,9 @@ class MoeWorkspace:
         vector = uses_vector_path(tokens, up, down)
         hidden = torch.empty(pairs, up.rows, dtype=x.dtype, device=x.device)
         parts = torch.empty(pairs, down.rows, dtype=torch.float32 if vector else x.dtype, device=x.device)
-        counters = torch.zeros(tokens * triton.cdiv(down.rows, 64) if vector else 1, dtype=torch.int32, device=x.device)
+        counters = torch.zeros(
+            tokens * triton.cdiv(down.rows, _DOWN_ROWS) if vector else 1, dtype=torch.int32, device=x.device
+        )
         block = block_rows(pairs, num_experts)
         aligned = None if vector else AlignedPairs.allocate(pairs, num_experts, block, x.device)
         return cls(hidden, parts, counters, aligned)
@@ -187,27 +190,23 @@ def _sum_kernel(parts, ids, slots, out, N: tl.constexpr, E: tl.constexpr, HAS_SL
     tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
-def _groups(cols: int) -> int:
-    """Groups of 32 columns that a program multiplies at once; it has half as many warps."""
-    return 16 if cols // 32 % 16 == 0 else 8
-
-
 def _vector(
     x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, has_slots: bool, num_experts: int,
     matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], out: Tensor, space: MoeWorkspace,
 ) -> None:  # fmt: skip
     gate, up, down = matrices
     pairs, top_k = ids.numel(), ids.shape[1]
-    common = {"E": num_experts, "HAS_SLOTS": has_slots, "TOP_K": top_k, "BN": 64}
-    groups = _groups(up.cols)
-    _gate_up_vector[(triton.cdiv(up.rows, 64), pairs)](
+    common = {"E": num_experts, "HAS_SLOTS": has_slots, "TOP_K": top_k}
+    block = 64 if triton.cdiv(up.rows, 64) * pairs >= 256 else 32
+    warps, groups = warps_for(up.cols // 32, block)
+    _gate_up_vector[(triton.cdiv(up.rows, block), pairs)](
         x, x.stride(0), ids, slots, gate.data, up.data, space.hidden, ONE, int(gate.qtype), int(up.qtype), gate.nbytes,
-        up.nbytes, up.cols, up.rows, KS=groups, num_warps=groups // 2, **common,
+        up.nbytes, up.cols, up.rows, BN=block, KS=groups, num_warps=warps, **common,
     )  # fmt: skip
-    groups = _groups(down.cols)
-    _down_vector[(triton.cdiv(down.rows, 64), pairs)](
+    warps, groups = warps_for(down.cols // 32, _DOWN_ROWS)
+    _down_vector[(triton.cdiv(down.rows, _DOWN_ROWS), pairs)](
         space.hidden, ids, slots, weights, down.data, space.parts, space.counters, out, ONE, int(down.qtype),
-        down.nbytes, down.cols, down.rows, KS=groups, num_warps=groups // 2, **common,
+        down.nbytes, down.cols, down.rows, BN=_DOWN_ROWS, KS=groups, num_warps=warps, **common,
     )  # fmt: skip
 
 

@@ -42,14 +42,14 @@ def test_fp8_linear(rows, cols, tokens, device):
     assert ((out.cpu().double() - wanted).abs() <= tolerance * (exact.abs() @ values.abs().T) + 1e-6).all()
 
 
-def test_one_column_shows_every_number(device):
-    weight, scales, values = every_number(256, 32)
+def test_a_column_is_exact(device):
+    weight, scales, values = every_number(64, 32)
     matrix = pack_fp8(weight.to(device), scales.to(device))
-    for column in (0, 31):
-        x = torch.zeros(1, 32, dtype=torch.float16, device=device)
-        x[0, column] = 1
-        out = fp8_linear(x, matrix, out=torch.empty(1, 256, device=device))
-        assert torch.equal(out[0].cpu(), values[:, column].float())
+    x = torch.zeros(4, 32, dtype=torch.float16, device=device)
+    columns = [0, 6, 17, 31]
+    x[torch.arange(4), columns] = 1
+    out = fp8_linear(x, matrix, out=torch.empty(4, 64, device=device))
+    assert torch.equal(out.cpu(), values[:, columns].float().T)
 
 
 def test_refuses_what_does_not_fit():
