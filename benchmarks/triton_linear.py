@@ -107,7 +107,7 @@ def time_linear(tokens: Sequence[int], milliseconds: float) -> list[Row]:
             for count in tokens:
                 x = torch.randn(count, k, dtype=torch.bfloat16, device="cuda")
                 out = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
-                space = Workspace.allocate("cuda", count, n)
+                space = Workspace.allocate("cuda", count)
                 calls = [partial(linear, x, w, qtype, n, k, out=out, packed=True, workspace=space) for w in weights]
                 seconds = seconds_per_call(calls, milliseconds)
                 rows.append(report("linear", name, qtype.name, count, seconds, size, 2 * count * n * k))
@@ -122,7 +122,7 @@ def time_fp8(tokens: Sequence[int], milliseconds: float) -> list[Row]:
         for count in tokens:
             x = torch.randn(count, k, dtype=torch.bfloat16, device="cuda")
             out = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
-            space = Workspace.allocate("cuda", count, n)
+            space = Workspace.allocate("cuda", count)
             calls = [partial(fp8_linear, x, w, out=out, workspace=space) for w in weights]
             seconds = seconds_per_call(calls, milliseconds)
             rows.append(report("fp8", name, "e4m3", count, seconds, size, 2 * count * n * k))

@@ -24,6 +24,7 @@ __all__ = ["VECTOR_ROWS", "Workspace", "launch", "linear"]
 #: Largest number of rows that the vector kernel takes.
 VECTOR_ROWS = 4
 _PROCESSORS = 132  # of an H100 or H200
+_PROGRAMS = 4 * _PROCESSORS  # to aim for when the tile kernel's columns are split
 _MAX_SPLIT = 32
 
 
@@ -87,7 +88,7 @@ def _tile_kernel(x, stride, base, bias, out, parts, counters, T, one, TYPE: tl.c
     mask = (t < T) & (n < N)
     at = t.to(tl.int64) * N + n
     if SPLIT > 1:
-        part = T.to(tl.int64) * N
+        part = T * N  # T = 1 is a constant; Workspace.allocate says why this is small
         tl.store(parts + split * part + at, acc, mask=mask)
         is_last = arrive_last(counters + tile_m * tl.num_programs(1) + tile_n, SPLIT)
         mask = (t < tl.where(is_last, T, 0)) & (n < N)
@@ -110,11 +111,15 @@ class Workspace:
     counters: Tensor
 
     @classmethod
-    def allocate(cls, device: torch.device | str, rows: int, cols: int) -> Workspace:
-        """Enough for every `linear` of at most `rows` rows of x into at most `cols` outputs."""
-        tiles = -(-rows // 16) * -(-cols // 16)
-        parts = torch.empty(_MAX_SPLIT * min(rows, 64) * cols, dtype=torch.float32, device=device)
-        return cls(parts, torch.zeros(tiles, dtype=torch.int32, device=device))
+    def allocate(cls, device: torch.device | str, rows: int) -> Workspace:
+        """Enough for every `linear` of at most `rows` rows of x, whatever the matrix.
+
+        Columns are split only as long as there are few programs, which bounds what they store: tiles of 64 rows of W
+        and all rows of x (at most 64) in _PROGRAMS programs, or tiles of 16 and VECTOR_ROWS for a small matrix.
+        """
+        parts = max(_PROGRAMS * 64 * min(rows, 64), _PROCESSORS // 2 * 16 * _MAX_SPLIT * VECTOR_ROWS)
+        floats = torch.empty(parts, dtype=torch.float32, device=device)
+        return cls(floats, torch.zeros(_PROGRAMS, dtype=torch.int32, device=device))
 
     def check(self, parts: int, counters: int) -> None:
         """Raises ValueError where a call needs more."""
@@ -156,7 +161,7 @@ def _tile_plan(tokens: int, rows: int, cols: int) -> tuple[int, int, int, int, i
     block_n = 64 if block_m <= 64 else 128
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n)
     split, steps = 1, triton.cdiv(cols, 64)
-    while tokens <= 64 and tiles * split * 2 <= 4 * _PROCESSORS and split * 2 <= min(steps, _MAX_SPLIT):
+    while tokens <= 64 and tiles * split * 2 <= _PROGRAMS and split * 2 <= min(steps, _MAX_SPLIT):
         split *= 2
     return block_m, block_n, 64, split, 8 if block_m == 128 else 4
 
@@ -176,7 +181,7 @@ def check_rows(name: str, x: Tensor, cols: int) -> None:
     """Raises TypeError or ValueError unless x is fp16 or bf16 [T, cols] with contiguous, aligned rows."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise TypeError(f"{name} must be float16 or bfloat16, got {x.dtype}")
-    if x.data_ptr() % 8 or (x.dim() == 2 and x.stride(0) % 4):
+    if x.data_ptr() % 8 or (x.dim() == 2 and x.shape[0] > 1 and x.stride(0) % 4):
         raise ValueError(f"rows of {name} must begin at multiples of 8 bytes, got strides {x.stride()}")
     if x.dim() != 2 or x.shape[1] != cols or (x.shape[0] > 0 and x.stride(1) != 1):
         raise ValueError(f"{name} must be [T, {cols}] with contiguous rows, got {tuple(x.shape)}, {x.stride()}")
@@ -209,7 +214,8 @@ def linear(
     `packing.repack` when `packed` (much faster). bias: [N], any float type. out: [T, N], fp16, bf16 or fp32; x's dtype
     when None. workspace: for splitting columns; made when None. Weights are widened to fp32 for up to VECTOR_ROWS rows
     of x (packed only), and rounded to x's dtype above; sums are in fp32, in an order that depends on shapes alone.
-    Raises TypeError or ValueError for arguments that do not fit.
+    The first call of a shape compiles, which a graph capture does not allow. Raises TypeError or ValueError for
+    arguments that do not fit.
     """
     check_matrix(weight, qtype, rows, cols, packed)
     return launch(x, weight, int(qtype), rows, cols, bias, out, packed, workspace)

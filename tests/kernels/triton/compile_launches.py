@@ -50,6 +50,8 @@ def compile_launch(self, *args, grid, warmup, num_warps=4, num_stages=3, **kwarg
     for index, parameter in enumerate(self.params):
         if parameter.is_constexpr:
             signature[parameter.name], constants[(index,)] = "constexpr", values[parameter.name]
+        elif type(values[parameter.name]) is int and values[parameter.name] == 1:  # Triton makes it a constant
+            signature[parameter.name], constants[(index,)] = "constexpr", 1
         else:
             signature[parameter.name], multiple = describe(values[parameter.name])
             if multiple:
@@ -100,6 +102,7 @@ def some():
     call_linear(QuantType.Q6_K, 2048, 2048, 200)
     call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 1)
     call_moe((QuantType.Q4_K, QuantType.Q8_0), 2048, 1408, 40)
+    call_moe((QuantType.Q4_0, QuantType.Q4_0), 32, 32, 1, packed=False, num=1, top_k=1)
     call_fp8(576, 7168, 2)
 
 

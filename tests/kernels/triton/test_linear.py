@@ -13,7 +13,7 @@ if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.triton import packing
-from ktransformers.kernels.triton.linear import VECTOR_ROWS, Workspace, linear
+from ktransformers.kernels.triton.linear import VECTOR_ROWS, Workspace, _tile_plan, _vector_plan, linear
 
 # Errors are measured against sum_k |x w|. The vector kernel keeps weights in fp32 within 2^-14 |s| (test_dequant), and
 # the mean |w| of random bits is at least 2 |s|: 2^-15. The tile kernel rounds each weight to x's type, 11 bits (fp16)
@@ -65,7 +65,7 @@ def test_a_row_does_not_depend_on_the_others_and_a_workspace_can_be_used_again(d
     raw, _ = random_matrix(QuantType.Q4_K, 64, 1024)
     weight = packing.repack(raw.to(device), QuantType.Q4_K, 64, 1024)
     x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(1)).half().to(device)
-    space = Workspace.allocate(device, 8, 64)
+    space = Workspace.allocate(device, 8)
     whole = linear(x, weight, QuantType.Q4_K, 64, 1024, packed=True, workspace=space)
     for row in range(4):
         alone = linear(x[row : row + 1], weight, QuantType.Q4_K, 64, 1024, packed=True, workspace=space)
@@ -101,3 +101,15 @@ def test_refuses_what_does_not_fit(device):
     wide = torch.zeros(2, 512, dtype=torch.float16, device=device)
     with pytest.raises(ValueError, match="workspace"):
         linear(wide, random_matrix(QuantType.Q4_0, 8, 512)[0].to(device), QuantType.Q4_0, 8, 512, workspace=small)
+
+
+def test_a_workspace_suffices_for_every_matrix():
+    for tokens in (1, 2, 4, 5, 16, 17, 33, 64, 65, 300):
+        space = Workspace.allocate("cpu", tokens)
+        for rows in (8, 72, 576, 1056, 2048, 7168, 33792, 151936):
+            for cols in (256, 1536, 7168, 18432):
+                _, _, split, _ = _vector_plan(rows, cols)
+                assert split * VECTOR_ROWS * rows <= space.parts.numel() or split == 1
+                block_m, block_n, _, split, _ = _tile_plan(tokens, rows, cols)
+                if split > 1:
+                    space.check(split * tokens * rows, -(-tokens // block_m) * -(-rows // block_n))
