@@ -24,7 +24,7 @@ from ktransformers.kernels.triton.align import moe_align
 from ktransformers.kernels.triton.fp8 import Fp8Matrix, fp8_linear
 from ktransformers.kernels.triton.linear import Workspace, linear
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, block_rows, moe
-from ktransformers.kernels.triton.packing import packed_nbytes, repack
+from ktransformers.kernels.triton.packing import Layout, packed_nbytes, repack
 
 CACHE = 200 << 20  # bytes to walk through: more than any L2
 Row = dict[str, object]
@@ -108,7 +108,9 @@ def time_linear(tokens: Sequence[int], milliseconds: float) -> list[Row]:
                 x = torch.randn(count, k, dtype=torch.bfloat16, device="cuda")
                 out = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
                 space = Workspace.allocate("cuda", count)
-                calls = [partial(linear, x, w, qtype, n, k, out=out, packed=True, workspace=space) for w in weights]
+                calls = [
+                    partial(linear, x, w, qtype, n, k, out=out, layout=Layout.GPU, workspace=space) for w in weights
+                ]
                 seconds = seconds_per_call(calls, milliseconds)
                 rows.append(report("linear", name, qtype.name, count, seconds, size, 2 * count * n * k))
     return rows
@@ -143,7 +145,7 @@ def time_moe(tokens: Sequence[int], milliseconds: float) -> list[Row]:
 
         def matrices(qtype: QuantType, n: int, k: int, num: int = num) -> ExpertMatrices:
             data = random_bytes(num * packed_nbytes(qtype, n, k)).view(num, -1)
-            return ExpertMatrices(data, qtype, n, k, packed=True)
+            return ExpertMatrices(data, qtype, n, k, layout=Layout.GPU)
 
         gate, up = matrices(first, width, hidden), matrices(first, width, hidden)
         down = matrices(second, hidden, width)

@@ -1,10 +1,11 @@
 """Weights of ggml's block formats inside Triton kernels: from stored bits to numbers in registers.
 
-Two layouts: `packed` (packing.py, fast: aligned words, neighbouring rows side by side) and ggml's own (byte by byte,
-for what packing does not take). Matrices are [N rows, K columns]; tiles here are [columns or words, rows], rows
-fastest, as the packed planes lie. Every format is `w = s * u - m` with an unsigned integer u and a scale and a minimum
-per 16 or 32 columns. The packed path puts u into the mantissa of a float 1 + u / 2^p, so that the integer never has to
-be converted: w = (1 + u / 2^p) (2^p s) - (2^p s + m), with p at most 8, off by less than 2^-14 |s| for its roundings.
+Three layouts: the GPU's own (packing.py, fast: aligned words, neighbouring rows side by side), the CPU kernels'
+(cpu_layout.py) and ggml's (byte by byte, for what packing does not take). Matrices are [N rows, K columns]; tiles here
+are [columns or words, rows], rows fastest, as the re-laid planes lie. Every format is `w = s * u - m` with an unsigned
+integer u and a scale and a minimum per 16 or 32 columns. In the re-laid forms u goes into the mantissa of a float
+1 + u / 2^p, so that the integer never has to be converted: w = (1 + u / 2^p) (2^p s) - (2^p s + m), with p at most 8,
+off by less than 2^-14 |s| for its roundings.
 Knows the bits of the formats; does not know matrix products or experts.
 """
 
@@ -13,38 +14,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.quant import QuantType, row_bytes
-from ktransformers.kernels.triton.packing import GPU_TYPES, packed_nbytes
+from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.triton.bits import F8_E4M3, ONE, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, half_bits, shifted
+from ktransformers.kernels.triton.cpu_layout import cpu_tile
+from ktransformers.kernels.triton.packing import GPU_TYPES, Layout, layout_nbytes
 from ktransformers.kernels.triton.runtime import constant, jit, tl, triton
 
-__all__ = ["F8_E4M3_TYPE", "ONE", "check_matrix", "dequantize"]
+__all__ = ["check_matrix", "dequantize", "weight_tile"]
 
-#: The bits of 1.0 in fp32: argument `one` of the kernels.
-ONE = 0x3F800000
-
-# ggml's numbers of the types: constants of the kernels (Triton reads a global only as a constexpr).
-Q4_0 = constant(int(QuantType.Q4_0))
-Q8_0 = constant(int(QuantType.Q8_0))
-Q4_K = constant(int(QuantType.Q4_K))
-Q5_K = constant(int(QuantType.Q5_K))
-Q6_K = constant(int(QuantType.Q6_K))
-#: FP8 e4m3 with one fp32 scale for 128 x 128 weights (fp8.py): not a type of ggml, so a number of ours.
-F8_E4M3_TYPE = 1000
-F8_E4M3 = constant(F8_E4M3_TYPE)
-
-
-@jit
-def shifted(x, amount: tl.constexpr):
-    """x << amount, or x >> -amount."""
-    if amount >= 0:
-        return x << amount
-    return x >> (-amount)
-
-
-@jit
-def half_bits(x):
-    """The low 16 bits of an int32 as fp16, widened."""
-    return (x & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+# Layout as constants of the kernels.
+GGML = constant(int(Layout.GGML))
+GPU = constant(int(Layout.GPU))
+CPU = constant(int(Layout.CPU))
 
 
 @jit
@@ -254,14 +235,17 @@ def raw_row_bytes(TYPE: tl.constexpr, K: tl.constexpr):
 
 
 @jit
-def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, PACKED: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
                 BK: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """Columns k0 .. k0 + BK - 1 of the rows n [1, BN] as [BK, BN] of DTYPE; zero where masked or past K.
 
-    base: uint8 pointer to the matrix. mask: [1, BN]. BK: a multiple of 32; k0 a multiple of BK.
+    base: uint8 pointer to the matrix. mask: [1, BN]. BK: a multiple of 32 (64 in the
+    CPU's layout); k0 a multiple of BK.
     """
-    if PACKED:
+    if LAYOUT == GPU:
         return packed_tile(base, k0, n, mask, one, TYPE, K, N, BK, DTYPE)
+    if LAYOUT == CPU:
+        return cpu_tile(base, k0, n, mask, one, TYPE, K, DTYPE)
     k = k0 + tl.arange(0, BK)[:, None]
     if TYPE == F8_E4M3:
         byte = load_byte(base + n.to(tl.int64) * K + k, mask & (k < K))
@@ -273,17 +257,17 @@ def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, PACKED: tl.constexpr
 
 
 @jit
-def _dequantize_kernel(base, out, one, TYPE: tl.constexpr, PACKED: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+def _dequantize_kernel(base, out, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
                        BN: tl.constexpr):  # fmt: skip
     n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     mask = n < N
-    k0 = tl.program_id(0) * 32
-    tile = weight_tile(base, k0, n, mask, one, TYPE, PACKED, K, N, 32, tl.float32)
-    k = k0 + tl.arange(0, 32)[:, None]
+    k0 = tl.program_id(0) * 64
+    tile = weight_tile(base, k0, n, mask, one, TYPE, LAYOUT, K, N, 64, tl.float32)
+    k = k0 + tl.arange(0, 64)[:, None]
     tl.store(out + n.to(tl.int64) * K + k, tile.to(out.dtype.element_ty), mask=mask & (k < K))
 
 
-def check_matrix(weight: Tensor, qtype: QuantType, rows: int, cols: int, packed: bool, matrices: int = 1) -> None:
+def check_matrix(weight: Tensor, qtype: QuantType, rows: int, cols: int, layout: Layout, matrices: int = 1) -> None:
     """Check the bytes of one matrix [rows, cols] or of many.
 
     Raises TypeError or ValueError that names what is wrong: type, dtype, size, strides, a matrix of 2 GiB or more.
@@ -293,7 +277,7 @@ def check_matrix(weight: Tensor, qtype: QuantType, rows: int, cols: int, packed:
         raise ValueError(f"weight is {qtype.name}, which has no GPU kernel; transcode it to one of {names}")
     if weight.dtype != torch.uint8:
         raise TypeError(f"weight must be uint8, got {weight.dtype}")
-    nbytes = packed_nbytes(qtype, rows, cols) if packed else rows * row_bytes(qtype, cols)
+    nbytes = layout_nbytes(qtype, rows, cols, layout)
     if weight.numel() != matrices * nbytes or not weight.is_contiguous():
         raise ValueError(
             f"weight must be {matrices} contiguous matrices of {nbytes} bytes, got {tuple(weight.shape)} "
@@ -304,19 +288,19 @@ def check_matrix(weight: Tensor, qtype: QuantType, rows: int, cols: int, packed:
 
 
 def dequantize(
-    raw: Tensor, qtype: QuantType, rows: int, cols: int, out: Tensor | None = None, *, packed: bool = False
+    raw: Tensor, qtype: QuantType, rows: int, cols: int, out: Tensor | None = None, layout: Layout = Layout.GGML
 ) -> Tensor:
     """A matrix as numbers: [rows, cols], of `out`'s dtype (fp32, fp16 or bf16; fp32 when None).
 
-    raw: uint8, in ggml's layout or, with `packed`, as `packing.repack` leaves it. Equal to `gguf.quants.dequantize` in
-    ggml's layout up to one rounding of the output type (and |s| 2^-14 with `packed`: see above).
+    raw: uint8, in the layout named. Equal to `gguf.quants.dequantize` up to one rounding of the output type (and
+    |s| 2^-14 in the re-laid forms: see above).
     """
-    check_matrix(raw, qtype, rows, cols, packed)
+    check_matrix(raw, qtype, rows, cols, layout)
     if out is None:
         out = torch.empty(rows, cols, dtype=torch.float32, device=raw.device)
     if out.shape != (rows, cols) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous [{rows}, {cols}], got {tuple(out.shape)}")
     if rows and cols:
-        grid = (triton.cdiv(cols, 32), triton.cdiv(rows, 64))
-        _dequantize_kernel[grid](raw, out, ONE, int(qtype), packed, cols, rows, BN=64, num_warps=4)
+        grid = (triton.cdiv(cols, 64), triton.cdiv(rows, 64))
+        _dequantize_kernel[grid](raw, out, ONE, int(qtype), int(layout), cols, rows, BN=64, num_warps=4)
     return out

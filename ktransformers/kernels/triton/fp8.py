@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.triton.dequant import F8_E4M3_TYPE
+from ktransformers.kernels.triton.bits import F8_E4M3_TYPE
 from ktransformers.kernels.triton.linear import Workspace, launch
-from ktransformers.kernels.triton.packing import ROW_MULTIPLE
+from ktransformers.kernels.triton.packing import ROW_MULTIPLE, Layout
 
 __all__ = ["Fp8Matrix", "fp8_linear", "pack_fp8"]
 
@@ -70,4 +70,5 @@ def fp8_linear(
 
     Up to VECTOR_ROWS rows of x weights times scale are fp32, above they are rounded to x's dtype.
     """
-    return launch(x, weight.data, F8_E4M3_TYPE, weight.rows, weight.cols, bias, out, weight.packed, workspace)
+    layout = Layout.GPU if weight.packed else Layout.GGML
+    return launch(x, weight.data, F8_E4M3_TYPE, weight.rows, weight.cols, bias, out, layout, workspace)

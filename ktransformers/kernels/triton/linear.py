@@ -1,10 +1,10 @@
 """out = x W^T + bias with W in ggml's block formats, on CUDA: what the rule name KLinearMarlin means.
 
-Up to `VECTOR_ROWS` rows of x and packed weights: the vector kernel, which reads each weight byte once, the columns
-split over programs where the rows alone cannot fill the device (the last program of a tile adds the parts in their
-order, so results do not depend on timing). Otherwise the tile kernel. Knows launch parameters, which depend on shapes
-alone and allocate nothing once `out` and a workspace are given: both kernels can be captured in a CUDA graph. Does not
-know experts.
+Up to `VECTOR_ROWS` rows of x and weights in the GPU's layout: the vector kernel, which reads each weight byte once,
+the columns split over programs where the rows alone cannot fill the device (the last program of a tile adds the parts
+in their order, so results do not depend on timing). Otherwise the tile kernel. Knows launch parameters, which depend on
+shapes alone and allocate nothing once `out` and a workspace are given: both kernels can be captured in a CUDA graph.
+Does not know experts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.quant import QuantType
-from ktransformers.kernels.triton.dequant import ONE, check_matrix
+from ktransformers.kernels.triton.bits import ONE
+from ktransformers.kernels.triton.dequant import check_matrix
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, vector_tile
+from ktransformers.kernels.triton.packing import Layout
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
 __all__ = ["VECTOR_ROWS", "Workspace", "launch", "linear"]
@@ -76,7 +78,7 @@ def _add_parts(parts, bias, out, n, mask, stride: tl.constexpr, SPLIT: tl.conste
 
 
 @jit
-def _tile_kernel(x, stride, base, bias, out, parts, counters, T, one, TYPE: tl.constexpr, PACKED: tl.constexpr,
+def _tile_kernel(x, stride, base, bias, out, parts, counters, T, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
                  K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                  SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     tile_m, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -84,7 +86,7 @@ def _tile_kernel(x, stride, base, bias, out, parts, counters, T, one, TYPE: tl.c
     n = tile_n * BN + tl.arange(0, BN)[None, :]
     steps: tl.constexpr = (K + BK - 1) // BK
     first, last = split * steps // SPLIT, (split + 1) * steps // SPLIT
-    acc = dot_tile(x + t.to(tl.int64) * stride, t < T, base, n, n < N, one, first, last, TYPE, PACKED, K, N, BK)
+    acc = dot_tile(x + t.to(tl.int64) * stride, t < T, base, n, n < N, one, first, last, TYPE, LAYOUT, K, N, BK)
     mask = (t < T) & (n < N)
     at = t.to(tl.int64) * N + n
     if SPLIT > 1:
@@ -205,20 +207,20 @@ def linear(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     *,
-    packed: bool = False,
+    layout: Layout = Layout.GGML,
     workspace: Workspace | None = None,
 ) -> Tensor:
     """out[t, n] = sum_k x[t, k] W[n, k] + bias[n].
 
-    x: [T, K] fp16 or bf16, rows contiguous. weight: uint8, a matrix [rows, cols] in ggml's layout, or re-laid by
-    `packing.repack` when `packed` (much faster). bias: [N], any float type. out: [T, N], fp16, bf16 or fp32; x's dtype
-    when None. workspace: for splitting columns; made when None. Weights are widened to fp32 for up to VECTOR_ROWS rows
-    of x (packed only), and rounded to x's dtype above; sums are in fp32, in an order that depends on shapes alone.
-    The first call of a shape compiles, which a graph capture does not allow. Raises TypeError or ValueError for
-    arguments that do not fit.
+    x: [T, K] fp16 or bf16, rows contiguous. weight: uint8, a matrix [rows, cols] in the layout named; the GPU's is the
+    fastest, by far for few rows of x, ggml's the slowest. bias: [N], any float type. out: [T, N], fp16, bf16 or fp32;
+    x's dtype when None. workspace: for splitting columns; made when None. Weights are widened to fp32 for up to
+    VECTOR_ROWS rows of x in the GPU's layout, and rounded to x's dtype otherwise; sums are in fp32, in an order that
+    depends on shapes alone. The first call of a shape compiles, which a graph capture does not allow. Raises TypeError
+    or ValueError for arguments that do not fit.
     """
-    check_matrix(weight, qtype, rows, cols, packed)
-    return launch(x, weight, int(qtype), rows, cols, bias, out, packed, workspace)
+    check_matrix(weight, qtype, rows, cols, layout)
+    return launch(x, weight, int(qtype), rows, cols, bias, out, layout, workspace)
 
 
 def launch(
@@ -229,7 +231,7 @@ def launch(
     cols: int,
     bias: Tensor | None,
     out: Tensor | None,
-    packed: bool,
+    layout: Layout,
     workspace: Workspace | None,
 ) -> Tensor:
     """`linear` for a weight that has been checked, of a type that dequant.py knows."""
@@ -241,7 +243,7 @@ def launch(
     if tokens == 0 or rows == 0:
         return target
     bias_or_x = x if bias is None else bias
-    if packed and tokens <= VECTOR_ROWS:
+    if layout == Layout.GPU and tokens <= VECTOR_ROWS:
         block, groups, split, warps = _vector_plan(rows, cols)
         tiles = triton.cdiv(rows, block)
         space = _space(workspace, x, split, tokens, rows, tiles)
@@ -254,7 +256,7 @@ def launch(
     grid = (triton.cdiv(tokens, block_m), triton.cdiv(rows, block_n), split)
     space = _space(workspace, x, split, tokens, rows, grid[0] * grid[1])
     _tile_kernel[grid](
-        x, x.stride(0), weight, bias_or_x, target, space.parts, space.counters, tokens, ONE, type_number, packed, cols,
-        rows, BM=block_m, BN=block_n, BK=block_k, SPLIT=split, HAS_BIAS=bias is not None, num_warps=warps,
+        x, x.stride(0), weight, bias_or_x, target, space.parts, space.counters, tokens, ONE, type_number, int(layout),
+        cols, rows, BM=block_m, BN=block_n, BK=block_k, SPLIT=split, HAS_BIAS=bias is not None, num_warps=warps,
     )  # fmt: skip
     return target

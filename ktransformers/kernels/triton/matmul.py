@@ -8,17 +8,8 @@ goes through the tensor cores. Both accumulate in fp32. Knows dequant.py; does n
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.dequant import (
-    F8_E4M3,
-    Q5_K,
-    Q6_K,
-    chunk_words,
-    half_bits,
-    one_plus,
-    scales,
-    unit,
-    weight_tile,
-)
+from ktransformers.kernels.triton.bits import F8_E4M3, Q5_K, Q6_K, half_bits
+from ktransformers.kernels.triton.dequant import chunk_words, one_plus, scales, unit, weight_tile
 from ktransformers.kernels.triton.runtime import jit, tl
 
 __all__ = ["arrive_last", "dot_tile", "dot_tile_pair", "vector_row", "vector_row_pair", "vector_tile"]
@@ -173,7 +164,7 @@ def vector_row_pair(x, gate, up, n, mask, one, first, last, GATE: tl.constexpr, 
 
 
 @jit
-def dot_tile(x_rows, x_mask, base, n, mask, one, first, last, TYPE: tl.constexpr, PACKED: tl.constexpr, K: tl.constexpr,
+def dot_tile(x_rows, x_mask, base, n, mask, one, first, last, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
              N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Products [BM, BN] in fp32 over steps first .. last - 1 of BK columns.
 
@@ -184,14 +175,14 @@ def dot_tile(x_rows, x_mask, base, n, mask, one, first, last, TYPE: tl.constexpr
     for step in range(first, last):
         k = step * BK + tl.arange(0, BK)[None, :]
         x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
-        w = weight_tile(base, step * BK, n, mask, one, TYPE, PACKED, K, N, BK, dtype)
+        w = weight_tile(base, step * BK, n, mask, one, TYPE, LAYOUT, K, N, BK, dtype)
         acc = tl.dot(x, w, acc)
     return acc
 
 
 @jit
 def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr,
-                  PACKED: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+                  LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """`dot_tile` with two matrices of one shape, whose layout is one and whose types may differ."""
     dtype: tl.constexpr = x_rows.dtype.element_ty
     g = tl.zeros((x_rows.shape[0], n.shape[1]), tl.float32)
@@ -199,8 +190,8 @@ def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, first, last, GATE: tl.
     for step in range(first, last):
         k = step * BK + tl.arange(0, BK)[None, :]
         x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
-        g = tl.dot(x, weight_tile(gate, step * BK, n, mask, one, GATE, PACKED, K, N, BK, dtype), g)
-        u = tl.dot(x, weight_tile(up, step * BK, n, mask, one, UP, PACKED, K, N, BK, dtype), u)
+        g = tl.dot(x, weight_tile(gate, step * BK, n, mask, one, GATE, LAYOUT, K, N, BK, dtype), g)
+        u = tl.dot(x, weight_tile(up, step * BK, n, mask, one, UP, LAYOUT, K, N, BK, dtype), u)
     return g, u
 
 

@@ -2,11 +2,12 @@
 
     hidden = silu(x W_gate^T) * (x W_up^T);  out[t] = sum over j of topk_weights[t, j] * (hidden W_down^T)
 
-Two paths. Few tokens with packed weights: one program per pair and tile of rows, on the vector loop (an expert that two
-tokens share is read from the L2 cache the second time); two launches. Many tokens: pairs sorted by expert (align.py),
-then tensor-core tiles over blocks of one expert. Both add a token's experts in the order of its top-k list. Experts lie
-in slots of one tensor per projection; a map from expert to slot lets a staging buffer hold a few of them. Launches
-depend on shapes alone; with `out` and a workspace nothing is allocated. Knows no router and no model.
+Two paths. Few tokens with weights in the GPU's layout: one program per pair and tile of rows, on the vector loop (an
+expert that two tokens share is read from the L2 cache the second time); two launches. Otherwise: pairs sorted by expert
+(align.py), then tensor-core tiles over blocks of one expert. Both add a token's experts in the order of its top-k list.
+Experts lie in slots of one tensor per projection; a map from expert to slot lets a staging buffer hold a few of them,
+in the layout of the CPU kernels too. Launches depend on shapes alone; with `out` and a workspace nothing is allocated.
+Knows no router and no model.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.quant import QuantType, row_bytes
+from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton.align import AlignedPairs, expert_slot, max_blocks, moe_align
-from ktransformers.kernels.triton.dequant import ONE, check_matrix
+from ktransformers.kernels.triton.bits import ONE
+from ktransformers.kernels.triton.dequant import check_matrix
 from ktransformers.kernels.triton.linear import check_rows, result, warps_for
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_row, vector_row_pair
-from ktransformers.kernels.triton.packing import packed_nbytes
+from ktransformers.kernels.triton.packing import Layout, layout_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
 __all__ = ["VECTOR_TOKENS", "ExpertMatrices", "MoeWorkspace", "moe"]
@@ -35,18 +37,18 @@ _DOWN_ROWS = 64  # of one program of the down projection
 class ExpertMatrices:
     """One projection of all experts: matrices [rows, cols] one after another.
 
-    data: uint8 [S, bytes of a matrix] (or [S, rows, row_bytes]), contiguous; S slots. packed: as `packing.repack`
-    leaves them, else in ggml's layout. Raises TypeError or ValueError when sizes do not agree.
+    data: uint8 [S, bytes of a matrix] (or [S, rows, row_bytes]), contiguous; S slots. layout: of each matrix.
+    Raises TypeError or ValueError when sizes do not agree.
     """
 
     data: Tensor
     qtype: QuantType
     rows: int
     cols: int
-    packed: bool = False
+    layout: Layout = Layout.GGML
 
     def __post_init__(self) -> None:
-        check_matrix(self.data, self.qtype, self.rows, self.cols, self.packed, self.slots)
+        check_matrix(self.data, self.qtype, self.rows, self.cols, self.layout, self.slots)
 
     @property
     def slots(self) -> int:
@@ -55,9 +57,7 @@ class ExpertMatrices:
     @property
     def nbytes(self) -> int:
         """Bytes of one matrix."""
-        if self.packed:
-            return packed_nbytes(self.qtype, self.rows, self.cols)
-        return self.rows * row_bytes(self.qtype, self.cols)
+        return layout_nbytes(self.qtype, self.rows, self.cols, self.layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class MoeWorkspace:
 
 
 def uses_vector_path(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> bool:
-    return tokens <= VECTOR_TOKENS and up.packed and down.packed
+    return tokens <= VECTOR_TOKENS and up.layout == down.layout == Layout.GPU
 
 
 def block_rows(pairs: int, num_experts: int) -> int:
@@ -146,7 +146,7 @@ def _down_vector(hidden, ids, slots, weights, down, parts, counters, out, one, T
 
 @jit
 def _gate_up_tile(x, stride, pair_ids, block_slots, gate, up, hidden, P, one, GATE: tl.constexpr, UP: tl.constexpr,
-                  GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, PACKED: tl.constexpr, K: tl.constexpr,
+                  GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
                   N: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                   BK: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
@@ -156,14 +156,14 @@ def _gate_up_tile(x, stride, pair_ids, block_slots, gate, up, hidden, P, one, GA
         pair = tl.load(pair_ids + block * BM + tl.arange(0, BM))[:, None]
         rows = x + (pair // TOP_K).to(tl.int64) * stride
         g, u = dot_tile_pair(rows, pair < P, gate + slot * GATE_BYTES, up + slot * UP_BYTES, n, n < N, one, 0,
-                             (K + BK - 1) // BK, GATE, UP, PACKED, K, N, BK)  # fmt: skip
+                             (K + BK - 1) // BK, GATE, UP, LAYOUT, K, N, BK)  # fmt: skip
         value = silu_mul(g, u).to(hidden.dtype.element_ty)
         tl.store(hidden + pair.to(tl.int64) * N + n, value, mask=(pair < P) & (n < N))
 
 
 @jit
 def _down_tile(hidden, pair_ids, block_slots, weights, down, parts, P, one, TYPE: tl.constexpr, BYTES: tl.constexpr,
-               PACKED: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                BK: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     slot = tl.load(block_slots + block).to(tl.int64)
@@ -171,7 +171,7 @@ def _down_tile(hidden, pair_ids, block_slots, weights, down, parts, P, one, TYPE
         n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
         pair = tl.load(pair_ids + block * BM + tl.arange(0, BM))[:, None]
         acc = dot_tile(hidden + pair.to(tl.int64) * K, pair < P, down + slot * BYTES, n, n < N, one, 0,
-                       (K + BK - 1) // BK, TYPE, PACKED, K, N, BK)  # fmt: skip
+                       (K + BK - 1) // BK, TYPE, LAYOUT, K, N, BK)  # fmt: skip
         value = acc * tl.load(weights + pair, mask=pair < P, other=0.0)
         tl.store(parts + pair.to(tl.int64) * N + n, value.to(parts.dtype.element_ty), mask=(pair < P) & (n < N))
 
@@ -222,13 +222,14 @@ def _tiles(
     warps = 8 if block == 128 else 4
     _gate_up_tile[(blocks, triton.cdiv(up.rows, 64))](
         x, x.stride(0), aligned.pair_ids, aligned.block_slots, gate.data, up.data, space.hidden, pairs, ONE,
-        int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes, up.packed, up.cols, up.rows, TOP_K=top_k, BM=block,
+        int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes, int(up.layout), up.cols, up.rows, TOP_K=top_k, BM=block,
         BN=64, BK=64, num_warps=warps,
     )  # fmt: skip
     block_n = 128 if block == 128 else 64
     _down_tile[(blocks, triton.cdiv(down.rows, block_n))](
         space.hidden, aligned.pair_ids, aligned.block_slots, weights, down.data, space.parts, pairs, ONE,
-        int(down.qtype), down.nbytes, down.packed, down.cols, down.rows, BM=block, BN=block_n, BK=64, num_warps=warps,
+        int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,
+        BM=block, BN=block_n, BK=64, num_warps=warps,
     )  # fmt: skip
     slots = ids if expert_slots is None else expert_slots
     _sum_kernel[(x.shape[0], triton.cdiv(down.rows, 1024))](
@@ -249,7 +250,7 @@ def _check(
         )
     if not ids.is_contiguous() or not weights.is_contiguous():
         raise ValueError("topk_ids and topk_weights must be contiguous")
-    same = (gate.rows, gate.cols, gate.packed, gate.slots) == (up.rows, up.cols, up.packed, up.slots)
+    same = (gate.rows, gate.cols, gate.layout, gate.slots) == (up.rows, up.cols, up.layout, up.slots)
     if not same or (down.cols, down.slots) != (up.rows, up.slots):
         raise ValueError("gate and up must have one shape, layout and number of slots, and down must fit them")
 

@@ -24,15 +24,27 @@ N must be a multiple of 8, so that every plane begins at a multiple of 16 bytes 
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.native import packed_nbytes as cpu_packed_nbytes
 from ktransformers.kernels.quant import QuantType, block_size, row_bytes
 
-__all__ = ["GPU_TYPES", "can_repack", "packed_nbytes", "repack"]
+__all__ = ["GPU_TYPES", "Layout", "can_repack", "layout_nbytes", "packed_nbytes", "repack"]
 
 #: The block formats that the Triton kernels read.
 GPU_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0})
+
+
+class Layout(IntEnum):
+    """How the bytes of a matrix lie: as in the file, as `repack` leaves them, or as `native.pack` does."""
+
+    GGML = 0
+    GPU = 1
+    CPU = 2
+
 
 ROW_MULTIPLE = 8
 _PIECE = 1 << 22  # weights re-laid at once
@@ -49,6 +61,14 @@ def packed_nbytes(qtype: QuantType, rows: int, cols: int) -> int:
     if not can_repack(qtype, rows, cols):
         raise ValueError(f"a {qtype.name} matrix [{rows}, {cols}] has no re-laid form")
     return rows * (row_bytes(qtype, cols) + cols // block_size(qtype) * _EXTRA.get(qtype, 0))
+
+
+def layout_nbytes(qtype: QuantType, rows: int, cols: int, layout: Layout) -> int:
+    """Bytes of a matrix [rows, cols] in a layout. Raises ValueError where it has no such form."""
+    if layout == Layout.GPU:
+        return packed_nbytes(qtype, rows, cols)
+    nbytes = row_bytes(qtype, cols) * rows  # also checks the columns
+    return cpu_packed_nbytes(qtype, rows, cols) if layout == Layout.CPU else nbytes
 
 
 def _words(values: Tensor, bits: int) -> Tensor:

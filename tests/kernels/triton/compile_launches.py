@@ -16,12 +16,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ktransformers.kernels.quant import QuantType, row_bytes
+from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton import dequant
 from ktransformers.kernels.triton.fp8 import fp8_linear, pack_fp8
 from ktransformers.kernels.triton.linear import linear
 from ktransformers.kernels.triton.moe import ExpertMatrices, moe
-from ktransformers.kernels.triton.packing import can_repack, packed_nbytes
+from ktransformers.kernels.triton.packing import Layout, can_repack, layout_nbytes
 
 SHARED_BYTES = 227 * 1024  # of one program on an H100
 TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0)
@@ -72,20 +72,19 @@ def compile_launch(self, *args, grid, warmup, num_warps=4, num_stages=3, **kwarg
         sys.exit(f"{self.fn.__name__}: {kernel.metadata.shared} bytes of shared memory, {local} local arrays")
 
 
-def weights(qtype, rows, cols, packed, num=1):
-    nbytes = packed_nbytes(qtype, rows, cols) if packed else rows * row_bytes(qtype, cols)
-    return torch.zeros(num, nbytes, dtype=torch.uint8)
+def weights(qtype, rows, cols, layout, num=1):
+    return torch.zeros(num, layout_nbytes(qtype, rows, cols, layout), dtype=torch.uint8)
 
 
-def call_linear(qtype, rows, cols, tokens, packed=True, dtype=torch.bfloat16, bias=None):
+def call_linear(qtype, rows, cols, tokens, layout=Layout.GPU, dtype=torch.bfloat16, bias=None):
     x = torch.zeros(tokens, cols, dtype=dtype)
-    linear(x, weights(qtype, rows, cols, packed), qtype, rows, cols, bias, packed=packed)
+    linear(x, weights(qtype, rows, cols, layout), qtype, rows, cols, bias, layout=layout)
 
 
-def call_moe(types, hidden, width, tokens, packed=True, num=8, top_k=4, slots=False):
+def call_moe(types, hidden, width, tokens, layout=Layout.GPU, num=8, top_k=4, slots=False):
     first, second = types
-    gate = ExpertMatrices(weights(first, width, hidden, packed, num), first, width, hidden, packed)
-    down = ExpertMatrices(weights(second, hidden, width, packed, num), second, hidden, width, packed)
+    gate = ExpertMatrices(weights(first, width, hidden, layout, num), first, width, hidden, layout)
+    down = ExpertMatrices(weights(second, hidden, width, layout, num), second, hidden, width, layout)
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     table = torch.zeros(num, dtype=torch.int32) if slots else None
@@ -102,28 +101,29 @@ def some():
     call_linear(QuantType.Q6_K, 2048, 2048, 200)
     call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 1)
     call_moe((QuantType.Q4_K, QuantType.Q8_0), 2048, 1408, 40)
-    call_moe((QuantType.Q4_0, QuantType.Q4_0), 32, 32, 1, packed=False, num=1, top_k=1)
+    call_moe((QuantType.Q4_0, QuantType.Q4_0), 32, 32, 1, layout=Layout.GGML, num=1, top_k=1)
+    call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 600, layout=Layout.CPU)
     call_fp8(576, 7168, 2)
 
 
 def everything():
     some()
     for qtype in TYPES:
-        for packed in (True, False):
+        for layout in Layout:
             for tokens in (1, 2, 3, 4, 9, 20, 50, 300):
-                if packed or tokens in (1, 300):
-                    call_linear(qtype, 768, 2048, tokens, packed)
+                if layout == Layout.GPU or tokens in (1, 300):
+                    call_linear(qtype, 768, 2048, tokens, layout)
             out = torch.empty(768, 512, dtype=torch.float16)
-            dequant.dequantize(weights(qtype, 768, 512, packed), qtype, 768, 512, out, packed=packed)
+            dequant.dequantize(weights(qtype, 768, 512, layout), qtype, 768, 512, out, layout=layout)
     call_linear(QuantType.Q8_0, 1416, 1408, 1, bias=torch.zeros(1416))
     call_linear(QuantType.Q4_0, 1416, 1440, 30, dtype=torch.float16)
     call_linear(QuantType.Q4_K, 76032, 2048, 1)
     assert not can_repack(QuantType.Q4_K, 2052, 256)
-    call_linear(QuantType.Q4_K, 2052, 256, 1, packed=False)
+    call_linear(QuantType.Q4_K, 2052, 256, 1, layout=Layout.GGML)
     for types in ((QuantType.Q4_K, QuantType.Q6_K), (QuantType.Q5_K, QuantType.Q5_K), (QuantType.Q8_0, QuantType.Q4_0)):
         for tokens in (2, 17, 40, 100, 600):
             call_moe(types, 512, 768, tokens, slots=True)
-        call_moe(types, 512, 768, 3, packed=False)
+        call_moe(types, 512, 768, 3, layout=Layout.GGML)
     for tokens in (1, 4, 16, 200):
         call_fp8(576, 7168, tokens)
         call_fp8(577, 160, tokens)

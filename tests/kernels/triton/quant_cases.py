@@ -7,7 +7,8 @@ import torch
 from gguf import quants
 from torch import Tensor
 
-from ktransformers.kernels.quant import QuantType, row_bytes, type_size
+from ktransformers.kernels.native import WorkerPool, pack
+from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
 
 # Where the half-precision scales of a block are.
 SCALES = {
@@ -29,3 +30,12 @@ def random_matrix(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> tupl
         blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
     raw = blocks.reshape(rows, -1)
     return torch.from_numpy(raw), torch.from_numpy(np.ascontiguousarray(quants.dequantize(raw, qtype)))
+
+
+def pack_for_cpu(raw: Tensor, qtype: QuantType, rows: int, cols: int) -> Tensor:
+    """A matrix as the CPU kernels re-lay it, uint8 1-D."""
+    pool = WorkerPool(1)
+    try:
+        return pack(RawTensor(raw.contiguous().reshape(-1), qtype, (rows, cols)), pool).data
+    finally:
+        pool.close()

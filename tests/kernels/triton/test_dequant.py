@@ -7,12 +7,13 @@ import torch
 
 from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton import runtime
-from tests.kernels.triton.quant_cases import TYPES, random_matrix
+from tests.kernels.triton.quant_cases import TYPES, pack_for_cpu, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.triton import dequant, packing
+from ktransformers.kernels.triton.packing import Layout
 
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
@@ -36,10 +37,19 @@ def test_packed_layout_holds_the_same_numbers(qtype, device):
     packed = packing.repack(raw.to(device), qtype, 24, 512)
     assert packed.shape == (packing.packed_nbytes(qtype, 24, 512),)
     assert packed.numel() <= 1.03 * raw.numel()
-    got = dequant.dequantize(packed, qtype, 24, 512, packed=True).cpu()
+    got = dequant.dequantize(packed, qtype, 24, 512, layout=Layout.GPU).cpu()
     # (1 + u / 256) 256 s - (256 s + m) in fp32: two roundings at 256 |s| (1 + 31 / 256) + |m|, that is below 512 |s|,
     # so 2 * 2^-24 * 512 |s| = 2^-14 |s|; |s| is at most 0.01 * 127 here (fp16 d below 0.01, 7-bit scales).
     assert (got - values).abs().max() <= 2**-14 * 1.27
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
+def test_the_layout_of_the_cpu_kernels_holds_the_same_numbers(qtype, device):
+    cols = 512 if qtype in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K) else 480
+    raw, values = random_matrix(qtype, 20, cols)
+    packed = pack_for_cpu(raw, qtype, 20, cols).to(device)
+    got = dequant.dequantize(packed, qtype, 20, cols, layout=Layout.CPU).cpu()
+    assert (got - values).abs().max() <= 2**-14 * 1.27  # as above
 
 
 def test_packing_of_many_matrices_is_that_of_each(device):
@@ -54,7 +64,9 @@ def test_a_width_that_is_no_multiple_of_the_tile(device):
     raw, values = random_matrix(QuantType.Q4_0, 8, 96)
     packed = packing.repack(raw.to(device), QuantType.Q4_0, 8, 96)
     assert torch.equal(dequant.dequantize(raw.to(device), QuantType.Q4_0, 8, 96).cpu(), values)
-    assert (dequant.dequantize(packed, QuantType.Q4_0, 8, 96, packed=True).cpu() - values).abs().max() <= 2**-14 * 0.01
+    assert (
+        dequant.dequantize(packed, QuantType.Q4_0, 8, 96, layout=Layout.GPU).cpu() - values
+    ).abs().max() <= 2**-14 * 0.01
 
 
 def test_refuses_what_does_not_fit(device):

@@ -14,6 +14,7 @@ if runtime.triton is None:
 
 from ktransformers.kernels.triton import packing
 from ktransformers.kernels.triton.linear import VECTOR_ROWS, Workspace, _tile_plan, _vector_plan, linear
+from ktransformers.kernels.triton.packing import Layout
 
 # Errors are measured against sum_k |x w|. The vector kernel keeps weights in fp32 within 2^-14 |s| (test_dequant), and
 # the mean |w| of random bits is at least 2 |s|: 2^-15. The tile kernel rounds each weight to x's type, 11 bits (fp16)
@@ -36,7 +37,7 @@ def test_packed_weights(qtype, tokens, device):
     x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(1)).half().to(device)
     bias = torch.randn(72, generator=torch.Generator().manual_seed(2)).to(device)
     out = torch.full((tokens, 72), torch.nan, device=device)
-    assert linear(x, weight, qtype, 72, 512, bias, out, packed=True) is out
+    assert linear(x, weight, qtype, 72, 512, bias, out, layout=Layout.GPU) is out
     check(out, x, values, bias, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
 
 
@@ -55,7 +56,7 @@ def test_bf16_and_a_width_of_odd_blocks(tokens, device):
     raw, values = random_matrix(QuantType.Q8_0, 16, 352)
     weight = packing.repack(raw.to(device), QuantType.Q8_0, 16, 352)
     x = torch.randn(tokens, 352, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
-    out = linear(x, weight, QuantType.Q8_0, 16, 352, packed=True)
+    out = linear(x, weight, QuantType.Q8_0, 16, 352, layout=Layout.GPU)
     assert out.dtype == torch.bfloat16
     # The result is rounded to bf16, 2^-9 of |out| <= sum |x w|; the interpreter cuts off: twice as much for both.
     check(out, x, values, None, 2 * (ROUNDED[torch.bfloat16] + 2**-9))
@@ -66,12 +67,12 @@ def test_a_row_does_not_depend_on_the_others_and_a_workspace_can_be_used_again(d
     weight = packing.repack(raw.to(device), QuantType.Q4_K, 64, 1024)
     x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(1)).half().to(device)
     space = Workspace.allocate(device, 8)
-    whole = linear(x, weight, QuantType.Q4_K, 64, 1024, packed=True, workspace=space)
+    whole = linear(x, weight, QuantType.Q4_K, 64, 1024, layout=Layout.GPU, workspace=space)
     for row in range(4):
-        alone = linear(x[row : row + 1], weight, QuantType.Q4_K, 64, 1024, packed=True, workspace=space)
+        alone = linear(x[row : row + 1], weight, QuantType.Q4_K, 64, 1024, layout=Layout.GPU, workspace=space)
         assert torch.equal(alone[0], whole[row])
     assert not space.counters.any()
-    many = linear(torch.cat([x, x]), weight, QuantType.Q4_K, 64, 1024, packed=True, workspace=space)
+    many = linear(torch.cat([x, x]), weight, QuantType.Q4_K, 64, 1024, layout=Layout.GPU, workspace=space)
     assert torch.equal(many[:4], many[4:])
     assert not space.counters.any()
 

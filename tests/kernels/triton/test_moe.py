@@ -8,7 +8,7 @@ import torch.nn.functional as functional
 
 from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton import runtime
-from tests.kernels.triton.quant_cases import random_matrix
+from tests.kernels.triton.quant_cases import pack_for_cpu, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -16,6 +16,7 @@ if runtime.triton is None:
 from ktransformers.kernels.triton import packing
 from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, moe
+from ktransformers.kernels.triton.packing import Layout
 
 
 def routing(tokens, top_k, num_experts, device, seed=0):
@@ -48,13 +49,15 @@ def test_align(with_slots, tokens, device):
     assert aligned.block_slots.tolist() == wanted_slots
 
 
-def make(qtype, num, rows, cols, packed, device, order):
+def make(qtype, num, rows, cols, layout, device, order):
     """ExpertMatrices with expert e in slot order[e], and the values [num, rows, cols]."""
     raws, values = zip(*(random_matrix(qtype, rows, cols, seed) for seed in range(num)), strict=True)
     data = torch.stack([raws[order.index(slot)] for slot in range(num)]).to(device)
-    if packed:
+    if layout == Layout.GPU:
         data = packing.repack(data, qtype, rows, cols)
-    return ExpertMatrices(data, qtype, rows, cols, packed), torch.stack(values).double()
+    if layout == Layout.CPU:
+        data = torch.stack([pack_for_cpu(raw, qtype, rows, cols) for raw in data.cpu()]).to(device)
+    return ExpertMatrices(data, qtype, rows, cols, layout), torch.stack(values).double()
 
 
 def reference(x, ids, weights, gate, up, down, skipped=()):
@@ -77,20 +80,21 @@ SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.Q8_0)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "packed", "types", "width", "inner", "with_slots"),
+    ("tokens", "layout", "types", "width", "inner", "with_slots"),
     [
-        (1, True, MIXED, 256, 256, False),
-        (3, True, SMALL, 96, 64, True),
-        (2, False, MIXED, 256, 256, True),
-        (17, True, SMALL, 96, 64, True),
+        (1, Layout.GPU, MIXED, 256, 256, False),
+        (3, Layout.GPU, SMALL, 96, 64, True),
+        (2, Layout.GGML, MIXED, 256, 256, True),
+        (17, Layout.GPU, SMALL, 96, 64, True),
+        (2, Layout.CPU, MIXED, 256, 256, True),
     ],
 )
-def test_experts(tokens, packed, types, width, inner, with_slots, device):
+def test_experts(tokens, layout, types, width, inner, with_slots, device):
     num, top_k = 4, 2
     order = [2, 0, 3, 1] if with_slots else [0, 1, 2, 3]
-    gate, gate_values = make(types[0], num, inner, width, packed, device, order)
-    up, up_values = make(types[1], num, inner, width, packed, device, order)
-    down, down_values = make(types[2], num, width, inner, packed, device, order)
+    gate, gate_values = make(types[0], num, inner, width, layout, device, order)
+    up, up_values = make(types[1], num, inner, width, layout, device, order)
+    down, down_values = make(types[2], num, width, inner, layout, device, order)
     ids, weights = routing(tokens, top_k, num, device)
     x = (torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)) * 0.02).half().to(device)
     slots = torch.tensor([2, -1, 3, 1], dtype=torch.int32, device=device) if with_slots else None
@@ -105,7 +109,7 @@ def test_experts(tokens, packed, types, width, inner, with_slots, device):
 
 
 def test_a_token_without_experts_and_no_tokens(device):
-    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, True, device, [0, 1])
+    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, Layout.GPU, device, [0, 1])
     x = torch.ones(2, 32, dtype=torch.float16, device=device)
     ids = torch.tensor([[2, 2], [2, 7]], dtype=torch.int32, device=device)
     weights = torch.ones(2, 2, device=device)
@@ -114,8 +118,8 @@ def test_a_token_without_experts_and_no_tokens(device):
 
 
 def test_refuses_what_does_not_fit(device):
-    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, True, device, [0, 1])
-    narrow, _ = make(QuantType.Q4_0, 2, 32, 64, True, device, [0, 1])
+    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, Layout.GPU, device, [0, 1])
+    narrow, _ = make(QuantType.Q4_0, 2, 32, 64, Layout.GPU, device, [0, 1])
     x = torch.ones(2, 32, dtype=torch.float16, device=device)
     ids, weights = torch.zeros(2, 2, dtype=torch.int32, device=device), torch.ones(2, 2, device=device)
     with pytest.raises(TypeError, match="int32"):
