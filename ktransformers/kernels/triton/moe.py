@@ -26,7 +26,7 @@ from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_
 from ktransformers.kernels.triton.packing import Layout, layout_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
-__all__ = ["VECTOR_TOKENS", "ExpertMatrices", "MoeWorkspace", "moe"]
+__all__ = ["VECTOR_TOKENS", "ExpertMatrices", "MoeWorkspace", "moe", "moe_partial", "moe_sum"]
 
 #: Largest number of tokens for which every pair is computed on its own.
 VECTOR_TOKENS = 16
@@ -75,20 +75,34 @@ class MoeWorkspace:
 
     @classmethod
     def allocate(
-        cls, x: Tensor, top_k: int, num_experts: int, up: ExpertMatrices, down: ExpertMatrices
+        cls,
+        x: Tensor,
+        top_k: int,
+        num_experts: int,
+        up: ExpertMatrices,
+        down: ExpertMatrices,
+        *,
+        in_turns: bool = False,
     ) -> MoeWorkspace:
-        """For calls with x's number of rows and dtype, on x's device."""
+        """For calls with x's number of rows and dtype, on x's device. in_turns: for `moe_partial`."""
         tokens = x.shape[0]
         pairs = tokens * top_k
-        vector = uses_vector_path(tokens, up, down)
-        hidden = torch.empty(pairs, up.rows, dtype=x.dtype, device=x.device)
-        parts = torch.empty(pairs, down.rows, dtype=torch.float32 if vector else x.dtype, device=x.device)
-        counters = torch.zeros(
-            tokens * triton.cdiv(down.rows, _DOWN_ROWS) if vector else 1, dtype=torch.int32, device=x.device
+        vector = uses_vector_path(tokens, up, down) and not in_turns
+        counters = tokens * triton.cdiv(down.rows, _DOWN_ROWS) if vector else 1
+        return cls(
+            torch.empty(pairs, up.rows, dtype=x.dtype, device=x.device),
+            torch.empty(pairs, down.rows, dtype=torch.float32 if vector else x.dtype, device=x.device),
+            torch.zeros(counters, dtype=torch.int32, device=x.device),
+            None if vector else AlignedPairs.allocate(pairs, num_experts, block_rows(pairs, num_experts), x.device),
         )
-        block = block_rows(pairs, num_experts)
-        aligned = None if vector else AlignedPairs.allocate(pairs, num_experts, block, x.device)
-        return cls(hidden, parts, counters, aligned)
+
+    def check(self, pairs: int, inner: int, width: int) -> None:
+        """Raises ValueError when the workspace is not for calls of this size."""
+        if self.hidden.shape != (pairs, inner) or self.parts.shape != (pairs, width):
+            raise ValueError(
+                f"workspace is for {self.hidden.shape[0]} pairs of widths {self.hidden.shape[1]} and "
+                f"{self.parts.shape[1]}, the call has {pairs} of {inner} and {width}"
+            )
 
 
 def uses_vector_path(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> bool:
@@ -212,7 +226,7 @@ def _vector(
 
 def _tiles(
     x: Tensor, ids: Tensor, weights: Tensor, expert_slots: Tensor | None, num_experts: int,
-    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], out: Tensor, space: MoeWorkspace,
+    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace,
 ) -> None:  # fmt: skip
     gate, up, down = matrices
     pairs, top_k = ids.numel(), ids.shape[1]
@@ -231,17 +245,15 @@ def _tiles(
         int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,
         BM=block, BN=block_n, BK=64, num_warps=warps,
     )  # fmt: skip
-    slots = ids if expert_slots is None else expert_slots
-    _sum_kernel[(x.shape[0], triton.cdiv(down.rows, 1024))](
-        space.parts, ids, slots, out, N=down.rows, E=num_experts, HAS_SLOTS=expert_slots is not None, TOP_K=top_k,
-        BN=1024, num_warps=4,
-    )  # fmt: skip
 
 
 def _check(
-    x: Tensor, ids: Tensor, weights: Tensor, gate: ExpertMatrices, up: ExpertMatrices, down: ExpertMatrices
-) -> None:
+    x: Tensor, ids: Tensor, weights: Tensor, gate: ExpertMatrices, up: ExpertMatrices, down: ExpertMatrices,
+    expert_slots: Tensor | None,
+) -> None:  # fmt: skip
     check_rows("x", x, up.cols)
+    if expert_slots is not None and expert_slots.dtype != torch.int32:
+        raise TypeError(f"expert_slots must be int32, got {expert_slots.dtype}")
     if ids.dtype != torch.int32 or weights.dtype != torch.float32:
         raise TypeError(f"topk_ids must be int32 and topk_weights float32, got {ids.dtype} and {weights.dtype}")
     if ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
@@ -276,21 +288,58 @@ def moe(
     of many tokens before the sum, values are rounded to x's dtype. Raises TypeError or ValueError for arguments that
     do not fit.
     """
-    _check(x, topk_ids, topk_weights, gate, up, down)
+    _check(x, topk_ids, topk_weights, gate, up, down, expert_slots)
     num_experts = up.slots if expert_slots is None else expert_slots.numel()
-    if expert_slots is not None and expert_slots.dtype != torch.int32:
-        raise TypeError(f"expert_slots must be int32, got {expert_slots.dtype}")
     target = result(out, x, down.rows)
     if x.shape[0] == 0 or topk_ids.shape[1] == 0:
         return target.zero_()
     space = workspace or MoeWorkspace.allocate(x, topk_ids.shape[1], num_experts, up, down)
-    pairs = topk_ids.numel()
-    if space.hidden.shape != (pairs, up.rows) or space.parts.shape != (pairs, down.rows):
-        raise ValueError(f"workspace is for {space.hidden.shape[0]} pairs, the call has {pairs}")
+    space.check(topk_ids.numel(), up.rows, down.rows)
     matrices = (gate, up, down)
     if uses_vector_path(x.shape[0], up, down):
         slots = topk_ids if expert_slots is None else expert_slots
         _vector(x, topk_ids, topk_weights, slots, expert_slots is not None, num_experts, matrices, target, space)
     else:
-        _tiles(x, topk_ids, topk_weights, expert_slots, num_experts, matrices, target, space)
+        _tiles(x, topk_ids, topk_weights, expert_slots, num_experts, matrices, space)
+        moe_sum(topk_ids, target, space, num_experts, expert_slots)
     return target
+
+
+def moe_partial(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate: ExpertMatrices,
+    up: ExpertMatrices,
+    down: ExpertMatrices,
+    expert_slots: Tensor,
+    workspace: MoeWorkspace,
+) -> None:
+    """Compute the pairs whose experts are in slots now, for experts that come in turns through a staging buffer.
+
+    Arguments as in `moe`; workspace: allocated with `in_turns`, and kept for all turns. When every expert has had its
+    turn, `moe_sum` gives what one `moe` with all of them would have given on its path of many tokens, bit for bit.
+    """
+    _check(x, topk_ids, topk_weights, gate, up, down, expert_slots)
+    workspace.check(topk_ids.numel(), up.rows, down.rows)
+    if topk_ids.numel():
+        _tiles(x, topk_ids, topk_weights, expert_slots, expert_slots.numel(), (gate, up, down), workspace)
+
+
+def moe_sum(
+    topk_ids: Tensor, out: Tensor, workspace: MoeWorkspace, num_experts: int, expert_slots: Tensor | None = None
+) -> Tensor:
+    """out [T, H] = the sum of each token's parts, in the order of its top-k list.
+
+    Left out: ids outside 0 .. num_experts - 1, and experts that are negative in expert_slots (they had no turn).
+    """
+    tokens, top_k = topk_ids.shape
+    if out.shape != (tokens, workspace.parts.shape[1]) or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous [{tokens}, {workspace.parts.shape[1]}], got {tuple(out.shape)}")
+    slots = topk_ids if expert_slots is None else expert_slots
+    if tokens:
+        _sum_kernel[(tokens, triton.cdiv(out.shape[1], 1024))](
+            workspace.parts, topk_ids, slots, out, N=out.shape[1], E=num_experts, HAS_SLOTS=expert_slots is not None,
+            TOP_K=top_k, BN=1024, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -15,7 +15,7 @@ if runtime.triton is None:
 
 from ktransformers.kernels.triton import packing
 from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
-from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, moe
+from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, moe, moe_partial, moe_sum
 from ktransformers.kernels.triton.packing import Layout
 
 
@@ -106,6 +106,24 @@ def test_experts(tokens, layout, types, width, inner, with_slots, device):
     # fp16: weights of three products are rounded to 11 bits (2^-11 each at most), the hidden values too, and the parts.
     assert ((out.cpu().double() - wanted).abs() <= 5 * 2**-11 * size + 1e-6).all()
     assert not space.counters.any()
+
+
+def test_experts_in_turns_give_what_all_at_once_give(device):
+    gate, _ = make(SMALL[0], 4, 64, 32, Layout.CPU, device, [0, 1, 2, 3])
+    up, _ = make(SMALL[1], 4, 64, 32, Layout.CPU, device, [0, 1, 2, 3])
+    down, _ = make(SMALL[2], 4, 32, 64, Layout.CPU, device, [0, 1, 2, 3])
+    ids, weights = routing(5, 2, 4, device)
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).half().to(device)
+    wanted = moe(x, ids, weights, gate, up, down)
+    space = MoeWorkspace.allocate(x, 2, 4, up, down, in_turns=True)
+    for first in (0, 2):  # two slots, two turns
+        staged = [
+            ExpertMatrices(m.data[first : first + 2], m.qtype, m.rows, m.cols, m.layout) for m in (gate, up, down)
+        ]
+        slots = torch.full((4,), -1, dtype=torch.int32, device=device)
+        slots[first : first + 2] = torch.arange(2, dtype=torch.int32, device=device)
+        moe_partial(x, ids, weights, *staged, slots, space)
+    assert torch.equal(moe_sum(ids, torch.empty_like(x), space, 4), wanted)
 
 
 def test_a_token_without_experts_and_no_tokens(device):
