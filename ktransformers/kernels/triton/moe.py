@@ -22,7 +22,7 @@ from ktransformers.kernels.triton.align import AlignedPairs, expert_slot, max_bl
 from ktransformers.kernels.triton.bits import ONE
 from ktransformers.kernels.triton.dequant import check_matrix
 from ktransformers.kernels.triton.linear import check_rows, result, warps_for
-from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_row, vector_row_pair
+from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_pair, vector_tile
 from ktransformers.kernels.triton.packing import Layout, layout_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
@@ -131,7 +131,7 @@ def _gate_up_vector(x, stride, ids, slots, gate, up, hidden, one, GATE: tl.const
         n = tile * BN + tl.arange(0, BN)
         at = slot.to(tl.int64)
         row = x + (p // TOP_K).to(tl.int64) * stride
-        g, u = vector_row_pair(row, gate + at * GATE_BYTES, up + at * UP_BYTES, n[None, :], n[None, :] < N, one, 0,
+        g, u = vector_pair(row, gate + at * GATE_BYTES, up + at * UP_BYTES, n[None, :], n[None, :] < N, one, 0,
                                (K // 32 + KS - 1) // KS, GATE, UP, K, N, KS)  # fmt: skip
         tl.store(hidden + p * N + n, silu_mul(g, u).to(hidden.dtype.element_ty), mask=n < N)
 
@@ -146,8 +146,8 @@ def _down_vector(hidden, ids, slots, weights, down, parts, counters, out, one, T
     n = tile * BN + tl.arange(0, BN)
     mask = n < N
     steps = tl.where(slot >= 0, (K // 32 + KS - 1) // KS, 0)  # no expert: the part is zero
-    value = vector_row(hidden + p * K, down + slot.to(tl.int64) * BYTES, n[None, :], mask[None, :], one, 0, steps,
-                       TYPE, K, N, KS)  # fmt: skip
+    value, _, _, _ = vector_tile(hidden + p * K, 0, down + slot.to(tl.int64) * BYTES, n[None, :], mask[None, :], one, 0,
+                                 steps, TYPE, K, N, KS, 1)  # fmt: skip
     tl.store(parts + p * N + n, value * tl.load(weights + p), mask=mask)
     token = p // TOP_K
     if arrive_last(counters + token * tl.num_programs(0) + tile, TOP_K):
