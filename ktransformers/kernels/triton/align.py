@@ -15,8 +15,6 @@ from ktransformers.kernels.triton.runtime import jit, tl, triton
 
 __all__ = ["AlignedPairs", "max_blocks", "moe_align"]
 
-_CHUNK = 1024
-
 
 @dataclass(frozen=True, slots=True)
 class AlignedPairs:
@@ -122,12 +120,11 @@ def moe_align(
     if (out.pair_ids.numel(), out.block_slots.numel(), out.counts.numel()) != (blocks * block, blocks, num_experts):
         raise ValueError(f"out must be of AlignedPairs.allocate({pairs}, {num_experts}, {block})")
     slots = topk_ids if expert_slots is None else expert_slots
-    has_slots = expert_slots is not None
-    _count_kernel[(num_experts,)](
-        topk_ids, slots, out.counts, pairs, E=num_experts, HAS_SLOTS=has_slots, CHUNK=_CHUNK, num_warps=4
-    )
+    chunk, warps = (1024, 4) if pairs <= 8192 else (4096, 8)
+    common = {"E": num_experts, "HAS_SLOTS": expert_slots is not None, "CHUNK": chunk, "num_warps": warps}
+    _count_kernel[(num_experts,)](topk_ids, slots, out.counts, pairs, **common)
     _place_kernel[(num_experts + 1,)](
-        topk_ids, slots, out.counts, out.pair_ids, out.block_slots, pairs, blocks, E=num_experts,
-        E2=triton.next_power_of_2(num_experts), HAS_SLOTS=has_slots, BLOCK=block, CHUNK=_CHUNK, num_warps=4,
+        topk_ids, slots, out.counts, out.pair_ids, out.block_slots, pairs, blocks,
+        E2=triton.next_power_of_2(num_experts), BLOCK=block, **common,
     )  # fmt: skip
     return out

@@ -124,6 +124,7 @@ def everything():
         for tokens in (2, 17, 40, 100, 600):
             call_moe(types, 512, 768, tokens, slots=True)
         call_moe(types, 512, 768, 3, layout=Layout.GGML)
+        call_moe(types, 512, 768, 2100, layout=Layout.CPU)
     for tokens in (1, 4, 16, 200):
         call_fp8(576, 7168, tokens)
         call_fp8(577, 160, tokens)
