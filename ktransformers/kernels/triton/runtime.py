@@ -1,6 +1,6 @@
 """Whether Triton can be used; the only module that imports it. Knows nothing of kernels.
 
-Kernels take `jit` and `tl` from here, so that their modules import where Triton is not installed.
+Kernels take `jit`, `constant` and `tl` from here, so that their modules import where Triton is not installed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ try:
     import triton
     import triton.language as tl
 except ImportError:
-    triton = None
-    tl = None
+    triton = tl = None
 
-__all__ = ["available", "is_interpreted", "jit", "num_multiprocessors", "tl", "triton"]
+__all__ = ["available", "constant", "is_interpreted", "jit", "num_multiprocessors", "tl", "triton"]
 
 _DEFAULT_MULTIPROCESSORS = 132  # of an H100; for the interpreter, which has none
 
@@ -41,6 +40,11 @@ def jit(function: Any = None, **options: Any) -> Any:
     if function is None:
         return functools.partial(jit, **options)
     return function if triton is None else triton.jit(function, **options)
+
+
+def constant(value: int) -> Any:
+    """A global that kernels may read: they take no other than a constexpr."""
+    return value if tl is None else tl.constexpr(value)
 
 
 @functools.cache

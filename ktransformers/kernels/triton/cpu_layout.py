@@ -1,0 +1,126 @@
+"""Weights re-laid for the CPU kernels (csrc/packed.inl), read by the GPU as they are.
+
+Experts that rest in RAM in that form can be copied over PCIe and multiplied without another copy or a conversion. Its
+tiles of 16 rows hold words of 4 columns with the rows side by side, so reads are as wide as in the GPU's own layout; a
+tile here is always 64 columns: one group g of a K-quant's block, or two blocks of 32. csrc/packed.inl describes the
+bytes; the constants below are its own, and the tests compare with what `native.pack` writes.
+"""
+
+from __future__ import annotations
+
+from ktransformers.kernels.triton.bits import Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, shifted
+from ktransformers.kernels.triton.runtime import jit, tl
+
+__all__ = ["cpu_tile"]
+
+
+@jit
+def halves(base, at, n, mask, SIZE: tl.constexpr):
+    """One fp16 of each row from byte `at` of its tile on, fp32. SIZE: bytes of a tile of 16 rows."""
+    pointer = base.to(tl.pointer_type(tl.float16)) + n // 16 * (SIZE // 2) + (at // 2 + n % 16)
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def byte_pairs(base, at, n, mask, SIZE: tl.constexpr):
+    """Two bytes of each row from byte `at` of its tile on, as an int32."""
+    pointer = base.to(tl.pointer_type(tl.int16)) + n // 16 * (SIZE // 2) + (at // 2 + n % 16)
+    return tl.load(pointer, mask=mask, other=0).to(tl.int32)
+
+
+@jit
+def line_words(base, at, n, mask, SIZE: tl.constexpr):
+    """One word of each row from the line at byte `at` of its tile."""
+    pointer = base.to(tl.pointer_type(tl.int32)) + n // 16 * (SIZE // 4) + (at // 4 + n % 16)
+    return tl.load(pointer, mask=mask, other=0)
+
+
+@jit
+def value(word, extra, s, m, one, b: tl.constexpr, h: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
+    """The number in nibble h of byte b (of Q8_0: in byte b): (1 + u / 256) 256 s - (256 s + m)."""
+    if TYPE == Q8_0:
+        bits = shifted(word, 15 - 8 * b) & 0x7F8000
+    else:
+        bits = shifted(word, 15 - 8 * b - 4 * h) & 0x78000
+        if TYPE == Q5_K:
+            bits = bits | (shifted(extra, 19 - 8 * b) & 0x80000)
+        if TYPE == Q6_K:
+            bits = bits | (shifted(extra, 19 - 8 * b) & 0x180000)
+    scaled = 256.0 * s
+    return ((bits | one).to(tl.float32, bitcast=True) * scaled - (scaled + m)).to(DTYPE)
+
+
+@jit
+def four_bytes(word, extra, s, m, one, h: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers in nibble h of the four bytes, as [..., bit 1, bit 0] of the byte."""
+    even = tl.join(value(word, extra, s, m, one, 0, h, TYPE, DTYPE), value(word, extra, s, m, one, 2, h, TYPE, DTYPE))
+    odd = tl.join(value(word, extra, s, m, one, 1, h, TYPE, DTYPE), value(word, extra, s, m, one, 3, h, TYPE, DTYPE))
+    return tl.join(even, odd)
+
+
+@jit
+def tile_of_256(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
+    """64 columns of a K-quant: word i of a group has its columns 4 i + b in low nibbles, 32 + 4 i + b in high ones."""
+    HEAD: tl.constexpr = (K // 256 * 32 + 63) // 64 * 64 if TYPE == Q6_K else 0
+    BYTES: tl.constexpr = 2368 if TYPE == Q4_K else 2880 if TYPE == Q5_K else 3328
+    SIZE: tl.constexpr = HEAD + K // 256 * BYTES
+    LINES: tl.constexpr = 256 if TYPE == Q6_K else 320
+    g = k0 % 256 // 64
+    block = HEAD + k0 // 256 * BYTES
+    i = tl.arange(0, 8)[:, None]
+    word = line_words(base, block + LINES + 64 * (8 * g + i), n, mask, SIZE)
+    upper, upper_high = word, word
+    if TYPE == Q6_K:
+        d = halves(base, k0 // 256 * 32, n, mask, SIZE)
+        first = byte_pairs(base, block + 64 * g, n, mask, SIZE) >> (8 * (i // 4))
+        second = byte_pairs(base, block + 64 * g + 32, n, mask, SIZE) >> (8 * (i // 4))
+        s = d * ((first << 24) >> 24).to(tl.float32)
+        s_high = d * ((second << 24) >> 24).to(tl.float32)
+        m, m_high = 32.0 * s, 32.0 * s_high
+        upper = line_words(base, block + LINES + 2048 + 64 * (4 * g + i % 4), n, mask, SIZE) >> (2 * (i // 4))
+        upper_high = upper >> 4
+    else:
+        d, dmin = halves(base, block, n, mask, SIZE), halves(base, block + 32, n, mask, SIZE)
+        scale = byte_pairs(base, block + 64 + 32 * g, n, mask, SIZE)
+        minimum = byte_pairs(base, block + 192 + 32 * g, n, mask, SIZE)
+        s, s_high = d * (scale & 255).to(tl.float32), d * ((scale >> 8) & 255).to(tl.float32)
+        m, m_high = dmin * (minimum & 255).to(tl.float32), dmin * ((minimum >> 8) & 255).to(tl.float32)
+        if TYPE == Q5_K:
+            upper = line_words(base, block + LINES + 2048 + 128 * g, n, mask, SIZE) >> i
+            upper_high = line_words(base, block + LINES + 2112 + 128 * g, n, mask, SIZE) >> i
+    low = four_bytes(word, upper, s, m, one, 0, TYPE, DTYPE)
+    high = four_bytes(word, upper_high, s_high, m_high, one, 1, TYPE, DTYPE)
+    tile = tl.permute(tl.join(low, high), (4, 0, 2, 3, 1))  # from [i, rows, bits of b, half]
+    return tl.reshape(tile, (64, n.shape[1]))
+
+
+@jit
+def tile_of_32(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
+    """64 columns of a type with blocks of 32; those past K are zero."""
+    HEAD: tl.constexpr = (K // 32 * 32 + 63) // 64 * 64
+    WORDS: tl.constexpr = 8 if TYPE == Q8_0 else 4  # of a block
+    SIZE: tl.constexpr = HEAD + K // 32 * 64 * WORDS
+    at = tl.arange(0, 2 * WORDS)[:, None]
+    block = k0 // 32 + at // WORDS
+    mask = mask & (block < K // 32)
+    word = line_words(base, HEAD + 64 * (WORDS * block + at % WORDS), n, mask, SIZE)
+    s = halves(base, 32 * block, n, mask, SIZE)
+    if TYPE == Q8_0:
+        word = word ^ -2139062144  # 0x80808080: signed bytes become q + 128
+        tile = tl.permute(four_bytes(word, word, s, 128.0 * s, one, 0, TYPE, DTYPE), (0, 2, 3, 1))
+    else:
+        low = four_bytes(word, word, s, 8.0 * s, one, 0, TYPE, DTYPE)
+        high = four_bytes(word, word, s, 8.0 * s, one, 1, TYPE, DTYPE)
+        split = tl.reshape(tl.join(low, high), (2, 4, n.shape[1], 2, 2, 2))  # [block, word, rows, bits of b, half]
+        tile = tl.permute(split, (0, 5, 1, 3, 4, 2))
+    return tl.reshape(tile, (64, n.shape[1]))
+
+
+@jit
+def cpu_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
+    """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN]."""
+    if TYPE == Q8_0 or TYPE == Q4_0:
+        tile = tile_of_32(base, k0, n, mask, one, TYPE, K, DTYPE)
+    else:
+        tile = tile_of_256(base, k0, n, mask, one, TYPE, K, DTYPE)
+    return tile

@@ -1,0 +1,306 @@
+"""Weights of ggml's block formats inside Triton kernels: from stored bits to numbers in registers.
+
+Three layouts: the GPU's own (packing.py, fast: aligned words, neighbouring rows side by side), the CPU kernels'
+(cpu_layout.py) and ggml's (byte by byte, for what packing does not take). Matrices are [N rows, K columns]; tiles here
+are [columns or words, rows], rows fastest, as the re-laid planes lie. Every format is `w = s * u - m` with an unsigned
+integer u and a scale and a minimum per 16 or 32 columns. In the re-laid forms u goes into the mantissa of a float
+1 + u / 2^p, so that the integer never has to be converted: w = (1 + u / 2^p) (2^p s) - (2^p s + m), with p at most 8,
+off by less than 2^-14 |s| for its roundings.
+Knows the bits of the formats; does not know matrix products or experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.triton.bits import F8_E4M3, ONE, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, half_bits, shifted
+from ktransformers.kernels.triton.cpu_layout import cpu_tile
+from ktransformers.kernels.triton.packing import GPU_TYPES, Layout, layout_nbytes
+from ktransformers.kernels.triton.runtime import constant, jit, tl, triton
+
+__all__ = ["check_matrix", "dequantize", "weight_tile"]
+
+# Layout as constants of the kernels.
+GGML = constant(int(Layout.GGML))
+GPU = constant(int(Layout.GPU))
+CPU = constant(int(Layout.CPU))
+
+
+@jit
+def chunk_words(base, chunk, n, mask, TYPE: tl.constexpr, N: tl.constexpr):
+    """The words that columns fill: 1 for 8 nibbles, 2 for 8 bytes, 3 for 16 of Q6_K, 5 for 32 of Q5_K; a tuple of 5."""
+    words = base.to(tl.pointer_type(tl.int32))
+    if TYPE == Q5_K:
+        a = tl.load(words + (5 * chunk) * N + n, mask=mask, other=0)
+        b = tl.load(words + (5 * chunk + 1) * N + n, mask=mask, other=0)
+        c = tl.load(words + (5 * chunk + 2) * N + n, mask=mask, other=0)
+        d = tl.load(words + (5 * chunk + 3) * N + n, mask=mask, other=0)
+        e = tl.load(words + (5 * chunk + 4) * N + n, mask=mask, other=0)
+    elif TYPE == Q6_K:
+        a = tl.load(words + (3 * chunk) * N + n, mask=mask, other=0)
+        b = tl.load(words + (3 * chunk + 1) * N + n, mask=mask, other=0)
+        c = tl.load(words + (3 * chunk + 2) * N + n, mask=mask, other=0)
+        d, e = c, c
+    elif TYPE == Q8_0 or TYPE == F8_E4M3:
+        a = tl.load(words + (2 * chunk) * N + n, mask=mask, other=0)
+        b = tl.load(words + (2 * chunk + 1) * N + n, mask=mask, other=0)
+        if TYPE == Q8_0:
+            a, b = a ^ -2139062144, b ^ -2139062144  # 0x80808080: signed bytes become q + 128
+        c, d, e = b, b, b
+    else:
+        a = tl.load(words + chunk * N + n, mask=mask, other=0)
+        b, c, d, e = a, a, a, a
+    return a, b, c, d, e
+
+
+@jit
+def scales(base, g, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    """s and m of scale group g (16 columns of Q6_K, 32 of the others), fp32."""
+    if TYPE == Q4_K or TYPE == Q5_K:
+        at: tl.constexpr = K // 8 * 5 * N if TYPE == Q5_K else K // 2 * N
+        dm = tl.load((base + at).to(tl.pointer_type(tl.int32)) + (g // 8) * N + n, mask=mask, other=0)
+        sm = tl.load((base + at + K // 64 * N).to(tl.pointer_type(tl.int16)) + g * N + n, mask=mask, other=0)
+        sm = sm.to(tl.int32)
+        s = half_bits(dm) * (sm & 255).to(tl.float32)
+        return s, half_bits(dm >> 16) * ((sm >> 8) & 255).to(tl.float32)
+    if TYPE == Q6_K:
+        at6: tl.constexpr = K // 4 * 3 * N
+        sc = tl.load((base + at6).to(tl.pointer_type(tl.int8)) + g * N + n, mask=mask, other=0)
+        d6 = tl.load(
+            (base + at6 + K // 16 * N).to(tl.pointer_type(tl.float16)) + (g // 16) * N + n, mask=mask, other=0.0
+        )
+        s6 = d6.to(tl.float32) * sc.to(tl.float32)
+        return s6, 32.0 * s6
+    if TYPE == F8_E4M3:
+        grid = (base + K * N).to(tl.pointer_type(tl.float32))
+        column = tl.min(tl.min(n, axis=1), axis=0) // 128  # tiles have 64 or 128 rows: one column of the grid
+        s8 = tl.load(grid + g // 4 * ((N + 127) // 128) + column, mask=g < K // 32, other=0.0)
+        s8 = tl.broadcast_to(s8, (g.shape[0], n.shape[1]))
+        return s8, s8
+    at0: tl.constexpr = K * N if TYPE == Q8_0 else K // 2 * N
+    d = tl.load((base + at0).to(tl.pointer_type(tl.float16)) + g * N + n, mask=mask, other=0.0).to(tl.float32)
+    return d, (128.0 if TYPE == Q8_0 else 8.0) * d
+
+
+@jit
+def one_plus(words, one, i: tl.constexpr, TYPE: tl.constexpr):
+    """1 + u / 2^p of column i of a chunk; 2^p is `unit(i, TYPE)`.
+
+    one: 0x3F800000, the bits of 1.0, as a kernel argument: a value that the compiler does not know lies in a register,
+    and one LOP3 does both the mask and the exponent. FP8 is the number itself instead: its bits, moved to the place of
+    fp32's (where the arithmetic shift copies the sign), are the number times 2^-120.
+    """
+    if TYPE == F8_E4M3:
+        word = shifted(words[i // 4], 24 - 8 * (i % 4))
+        return ((word >> 4) & -2014314496).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 0x87F00000; 2^120
+    if TYPE == Q8_0:
+        bits = shifted(words[i // 4], 15 - 8 * (i % 4)) & 0x7F8000
+    elif TYPE == Q5_K:
+        if i < 30:
+            bits = shifted(words[i // 6], 18 - 5 * (i % 6)) & 0x7C0000
+        elif i == 30:
+            bits = (words[0] >> 12) & 0xC0000 | (words[1] >> 10) & 0x300000 | (words[2] >> 8) & 0x400000
+        else:
+            bits = (words[2] >> 13) & 0x40000 | (words[3] >> 11) & 0x180000 | (words[4] >> 9) & 0x600000
+    elif TYPE == Q6_K:
+        if i < 15:
+            bits = shifted(words[i // 5], 17 - 6 * (i % 5)) & 0x7E0000
+        else:
+            bits = (words[0] >> 13) & 0x60000 | (words[1] >> 11) & 0x180000 | (words[2] >> 9) & 0x600000
+    else:  # one shift for two nibbles
+        bits = shifted(words[0], 15 - 8 * (i // 2)) & (0x78000 if i % 2 == 0 else 0x780000)
+    return (bits | one).to(tl.float32, bitcast=True)
+
+
+@jit
+def unit(i: tl.constexpr, TYPE: tl.constexpr):
+    if TYPE == Q5_K:
+        return 32.0
+    if TYPE == Q6_K:
+        return 64.0
+    return 16.0 if i % 2 == 1 and (TYPE == Q4_K or TYPE == Q4_0) else 256.0
+
+
+@jit
+def weight(words, s, m, one, i: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
+    """Column i of a chunk."""
+    if TYPE == F8_E4M3:
+        return (one_plus(words, one, i, TYPE) * s).to(DTYPE)
+    scaled = unit(i, TYPE) * s
+    return (one_plus(words, one, i, TYPE) * scaled - (scaled + m)).to(DTYPE)
+
+
+@jit
+def join_two(words, s, m, one, i: tl.constexpr, j: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
+    return tl.join(weight(words, s, m, one, i, TYPE, DTYPE), weight(words, s, m, one, j, TYPE, DTYPE))
+
+
+@jit
+def join_eight(words, s, m, one, i: tl.constexpr, step: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
+    """Columns i + step * (0 .. 7) as [..., bit 2, bit 1, bit 0] of the factor."""
+    a = join_two(words, s, m, one, i, i + 4 * step, TYPE, DTYPE)
+    b = join_two(words, s, m, one, i + 2 * step, i + 6 * step, TYPE, DTYPE)
+    c = join_two(words, s, m, one, i + step, i + 5 * step, TYPE, DTYPE)
+    d = join_two(words, s, m, one, i + 3 * step, i + 7 * step, TYPE, DTYPE)
+    return tl.join(tl.join(a, b), tl.join(c, d))
+
+
+@jit
+def packed_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
+                DTYPE: tl.constexpr):  # fmt: skip
+    """Columns k0 .. k0 + BK - 1 (k0, BK: multiples of 32) of the rows n [1, BN] -> [BK, BN] of DTYPE. mask: [1, BN].
+
+    Values of a chunk are joined in registers, and the bits of their number moved to where columns are counted.
+    """
+    C: tl.constexpr = 32 if TYPE == Q5_K else 16 if TYPE == Q6_K else 8  # columns of a chunk
+    chunk = k0 // C + tl.arange(0, BK // C)[:, None]
+    if K % BK != 0:
+        mask = mask & (chunk < K // C)
+    words = chunk_words(base, chunk, n, mask, TYPE, N)
+    s, m = scales(base, chunk // 4 if C == 8 else chunk, n, mask, TYPE, K, N)
+    if C == 8:
+        tile = tl.permute(join_eight(words, s, m, one, 0, 1, TYPE, DTYPE), (0, 2, 3, 4, 1))
+    elif C == 16:
+        even, odd = join_eight(words, s, m, one, 0, 2, TYPE, DTYPE), join_eight(words, s, m, one, 1, 2, TYPE, DTYPE)
+        tile = tl.permute(tl.join(even, odd), (0, 2, 3, 4, 5, 1))
+    else:
+        zero, one_ = join_eight(words, s, m, one, 0, 4, TYPE, DTYPE), join_eight(words, s, m, one, 1, 4, TYPE, DTYPE)
+        two, three = join_eight(words, s, m, one, 2, 4, TYPE, DTYPE), join_eight(words, s, m, one, 3, 4, TYPE, DTYPE)
+        tile = tl.permute(tl.join(tl.join(zero, two), tl.join(one_, three)), (0, 2, 3, 4, 5, 6, 1))
+    return tl.reshape(tile, (BK, n.shape[1]))
+
+
+@jit
+def load_byte(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0).to(tl.int32)
+
+
+@jit
+def load_half(pointer, mask):
+    """fp16 at any even address."""
+    return tl.load(pointer.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def raw_k(row, k, mask, TYPE: tl.constexpr):
+    """Element k of a Q4_K or Q5_K row, in the order of operations of gguf.quants."""
+    size: tl.constexpr = 144 if TYPE == Q4_K else 176
+    block = row + (k // 256) * size
+    sub, i = k % 256 // 32, k % 32
+    first = load_byte(block + 4 + sub, mask & (sub < 4)) & 63
+    second = load_byte(block + 8 + sub, mask & (sub < 4)) & 63
+    third = load_byte(block + 8 + sub, mask & (sub >= 4))
+    sc = tl.where(sub < 4, first, (third & 15) | ((load_byte(block + sub, mask & (sub >= 4)) >> 6) << 4))
+    mn = tl.where(sub < 4, second, (third >> 4) | ((load_byte(block + 4 + sub, mask & (sub >= 4)) >> 6) << 4))
+    q = (load_byte(block + size - 128 + 32 * (sub // 2) + i, mask) >> (4 * (sub % 2))) & 15
+    if TYPE == Q5_K:
+        q += ((load_byte(block + 16 + i, mask) >> sub) & 1) << 4
+    s = load_half(block, mask) * sc.to(tl.float32)
+    return s * q.to(tl.float32) - load_half(block + 2, mask) * mn.to(tl.float32)
+
+
+@jit
+def raw_value(row, k, mask, TYPE: tl.constexpr):
+    """Element k of a row in ggml's layout, fp32. row, k, mask: of shapes that broadcast."""
+    if TYPE == Q4_K or TYPE == Q5_K:
+        return raw_k(row, k, mask, TYPE)
+    if TYPE == Q6_K:
+        block = row + (k // 256) * 210
+        half, part, i = k % 256 // 128, k % 128 // 32, k % 32
+        low = (load_byte(block + 64 * half + 32 * (part % 2) + i, mask) >> (4 * (part // 2))) & 15
+        high = (load_byte(block + 128 + 32 * half + i, mask) >> (2 * part)) & 3
+        sc = load_byte((block + 192 + k % 256 // 16).to(tl.pointer_type(tl.int8)), mask)
+        return load_half(block + 208, mask) * sc.to(tl.float32) * ((low | (high << 4)) - 32).to(tl.float32)
+    if TYPE == Q8_0:
+        block8 = row + (k // 32) * 34
+        q8 = load_byte((block8 + 2 + k % 32).to(tl.pointer_type(tl.int8)), mask)
+        return load_half(block8, mask) * q8.to(tl.float32)
+    block4 = row + (k // 32) * 18
+    q4 = (load_byte(block4 + 2 + k % 16, mask) >> (4 * (k % 32 // 16))) & 15
+    return load_half(block4, mask) * (q4 - 8).to(tl.float32)
+
+
+@jit
+def raw_row_bytes(TYPE: tl.constexpr, K: tl.constexpr):
+    """Bytes of a row in ggml's layout."""
+    if TYPE == Q4_K:
+        return K // 256 * 144
+    if TYPE == Q5_K:
+        return K // 256 * 176
+    if TYPE == Q6_K:
+        return K // 256 * 210
+    return K // 32 * (34 if TYPE == Q8_0 else 18)
+
+
+@jit
+def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+                BK: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Columns k0 .. k0 + BK - 1 of the rows n [1, BN] as [BK, BN] of DTYPE; zero where masked or past K.
+
+    base: uint8 pointer to the matrix. mask: [1, BN]. BK: a multiple of 32 (64 in the
+    CPU's layout); k0 a multiple of BK.
+    """
+    if LAYOUT == GPU:
+        return packed_tile(base, k0, n, mask, one, TYPE, K, N, BK, DTYPE)
+    if LAYOUT == CPU:
+        return cpu_tile(base, k0, n, mask, one, TYPE, K, DTYPE)
+    k = k0 + tl.arange(0, BK)[:, None]
+    if TYPE == F8_E4M3:
+        byte = load_byte(base + n.to(tl.int64) * K + k, mask & (k < K))
+        grid = (base + K * N).to(tl.pointer_type(tl.float32))
+        s = tl.load(grid + n // 128 * ((K + 127) // 128) + k // 128, mask=mask & (k < K), other=0.0)
+        return (one_plus((byte, byte, byte, byte, byte), one, 0, TYPE) * s).to(DTYPE)
+    row = base + n.to(tl.int64) * raw_row_bytes(TYPE, K)
+    return raw_value(row, k, mask & (k < K), TYPE).to(DTYPE)
+
+
+@jit
+def _dequantize_kernel(base, out, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+                       BN: tl.constexpr):  # fmt: skip
+    n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+    mask = n < N
+    k0 = tl.program_id(0) * 64
+    tile = weight_tile(base, k0, n, mask, one, TYPE, LAYOUT, K, N, 64, tl.float32)
+    k = k0 + tl.arange(0, 64)[:, None]
+    tl.store(out + n.to(tl.int64) * K + k, tile.to(out.dtype.element_ty), mask=mask & (k < K))
+
+
+def check_matrix(weight: Tensor, qtype: QuantType, rows: int, cols: int, layout: Layout, matrices: int = 1) -> None:
+    """Check the bytes of one matrix [rows, cols] or of many.
+
+    Raises TypeError or ValueError that names what is wrong: type, dtype, size, strides, a matrix of 2 GiB or more.
+    """
+    if qtype not in GPU_TYPES:
+        names = ", ".join(sorted(t.name for t in GPU_TYPES))
+        raise ValueError(f"weight is {qtype.name}, which has no GPU kernel; transcode it to one of {names}")
+    if weight.dtype != torch.uint8:
+        raise TypeError(f"weight must be uint8, got {weight.dtype}")
+    nbytes = layout_nbytes(qtype, rows, cols, layout)
+    if weight.numel() != matrices * nbytes or not weight.is_contiguous():
+        raise ValueError(
+            f"weight must be {matrices} contiguous matrices of {nbytes} bytes, got {tuple(weight.shape)} "
+            f"with strides {weight.stride()}"
+        )
+    if nbytes >= 2**31 or rows * cols >= 2**31:
+        raise ValueError(f"a matrix [{rows}, {cols}] of {nbytes} bytes is too large for 32-bit offsets")
+
+
+def dequantize(
+    raw: Tensor, qtype: QuantType, rows: int, cols: int, out: Tensor | None = None, layout: Layout = Layout.GGML
+) -> Tensor:
+    """A matrix as numbers: [rows, cols], of `out`'s dtype (fp32, fp16 or bf16; fp32 when None).
+
+    raw: uint8, in the layout named. Equal to `gguf.quants.dequantize` up to one rounding of the output type (and
+    |s| 2^-14 in the re-laid forms: see above).
+    """
+    check_matrix(raw, qtype, rows, cols, layout)
+    if out is None:
+        out = torch.empty(rows, cols, dtype=torch.float32, device=raw.device)
+    if out.shape != (rows, cols) or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous [{rows}, {cols}], got {tuple(out.shape)}")
+    if rows and cols:
+        grid = (triton.cdiv(cols, 64), triton.cdiv(rows, 64))
+        _dequantize_kernel[grid](raw, out, ONE, int(qtype), int(layout), cols, rows, BN=64, num_warps=4)
+    return out

@@ -1,0 +1,262 @@
+"""out = x W^T + bias with W in ggml's block formats, on CUDA: what the rule name KLinearMarlin means.
+
+Up to `VECTOR_ROWS` rows of x and weights in the GPU's layout: the vector kernel, which reads each weight byte once,
+the columns split over programs where the rows alone cannot fill the device (the last program of a tile adds the parts
+in their order, so results do not depend on timing). Otherwise the tile kernel. Knows launch parameters, which depend on
+shapes alone and allocate nothing once `out` and a workspace are given: both kernels can be captured in a CUDA graph.
+Does not know experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.triton.bits import ONE
+from ktransformers.kernels.triton.dequant import check_matrix
+from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, vector_tile
+from ktransformers.kernels.triton.packing import Layout
+from ktransformers.kernels.triton.runtime import jit, tl, triton
+
+__all__ = ["VECTOR_ROWS", "Workspace", "launch", "linear"]
+
+#: Largest number of rows that the vector kernel takes.
+VECTOR_ROWS = 4
+_PROCESSORS = 132  # of an H100 or H200
+_PROGRAMS = 4 * _PROCESSORS  # to aim for when the tile kernel's columns are split
+_MAX_SPLIT = 32
+
+
+@jit
+def _vector_kernel(x, stride, base, bias, out, parts, counters, T, one, TYPE: tl.constexpr, K: tl.constexpr,
+                   N: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr,
+                   HAS_BIAS: tl.constexpr):  # fmt: skip
+    tile, split = tl.program_id(0), tl.program_id(1)
+    n = tile * BN + tl.arange(0, BN)
+    steps: tl.constexpr = (K // 32 + KS - 1) // KS
+    first, last = split * steps // SPLIT, (split + 1) * steps // SPLIT
+    r0, r1, r2, r3 = vector_tile(x, stride, base, n[None, :], n[None, :] < N, one, first, last, TYPE, K, N, KS, M)
+    mask = n < N
+    if SPLIT > 1:
+        at = parts + split * M * N + n
+        tl.store(at, r0, mask=mask)
+        if M > 1:
+            tl.store(at + N, r1, mask=mask)
+        if M > 2:
+            tl.store(at + 2 * N, r2, mask=mask)
+        if M > 3:
+            tl.store(at + 3 * N, r3, mask=mask)
+        if arrive_last(counters + tile, SPLIT):
+            for m in tl.static_range(M):
+                _add_parts(parts + m * N, bias, out + m * N, n, mask, M * N, SPLIT, HAS_BIAS)
+    else:
+        _store_row(r0, bias, out, n, mask, HAS_BIAS)
+        if M > 1:
+            _store_row(r1, bias, out + N, n, mask, HAS_BIAS)
+        if M > 2:
+            _store_row(r2, bias, out + 2 * N, n, mask, HAS_BIAS)
+        if M > 3:
+            _store_row(r3, bias, out + 3 * N, n, mask, HAS_BIAS)
+
+
+@jit
+def _store_row(value, bias, out, n, mask, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        value += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + n, value.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _add_parts(parts, bias, out, n, mask, stride: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    total = tl.load(parts + n, mask=mask, other=0.0, cache_modifier=".cg")
+    for split in range(1, SPLIT):
+        total += tl.load(parts + split * stride + n, mask=mask, other=0.0, cache_modifier=".cg")
+    _store_row(total, bias, out, n, mask, HAS_BIAS)
+
+
+@jit
+def _tile_kernel(x, stride, base, bias, out, parts, counters, T, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
+                 K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                 SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+    tile_m, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = tile_m * BM + tl.arange(0, BM)[:, None]
+    n = tile_n * BN + tl.arange(0, BN)[None, :]
+    steps: tl.constexpr = (K + BK - 1) // BK
+    first, last = split * steps // SPLIT, (split + 1) * steps // SPLIT
+    acc = dot_tile(x + t.to(tl.int64) * stride, t < T, base, n, n < N, one, first, last, TYPE, LAYOUT, K, N, BK)
+    mask = (t < T) & (n < N)
+    at = t.to(tl.int64) * N + n
+    if SPLIT > 1:
+        part = T * N  # T = 1 is a constant; Workspace.allocate says why this is small
+        tl.store(parts + split * part + at, acc, mask=mask)
+        is_last = arrive_last(counters + tile_m * tl.num_programs(1) + tile_n, SPLIT)
+        mask = (t < tl.where(is_last, T, 0)) & (n < N)
+        acc = tl.load(parts + at, mask=mask, other=0.0, cache_modifier=".cg")
+        for other in range(1, SPLIT):
+            acc += tl.load(parts + other * part + at, mask=mask, other=0.0, cache_modifier=".cg")
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Memory of calls that run one after another on one stream.
+
+    parts: fp32, results of split columns. counters: int32, all 0 between calls (the kernels leave them so).
+    """
+
+    parts: Tensor
+    counters: Tensor
+
+    @classmethod
+    def allocate(cls, device: torch.device | str, rows: int) -> Workspace:
+        """Enough for every `linear` of at most `rows` rows of x, whatever the matrix.
+
+        Columns are split only as long as there are few programs, which bounds what they store: tiles of 64 rows of W
+        and all rows of x (at most 64) in _PROGRAMS programs, or tiles of 16 and VECTOR_ROWS for a small matrix.
+        """
+        parts = max(_PROGRAMS * 64 * min(rows, 64), _PROCESSORS // 2 * 16 * _MAX_SPLIT * VECTOR_ROWS)
+        floats = torch.empty(parts, dtype=torch.float32, device=device)
+        return cls(floats, torch.zeros(_PROGRAMS, dtype=torch.int32, device=device))
+
+    def check(self, parts: int, counters: int) -> None:
+        """Raises ValueError where a call needs more."""
+        if self.parts.numel() < parts or self.counters.numel() < counters:
+            raise ValueError(
+                f"workspace of {self.parts.numel()} floats and {self.counters.numel()} counters, needs {parts} and "
+                f"{counters}"
+            )
+
+
+def warps_for(groups: int, block: int, most: int = 8) -> tuple[int, int]:
+    """Warps of a vector program and KS, the groups of 32 columns that they multiply at once: 4 rows for each lane.
+
+    Fewer warps where the last step would leave more than a fifth of all lanes without columns.
+    """
+    warps = most
+    while warps > 2 and -(-groups // (warps * 128 // block)) * (warps * 128 // block) > 1.25 * groups:
+        warps //= 2
+    return warps, warps * 128 // block
+
+
+def _vector_plan(rows: int, cols: int) -> tuple[int, int, int, int]:
+    """BN, KS, split and warps of the vector kernel for a matrix [rows, cols].
+
+    Narrow tiles come first: they fill the device without the round trip to memory that split columns cost.
+    """
+    block = next((size for size in (64, 32) if triton.cdiv(rows, size) >= _PROCESSORS), 16)
+    tiles = triton.cdiv(rows, block)
+    warps, groups = warps_for(cols // 32, block, 4 if tiles >= 8 * _PROCESSORS else 8)
+    split, steps = 1, triton.cdiv(cols // 32, groups)
+    while tiles * split < _PROCESSORS // 2 and split * 2 <= min(steps, _MAX_SPLIT):
+        split *= 2
+    return block, groups, split, warps
+
+
+def _tile_plan(tokens: int, rows: int, cols: int) -> tuple[int, int, int, int, int]:
+    """BM, BN, BK, split and warps of the tile kernel."""
+    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
+    block_n = 64 if block_m <= 64 else 128
+    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n)
+    split, steps = 1, triton.cdiv(cols, 64)
+    while tokens <= 64 and tiles * split * 2 <= _PROGRAMS and split * 2 <= min(steps, _MAX_SPLIT):
+        split *= 2
+    return block_m, block_n, 64, split, 8 if block_m == 128 else 4
+
+
+def _space(workspace: Workspace | None, x: Tensor, split: int, tokens: int, rows: int, tiles: int) -> Workspace:
+    needed = split * tokens * rows if split > 1 else 0
+    if workspace is None:
+        return Workspace(
+            torch.empty(max(needed, 1), dtype=torch.float32, device=x.device),
+            torch.zeros(tiles if split > 1 else 1, dtype=torch.int32, device=x.device),
+        )
+    workspace.check(needed, tiles if split > 1 else 0)
+    return workspace
+
+
+def check_rows(name: str, x: Tensor, cols: int) -> None:
+    """Raises TypeError or ValueError unless x is fp16 or bf16 [T, cols] with contiguous, aligned rows."""
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"{name} must be float16 or bfloat16, got {x.dtype}")
+    if x.data_ptr() % 8 or (x.dim() == 2 and x.shape[0] > 1 and x.stride(0) % 4):
+        raise ValueError(f"rows of {name} must begin at multiples of 8 bytes, got strides {x.stride()}")
+    if x.dim() != 2 or x.shape[1] != cols or (x.shape[0] > 0 and x.stride(1) != 1):
+        raise ValueError(f"{name} must be [T, {cols}] with contiguous rows, got {tuple(x.shape)}, {x.stride()}")
+
+
+def result(out: Tensor | None, x: Tensor, rows: int) -> Tensor:
+    """`out` checked, or a new tensor [T, rows] of x's dtype."""
+    if out is None:
+        return torch.empty(x.shape[0], rows, dtype=x.dtype, device=x.device)
+    if out.shape != (x.shape[0], rows) or not out.is_contiguous() or out.device != x.device:
+        raise ValueError(f"out must be contiguous [{x.shape[0]}, {rows}] on {x.device}, got {tuple(out.shape)}")
+    return out
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    qtype: QuantType,
+    rows: int,
+    cols: int,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    layout: Layout = Layout.GGML,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """out[t, n] = sum_k x[t, k] W[n, k] + bias[n].
+
+    x: [T, K] fp16 or bf16, rows contiguous. weight: uint8, a matrix [rows, cols] in the layout named; the GPU's is the
+    fastest, by far for few rows of x, ggml's the slowest. bias: [N], any float type. out: [T, N], fp16, bf16 or fp32;
+    x's dtype when None. workspace: for splitting columns; made when None. Weights are widened to fp32 for up to
+    VECTOR_ROWS rows of x in the GPU's layout, and rounded to x's dtype otherwise; sums are in fp32, in an order that
+    depends on shapes alone. The first call of a shape compiles, which a graph capture does not allow. Raises TypeError
+    or ValueError for arguments that do not fit.
+    """
+    check_matrix(weight, qtype, rows, cols, layout)
+    return launch(x, weight, int(qtype), rows, cols, bias, out, layout, workspace)
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    type_number: int,
+    rows: int,
+    cols: int,
+    bias: Tensor | None,
+    out: Tensor | None,
+    layout: Layout,
+    workspace: Workspace | None,
+) -> Tensor:
+    """`linear` for a weight that has been checked, of a type that dequant.py knows."""
+    check_rows("x", x, cols)
+    if bias is not None and (bias.shape != (rows,) or not bias.is_contiguous()):
+        raise ValueError(f"bias must be contiguous [{rows}], got {tuple(bias.shape)}")
+    target = result(out, x, rows)
+    tokens = x.shape[0]
+    if tokens == 0 or rows == 0:
+        return target
+    bias_or_x = x if bias is None else bias
+    if layout == Layout.GPU and tokens <= VECTOR_ROWS:
+        block, groups, split, warps = _vector_plan(rows, cols)
+        tiles = triton.cdiv(rows, block)
+        space = _space(workspace, x, split, tokens, rows, tiles)
+        _vector_kernel[(tiles, split)](
+            x, x.stride(0), weight, bias_or_x, target, space.parts, space.counters, tokens, ONE, type_number, cols,
+            rows, BN=block, KS=groups, M=tokens, SPLIT=split, HAS_BIAS=bias is not None, num_warps=warps,
+        )  # fmt: skip
+        return target
+    block_m, block_n, block_k, split, warps = _tile_plan(tokens, rows, cols)
+    grid = (triton.cdiv(tokens, block_m), triton.cdiv(rows, block_n), split)
+    space = _space(workspace, x, split, tokens, rows, grid[0] * grid[1])
+    _tile_kernel[grid](
+        x, x.stride(0), weight, bias_or_x, target, space.parts, space.counters, tokens, ONE, type_number, int(layout),
+        cols, rows, BM=block_m, BN=block_n, BK=block_k, SPLIT=split, HAS_BIAS=bias is not None, num_warps=warps,
+    )  # fmt: skip
+    return target

@@ -1,0 +1,243 @@
+"""Device functions of the products with quantized weights: the vector loop, the tile loop and split-K's last step.
+
+Two ways to multiply. `vector_tile` is for few rows of x and packed weights: every lane unpacks words of its own rows
+and multiplies them with activations that are the same for all lanes; no shared memory, no barrier inside the loop;
+bound by memory. `dot_tile` is for many rows, and for any weights: a tile of weights is dequantized in registers and
+goes through the tensor cores. Both accumulate in fp32. Knows dequant.py; does not know grids, bias, experts.
+"""
+
+from __future__ import annotations
+
+from ktransformers.kernels.triton.bits import F8_E4M3, Q5_K, Q6_K, Q8_0, half_bits
+from ktransformers.kernels.triton.dequant import one_plus, scales, unit, weight_tile
+from ktransformers.kernels.triton.runtime import jit, tl
+
+__all__ = ["arrive_last", "dot_tile", "dot_tile_pair", "vector_pair", "vector_tile"]
+
+
+@jit
+def pair(word, HALF: tl.constexpr):
+    """The two 16-bit floats of an int32, fp32 each. HALF: fp16, else bf16."""
+    if HALF:
+        return half_bits(word), half_bits(word >> 16)
+    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+
+
+@jit
+def four(word, HALF: tl.constexpr):
+    """The four 16-bit floats of an int64, as fp32."""
+    x0, x1 = pair(word.to(tl.int32), HALF)
+    x2, x3 = pair((word >> 32).to(tl.int32), HALF)
+    return x0, x1, x2, x3
+
+
+@jit
+def group_words(base, group, n, mask, TYPE: tl.constexpr, N: tl.constexpr):
+    """All words of a group of 32 columns, as a tuple of 8 (the last ones repeat where a type has fewer)."""
+    W: tl.constexpr = 5 if TYPE == Q5_K else 6 if TYPE == Q6_K else 8 if TYPE == Q8_0 or TYPE == F8_E4M3 else 4
+    at = base.to(tl.pointer_type(tl.int32)) + W * group * N + n
+    a = tl.load(at, mask=mask, other=0)
+    b = tl.load(at + N, mask=mask, other=0)
+    c = tl.load(at + 2 * N, mask=mask, other=0)
+    d = tl.load(at + 3 * N, mask=mask, other=0)
+    e, f, g, h = d, d, d, d
+    if W > 4:
+        e = tl.load(at + 4 * N, mask=mask, other=0)
+    if W > 5:
+        f = tl.load(at + 5 * N, mask=mask, other=0)
+    if W > 6:
+        g = tl.load(at + 6 * N, mask=mask, other=0)
+        h = tl.load(at + 7 * N, mask=mask, other=0)
+    return a, b, c, d, e, f, g, h
+
+
+@jit
+def pick(words, c: tl.constexpr, TYPE: tl.constexpr):
+    """The words of chunk c of a group, as `chunk_words` gives them."""
+    if TYPE == Q5_K:
+        return words[0], words[1], words[2], words[3], words[4]
+    if TYPE == Q6_K:
+        return words[3 * c], words[3 * c + 1], words[3 * c + 2], words[3 * c], words[3 * c]
+    if TYPE == F8_E4M3:
+        return words[2 * c], words[2 * c + 1], words[2 * c], words[2 * c], words[2 * c]
+    if TYPE == Q8_0:
+        low, high = words[2 * c] ^ -2139062144, words[2 * c + 1] ^ -2139062144  # as in chunk_words
+        return low, high, low, low, low
+    return words[c], words[c], words[c], words[c], words[c]
+
+
+@jit
+def add_eight(sums, x_low, x_high, words, one, i: tl.constexpr, TYPE: tl.constexpr, HALF: tl.constexpr):
+    """Add columns i .. i + 7 of a chunk to `sums`; x_low, x_high: their activations, four in an int64 each.
+
+    sums: of x (1 + u / 2^p) over even and over odd columns [KS, BN], and of x alone over each [KS, 1].
+    """
+    even, odd, x_even, x_odd = sums
+    x0, x1, x2, x3 = four(x_low, HALF)
+    even += one_plus(words, one, i, TYPE) * x0
+    odd += one_plus(words, one, i + 1, TYPE) * x1
+    even += one_plus(words, one, i + 2, TYPE) * x2
+    odd += one_plus(words, one, i + 3, TYPE) * x3
+    x_even += x0 + x2
+    x_odd += x1 + x3
+    x4, x5, x6, x7 = four(x_high, HALF)
+    even += one_plus(words, one, i + 4, TYPE) * x4
+    odd += one_plus(words, one, i + 5, TYPE) * x5
+    even += one_plus(words, one, i + 6, TYPE) * x6
+    odd += one_plus(words, one, i + 7, TYPE) * x7
+    return even, odd, x_even + (x4 + x6), x_odd + (x5 + x7)
+
+
+@jit
+def add_scaled(acc, sums, s, m, TYPE: tl.constexpr):
+    """acc + sum of x w over the columns of one scale, from what `add_eight` summed."""
+    even, odd, x_even, x_odd = sums
+    if TYPE == F8_E4M3:
+        return acc + (even + odd) * s
+    s_even, s_odd = unit(0, TYPE) * s, unit(1, TYPE) * s
+    return acc + (even * s_even - x_even * (s_even + m)) + (odd * s_odd - x_odd * (s_odd + m))
+
+
+@jit
+def no_sums(KS: tl.constexpr, BN: tl.constexpr):
+    tile, column = tl.zeros((KS, BN), tl.float32), tl.zeros((KS, 1), tl.float32)
+    return tile, tile, column, column
+
+
+@jit
+def group_scales(base, group, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    """s and m of the two halves of a group."""
+    if TYPE == Q6_K:
+        s, m = scales(base, 2 * group, n, mask, TYPE, K, N)
+        t, o = scales(base, 2 * group + 1, n, mask, TYPE, K, N)
+    else:
+        s, m = scales(base, group, n, mask, TYPE, K, N)
+        t, o = s, m
+    return s, m, t, o
+
+
+@jit
+def group_inputs(x, group, inside, EVEN: tl.constexpr):
+    """The 32 activations of each group, as 8 int64 [KS, 1] of four. x: 16-bit floats at a multiple of 8 bytes."""
+    at = x.to(tl.pointer_type(tl.int64)) + group * 8
+    mask = None if EVEN else inside
+    other = None if EVEN else 0
+    return (
+        tl.load(at, mask=mask, other=other), tl.load(at + 1, mask=mask, other=other),
+        tl.load(at + 2, mask=mask, other=other), tl.load(at + 3, mask=mask, other=other),
+        tl.load(at + 4, mask=mask, other=other), tl.load(at + 5, mask=mask, other=other),
+        tl.load(at + 6, mask=mask, other=other), tl.load(at + 7, mask=mask, other=other),
+    )  # fmt: skip
+
+
+@jit
+def add_group(acc, inputs, words, group_sm, one, TYPE: tl.constexpr, HALF: tl.constexpr):
+    """acc [KS, BN] plus the products of one row of x with groups of 32 columns of W."""
+    C: tl.constexpr = 32 if TYPE == Q5_K else 16 if TYPE == Q6_K else 8  # columns of a chunk
+    sums = no_sums(acc.shape[0], acc.shape[1])
+    for c in tl.static_range(32 // C):
+        chunk = pick(words, c, TYPE)
+        for i in tl.static_range(0, C, 8):
+            sums = add_eight(sums, inputs[(C * c + i) // 4], inputs[(C * c + i) // 4 + 1], chunk, one, i, TYPE, HALF)
+        if TYPE == Q6_K:
+            acc = add_scaled(acc, sums, group_sm[2 * c], group_sm[2 * c + 1], TYPE)
+            sums = no_sums(acc.shape[0], acc.shape[1])
+    if TYPE != Q6_K:
+        acc = add_scaled(acc, sums, group_sm[0], group_sm[1], TYPE)
+    return acc
+
+
+@jit
+def vector_tile(x, stride, base, n, mask, one, first, last, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+                KS: tl.constexpr, M: tl.constexpr):  # fmt: skip
+    """Products of M <= 4 rows of x with the rows n [1, BN] of packed weights over groups of 32 columns.
+
+    x: rows at multiples of 8 bytes. first, last: range of steps of KS groups. Returns four fp32 [BN]; those from M on
+    are zero. Loads run two steps ahead, through shared memory (num_stages): left to itself, the compiler issues each
+    one where it is needed, and the memory's latency is paid for every word.
+    """
+    HALF: tl.constexpr = x.dtype.element_ty == tl.float16
+    EVEN: tl.constexpr = K // 32 % KS == 0
+    lanes = tl.arange(0, KS)[:, None]
+    a0 = tl.zeros((KS, n.shape[1]), tl.float32)
+    a1, a2, a3 = a0, a0, a0
+    for step in tl.range(first, last, num_stages=3):
+        group = step * KS + lanes
+        inside = group < K // 32
+        words = group_words(base, group, n, mask if EVEN else mask & inside, TYPE, N)
+        sm = group_scales(base, group, n, mask if EVEN else mask & inside, TYPE, K, N)
+        a0 = add_group(a0, group_inputs(x, group, inside, EVEN), words, sm, one, TYPE, HALF)
+        if M > 1:
+            a1 = add_group(a1, group_inputs(x + stride, group, inside, EVEN), words, sm, one, TYPE, HALF)
+        if M > 2:
+            a2 = add_group(a2, group_inputs(x + 2 * stride, group, inside, EVEN), words, sm, one, TYPE, HALF)
+        if M > 3:
+            a3 = add_group(a3, group_inputs(x + 3 * stride, group, inside, EVEN), words, sm, one, TYPE, HALF)
+    return tl.sum(a0, axis=0), tl.sum(a1, axis=0), tl.sum(a2, axis=0), tl.sum(a3, axis=0)
+
+
+@jit
+def vector_pair(x, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr, K: tl.constexpr,
+                N: tl.constexpr, KS: tl.constexpr):  # fmt: skip
+    """`vector_tile` of one row of x with two matrices of one shape in one loop."""
+    HALF: tl.constexpr = x.dtype.element_ty == tl.float16
+    EVEN: tl.constexpr = K // 32 % KS == 0
+    g = tl.zeros((KS, n.shape[1]), tl.float32)
+    u = g
+    for step in tl.range(first, last, num_stages=3):
+        group = step * KS + tl.arange(0, KS)[:, None]
+        inside = group < K // 32
+        live = mask if EVEN else mask & inside
+        gate_words = group_words(gate, group, n, live, GATE, N)
+        up_words = group_words(up, group, n, live, UP, N)
+        gate_sm = group_scales(gate, group, n, live, GATE, K, N)
+        up_sm = group_scales(up, group, n, live, UP, K, N)
+        inputs = group_inputs(x, group, inside, EVEN)
+        g = add_group(g, inputs, gate_words, gate_sm, one, GATE, HALF)
+        u = add_group(u, inputs, up_words, up_sm, one, UP, HALF)
+    return tl.sum(g, axis=0), tl.sum(u, axis=0)
+
+
+@jit
+def dot_tile(x_rows, x_mask, base, n, mask, one, first, last, TYPE: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
+             N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """Products [BM, BN] in fp32 over steps first .. last - 1 of BK columns.
+
+    x_rows: pointers [BM, 1] to rows of x, in fp16 or bf16, the type that weights are rounded to; x_mask: [BM, 1].
+    """
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    acc = tl.zeros((x_rows.shape[0], n.shape[1]), tl.float32)
+    for step in range(first, last):
+        k = step * BK + tl.arange(0, BK)[None, :]
+        x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
+        w = weight_tile(base, step * BK, n, mask, one, TYPE, LAYOUT, K, N, BK, dtype)
+        acc = tl.dot(x, w, acc)
+    return acc
+
+
+@jit
+def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, first, last, GATE: tl.constexpr, UP: tl.constexpr,
+                  LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """`dot_tile` with two matrices of one shape, whose layout is one and whose types may differ."""
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    g = tl.zeros((x_rows.shape[0], n.shape[1]), tl.float32)
+    u = g
+    for step in range(first, last):
+        k = step * BK + tl.arange(0, BK)[None, :]
+        x = tl.load(x_rows + k, mask=x_mask if K % BK == 0 else x_mask & (k < K), other=0.0)
+        g = tl.dot(x, weight_tile(gate, step * BK, n, mask, one, GATE, LAYOUT, K, N, BK, dtype), g)
+        u = tl.dot(x, weight_tile(up, step * BK, n, mask, one, UP, LAYOUT, K, N, BK, dtype), u)
+    return g, u
+
+
+@jit
+def arrive_last(counter, count: tl.constexpr):
+    """Whether this program is the last of `count` to come here; the last one finds what the others stored before.
+
+    The counter is 0 before and after. Loads of the others' results must bypass L1 (cache_modifier ".cg").
+    """
+    tl.debug_barrier()  # the stores of all threads of this program come before its arrival
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last

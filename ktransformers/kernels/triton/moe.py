@@ -1,0 +1,345 @@
+"""Mixture of experts on quantized weights, on CUDA: what the rule name KExpertsMarlin means.
+
+    hidden = silu(x W_gate^T) * (x W_up^T);  out[t] = sum over j of topk_weights[t, j] * (hidden W_down^T)
+
+Two paths. Few tokens with weights in the GPU's layout: one program per pair and tile of rows, on the vector loop (an
+expert that two tokens share is read from the L2 cache the second time); two launches. Otherwise: pairs sorted by expert
+(align.py), then tensor-core tiles over blocks of one expert. Both add a token's experts in the order of its top-k list.
+Experts lie in slots of one tensor per projection; a map from expert to slot lets a staging buffer hold a few of them,
+in the layout of the CPU kernels too. Launches depend on shapes alone; with `out` and a workspace nothing is allocated.
+Knows no router and no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.triton.align import AlignedPairs, expert_slot, max_blocks, moe_align
+from ktransformers.kernels.triton.bits import ONE
+from ktransformers.kernels.triton.dequant import check_matrix
+from ktransformers.kernels.triton.linear import check_rows, result, warps_for
+from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_pair, vector_tile
+from ktransformers.kernels.triton.packing import Layout, layout_nbytes
+from ktransformers.kernels.triton.runtime import jit, tl, triton
+
+__all__ = ["VECTOR_TOKENS", "ExpertMatrices", "MoeWorkspace", "moe", "moe_partial", "moe_sum"]
+
+#: Largest number of tokens for which every pair is computed on its own.
+VECTOR_TOKENS = 16
+_DOWN_ROWS = 64  # of one program of the down projection
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """One projection of all experts: matrices [rows, cols] one after another.
+
+    data: uint8 [S, bytes of a matrix] (or [S, rows, row_bytes]), contiguous; S slots. layout: of each matrix.
+    Raises TypeError or ValueError when sizes do not agree.
+    """
+
+    data: Tensor
+    qtype: QuantType
+    rows: int
+    cols: int
+    layout: Layout = Layout.GGML
+
+    def __post_init__(self) -> None:
+        check_matrix(self.data, self.qtype, self.rows, self.cols, self.layout, self.slots)
+
+    @property
+    def slots(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one matrix."""
+        return layout_nbytes(self.qtype, self.rows, self.cols, self.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWorkspace:
+    """Memory between the kernels of one call; calls that share it must run one after another on one stream.
+
+    hidden: [P, I] in x's dtype. parts: [P, H], fp32 on the vector path, x's dtype on the other.
+    counters: int32, 0 between calls. aligned: of the other path only.
+    """
+
+    hidden: Tensor
+    parts: Tensor
+    counters: Tensor
+    aligned: AlignedPairs | None
+
+    @classmethod
+    def allocate(
+        cls,
+        x: Tensor,
+        top_k: int,
+        num_experts: int,
+        up: ExpertMatrices,
+        down: ExpertMatrices,
+        *,
+        in_turns: bool = False,
+    ) -> MoeWorkspace:
+        """For calls with x's number of rows and dtype, on x's device. in_turns: for `moe_partial`."""
+        tokens = x.shape[0]
+        pairs = tokens * top_k
+        vector = uses_vector_path(tokens, up, down) and not in_turns
+        counters = tokens * triton.cdiv(down.rows, _DOWN_ROWS) if vector else 1
+        return cls(
+            torch.empty(pairs, up.rows, dtype=x.dtype, device=x.device),
+            torch.empty(pairs, down.rows, dtype=torch.float32 if vector else x.dtype, device=x.device),
+            torch.zeros(counters, dtype=torch.int32, device=x.device),
+            None if vector else AlignedPairs.allocate(pairs, num_experts, block_rows(pairs, num_experts), x.device),
+        )
+
+    def check(self, pairs: int, inner: int, width: int) -> None:
+        """Raises ValueError when the workspace is not for calls of this size."""
+        if self.hidden.shape != (pairs, inner) or self.parts.shape != (pairs, width):
+            raise ValueError(
+                f"workspace is for {self.hidden.shape[0]} pairs of widths {self.hidden.shape[1]} and "
+                f"{self.parts.shape[1]}, the call has {pairs} of {inner} and {width}"
+            )
+
+
+def uses_vector_path(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> bool:
+    return tokens <= VECTOR_TOKENS and up.layout == down.layout == Layout.GPU
+
+
+def block_rows(pairs: int, num_experts: int) -> int:
+    """Rows of a block: about the pairs that an expert gets, so that few rows of a block stay empty."""
+    mean = pairs / num_experts
+    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
+
+
+@jit
+def silu_mul(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@jit
+def _gate_up_vector(x, stride, ids, slots, gate, up, hidden, one, GATE: tl.constexpr, UP: tl.constexpr,
+                    GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+                    E: tl.constexpr, HAS_SLOTS: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr,
+                    KS: tl.constexpr):  # fmt: skip
+    tile, p = tl.program_id(0), tl.program_id(1)
+    slot = expert_slot(slots, tl.load(ids + p), E, HAS_SLOTS)
+    if slot >= 0:
+        n = tile * BN + tl.arange(0, BN)
+        at = slot.to(tl.int64)
+        row = x + (p // TOP_K).to(tl.int64) * stride
+        g, u = vector_pair(row, gate + at * GATE_BYTES, up + at * UP_BYTES, n[None, :], n[None, :] < N, one, 0,
+                               (K // 32 + KS - 1) // KS, GATE, UP, K, N, KS)  # fmt: skip
+        tl.store(hidden + p * N + n, silu_mul(g, u).to(hidden.dtype.element_ty), mask=n < N)
+
+
+@jit
+def _down_vector(hidden, ids, slots, weights, down, parts, counters, out, one, TYPE: tl.constexpr, BYTES: tl.constexpr,
+                 K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr, TOP_K: tl.constexpr,
+                 BN: tl.constexpr, KS: tl.constexpr):  # fmt: skip
+    """The last program of a token and a tile to finish adds the parts of all its experts, in their order."""
+    tile, p = tl.program_id(0), tl.program_id(1)
+    slot = expert_slot(slots, tl.load(ids + p), E, HAS_SLOTS)
+    n = tile * BN + tl.arange(0, BN)
+    mask = n < N
+    steps = tl.where(slot >= 0, (K // 32 + KS - 1) // KS, 0)  # no expert: the part is zero
+    value, _, _, _ = vector_tile(hidden + p * K, 0, down + slot.to(tl.int64) * BYTES, n[None, :], mask[None, :], one, 0,
+                                 steps, TYPE, K, N, KS, 1)  # fmt: skip
+    tl.store(parts + p * N + n, value * tl.load(weights + p), mask=mask)
+    token = p // TOP_K
+    if arrive_last(counters + token * tl.num_programs(0) + tile, TOP_K):
+        at = parts + token * TOP_K * N + n
+        total = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        for j in range(1, TOP_K):
+            total += tl.load(at + j * N, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _gate_up_tile(x, stride, pair_ids, block_slots, gate, up, hidden, P, one, GATE: tl.constexpr, UP: tl.constexpr,
+                  GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
+                  N: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                  BK: tl.constexpr):  # fmt: skip
+    block = tl.program_id(0)
+    slot = tl.load(block_slots + block).to(tl.int64)
+    if slot >= 0:
+        n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+        pair = tl.load(pair_ids + block * BM + tl.arange(0, BM))[:, None]
+        rows = x + (pair // TOP_K).to(tl.int64) * stride
+        g, u = dot_tile_pair(rows, pair < P, gate + slot * GATE_BYTES, up + slot * UP_BYTES, n, n < N, one, 0,
+                             (K + BK - 1) // BK, GATE, UP, LAYOUT, K, N, BK)  # fmt: skip
+        value = silu_mul(g, u).to(hidden.dtype.element_ty)
+        tl.store(hidden + pair.to(tl.int64) * N + n, value, mask=(pair < P) & (n < N))
+
+
+@jit
+def _down_tile(hidden, pair_ids, block_slots, weights, down, parts, P, one, TYPE: tl.constexpr, BYTES: tl.constexpr,
+               LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               BK: tl.constexpr):  # fmt: skip
+    block = tl.program_id(0)
+    slot = tl.load(block_slots + block).to(tl.int64)
+    if slot >= 0:
+        n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+        pair = tl.load(pair_ids + block * BM + tl.arange(0, BM))[:, None]
+        acc = dot_tile(hidden + pair.to(tl.int64) * K, pair < P, down + slot * BYTES, n, n < N, one, 0,
+                       (K + BK - 1) // BK, TYPE, LAYOUT, K, N, BK)  # fmt: skip
+        value = acc * tl.load(weights + pair, mask=pair < P, other=0.0)
+        tl.store(parts + pair.to(tl.int64) * N + n, value.to(parts.dtype.element_ty), mask=(pair < P) & (n < N))
+
+
+@jit
+def _sum_kernel(parts, ids, slots, out, N: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr,
+                TOP_K: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """out[t] = sum of the parts of token t, in their order, without those that no expert wrote."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros((BN,), tl.float32)
+    for j in range(TOP_K):
+        p = token * TOP_K + j
+        slot = expert_slot(slots, tl.load(ids + p), E, HAS_SLOTS)
+        total += tl.load(parts + p * N + n, mask=n < tl.where(slot >= 0, N, 0), other=0.0).to(tl.float32)
+    tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=n < N)
+
+
+def _vector(
+    x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, has_slots: bool, num_experts: int,
+    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], out: Tensor, space: MoeWorkspace,
+) -> None:  # fmt: skip
+    gate, up, down = matrices
+    pairs, top_k = ids.numel(), ids.shape[1]
+    common = {"E": num_experts, "HAS_SLOTS": has_slots, "TOP_K": top_k}
+    block = 64 if triton.cdiv(up.rows, 64) * pairs >= 256 else 32
+    warps, groups = warps_for(up.cols // 32, block)
+    _gate_up_vector[(triton.cdiv(up.rows, block), pairs)](
+        x, x.stride(0), ids, slots, gate.data, up.data, space.hidden, ONE, int(gate.qtype), int(up.qtype), gate.nbytes,
+        up.nbytes, up.cols, up.rows, BN=block, KS=groups, num_warps=warps, **common,
+    )  # fmt: skip
+    warps, groups = warps_for(down.cols // 32, _DOWN_ROWS)
+    _down_vector[(triton.cdiv(down.rows, _DOWN_ROWS), pairs)](
+        space.hidden, ids, slots, weights, down.data, space.parts, space.counters, out, ONE, int(down.qtype),
+        down.nbytes, down.cols, down.rows, BN=_DOWN_ROWS, KS=groups, num_warps=warps, **common,
+    )  # fmt: skip
+
+
+def _tiles(
+    x: Tensor, ids: Tensor, weights: Tensor, expert_slots: Tensor | None, num_experts: int,
+    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace,
+) -> None:  # fmt: skip
+    gate, up, down = matrices
+    pairs, top_k = ids.numel(), ids.shape[1]
+    block = block_rows(pairs, num_experts)
+    aligned = moe_align(ids, num_experts, block, expert_slots, space.aligned)
+    blocks = max_blocks(pairs, num_experts, block)
+    warps = 8 if block == 128 else 4
+    _gate_up_tile[(blocks, triton.cdiv(up.rows, 64))](
+        x, x.stride(0), aligned.pair_ids, aligned.block_slots, gate.data, up.data, space.hidden, pairs, ONE,
+        int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes, int(up.layout), up.cols, up.rows, TOP_K=top_k, BM=block,
+        BN=64, BK=64, num_warps=warps,
+    )  # fmt: skip
+    block_n = 128 if block == 128 else 64
+    _down_tile[(blocks, triton.cdiv(down.rows, block_n))](
+        space.hidden, aligned.pair_ids, aligned.block_slots, weights, down.data, space.parts, pairs, ONE,
+        int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,
+        BM=block, BN=block_n, BK=64, num_warps=warps,
+    )  # fmt: skip
+
+
+def _check(
+    x: Tensor, ids: Tensor, weights: Tensor, gate: ExpertMatrices, up: ExpertMatrices, down: ExpertMatrices,
+    expert_slots: Tensor | None,
+) -> None:  # fmt: skip
+    check_rows("x", x, up.cols)
+    if expert_slots is not None and expert_slots.dtype != torch.int32:
+        raise TypeError(f"expert_slots must be int32, got {expert_slots.dtype}")
+    if ids.dtype != torch.int32 or weights.dtype != torch.float32:
+        raise TypeError(f"topk_ids must be int32 and topk_weights float32, got {ids.dtype} and {weights.dtype}")
+    if ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
+        raise ValueError(
+            f"topk_ids and topk_weights must be [{x.shape[0]}, k], got {tuple(ids.shape)}, {tuple(weights.shape)}"
+        )
+    if not ids.is_contiguous() or not weights.is_contiguous():
+        raise ValueError("topk_ids and topk_weights must be contiguous")
+    same = (gate.rows, gate.cols, gate.layout, gate.slots) == (up.rows, up.cols, up.layout, up.slots)
+    if not same or (down.cols, down.slots) != (up.rows, up.slots):
+        raise ValueError("gate and up must have one shape, layout and number of slots, and down must fit them")
+
+
+def moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate: ExpertMatrices,
+    up: ExpertMatrices,
+    down: ExpertMatrices,
+    out: Tensor | None = None,
+    *,
+    expert_slots: Tensor | None = None,
+    workspace: MoeWorkspace | None = None,
+) -> Tensor:
+    """The sum of each token's experts, [T, H], times their weights.
+
+    x: [T, H] fp16 or bf16. topk_ids: int32 [T, k]; an id outside the experts counts for nothing. topk_weights: fp32
+    [T, k]. gate, up: [I, H], of one layout; down: [H, I]; the types may differ. expert_slots: int32 [num_experts],
+    expert to slot, -1 for an expert that is left out; without it expert e is in slot e. out: fp16, bf16 or fp32, x's
+    dtype when None. workspace: of `MoeWorkspace.allocate` for this many rows. Between the projections, and on the path
+    of many tokens before the sum, values are rounded to x's dtype. Raises TypeError or ValueError for arguments that
+    do not fit.
+    """
+    _check(x, topk_ids, topk_weights, gate, up, down, expert_slots)
+    num_experts = up.slots if expert_slots is None else expert_slots.numel()
+    target = result(out, x, down.rows)
+    if x.shape[0] == 0 or topk_ids.shape[1] == 0:
+        return target.zero_()
+    space = workspace or MoeWorkspace.allocate(x, topk_ids.shape[1], num_experts, up, down)
+    space.check(topk_ids.numel(), up.rows, down.rows)
+    matrices = (gate, up, down)
+    if uses_vector_path(x.shape[0], up, down):
+        slots = topk_ids if expert_slots is None else expert_slots
+        _vector(x, topk_ids, topk_weights, slots, expert_slots is not None, num_experts, matrices, target, space)
+    else:
+        _tiles(x, topk_ids, topk_weights, expert_slots, num_experts, matrices, space)
+        moe_sum(topk_ids, target, space, num_experts, expert_slots)
+    return target
+
+
+def moe_partial(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate: ExpertMatrices,
+    up: ExpertMatrices,
+    down: ExpertMatrices,
+    expert_slots: Tensor,
+    workspace: MoeWorkspace,
+) -> None:
+    """Compute the pairs whose experts are in slots now, for experts that come in turns through a staging buffer.
+
+    Arguments as in `moe`; workspace: allocated with `in_turns`, and kept for all turns. When every expert has had its
+    turn, `moe_sum` gives what one `moe` with all of them would have given on its path of many tokens, bit for bit.
+    """
+    _check(x, topk_ids, topk_weights, gate, up, down, expert_slots)
+    workspace.check(topk_ids.numel(), up.rows, down.rows)
+    if topk_ids.numel():
+        _tiles(x, topk_ids, topk_weights, expert_slots, expert_slots.numel(), (gate, up, down), workspace)
+
+
+def moe_sum(
+    topk_ids: Tensor, out: Tensor, workspace: MoeWorkspace, num_experts: int, expert_slots: Tensor | None = None
+) -> Tensor:
+    """out [T, H] = the sum of each token's parts, in the order of its top-k list.
+
+    Left out: ids outside 0 .. num_experts - 1, and experts that are negative in expert_slots (they had no turn).
+    """
+    tokens, top_k = topk_ids.shape
+    if out.shape != (tokens, workspace.parts.shape[1]) or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous [{tokens}, {workspace.parts.shape[1]}], got {tuple(out.shape)}")
+    slots = topk_ids if expert_slots is None else expert_slots
+    if tokens:
+        _sum_kernel[(tokens, triton.cdiv(out.shape[1], 1024))](
+            workspace.parts, topk_ids, slots, out, N=out.shape[1], E=num_experts, HAS_SLOTS=expert_slots is not None,
+            TOP_K=top_k, BN=1024, num_warps=4,
+        )  # fmt: skip
+    return out

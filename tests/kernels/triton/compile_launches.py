@@ -1,0 +1,139 @@
+"""Compiles for an H100 what calls would launch, on a machine without a GPU: what the interpreter does not check.
+
+    python tests/kernels/triton/compile_launches.py [--all]
+
+Launches are caught, their arguments turned into a signature, and the kernels compiled for sm_90. Prints a line for
+each; exits with an error for one that does not compile, keeps arrays in local memory or needs more shared memory than
+there is.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.triton import dequant
+from ktransformers.kernels.triton.fp8 import fp8_linear, pack_fp8
+from ktransformers.kernels.triton.linear import linear
+from ktransformers.kernels.triton.moe import ExpertMatrices, moe
+from ktransformers.kernels.triton.packing import Layout, can_repack, layout_nbytes
+
+SHARED_BYTES = 227 * 1024  # of one program on an H100
+TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0)
+POINTERS = {
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+}
+compiled = set()
+
+
+def describe(value):
+    """The type of an argument in a signature, and whether it is known to be a multiple of 16."""
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype], value.data_ptr() % 16 == 0
+    return "i32", value % 16 == 0
+
+
+def compile_launch(self, *args, grid, warmup, num_warps=4, num_stages=3, **kwargs):
+    """Takes the place of JITFunction.run."""
+    names = self.arg_names
+    values = dict(zip(names, args, strict=False)) | kwargs
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(self.params):
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[(index,)] = "constexpr", values[parameter.name]
+        elif type(values[parameter.name]) is int and values[parameter.name] == 1:  # Triton makes it a constant
+            signature[parameter.name], constants[(index,)] = "constexpr", 1
+        else:
+            signature[parameter.name], multiple = describe(values[parameter.name])
+            if multiple:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    key = (self.fn.__name__, num_warps, tuple(signature.items()), tuple(constants.items()), tuple(attributes))
+    if key in compiled:
+        return
+    compiled.add(key)
+    source = ASTSource(self, signature, constants, attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    local = kernel.asm["ptx"].count(".local .align")
+    print(
+        f"{self.fn.__name__:20} warps {num_warps} shared {kernel.metadata.shared:6} {list(constants.values())}",
+        flush=True,
+    )
+    if kernel.metadata.shared > SHARED_BYTES or local:
+        sys.exit(f"{self.fn.__name__}: {kernel.metadata.shared} bytes of shared memory, {local} local arrays")
+
+
+def weights(qtype, rows, cols, layout, num=1):
+    return torch.zeros(num, layout_nbytes(qtype, rows, cols, layout), dtype=torch.uint8)
+
+
+def call_linear(qtype, rows, cols, tokens, layout=Layout.GPU, dtype=torch.bfloat16, bias=None):
+    x = torch.zeros(tokens, cols, dtype=dtype)
+    linear(x, weights(qtype, rows, cols, layout), qtype, rows, cols, bias, layout=layout)
+
+
+def call_moe(types, hidden, width, tokens, layout=Layout.GPU, num=8, top_k=4, slots=False):
+    first, second = types
+    gate = ExpertMatrices(weights(first, width, hidden, layout, num), first, width, hidden, layout)
+    down = ExpertMatrices(weights(second, hidden, width, layout, num), second, hidden, width, layout)
+    ids = torch.zeros(tokens, top_k, dtype=torch.int32)
+    x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+    table = torch.zeros(num, dtype=torch.int32) if slots else None
+    moe(x, ids, torch.zeros(tokens, top_k), gate, gate, down, expert_slots=table)
+
+
+def call_fp8(rows, cols, tokens):
+    matrix = pack_fp8(torch.zeros(rows, cols, dtype=torch.uint8), torch.zeros(-(-rows // 128), -(-cols // 128)))
+    fp8_linear(torch.zeros(tokens, cols, dtype=torch.bfloat16), matrix)
+
+
+def some():
+    call_linear(QuantType.Q4_K, 2048, 4096, 1)
+    call_linear(QuantType.Q6_K, 2048, 2048, 200)
+    call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 1)
+    call_moe((QuantType.Q4_K, QuantType.Q8_0), 2048, 1408, 40)
+    call_moe((QuantType.Q4_0, QuantType.Q4_0), 32, 32, 1, layout=Layout.GGML, num=1, top_k=1)
+    call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 600, layout=Layout.CPU)
+    call_fp8(576, 7168, 2)
+
+
+def everything():
+    some()
+    for qtype in TYPES:
+        for layout in Layout:
+            for tokens in (1, 2, 3, 4, 9, 20, 50, 300):
+                if layout == Layout.GPU or tokens in (1, 300):
+                    call_linear(qtype, 768, 2048, tokens, layout)
+            out = torch.empty(768, 512, dtype=torch.float16)
+            dequant.dequantize(weights(qtype, 768, 512, layout), qtype, 768, 512, out, layout=layout)
+    call_linear(QuantType.Q8_0, 1416, 1408, 1, bias=torch.zeros(1416))
+    call_linear(QuantType.Q4_0, 1416, 1440, 30, dtype=torch.float16)
+    call_linear(QuantType.Q4_K, 76032, 2048, 1)
+    assert not can_repack(QuantType.Q4_K, 2052, 256)
+    call_linear(QuantType.Q4_K, 2052, 256, 1, layout=Layout.GGML)
+    for types in ((QuantType.Q4_K, QuantType.Q6_K), (QuantType.Q5_K, QuantType.Q5_K), (QuantType.Q8_0, QuantType.Q4_0)):
+        for tokens in (2, 17, 40, 100, 600):
+            call_moe(types, 512, 768, tokens, slots=True)
+        call_moe(types, 512, 768, 3, layout=Layout.GGML)
+        call_moe(types, 512, 768, 2100, layout=Layout.CPU)
+    for tokens in (1, 4, 16, 200):
+        call_fp8(576, 7168, tokens)
+        call_fp8(577, 160, tokens)
+
+
+def main():
+    triton.runtime.jit.JITFunction.run = compile_launch
+    everything() if "--all" in sys.argv[1:] else some()
+
+
+if __name__ == "__main__":
+    main()

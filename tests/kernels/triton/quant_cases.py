@@ -1,0 +1,41 @@
+"""Random matrices in ggml's block formats and their values."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from gguf import quants
+from torch import Tensor
+
+from ktransformers.kernels.native import WorkerPool, pack
+from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
+
+# Where the half-precision scales of a block are.
+SCALES = {
+    QuantType.Q8_0: (0,),
+    QuantType.Q4_0: (0,),
+    QuantType.Q4_K: (0, 2),
+    QuantType.Q5_K: (0, 2),
+    QuantType.Q6_K: (208,),
+}
+TYPES = tuple(SCALES)
+
+
+def random_matrix(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random bits with sane scales of both signs: uint8 [rows, row_bytes] and its values, fp32 [rows, cols]."""
+    rng = np.random.default_rng([seed, int(qtype), rows, cols])
+    blocks = rng.integers(0, 256, (rows * row_bytes(qtype, cols) // type_size(qtype), type_size(qtype)), dtype=np.uint8)
+    for at in SCALES[qtype]:
+        scale = rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks))
+        blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    raw = blocks.reshape(rows, -1)
+    return torch.from_numpy(raw), torch.from_numpy(np.ascontiguousarray(quants.dequantize(raw, qtype)))
+
+
+def pack_for_cpu(raw: Tensor, qtype: QuantType, rows: int, cols: int) -> Tensor:
+    """A matrix as the CPU kernels re-lay it, uint8 1-D."""
+    pool = WorkerPool(1)
+    try:
+        return pack(RawTensor(raw.contiguous().reshape(-1), qtype, (rows, cols)), pool).data
+    finally:
+        pool.close()

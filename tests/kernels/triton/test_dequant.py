@@ -1,0 +1,84 @@
+"""Block formats as numbers, in both layouts, against gguf.quants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.triton import runtime
+from tests.kernels.triton.quant_cases import TYPES, pack_for_cpu, random_matrix
+
+if runtime.triton is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from ktransformers.kernels.triton import dequant, packing
+from ktransformers.kernels.triton.packing import Layout
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
+def test_ggml_layout_up_to_one_rounding(qtype, device):
+    raw, values = random_matrix(qtype, 10, 512)
+    raw = raw.to(device)
+    # A GPU fuses s * q - m into one operation, so fp32 may differ in the last bit of the larger product. The
+    # interpreter cuts bf16 off instead of rounding: one unit of its 8 bits.
+    allowed = {torch.float32: 2**-23, torch.float16: 2**-11 + 2**-23, torch.bfloat16: 2**-7}
+    largest = values.abs().amax()
+    for dtype, unit in allowed.items():
+        out = torch.empty(10, 512, dtype=dtype, device=device)
+        assert dequant.dequantize(raw, qtype, 10, 512, out) is out
+        error = (out.float().cpu() - values).abs()
+        assert (error <= unit * values.abs() + 2**-23 * largest).all()
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
+def test_packed_layout_holds_the_same_numbers(qtype, device):
+    raw, values = random_matrix(qtype, 24, 512)
+    packed = packing.repack(raw.to(device), qtype, 24, 512)
+    assert packed.shape == (packing.packed_nbytes(qtype, 24, 512),)
+    assert packed.numel() <= 1.03 * raw.numel()
+    got = dequant.dequantize(packed, qtype, 24, 512, layout=Layout.GPU).cpu()
+    # (1 + u / 256) 256 s - (256 s + m) in fp32: two roundings at 256 |s| (1 + 31 / 256) + |m|, that is below 512 |s|,
+    # so 2 * 2^-24 * 512 |s| = 2^-14 |s|; |s| is at most 0.01 * 127 here (fp16 d below 0.01, 7-bit scales).
+    assert (got - values).abs().max() <= 2**-14 * 1.27
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
+def test_the_layout_of_the_cpu_kernels_holds_the_same_numbers(qtype, device):
+    cols = 512 if qtype in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K) else 480
+    raw, values = random_matrix(qtype, 20, cols)
+    packed = pack_for_cpu(raw, qtype, 20, cols).to(device)
+    got = dequant.dequantize(packed, qtype, 20, cols, layout=Layout.CPU).cpu()
+    assert (got - values).abs().max() <= 2**-14 * 1.27  # as above
+
+
+def test_packing_of_many_matrices_is_that_of_each(device):
+    raws = torch.stack([random_matrix(QuantType.Q6_K, 8, 256, seed)[0] for seed in range(3)]).to(device)
+    together = packing.repack(raws, QuantType.Q6_K, 8, 256)
+    assert together.shape == (3, raws[0].numel())
+    for one, row in zip(raws, together, strict=True):
+        assert torch.equal(packing.repack(one, QuantType.Q6_K, 8, 256), row)
+
+
+def test_a_width_that_is_no_multiple_of_the_tile(device):
+    raw, values = random_matrix(QuantType.Q4_0, 8, 96)
+    packed = packing.repack(raw.to(device), QuantType.Q4_0, 8, 96)
+    assert torch.equal(dequant.dequantize(raw.to(device), QuantType.Q4_0, 8, 96).cpu(), values)
+    assert (
+        dequant.dequantize(packed, QuantType.Q4_0, 8, 96, layout=Layout.GPU).cpu() - values
+    ).abs().max() <= 2**-14 * 0.01
+
+
+def test_refuses_what_does_not_fit(device):
+    raw, _ = random_matrix(QuantType.Q4_K, 12, 256)
+    assert not packing.can_repack(QuantType.Q4_K, 12, 256)
+    with pytest.raises(ValueError, match="no re-laid form"):
+        packing.repack(raw, QuantType.Q4_K, 12, 256)
+    with pytest.raises(ValueError, match="whole matrices"):
+        packing.repack(raw, QuantType.Q4_K, 16, 256)
+    with pytest.raises(ValueError, match="no GPU kernel"):
+        dequant.dequantize(raw, QuantType.Q2_K, 12, 256)
+    with pytest.raises(ValueError, match="contiguous matrices"):
+        dequant.dequantize(raw, QuantType.Q4_K, 11, 256)
+    with pytest.raises(TypeError, match="uint8"):
+        dequant.dequantize(raw.float(), QuantType.Q4_K, 12, 256)

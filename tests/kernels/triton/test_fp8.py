@@ -1,0 +1,62 @@
+"""FP8 weights with block scales, against fp64 products with torch's own conversion of e4m3."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ktransformers.kernels.triton import runtime
+
+if runtime.triton is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from ktransformers.kernels.triton.fp8 import fp8_linear, pack_fp8
+from ktransformers.kernels.triton.linear import VECTOR_ROWS
+
+
+def every_number(rows, cols):
+    """All finite e4m3 numbers, in random places, and scales of blocks that differ."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.tensor([c for c in range(256) if c & 127 != 127], dtype=torch.uint8)
+    weight = codes[torch.randint(len(codes), (rows, cols), generator=generator)]
+    weight.view(-1)[: len(codes)] = codes
+    scales = torch.rand(-(-rows // 128), -(-cols // 128), generator=generator) + 0.5
+    values = weight.view(torch.float8_e4m3fn).double()
+    wide = scales.repeat_interleave(128, dim=0)[:rows].repeat_interleave(128, dim=1)[:, :cols]
+    return weight.view(torch.float8_e4m3fn), scales, values * wide.double()
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(136, 160), (130, 160)])
+@pytest.mark.parametrize("tokens", [2, 5])
+def test_fp8_linear(rows, cols, tokens, device):
+    weight, scales, values = every_number(rows, cols)
+    matrix = pack_fp8(weight.to(device), scales.to(device))
+    assert matrix.packed == (rows % 8 == 0)
+    x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).half().to(device)
+    bias = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(device)
+    out = fp8_linear(x, matrix, bias, torch.empty(tokens, rows, device=device))
+    exact = x.cpu().double()
+    wanted = exact @ values.T + bias.cpu().double()
+    # The vector path keeps fp32: sums of 160 products. The tile path rounds each weight to fp16's 11 bits.
+    tolerance = 2**-16 if matrix.packed and tokens <= VECTOR_ROWS else 2**-11 + 2**-16
+    assert ((out.cpu().double() - wanted).abs() <= tolerance * (exact.abs() @ values.abs().T) + 1e-6).all()
+
+
+def test_a_column_is_exact(device):
+    weight, scales, values = every_number(64, 32)
+    matrix = pack_fp8(weight.to(device), scales.to(device))
+    x = torch.zeros(4, 32, dtype=torch.float16, device=device)
+    columns = [0, 6, 17, 31]
+    x[torch.arange(4), columns] = 1
+    out = fp8_linear(x, matrix, out=torch.empty(4, 64, device=device))
+    assert torch.equal(out.cpu(), values[:, columns].float().T)
+
+
+def test_refuses_what_does_not_fit():
+    weight, scales, _ = every_number(136, 160)
+    with pytest.raises(TypeError, match="float8_e4m3fn"):
+        pack_fp8(weight.float(), scales)
+    with pytest.raises(ValueError, match="scales"):
+        pack_fp8(weight, scales[:1])
+    with pytest.raises(ValueError, match="32s"):
+        pack_fp8(weight[:, :150].contiguous(), scales)

@@ -1,0 +1,116 @@
+"""Products with quantized weights, against fp64 products with the values that gguf gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.triton import runtime
+from tests.kernels.triton.quant_cases import TYPES, random_matrix
+
+if runtime.triton is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from ktransformers.kernels.triton import packing
+from ktransformers.kernels.triton.linear import VECTOR_ROWS, Workspace, _tile_plan, _vector_plan, linear
+from ktransformers.kernels.triton.packing import Layout
+
+# Errors are measured against sum_k |x w|. The vector kernel keeps weights in fp32 within 2^-14 |s| (test_dequant), and
+# the mean |w| of random bits is at least 2 |s|: 2^-15. The tile kernel rounds each weight to x's type, 11 bits (fp16)
+# or 8 (bf16): half a unit of the last place each. fp32 sums of a few hundred products add less than 2^-16 to both.
+VECTOR = 2**-15 + 2**-16
+ROUNDED = {torch.float16: 2**-11 + 2**-16, torch.bfloat16: 2**-8 + 2**-16}
+
+
+def check(out, x, values, bias, tolerance):
+    x, values = x.cpu().double(), values.double()
+    wanted = x @ values.T + (0 if bias is None else bias.cpu().double())
+    assert ((out.cpu().double() - wanted).abs() <= tolerance * (x.abs() @ values.abs().T) + 1e-6).all()
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("tokens", [1, 3, 5])
+def test_packed_weights(qtype, tokens, device):
+    raw, values = random_matrix(qtype, 72, 512)
+    weight = packing.repack(raw.to(device), qtype, 72, 512)
+    x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(1)).half().to(device)
+    bias = torch.randn(72, generator=torch.Generator().manual_seed(2)).to(device)
+    out = torch.full((tokens, 72), torch.nan, device=device)
+    assert linear(x, weight, qtype, 72, 512, bias, out, layout=Layout.GPU) is out
+    check(out, x, values, bias, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
+def test_weights_in_ggml_layout(qtype, device):
+    raw, values = random_matrix(qtype, 9, 256)
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).half().to(device)
+    out = linear(x, raw.to(device), qtype, 9, 256, out=torch.empty(2, 9, device=device))
+    check(out, x, values, None, ROUNDED[torch.float16])
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_bf16_and_a_width_of_odd_blocks(tokens, device):
+    if tokens > VECTOR_ROWS and device.type == "cpu":
+        pytest.skip("the interpreter multiplies the bits of bf16 in tl.dot")
+    raw, values = random_matrix(QuantType.Q8_0, 16, 352)
+    weight = packing.repack(raw.to(device), QuantType.Q8_0, 16, 352)
+    x = torch.randn(tokens, 352, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    out = linear(x, weight, QuantType.Q8_0, 16, 352, layout=Layout.GPU)
+    assert out.dtype == torch.bfloat16
+    # The result is rounded to bf16, 2^-9 of |out| <= sum |x w|; the interpreter cuts off: twice as much for both.
+    check(out, x, values, None, 2 * (ROUNDED[torch.bfloat16] + 2**-9))
+
+
+def test_a_row_does_not_depend_on_the_others_and_a_workspace_can_be_used_again(device):
+    raw, _ = random_matrix(QuantType.Q4_K, 64, 1024)
+    weight = packing.repack(raw.to(device), QuantType.Q4_K, 64, 1024)
+    x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(1)).half().to(device)
+    space = Workspace.allocate(device, 8)
+    whole = linear(x, weight, QuantType.Q4_K, 64, 1024, layout=Layout.GPU, workspace=space)
+    for row in range(4):
+        alone = linear(x[row : row + 1], weight, QuantType.Q4_K, 64, 1024, layout=Layout.GPU, workspace=space)
+        assert torch.equal(alone[0], whole[row])
+    assert not space.counters.any()
+    many = linear(torch.cat([x, x]), weight, QuantType.Q4_K, 64, 1024, layout=Layout.GPU, workspace=space)
+    assert torch.equal(many[:4], many[4:])
+    assert not space.counters.any()
+
+
+def test_rows_with_a_stride_and_no_rows(device):
+    raw, values = random_matrix(QuantType.Q4_0, 8, 64)
+    wide = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)).half().to(device)
+    x = wide[:, 32:]
+    check(linear(x, raw.to(device), QuantType.Q4_0, 8, 64), x, values, None, 2 * ROUNDED[torch.float16])
+    assert linear(x[:0], raw.to(device), QuantType.Q4_0, 8, 64).shape == (0, 8)
+
+
+def test_refuses_what_does_not_fit(device):
+    raw, _ = random_matrix(QuantType.Q4_0, 8, 64)
+    weight, x = raw.to(device), torch.zeros(2, 64, dtype=torch.float16, device=device)
+    with pytest.raises(TypeError, match="float16 or bfloat16"):
+        linear(x.float(), weight, QuantType.Q4_0, 8, 64)
+    with pytest.raises(ValueError, match=r"\[T, 64\]"):
+        linear(x[:, :32].contiguous(), weight, QuantType.Q4_0, 8, 64)
+    with pytest.raises(ValueError, match="bias"):
+        linear(x, weight, QuantType.Q4_0, 8, 64, bias=x[0])
+    with pytest.raises(ValueError, match="multiples of 8 bytes"):
+        linear(torch.zeros(2, 66, dtype=torch.float16, device=device)[:, :64], weight, QuantType.Q4_0, 8, 64)
+    with pytest.raises(ValueError, match="out must be"):
+        linear(x, weight, QuantType.Q4_0, 8, 64, out=torch.empty(2, 9, device=device))
+    small = Workspace(torch.empty(1, device=device), torch.zeros(1, dtype=torch.int32, device=device))
+    wide = torch.zeros(2, 512, dtype=torch.float16, device=device)
+    with pytest.raises(ValueError, match="workspace"):
+        linear(wide, random_matrix(QuantType.Q4_0, 8, 512)[0].to(device), QuantType.Q4_0, 8, 512, workspace=small)
+
+
+def test_a_workspace_suffices_for_every_matrix():
+    for tokens in (1, 2, 4, 5, 16, 17, 33, 64, 65, 300):
+        space = Workspace.allocate("cpu", tokens)
+        for rows in (8, 72, 576, 1056, 2048, 7168, 33792, 151936):
+            for cols in (256, 1536, 7168, 18432):
+                _, _, split, _ = _vector_plan(rows, cols)
+                assert split * VECTOR_ROWS * rows <= space.parts.numel() or split == 1
+                block_m, block_n, _, split, _ = _tile_plan(tokens, rows, cols)
+                if split > 1:
+                    space.check(split * tokens * rows, -(-tokens // block_m) * -(-rows // block_n))

@@ -1,0 +1,156 @@
+"""Sorting of pairs and mixtures of quantized experts, against plain torch in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.triton import runtime
+from tests.kernels.triton.quant_cases import pack_for_cpu, random_matrix
+
+if runtime.triton is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from ktransformers.kernels.triton import packing
+from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
+from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, moe, moe_partial, moe_sum
+from ktransformers.kernels.triton.packing import Layout
+
+
+def routing(tokens, top_k, num_experts, device, seed=0):
+    """Distinct experts per token; every third id is num_experts, which counts for nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k].to(torch.int32)
+    ids.view(-1)[::3] = num_experts
+    weights = torch.rand(tokens, top_k, generator=generator)
+    return ids.to(device), weights.to(device)
+
+
+@pytest.mark.parametrize("with_slots", [False, True])
+@pytest.mark.parametrize("tokens", [3, 700])  # 1400 pairs are more than one chunk
+def test_align(with_slots, tokens, device):
+    ids, _ = routing(tokens, 2, 5, device)
+    slots = torch.tensor([3, -1, 0, 1, 2], dtype=torch.int32, device=device) if with_slots else None
+    aligned = moe_align(ids, 5, 16, slots)
+    flat, wanted, wanted_slots = ids.flatten().tolist(), [], []
+    for expert in range(5):
+        slot = expert if slots is None else int(slots[expert])
+        pairs = [p for p, e in enumerate(flat) if e == expert and slot >= 0]
+        assert int(aligned.counts[expert]) == len(pairs)
+        blocks = -(-len(pairs) // 16)
+        wanted += pairs + [len(flat)] * (16 * blocks - len(pairs))
+        wanted_slots += [slot] * blocks
+    assert len(wanted_slots) <= max_blocks(len(flat), 5, 16) == aligned.block_slots.numel()
+    wanted += [len(flat)] * (aligned.pair_ids.numel() - len(wanted))
+    wanted_slots += [-1] * (aligned.block_slots.numel() - len(wanted_slots))
+    assert aligned.pair_ids.tolist() == wanted
+    assert aligned.block_slots.tolist() == wanted_slots
+
+
+def make(qtype, num, rows, cols, layout, device, order):
+    """ExpertMatrices with expert e in slot order[e], and the values [num, rows, cols]."""
+    raws, values = zip(*(random_matrix(qtype, rows, cols, seed) for seed in range(num)), strict=True)
+    data = torch.stack([raws[order.index(slot)] for slot in range(num)]).to(device)
+    if layout == Layout.GPU:
+        data = packing.repack(data, qtype, rows, cols)
+    if layout == Layout.CPU:
+        data = torch.stack([pack_for_cpu(raw, qtype, rows, cols) for raw in data.cpu()]).to(device)
+    return ExpertMatrices(data, qtype, rows, cols, layout), torch.stack(values).double()
+
+
+def reference(x, ids, weights, gate, up, down, skipped=()):
+    """The result and the sum of the magnitudes that went into it."""
+    out, size = torch.zeros(x.shape[0], down.shape[1]).double(), torch.zeros(x.shape[0], down.shape[1]).double()
+    for t, row in enumerate(x.cpu().double()):
+        for j, e in enumerate(ids[t].tolist()):
+            if e < len(up) and e not in skipped:
+                hidden = functional.silu(gate[e] @ row) * (up[e] @ row)
+                out[t] += float(weights[t, j]) * (down[e] @ hidden)
+                # An error of the two products, relative to the sum of their magnitudes, passes through silu (slope
+                # below 1.1, |silu(g)| <= |g|) and the product.
+                g, u = gate[e].abs() @ row.abs(), up[e].abs() @ row.abs()
+                size[t] += float(weights[t, j]) * (down[e].abs() @ (2.1 * g * u))
+    return out, size
+
+
+MIXED = (QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
+SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.Q8_0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "layout", "types", "width", "inner", "with_slots"),
+    [
+        (1, Layout.GPU, MIXED, 256, 256, False),
+        (3, Layout.GPU, SMALL, 96, 64, True),
+        (2, Layout.GGML, MIXED, 256, 256, True),
+        (17, Layout.GPU, SMALL, 96, 64, True),
+        (2, Layout.CPU, MIXED, 256, 256, True),
+    ],
+)
+def test_experts(tokens, layout, types, width, inner, with_slots, device):
+    num, top_k = 4, 2
+    order = [2, 0, 3, 1] if with_slots else [0, 1, 2, 3]
+    gate, gate_values = make(types[0], num, inner, width, layout, device, order)
+    up, up_values = make(types[1], num, inner, width, layout, device, order)
+    down, down_values = make(types[2], num, width, inner, layout, device, order)
+    ids, weights = routing(tokens, top_k, num, device)
+    x = (torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)) * 0.02).half().to(device)
+    slots = torch.tensor([2, -1, 3, 1], dtype=torch.int32, device=device) if with_slots else None
+    space = MoeWorkspace.allocate(x, top_k, num, up, down)
+    out = torch.full((tokens, width), torch.nan, device=device)
+    for _ in range(2):  # the second call finds the workspace as the first left it
+        moe(x, ids, weights, gate, up, down, out, expert_slots=slots, workspace=space)
+    wanted, size = reference(x, ids, weights, gate_values, up_values, down_values, (1,) if with_slots else ())
+    # fp16: weights of three products are rounded to 11 bits (2^-11 each at most), the hidden values too, and the parts.
+    assert ((out.cpu().double() - wanted).abs() <= 5 * 2**-11 * size + 1e-6).all()
+    assert not space.counters.any()
+
+
+def test_experts_in_turns_give_what_all_at_once_give(device):
+    gate, _ = make(SMALL[0], 4, 64, 32, Layout.CPU, device, [0, 1, 2, 3])
+    up, _ = make(SMALL[1], 4, 64, 32, Layout.CPU, device, [0, 1, 2, 3])
+    down, _ = make(SMALL[2], 4, 32, 64, Layout.CPU, device, [0, 1, 2, 3])
+    ids, weights = routing(5, 2, 4, device)
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).half().to(device)
+    wanted = moe(x, ids, weights, gate, up, down)
+    space = MoeWorkspace.allocate(x, 2, 4, up, down, in_turns=True)
+    for first in (0, 2):  # two slots, two turns
+        staged = [
+            ExpertMatrices(m.data[first : first + 2], m.qtype, m.rows, m.cols, m.layout) for m in (gate, up, down)
+        ]
+        slots = torch.full((4,), -1, dtype=torch.int32, device=device)
+        slots[first : first + 2] = torch.arange(2, dtype=torch.int32, device=device)
+        moe_partial(x, ids, weights, *staged, slots, space)
+    assert torch.equal(moe_sum(ids, torch.empty_like(x), space, 4), wanted)
+
+
+def test_a_token_without_experts_and_no_tokens(device):
+    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, Layout.GPU, device, [0, 1])
+    x = torch.ones(2, 32, dtype=torch.float16, device=device)
+    ids = torch.tensor([[2, 2], [2, 7]], dtype=torch.int32, device=device)
+    weights = torch.ones(2, 2, device=device)
+    assert not moe(x, ids, weights, matrix, matrix, matrix).any()
+    assert moe(x[:0], ids[:0], weights[:0], matrix, matrix, matrix).shape == (0, 32)
+
+
+def test_refuses_what_does_not_fit(device):
+    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, Layout.GPU, device, [0, 1])
+    narrow, _ = make(QuantType.Q4_0, 2, 32, 64, Layout.GPU, device, [0, 1])
+    x = torch.ones(2, 32, dtype=torch.float16, device=device)
+    ids, weights = torch.zeros(2, 2, dtype=torch.int32, device=device), torch.ones(2, 2, device=device)
+    with pytest.raises(TypeError, match="int32"):
+        moe(x, ids.long(), weights, matrix, matrix, matrix)
+    with pytest.raises(TypeError, match="expert_slots"):
+        moe(x, ids, weights, matrix, matrix, matrix, expert_slots=torch.zeros(2, dtype=torch.int64, device=device))
+    with pytest.raises(ValueError, match=r"\[2, k\]"):
+        moe(x, ids[:1], weights[:1], matrix, matrix, matrix)
+    with pytest.raises(ValueError, match="down must fit"):
+        moe(x, ids, weights, matrix, matrix, narrow)
+    with pytest.raises(ValueError, match="pairs"):
+        moe(x, ids, weights, matrix, matrix, matrix, workspace=MoeWorkspace.allocate(x[:1], 2, 2, matrix, matrix))
+    with pytest.raises(ValueError, match="power of two"):
+        moe_align(ids, 2, 24)
+    with pytest.raises(ValueError, match="AlignedPairs"):
+        moe_align(ids, 2, 16, out=AlignedPairs.allocate(99, 2, 16, ids.device))
