@@ -1,6 +1,7 @@
-// The Python face of the kernels: the only file that knows Python. Pointers cross as integers; ktransformers/kernels/
+// The Python face of the kernels: with bind_layer.cpp the only code that knows Python. Pointers cross as integers; ktransformers/kernels/
 // native.py checks shapes, types and ranges, and keeps every tensor alive during a call.
-#include <nanobind/nanobind.h>
+#include "bind.h"
+
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -16,20 +17,10 @@ namespace nb = nanobind;
 
 namespace {
 
-using Address = uintptr_t;
-
-template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
-
-kt::WeightView weight_at(Address data, int type, int64_t rows, int64_t cols, bool is_packed = false) {
-  const auto make = is_packed ? kt::make_packed : kt::make_weight;
-  return make(static_cast<kt::QType>(type), at<const uint8_t>(data), rows, cols);
-}
-
-kt::ActSpec act_spec(int kind, float alpha, float limit) {
-  if (kind < 0 || kind > static_cast<int>(kt::ActKind::SwigluOai))
-    throw std::invalid_argument("unknown activation kind " + std::to_string(kind));
-  return {static_cast<kt::ActKind>(kind), alpha, limit};
-}
+using kt::act_spec;
+using kt::Address;
+using kt::at;
+using kt::weight_at;
 
 // (type, rows, cols, addresses of the experts, address of the bias or 0)
 using ProjectionTuple = std::tuple<int, int64_t, int64_t, std::vector<Address>, Address, bool>;
@@ -86,8 +77,7 @@ void bind_linear(nb::module_& m) {
   m.def("linear",
         [](kt::WorkerPool& pool, Address x, int64_t tokens, Address weight, int type, bool is_packed, int64_t rows, int64_t cols,
            Address bias, Address out) {
-          kt::linear(pool, at<const float>(x), tokens, cols, weight_at(weight, type, rows, cols, is_packed), at<const float>(bias),
-                     at<float>(out), rows);
+          kt::linear(pool, at<const float>(x), tokens, weight_at(weight, type, rows, cols, is_packed), at<const float>(bias), at<float>(out));
         },
         nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("weight"), nb::arg("type"), nb::arg("is_packed"), nb::arg("rows"),
         nb::arg("cols"), nb::arg("bias"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
@@ -234,4 +224,5 @@ NB_MODULE(_native, m) {
   bind_rows(m);
   bind_moe(m);
   bind_attention(m);
+  bind_layer(m);
 }

@@ -201,24 +201,50 @@ TileSplit split_tiles(int64_t rows, int64_t tokens) {
   return {(rows + kTileRows - 1) / kTileRows, chunk > 0 ? (tokens + chunk - 1) / chunk : 0, chunk};
 }
 
-void linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ldx, const WeightView& weight, const float* bias,
-            float* out, int64_t ldo) {
+namespace {
+
+// Tiles of one matrix within a job over several.
+struct PartTasks {
+  const LinearPart* part;
+  int64_t row_tiles, group, groups;
+  int64_t tasks_before;
+  std::vector<TokenBlocks> blocks;
+};
+
+}  // namespace
+
+void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, const std::vector<LinearPart>& parts) {
   WorkerPool::Session session(pool);
-  Activations act(session, x, tokens, ldx, weight.cols);
-  act.require(weight.type);
-  const TileSplit split = split_tiles(weight.rows, tokens);
-  // Tiles share the activations that they gather, unless that would leave threads without work.
-  const int64_t tasks = split.row_tiles * split.token_chunks, enough = int64_t{4} * kTileGroup * session.num_threads();
-  const int64_t group = split.chunk >= kGroupedTokens && tasks >= enough ? kTileGroup : 1;
-  const int64_t groups = (split.row_tiles + group - 1) / group;
-  std::vector<TokenGroup> chunks;
-  for (int64_t t = 0; t < tokens && weight.tile_bytes != 0; t += split.chunk)
-    chunks.push_back({nullptr, t, static_cast<int>(std::min(split.chunk, tokens - t))});
-  const std::vector<TokenBlocks> blocks = make_blocks(session, act.form_of(weight.type), weight.type, weight.cols, chunks);
-  session.run(groups * split.token_chunks, [&](int64_t i) {
+  Activations act(session, x, tokens, parts[0].weight.cols, parts[0].weight.cols);
+  std::vector<PartTasks> jobs;
+  const int64_t chunk = std::min(tokens, kTokenChunk), chunks = chunk > 0 ? (tokens + chunk - 1) / chunk : 0;
+  std::vector<TokenGroup> token_groups;
+  for (int64_t t = 0; t < tokens; t += chunk) token_groups.push_back({nullptr, t, static_cast<int>(std::min(chunk, tokens - t))});
+  int64_t tasks = 0;
+  for (const LinearPart& part : parts) {
+    act.require(part.weight.type);
+    const int64_t row_tiles = (part.weight.rows + kTileRows - 1) / kTileRows;
+    // Tiles share the activations that they gather, unless that would leave threads without work.
+    const int64_t enough = int64_t{4} * kTileGroup * session.num_threads();
+    const int64_t group = chunk >= kGroupedTokens && row_tiles * chunks >= enough ? kTileGroup : 1;
+    const int64_t groups = (row_tiles + group - 1) / group;
+    jobs.push_back({&part, row_tiles, group, groups, tasks, {}});
+    tasks += groups * chunks;
+    if (part.weight.tile_bytes == 0) continue;
+    const ActRows rows = act.form_of(part.weight.type);
+    for (size_t i = 0; i + 1 < jobs.size() && jobs.back().blocks.empty(); ++i)
+      if (act.form_of(jobs[i].part->weight.type).q == rows.q) jobs.back().blocks = jobs[i].blocks;
+    if (jobs.back().blocks.empty())
+      jobs.back().blocks = make_blocks(session, rows, part.weight.type, part.weight.cols, token_groups);
+  }
+  session.run(tasks, [&](int64_t task) {
     alignas(64) float acc[kTileGroup][kTokenChunk * kTileRows];
-    const int64_t tile = i / split.token_chunks * group, token = i % split.token_chunks * split.chunk;
-    const int count = static_cast<int>(std::min(group, split.row_tiles - tile));
+    size_t number = jobs.size() - 1;
+    while (jobs[number].tasks_before > task) --number;
+    const PartTasks& job = jobs[number];
+    const int64_t i = task - job.tasks_before, tile = i / chunks * job.group, token = i % chunks * chunk;
+    const WeightView& weight = job.part->weight;
+    const int count = static_cast<int>(std::min(job.group, job.row_tiles - tile));
     TileArgs args[kTileGroup] = {};
     for (int j = 0; j < count; ++j) {
       args[j].type = weight.type;
@@ -226,17 +252,21 @@ void linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ldx, const
       args[j].k = weight.cols;
       args[j].act = act.form_of(weight.type);
       args[j].first_token = token;
-      args[j].num_tokens = static_cast<int>(std::min(split.chunk, tokens - token));
+      args[j].num_tokens = static_cast<int>(std::min(chunk, tokens - token));
       args[j].acc = acc[j];
-      if (!blocks.empty()) args[j].blocks = &blocks[static_cast<size_t>(i % split.token_chunks)];
+      if (!job.blocks.empty()) args[j].blocks = &job.blocks[static_cast<size_t>(i % chunks)];
     }
     run_tiles(session.kernels(), args, count);
     for (int j = 0; j < count; ++j) {
       const int64_t first = (tile + j) * kTileRows;
-      store_tile(acc[j], args[j].num_tokens, std::min<int64_t>(kTileRows, weight.rows - first), bias ? bias + first : nullptr,
-                 out + token * ldo + first, ldo);
+      store_tile(acc[j], args[j].num_tokens, std::min<int64_t>(kTileRows, weight.rows - first),
+                 job.part->bias != nullptr ? job.part->bias + first : nullptr, job.part->out + token * weight.rows + first, weight.rows);
     }
   });
+}
+
+void linear(WorkerPool& pool, const float* x, int64_t tokens, const WeightView& weight, const float* bias, float* out) {
+  linear_parts(pool, x, tokens, {{weight, bias, out}});
 }
 
 void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight, float* out) {

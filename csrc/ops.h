@@ -99,9 +99,16 @@ struct TileSplit {
 };
 TileSplit split_tiles(int64_t rows, int64_t tokens);
 
-// out[t, n] = sum_k x[t, k] weight[n, k] + bias[n]; bias may be null. x and out rows are ldx and ldo elements apart.
-void linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ldx, const WeightView& weight, const float* bias,
-            float* out, int64_t ldo);
+// out[t, n] = sum_k x[t, k] weight[n, k] + bias[n]; bias may be null. x and out are contiguous.
+void linear(WorkerPool& pool, const float* x, int64_t tokens, const WeightView& weight, const float* bias, float* out);
+
+// Several matrices of the same columns times the same rows, in one go.
+struct LinearPart {
+  WeightView weight;
+  const float* bias;  // or nullptr
+  float* out;         // [tokens, rows]
+};
+void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, const std::vector<LinearPart>& parts);
 
 // out[t, b, n] = sum_k x[t, b, k] weight[b, n, k]; x and out contiguous.
 void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight, float* out);

@@ -15,7 +15,7 @@
 namespace kt {
 
 const KernelTable& table_scalar() {
-  static constexpr KernelTable table = {"scalar", 0, quantize_row, tile, packed_tiles, pack_tile, dequantize_row, rms_norm_row, activate, combine_row,
+  static constexpr KernelTable table = {"scalar", 0, quantize_row, tile, packed_tiles, pack_tile, dequantize_row, rms_norm_row, softmax_row, rotate_row, add_row, activate, combine_row,
                                         attention_span, attention_merge, attention_finish, read_lines, multiply_registers};
   return table;
 }

@@ -120,6 +120,9 @@ struct KernelTable {
   void (*pack_tile)(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);
   void (*dequantize_row)(QType type, const uint8_t* row, int64_t k, float* out);
   void (*rms_norm_row)(const float* x, const float* weight, int64_t n, float eps, float* out);
+  void (*softmax_row)(const float* x, int64_t n, float* out);
+  void (*rotate_row)(float* x, const float* cos, const float* sin, int64_t dims);
+  void (*add_row)(float* x, const float* y, int64_t n);
   void (*activate)(const ActSpec& spec, const float* gate, const float* up, int64_t n, float* out);
   void (*combine_row)(const float* const* rows, const float* weights, int count, int64_t n, float* out);
   // Writes maximum [nq], sum [nq] and the unnormalized output [nq][dim_v]; nq = num_rows * num_heads.

@@ -72,3 +72,44 @@ def attention(
     window: int,
     sinks: int,
 ) -> None: ...
+
+_Weight = tuple[int, int, bool, int, int]
+_Norm = tuple[int, float]
+_Router = tuple[int, bool, int, int, bool, bool, float]
+
+class LayerBuffers:
+    def __init__(self) -> None: ...
+
+def route(
+    pool: WorkerPool, spec: _Router, logits: int, bias: int, tokens: int, experts: int, ids: int, weights: int
+) -> None: ...
+
+class AttentionBlock:
+    def __init__(
+        self, norms: list[_Norm], weights: list[_Weight], biases: list[int], sizes: list[int], scale: float
+    ) -> None: ...
+    def forward(
+        self,
+        pool: WorkerPool,
+        buffers: LayerBuffers,
+        x: int,
+        cos: int,
+        sin: int,
+        keys: int,
+        values: int,
+        slots: int,
+        block_table: int,
+        seq_ids: int,
+        kv_lens: int,
+        sizes: tuple[int, int, int, int, int, int],
+    ) -> None: ...
+
+class MoeBlock:
+    def __init__(self, norm: _Norm, router: _Weight, bias: int, spec: _Router, experts: Moe) -> None: ...
+    def forward(self, pool: WorkerPool, buffers: LayerBuffers, rows: int, x: int, ids: int) -> None: ...
+
+class MlpBlock:
+    def __init__(
+        self, norm: _Norm, gate: _Weight, up: _Weight, down: _Weight, kind: int, alpha: float, limit: float
+    ) -> None: ...
+    def forward(self, pool: WorkerPool, buffers: LayerBuffers, rows: int, x: int) -> None: ...

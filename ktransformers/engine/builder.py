@@ -23,6 +23,7 @@ from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.base import ExpertStats, OperatorConfig
+from ktransformers.operators.fused import fuse_layers
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Plan, make_plan
@@ -147,6 +148,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         plan.check_fits()
         model = describe_model(opened)
         _load(opened, plan, progress)
+        fuse_layers(opened.model, shapes, pool)
     return Engine(
         config=replace(opened.config, cache_lens=max_len),
         hf_config=opened.hf_config,
@@ -171,6 +173,7 @@ def build_paged_engine(
         plan.check_fits()
         model = describe_model(opened)
         _load(opened, plan, progress)
+        fuse_layers(opened.model, shapes, pool)
         cache = PagedCache(shapes, num_pages, page_size)
     return PagedEngine(
         config=replace(opened.config, cache_lens=cache.num_slots),

@@ -349,7 +349,7 @@ class MoeKernel:
         self.weights = weights
         self.activation = activation
         self.pool = pool
-        self._moe = _native.Moe(
+        self.handle = _native.Moe(
             _projection("gate", weights.gate, weights.gate_bias, self.num_experts, (width, hidden)),
             _projection("up", weights.up, weights.up_bias, self.num_experts, (width, hidden)),
             _projection("down", weights.down, weights.down_bias, self.num_experts, (hidden, width)),
@@ -374,7 +374,7 @@ class MoeKernel:
         check_tensor("topk_ids", ids, (tokens, None), torch.int64)
         check_tensor("topk_weights", topk_weights, (tokens, ids.shape[1]))
         result = output(out, (tokens, self.hidden_size), hidden_states)
-        self._moe.forward(
+        self.handle.forward(
             self.pool.handle,
             hidden_states.data_ptr(),
             tokens,

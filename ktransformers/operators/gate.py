@@ -1,22 +1,53 @@
 """Routers: which experts a token goes to, and with which weight.
 
-Families differ in how they score and choose (softmax or sigmoid, groups, correction bias), so the Hugging Face router
-keeps its own forward; only the matrix product and the sigmoid inside it run on native kernels. Otherwise a token's
-experts could depend on who shares its step (see `exact`).
+Families differ in how they score and choose (softmax or sigmoid, groups, correction bias). Which of these a router does
+is found by asking it, once its weights are loaded; one that no kernel computes keeps its own forward, in which only the
+matrix product and the sigmoid run on native kernels. Otherwise a token's experts could depend on who shares its step
+(see `exact`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import logging
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from ktransformers.core import Phase
+from ktransformers.kernels import native
+from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.routing import RouterSpec, route
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.wrapper import WrapperOperator
+from ktransformers.weights.source import WeightSource
 
 __all__ = ["KMoEGate"]
+
+logger = logging.getLogger(__name__)
+
+_GROUPS = ("num_group", "n_group")
+_TOPK_GROUPS = ("topk_group", "topk_groups")
+_SCALINGS = ("routed_scaling_factor",)
+
+
+def _number(module: nn.Module, names: Iterable[str], default: float) -> float:
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if isinstance(value, (int, float)) and value), default)
+
+
+def _candidates(module: nn.Module, top_k: int) -> Iterator[RouterSpec]:
+    """Every way to route that the module's numbers allow."""
+    groups, kept = int(_number(module, _GROUPS, 1)), int(_number(module, _TOPK_GROUPS, 1))
+    scalings = sorted({1.0, float(_number(module, _SCALINGS, 1.0))})
+    for scoring, score, renormalize, scaling in itertools.product(
+        ("softmax", "sigmoid"), ("top2", "max"), (True, False), scalings
+    ):
+        yield RouterSpec(top_k, scoring, groups, kept, score, renormalize, scaling)  # type: ignore[arg-type]
+        if groups > 1:
+            yield RouterSpec(top_k, scoring, 1, 1, score, renormalize, scaling)  # type: ignore[arg-type]
 
 
 class KMoEGate(WrapperOperator):
@@ -24,12 +55,69 @@ class KMoEGate(WrapperOperator):
 
     OPS: ClassVar[dict[str, str]] = {"KMoEGateNative": "the family's own routing on native kernels"}
 
+    spec: RouterSpec | None = None
+    """How it routes, when a native kernel does the same; known once loaded."""
+
     def op(self, phase: Phase) -> str:
         return "KMoEGateNative"
 
     def bypassed(self) -> Iterable[nn.Module]:
         return (self.inner,)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def load(self, source: WeightSource) -> None:
+        super().load(source)
+        self.spec = self._recognize()
+        if self.spec is None:
+            logger.info("%s routes in a way that no kernel does: it keeps its own forward", type(self.inner).__name__)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """fp32 [E, H]."""
+        return self.inner.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What moves the choice of experts, fp32 [E], or None."""
+        return getattr(self.inner, "e_score_correction_bias", None)
+
+    def _own(self, rows: torch.Tensor) -> Any:
         with NativeMathMode(self.config.require_pool()):
-            return self.inner(*args, **kwargs)
+            return self.inner(rows)
+
+    def _recognize(self) -> RouterSpec | None:
+        """The first candidate that gives the module's own answer on random rows with the real weights."""
+        weight = getattr(self.inner, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or weight.dtype is not torch.float32:
+            return None
+        known = {"weight", "e_score_correction_bias"}
+        if {name for name, _ in itertools.chain(self.inner.named_parameters(), self.inner.named_buffers())} - known:
+            return None
+        rows = torch.randn(16, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        try:
+            logits, weights, ids = self._own(rows)
+        except (RuntimeError, TypeError, ValueError):
+            return None  # it wants more than rows, or returns something else
+        if logits.shape != (16, weight.shape[0]) or ids.shape != weights.shape or ids.dim() != 2:
+            return None
+        want = torch.zeros_like(logits).scatter_(1, ids.long(), weights)
+        for spec in _candidates(self.inner, ids.shape[1]):
+            try:
+                own_logits, got_weights, got_ids = self._route(rows, spec)
+            except ValueError:
+                continue  # numbers of groups that do not fit
+            got = torch.zeros_like(logits).scatter_(1, got_ids, got_weights)
+            if torch.allclose(logits, own_logits) and torch.allclose(got, want, rtol=1e-4, atol=1e-6):
+                return spec
+        return None
+
+    def _route(self, rows: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        pool = self.config.require_pool()
+        logits = native.linear(rows.contiguous(), RawTensor.from_tensor(self.weight), pool)
+        ids, weights = route(logits, spec, pool, self.bias)
+        return logits, weights, ids
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.spec is None or args or kwargs:
+            with NativeMathMode(self.config.require_pool()):
+                return self.inner(hidden_states, *args, **kwargs)
+        return self._route(hidden_states.reshape(-1, hidden_states.shape[-1]), self.spec)
