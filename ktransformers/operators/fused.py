@@ -27,6 +27,7 @@ from ktransformers.kernels.layer import (
 )
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import RawTensor
+from ktransformers.operators.activation import KActivation, recognize_activation
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts import KTransformersExperts
@@ -100,13 +101,17 @@ def _moe(layer: Any, block: KMoEBlock) -> tuple[MoeLayer, ExpertStats]:
     return MoeLayer(norm, router, gate.spec, experts._kernel, gate.bias), experts.config.expert_stats
 
 
-def _mlp(layer: Any, block: KMLP) -> MlpLayer:
-    inner: Any = block.inner
+def _mlp(layer: Any) -> MlpLayer:
+    inner: Any = layer.mlp.inner if isinstance(layer.mlp, KMLP) else layer.mlp
+    if {name for name, _ in inner.named_children()} != KMLP.PARTS:
+        raise _DoesNotFit("not gate, up and down")
+    act_fn = inner.act_fn
+    activation = act_fn.spec if isinstance(act_fn, KActivation) else recognize_activation(act_fn)
     parts = [_projection(getattr(inner, name)) for name in ("gate_proj", "up_proj", "down_proj")]
-    if block.spec is None or any(part.bias is not None for part in parts):
+    if activation is None or any(part.bias is not None for part in parts):
         raise _DoesNotFit("biases, or an activation of its own")
     gate, up, down = (part.weight for part in parts)
-    return MlpLayer(_norm(layer.post_attention_layernorm), gate, up, down, block.spec)
+    return MlpLayer(_norm(layer.post_attention_layernorm), gate, up, down, activation)
 
 
 class FusedLayer(nn.Module):
@@ -177,8 +182,8 @@ def _fused(layer: Any, pool: WorkerPool, buffers: Any, rotary_dims: int) -> Fuse
     try:
         if isinstance(layer.mlp, KMoEBlock):
             feed_forward, stats = _moe(layer, layer.mlp)
-        elif isinstance(layer.mlp, KMLP):
-            feed_forward = _mlp(layer, layer.mlp)
+        else:
+            feed_forward = _mlp(layer)
     except (_DoesNotFit, AttributeError) as error:
         logger.debug("layer %s keeps its feed-forward module: %s", type(layer).__name__, error)
     if attention is None and feed_forward is None:
