@@ -396,6 +396,8 @@ template <class P> void packed32_tile(const TileArgs& a) {
   packed32_many<P>(a);
 }
 
+void fp8_tile(const TileArgs& a);  // fp8.inl
+
 // Adds to a.acc.
 void packed_tile(const TileArgs& a) {
   switch (a.type) {
@@ -406,6 +408,7 @@ void packed_tile(const TileArgs& a) {
     case QType::Q5_K: return packed256_tile<PackedQ5K>(a);
     case QType::Q6_K: return packed256_tile<PackedQ6K>(a);
     case QType::IQ4_XS: return packed_signed<kPackedTokens>(a, 0);
+    case QType::FP8_BLOCK: return fp8_tile(a);
     default: return;  // make_packed refuses the others
   }
 }
