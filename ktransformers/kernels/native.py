@@ -15,6 +15,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -303,7 +304,7 @@ def silu_mul(gate: Tensor, up: Tensor, pool: WorkerPool, out: Tensor | None = No
     return activate(ActivationSpec(Activation.SILU), gate, up, pool, out)
 
 
-ExpertWeight = RawTensor | PackedTensor | Fp8Matrix
+ExpertWeight: TypeAlias = RawTensor | PackedTensor | Fp8Matrix
 
 
 @dataclass

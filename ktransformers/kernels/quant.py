@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 import torch
 from gguf import GGML_QUANT_SIZES
@@ -36,7 +37,7 @@ class OwnType(IntEnum):
     F8_E4M3 = 1000  # e4m3fn codes under one fp32 scale per FP8_BLOCK rows and columns
 
 
-WeightType = QuantType | OwnType
+WeightType: TypeAlias = QuantType | OwnType
 
 FP8_BLOCK = 128
 

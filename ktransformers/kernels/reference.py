@@ -39,9 +39,8 @@ _SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4)  # blocks of 32
 def dequantize(weight: RawTensor | Fp8Matrix) -> Tensor:
     """The weight as fp32, shape `weight.shape`, through `gguf.quants`, or torch's own FP8 type."""
     if isinstance(weight, Fp8Matrix):
-        rows, cols = weight.shape
-        scales = weight.scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :cols]
-        return weight.values.view(torch.float8_e4m3fn).float() * scales
+        scales = weight.scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+        return weight.values.view(torch.float8_e4m3fn).float() * scales[: weight.shape[0], : weight.shape[1]]
     if weight.qtype == QuantType.F32:
         return weight.data.clone().view(torch.float32).reshape(weight.shape)
     if weight.qtype == QuantType.F16:

@@ -1,7 +1,7 @@
 """Weights in the form that the native kernels read fastest, made once while loading.
 
-A matrix of a type in native.PACKED_TYPES is re-laid (native.pack), and so is an FP8 one (native.pack_fp8); everything else
-stays as it is. The pages of the file that were read for it are given back, so that memory holds each weight once.
+A matrix of a type in native.PACKED_TYPES is re-laid (native.pack), and so is an FP8 one (native.pack_fp8); everything
+else stays as it is. The pages of the file that were read for it are given back, so that memory holds each weight once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def relaid_nbytes(info: TensorInfo) -> int:
 
 def relaid(weight: RawTensor | Fp8Matrix, pool: WorkerPool) -> RawTensor | PackedTensor:
     """A matrix [N, K] as the kernels want it."""
-    if not _is_relaid(weight):
+    if isinstance(weight, RawTensor) and not _is_relaid(weight):
         return weight
     rows, cols = weight.shape
     data = native.empty_bytes(native.packed_nbytes(weight.qtype, rows, cols), pool)
@@ -52,10 +52,8 @@ def _is_relaid(weight: ExpertWeight) -> TypeGuard[RawTensor | Fp8Matrix]:
 
 
 def _relay(weight: RawTensor | Fp8Matrix, pool: WorkerPool, out: torch.Tensor) -> PackedTensor:
-    if isinstance(weight, Fp8Matrix):
-        made = native.pack_fp8(weight, pool, out)
-    else:
-        made = native.pack(weight, pool, out)
+    is_fp8 = isinstance(weight, Fp8Matrix)
+    made = native.pack_fp8(weight, pool, out) if is_fp8 else native.pack(weight, pool, out)
     native.page_out(weight)
     return made
 

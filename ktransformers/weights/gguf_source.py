@@ -146,7 +146,7 @@ class GGUFSource:
             raise TensorMismatchError(
                 f"the GGUF files hold no experts for {key!r}; they are incomplete or of another model"
             )
-        loaded: dict[str, list[RawTensor]] = {}
+        loaded: dict[str, Sequence[RawTensor | Fp8Matrix]] = {}
         for part, projection in projections.items():
             target = getattr(info, part).resident_type
             whole: dict[str, RawTensor] = {}  # each stored tensor is transcoded once, not once per expert

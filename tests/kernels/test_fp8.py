@@ -1,4 +1,4 @@
-"""FP8 weights with block scales: near fp64 by a bound that follows from the arithmetic, and equal bits in every tier."""
+"""FP8 weights with block scales: near fp64, by a bound that follows from the arithmetic; equal bits in every tier."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_linear_is_near_fp64(isa: Isa, rows: int, cols: int) -> None:
     weight = random_fp8(rows, cols)
     packed = native.pack_fp8(weight, pool)
     wide = reference.dequantize(weight).double()
-    # A product passes 32 fused steps, 2 sums, the scale and a sum per block of 128 columns; the scale rounds the oracle.
+    # A product passes 32 fused steps, 2 sums, the scale and a sum per 128 columns; the oracle rounds value times scale.
     steps = 32 + 2 + 1 + -(-cols // 128) + 1
     for tokens in TOKENS:
         x = random_rows(tokens, cols)
