@@ -21,7 +21,16 @@ import torch
 from ktransformers.cli.bench_peer import KtKernelPeer
 from ktransformers.kernels import limits
 from ktransformers.kernels.native import ActivationSpec, ExpertWeight, ExpertWeights, MoeKernel, WorkerPool
-from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, row_bytes, type_size
+from ktransformers.kernels.quant import (
+    FP8_BLOCK,
+    Fp8Matrix,
+    OwnType,
+    QuantType,
+    RawTensor,
+    WeightType,
+    row_bytes,
+    type_size,
+)
 from ktransformers.operators.relaid import relaid_experts
 
 __all__ = ["Shape", "bench_kernels"]

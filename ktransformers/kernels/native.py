@@ -78,7 +78,7 @@ TILE_ROWS = 16
 
 
 def packed_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
-    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more than before, its rows filled up to a multiple of 16."""
+    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more than before, of rows filled up to a multiple of 16."""
     return int(-(-rows // TILE_ROWS) * _native.packed_tile_bytes(int(qtype), cols))
 
 
@@ -160,9 +160,8 @@ def linear(
     """out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n].
 
     x: [T, K]. weight: [N, K], of a type in NATIVE_TYPES, or re-laid by `pack`. bias: [N]. out: [T, N], made when None.
-    FP8 weights multiply x in fp32. Other quantized weights quantize each row of x to int8 by blocks (32 values for Q8_0, Q4_0 and MXFP4, 256 for K-quants
-    and IQ4_XS); a block
-    of x that holds a NaN or an infinity makes that whole output row NaN.
+    Quantized weights other than FP8 quantize each row of x to int8 by blocks (32 values for Q8_0, Q4_0 and MXFP4, 256
+    for K-quants and IQ4_XS); a block of x that holds a NaN or an infinity makes that whole output row NaN.
     """
     check_weight("weight", weight, 2)
     rows, cols = weight.shape

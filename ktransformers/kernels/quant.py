@@ -46,6 +46,7 @@ def fp8_nbytes(rows: int, cols: int) -> int:
     """Bytes of an Fp8Matrix: codes and scales."""
     return rows * cols + 4 * -(-rows // FP8_BLOCK) * -(-cols // FP8_BLOCK)
 
+
 # The unquantized types and the torch dtype that holds their elements.
 _FLOAT_TYPES = {
     torch.float32: QuantType.F32,

@@ -52,8 +52,7 @@ def _is_relaid(weight: ExpertWeight) -> TypeGuard[RawTensor | Fp8Matrix]:
 
 
 def _relay(weight: RawTensor | Fp8Matrix, pool: WorkerPool, out: torch.Tensor) -> PackedTensor:
-    is_fp8 = isinstance(weight, Fp8Matrix)
-    made = native.pack_fp8(weight, pool, out) if is_fp8 else native.pack(weight, pool, out)
+    made = native.pack_fp8(weight, pool, out) if isinstance(weight, Fp8Matrix) else native.pack(weight, pool, out)
     native.page_out(weight)
     return made
 

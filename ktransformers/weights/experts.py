@@ -19,7 +19,16 @@ import torch
 
 from ktransformers.config import physical_cores
 from ktransformers.errors import TensorMismatchError, UnsupportedError
-from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes, row_bytes
+from ktransformers.kernels.quant import (
+    FP8_BLOCK,
+    Fp8Matrix,
+    OwnType,
+    QuantType,
+    RawTensor,
+    WeightType,
+    fp8_nbytes,
+    row_bytes,
+)
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize, target_type
 from ktransformers.weights.source import TensorInfo
