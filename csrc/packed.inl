@@ -16,6 +16,7 @@
 // Fifth bits: line 2 g holds bit i of step 16 g + i in bit i, line 2 g + 1 that of step 16 g + 8 + i.
 // Upper bits: line 4 g + i (i < 4) holds those of steps 16 g + i, + 4, + 8, + 12, two bits each, from the lowest up.
 // Scales and minima: byte pairs of sub-blocks 2 j, 2 j + 1 of each row, 32 bytes for every j.
+// FP8 has a form and an arithmetic of its own: fp8.inl.
 
 namespace {
 

@@ -78,7 +78,7 @@ TILE_ROWS = 16
 
 
 def packed_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
-    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more than before, of rows filled up to a multiple of 16."""
+    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more, of rows filled up to a multiple of 16."""
     return int(-(-rows // TILE_ROWS) * _native.packed_tile_bytes(int(qtype), cols))
 
 

@@ -8,6 +8,7 @@ import torch
 from ktransformers.kernels import native, reference
 from ktransformers.kernels.native import ActivationSpec, ExpertWeights, Isa, MoeKernel, WorkerPool
 from ktransformers.kernels.quant import Fp8Matrix, OwnType, QuantType, RawTensor
+from ktransformers.kernels.topology import ThreadPlace
 
 TIERS = (*native.available_isas(), Isa.AMX_EMULATED)
 SHAPES = [(16, 128), (128, 256), (5, 4), (33, 132), (200, 384), (129, 1028), (272, 60)]
@@ -169,6 +170,19 @@ def test_projections_of_several_types(isa: Isa) -> None:
         inner = native.silu_mul(native.linear(x, gate, pool), native.linear(x, up, pool), pool)
         assert torch.equal(out, native.linear(inner, down, pool))
     pool.close()
+
+
+def test_weights_spread_over_nodes_give_the_same_bits() -> None:
+    spread = WorkerPool(3, places=[ThreadPlace(0), ThreadPlace(1), ThreadPlace(1)])
+    single = WorkerPool(1)
+    weights = [random_fp8(*shape) for shape in ((272, 200), (272, 200), (200, 272))]
+    x, ids = random_rows(40, 200), torch.zeros(40, 1, dtype=torch.int64)
+    outs = []
+    for pool in (spread, single):
+        gate, up, down = ([native.pack_fp8(weight, pool)] for weight in weights)
+        outs.append(MoeKernel(ExpertWeights(gate, up, down), ActivationSpec(), pool).forward(x, ids, torch.ones(40, 1)))
+        pool.close()
+    assert torch.equal(*outs)
 
 
 def test_re_laying_costs_at_most_three_percent() -> None:

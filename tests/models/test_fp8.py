@@ -44,7 +44,7 @@ def write_both(model_type: str, fp8: Path, bf16: Path) -> tuple[int, int]:
     stored, in_fp8, in_bf16 = safetensors.torch.load_file(fp8 / "model.safetensors"), {}, {}
     for name, tensor in stored.items():
         in_fp8[name] = in_bf16[name] = tensor
-        if name.endswith("_proj.weight") or name.endswith("_proj_with_mqa.weight"):
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             in_fp8[name], in_fp8[f"{name}_scale_inv"], values = to_fp8(tensor)
             in_bf16[name] = values.bfloat16()
             assert torch.equal(in_bf16[name].float(), values)
