@@ -89,6 +89,12 @@ void bind_linear(nb::module_& m) {
         },
         nb::arg("pool"), nb::arg("weight"), nb::arg("type"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"),
         nb::call_guard<nb::gil_scoped_release>());
+  m.def("pack_fp8",
+        [](kt::WorkerPool& pool, Address codes, Address scales, int64_t rows, int64_t cols, Address out) {
+          kt::pack_fp8(pool, at<const uint8_t>(codes), at<const float>(scales), rows, cols, at<uint8_t>(out));
+        },
+        nb::arg("pool"), nb::arg("codes"), nb::arg("scales"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"),
+        nb::call_guard<nb::gil_scoped_release>());
   m.def("batched_linear",
         [](kt::WorkerPool& pool, Address x, int64_t tokens, int64_t batch, Address weight, int type, int64_t rows, int64_t cols,
            Address out) {
@@ -201,10 +207,11 @@ NB_MODULE(_native, m) {
     for (const kt::KernelTable* table : kt::available_tiers()) names.emplace_back(table->name);
     return names;
   });
-  // name -> (ggml type number, elements in a block, bytes in a block)
+  // name -> (ggml type number, elements in a block, bytes in a block) of ggml's types
   m.def("quant_types", [] {
     nb::dict types;
-    for (const kt::QTypeInfo& info : kt::qtype_infos()) types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
+    for (const kt::QTypeInfo& info : kt::qtype_infos())
+      if (info.type != kt::QType::FP8_BLOCK) types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
     return types;
   });
   m.def("activation_kinds", [] {
@@ -218,6 +225,7 @@ NB_MODULE(_native, m) {
     kinds["SWIGLU_OAI"] = static_cast<int>(kt::ActKind::SwigluOai);
     return kinds;
   });
+  m.attr("FP8_BLOCK") = static_cast<int>(kt::QType::FP8_BLOCK);
   m.attr("MAX_THREADS") = kt::kMaxThreads;
   bind_pool(m);
   bind_linear(m);

@@ -21,12 +21,18 @@ void store_tile(const float* acc, int64_t tokens, int64_t lanes, const float* bi
     for (int64_t r = 0; r < lanes; ++r) out[t * ldo + r] = bias != nullptr ? acc[t * 16 + r] + bias[r] : acc[t * 16 + r];
 }
 
-}  // namespace
-
-WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
+const QTypeInfo& checked_info(QType type, int64_t rows, int64_t cols) {
   const QTypeInfo& info = qtype_info(type);
   if (rows < 0 || cols < 0 || cols % info.block != 0)
     throw std::invalid_argument("weight of " + std::to_string(rows) + " rows and " + std::to_string(cols) + " columns cannot be " + info.name);
+  return info;
+}
+
+}  // namespace
+
+WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
+  const QTypeInfo& info = checked_info(type, rows, cols);
+  if (type == QType::FP8_BLOCK) throw std::invalid_argument("FP8 weights are computed with in re-laid form only");
   return {type, data, rows, cols, cols / info.block * info.bytes};
 }
 
@@ -45,14 +51,14 @@ int64_t packed_tile_bytes(QType type, int64_t cols) {
     case QType::Q6_K: return head + blocks * 3328;
     case QType::IQ4_XS: return head + blocks * 2176;
     case QType::MXFP4: return (blocks * 16 + 63) / 64 * 64 + blocks * 256;
+    case QType::FP8_BLOCK: return ((cols + kFp8Block - 1) / kFp8Block * 4 + 63) / 64 * 64 + cols * 16;
     default: throw std::invalid_argument(std::string(info.name) + " has no re-laid form");
   }
 }
 
 WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
-  WeightView view = make_weight(type, data, rows, cols);
-  view.tile_bytes = packed_tile_bytes(type, cols);
-  return view;
+  const QTypeInfo& info = checked_info(type, rows, cols);
+  return {type, data, rows, cols, cols / info.block * info.bytes, packed_tile_bytes(type, cols)};
 }
 
 void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out) {
@@ -65,6 +71,19 @@ void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out) {
     const int64_t tile = tasks.at(i).tile;
     point_rows(weight, tile * kTileRows, rows);
     session.kernels().pack_tile(weight.type, rows, weight.cols, out + tile * tile_bytes);
+  });
+}
+
+void pack_fp8(WorkerPool& pool, const uint8_t* codes, const float* scales, int64_t rows, int64_t cols, uint8_t* out) {
+  const WeightView view = make_packed(QType::FP8_BLOCK, codes, rows, cols);  // rows of bytes, here not re-laid yet
+  const int64_t blocks = (cols + kFp8Block - 1) / kFp8Block;
+  WorkerPool::Session session(pool);
+  const TileTasks tasks((rows + kTileRows - 1) / kTileRows, 1, 1, session.num_nodes());
+  session.run_on_nodes(tasks.ends, [&](int64_t i) {
+    const uint8_t* pointers[kTileRows];
+    const int64_t tile = tasks.at(i).tile;
+    point_rows(view, tile * kTileRows, pointers);
+    session.kernels().pack_fp8_tile(pointers, scales + tile * kTileRows / kFp8Block * blocks, cols, out + tile * view.tile_bytes);
   });
 }
 

@@ -15,6 +15,7 @@ struct WeightView {
   int64_t tile_bytes = 0;  // of a re-laid matrix (packed.inl): 16 rows; 0: rows in block layout
 };
 
+// Throws std::invalid_argument for a shape that the type cannot have, or a type without such a layout.
 WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols);
 
 // Bytes that 16 rows take when re-laid. Throws std::invalid_argument for a type that is not.
@@ -25,6 +26,9 @@ WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t co
 
 // Re-lays a matrix in block layout.
 void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out);
+
+// Re-lays FP8 codes [rows, cols] with scales [ceil(rows / 128), ceil(cols / 128)].
+void pack_fp8(WorkerPool& pool, const uint8_t* codes, const float* scales, int64_t rows, int64_t cols, uint8_t* out);
 
 // Points at rows first .. first + 15; lanes past the end repeat the last row.
 void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows);

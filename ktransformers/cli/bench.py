@@ -12,7 +12,7 @@ __all__ = ["add_parser", "run"]
 
 PEERS = ("kt-kernel",)
 FORMATS = ("amx_int4", "amx_int8", "amx_bf16")
-TYPES = ("q4_k_m", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs", "mxfp4", "bf16")
+TYPES = ("q4_k_m", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs", "mxfp4", "fp8", "bf16")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

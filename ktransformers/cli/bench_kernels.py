@@ -20,8 +20,17 @@ import torch
 
 from ktransformers.cli.bench_peer import KtKernelPeer
 from ktransformers.kernels import limits
-from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
-from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
+from ktransformers.kernels.native import ActivationSpec, ExpertWeight, ExpertWeights, MoeKernel, WorkerPool
+from ktransformers.kernels.quant import (
+    FP8_BLOCK,
+    Fp8Matrix,
+    OwnType,
+    QuantType,
+    RawTensor,
+    WeightType,
+    row_bytes,
+    type_size,
+)
 from ktransformers.operators.relaid import relaid_experts
 
 __all__ = ["Shape", "bench_kernels"]
@@ -41,16 +50,19 @@ class Shape:
         return 2.0 * 3 * tokens * self.top_k * self.hidden * self.width
 
 
-def _projection_types(name: str) -> tuple[QuantType, QuantType, QuantType]:
+def _projection_types(name: str) -> tuple[WeightType, WeightType, WeightType]:
     """gate, up, down. Q4_K_M keeps down in Q6_K."""
     if name == "q4_k_m":
         return QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K
-    qtype = QuantType[name.upper()]
+    qtype = OwnType.F8_E4M3 if name == "fp8" else QuantType[name.upper()]
     return qtype, qtype, qtype
 
 
-def _random_weight(qtype: QuantType, rows: int, cols: int) -> RawTensor:
+def _random_weight(qtype: WeightType, rows: int, cols: int) -> RawTensor | Fp8Matrix:
     """Random blocks whose scales are small numbers."""
+    if isinstance(qtype, OwnType):
+        values = torch.randint(0, 0x7F, (rows, cols), dtype=torch.uint8)
+        return Fp8Matrix(values, torch.full((-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK)), 1e-4))
     if qtype is QuantType.BF16:
         return RawTensor.from_tensor((torch.randn(rows, cols) * 0.02).to(torch.bfloat16))
     data = torch.randint(0, 256, (rows * row_bytes(qtype, cols),), dtype=torch.uint8)
@@ -71,10 +83,10 @@ class _Ours:
         self._shape = shape
         gate, up, down = _projection_types(name)
         sizes = ((gate, shape.width, shape.hidden), (up, shape.width, shape.hidden), (down, shape.hidden, shape.width))
-        self.expert_bytes = sum(rows * row_bytes(qtype, cols) for qtype, rows, cols in sizes)
         self._layers = []
         for _ in range(shape.layers):
-            parts = [[_random_weight(*size) for _ in range(shape.experts)] for size in sizes]
+            parts: list[list[ExpertWeight]] = [[_random_weight(*size) for _ in range(shape.experts)] for size in sizes]
+            self.expert_bytes = sum(part[0].nbytes for part in parts)
             weights = relaid_experts(ExpertWeights(parts[0], parts[1], parts[2]), pool)
             self._layers.append(MoeKernel(weights, ActivationSpec(), pool))
 

@@ -21,7 +21,7 @@ from ktransformers.operators.base import (
     expect_shape,
 )
 from ktransformers.operators.relaid import relaid, relaid_nbytes
-from ktransformers.weights.source import WeightSource
+from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["KTransformersLinear"]
 
@@ -61,10 +61,14 @@ class KTransformersLinear(Operator):
     def op(self, phase: Phase) -> str:
         return "KLinearCPUInfer"
 
-    def requirements(self, source: WeightSource) -> Requirements:
-        needs = Requirements()
+    def _info(self, source: WeightSource) -> TensorInfo:
         name = f"{self.key}.weight"
         info = expect_shape(source.find(name), name, (self.out_features, self.in_features))
+        return info.as_fp8() if info.is_fp8 else info
+
+    def requirements(self, source: WeightSource) -> Requirements:
+        needs = Requirements()
+        info = self._info(source)
         needs.add("cpu", info)
         needs.nbytes["cpu"] += relaid_nbytes(info) - info.nbytes
         if self.has_bias:
@@ -76,7 +80,9 @@ class KTransformersLinear(Operator):
 
     def load(self, source: WeightSource) -> None:
         self.requirements(source)
-        self._weight = relaid(source.tensor(f"{self.key}.weight"), self.config.require_pool())
+        name = f"{self.key}.weight"
+        stored = source.fp8(name) if self._info(source).is_fp8 else source.tensor(name)
+        self._weight = relaid(stored, self.config.require_pool())
         self._bias = source.dense(f"{self.key}.bias") if self.has_bias else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
