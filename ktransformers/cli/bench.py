@@ -10,7 +10,7 @@ from ktransformers.errors import ConfigError
 
 __all__ = ["add_parser", "run"]
 
-PEERS = ("kt-kernel",)
+PEERS = ("kt-kernel", "llama.cpp")
 FORMATS = ("amx_int4", "amx_int8", "amx_bf16")
 TYPES = ("q4_k_m", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs", "mxfp4", "bf16")
 
@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     kernels.add_argument("--width", type=int, default=768, help="intermediate size of an expert (%(default)s)")
     kernels.add_argument("--layers", type=int, default=3, help="layers in turn, so that caches stay cold (%(default)s)")
     kernels.add_argument("--seconds", type=float, default=0.5, help="per figure (%(default)s)")
-    kernels.add_argument("--peer", action="append", choices=PEERS, default=[], help="measure it in the same run")
+    kernels.add_argument("--peer", action="append", choices=PEERS, default=[], help="measure it too; repeatable")
     kernels.add_argument("--peer_format", choices=FORMATS, default="", help="kt-kernel's own format to measure as well")
     parser.set_defaults(run=run)
 
