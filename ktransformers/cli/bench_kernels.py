@@ -11,6 +11,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKerne
 from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
 from ktransformers.operators.relaid import relaid_experts
 
-__all__ = ["Shape", "bench_kernels", "machine_facts"]
+__all__ = ["Shape", "bench_kernels", "machine_facts", "shown_machine"]
 
 _PEERS = {
     "kt-kernel": ("kt_kernel", "kt-kernel", kt_kernel_peer),
@@ -110,13 +111,21 @@ def _time(once: Callable[[int], None], seconds: float, warm_ups: int) -> float:
 
 
 def machine_facts(threads: int, pool: WorkerPool) -> dict[str, Any]:
-    """The processor's name, threads, instruction set."""
+    """The processor's name, threads, instruction set, and what it can do at best: GB/s read, int8 TOP/s."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         lines = cpuinfo.read_text().splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return {"cpu": name, "threads": threads, "isa": pool.isa.value}
+    bandwidth, peak = limits.read_bandwidth(pool), limits.int8_peak(pool)
+    facts = {"cpu": name, "threads": threads, "isa": pool.isa.value}
+    return facts | {"read_bandwidth_gb_s": bandwidth / 1e9, "int8_peak_top_s": peak / 1e12}
+
+
+def shown_machine(machine: dict[str, Any]) -> str:
+    """machine_facts as the beginning of a line."""
+    rate = machine["read_bandwidth_gb_s"]
+    return f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}; reads {rate:.1f} GB/s"
 
 
 def _row(name: str, shape: Shape, tokens: int, ours: _Ours, seconds: float, bandwidth: float) -> dict[str, Any]:
@@ -147,34 +156,28 @@ def bench_kernels(
     peers: of kt-kernel and llama.cpp; one that is not installed is said and left out. peer_format: one of kt-kernel's
     own formats, measured after each of our types; empty for none.
     """
-    pool = WorkerPool(threads)
-    machine = machine_facts(threads, pool)
-    children = _start_peers(peers, shape, threads, seconds)
-    bandwidth, peak = limits.read_bandwidth(pool), limits.int8_peak(pool)
-    print(
-        f"{machine['cpu']}, {threads} threads, {machine['isa']}; "
-        f"reads {bandwidth / 1e9:.1f} GB/s; int8 in registers {peak / 1e12:.2f} TOP/s"
-    )
-    head = f"{'type':>8} {'tokens':>6} {'us':>10} {'GB/s':>7} {'of read':>8} {'TFLOP/s':>8}"
-    print(f"{shape}\n{head}" + "".join(f" {peer.name:>10} {'us, x ours':>10}" for peer in children))
-    rows = []
-    try:
+    with ExitStack() as stack:
+        children = _start_peers(peers, shape, threads, seconds)  # before our threads are bound to anything
+        for child in children:
+            stack.callback(child.close)
+        pool = WorkerPool(threads)
+        stack.callback(pool.close)
+        machine = machine_facts(threads, pool)
+        print(f"{shown_machine(machine)}; int8 in registers {machine['int8_peak_top_s']:.2f} TOP/s")
+        head = f"{'type':>8} {'tokens':>6} {'us':>10} {'GB/s':>7} {'of read':>8} {'TFLOP/s':>8}"
+        print(f"{shape}\n{head}" + "".join(f" {peer.name:>10} {'us, x ours':>10}" for peer in children), flush=True)
+        rows: list[dict[str, Any]] = []
         for name in types:
             ours = _Ours(shape, name, pool)
             for count in tokens:
-                row = _row(name, shape, count, ours, seconds, bandwidth)
+                row = _row(name, shape, count, ours, seconds, machine["read_bandwidth_gb_s"] * 1e9)
                 row["peer_us"] = {peer.name: peer.ask(f"{name} {count}") for peer in children}
                 _print(row)
                 rows.append(row)
             if peer_format:  # its own format, in the same minutes as our rows above
                 _measure_format(rows[-len(tokens) :], peer_format, children)
             del ours
-    finally:
-        for peer in children:
-            peer.close()
-        pool.close()
-    limits_found = {"read_bandwidth_gb_s": bandwidth / 1e9, "int8_peak_top_s": peak / 1e12}
-    print(json.dumps({"machine": machine | limits_found, "shape": asdict(shape), "rows": rows}))
+    print(json.dumps({"machine": machine, "shape": asdict(shape), "rows": rows}))
 
 
 def _measure_format(rows: list[dict[str, Any]], peer_format: str, children: list[PeerProcess]) -> None:

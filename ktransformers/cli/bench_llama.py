@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ import numpy.typing as npt
 
 from ktransformers.cli.bench_peer import PeerProcess, answer_questions
 
-__all__ = ["library_folder", "llama_peer"]
+__all__ = ["library_folder", "llama_peer", "start_llama"]
 
 _F32, _I32, _BF16, _Q6_K = 0, 26, 30, 14
 _K_WITH_MIN = (12, 13)  # a second scale follows the first
@@ -99,10 +100,16 @@ def library_folder() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "lib"
 
 
+def start_llama(module: str, options: dict[str, Any]) -> PeerProcess:
+    """Start `module` as a child that answers for llama.cpp, with `options` as its argument."""
+    # This program asks OpenMP not to spin, for torch's sake; ggml's threads wait for each other by OpenMP's barriers.
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    return PeerProcess("llama.cpp", [sys.executable, "-m", module, json.dumps(options)], environment)
+
+
 def llama_peer(shape: dict[str, int], threads: int, seconds: float) -> PeerProcess:
     """Start the child. shape: the fields of bench_kernels.Shape; seconds: per figure."""
-    options = json.dumps({"shape": shape, "threads": threads, "seconds": seconds})
-    return PeerProcess("llama.cpp", [sys.executable, "-m", "ktransformers.cli.bench_llama", options])
+    return start_llama("ktransformers.cli.bench_llama", {"shape": shape, "threads": threads, "seconds": seconds})
 
 
 class Ggml:

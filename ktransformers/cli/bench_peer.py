@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["PeerProcess", "answer_questions", "is_missing"]
 
@@ -28,15 +28,15 @@ def is_missing(peer: str, package: str, pip_name: str) -> bool:
 
 
 class PeerProcess:
-    """Asks a child process for the figures of the peer `name`; `command` starts it.
+    """Asks a child process for the figures of the peer `name`; `command` starts it, `environment` None is ours.
 
     The child is asked `ready` once, which it answers when it has loaded what it needs. A child that ends early is
     reported in one line and has no figures from there on.
     """
 
-    def __init__(self, name: str, command: Sequence[str]):
-        self.name = name
-        self._child = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None):
+        self.name, pipe = name, subprocess.PIPE
+        self._child = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, text=True, env=environment)
         self._is_dead = False
         self._ask("ready")
         self._signal(signal.SIGSTOP)

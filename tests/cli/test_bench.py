@@ -13,8 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ktransformers.cli import bench_kernels, bench_llama, main
+from ktransformers.cli import bench_kernels, bench_llama, bench_model, main
+from ktransformers.cli.bench_model import Figure, Weights, weights_of
 from ktransformers.cli.bench_peer import PeerProcess, is_missing
+from ktransformers.cli.bench_work import ModelWork
+from ktransformers.config import DEMO_MODEL_PATH
+from ktransformers.weights.gguf import open_gguf
 
 TINY = ["--threads", "1", "--experts", "4", "--top_k", "2", "--hidden", "256", "--width", "256", "--layers", "1"]
 TINY += ["--seconds", "0.001", "--tokens", "1,3"]
@@ -191,3 +195,89 @@ def experts_in_fp32(
             gated = gate[expert] @ row
             out[token] += weight * (down[expert] @ (gated / (1 + np.exp(-gated)) * (up[expert] @ row)))
     return out
+
+
+DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
+TINY_MODEL = ["--threads", "1", "--prefill", "5,70", "--batches", "1,3", "--steps", "7", "--context", "4"]
+TINY_MODEL += ["--repeats", "4"]  # of 4 layers: enough calls for the experts of every figure to be counted
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prefill", "none"], "--prefill must be positive numbers"),
+        (["--batches", "1,0"], "--batches must be positive numbers"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--context", "-1"], "--context must be at least 1"),
+        (["--model_path", "."], "name the GGUF file too"),
+        (["no-such-file.gguf"], "no-such-file.gguf"),
+    ],
+)
+def test_wrong_arguments_of_model_are_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "model", *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_model_without_a_peer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "model", *TINY_MODEL]) == 0
+    record = last_json(capsys.readouterr().out)
+    rows = record["rows"]
+    sizes = [("prefill", 5), ("prefill", 70), ("decode", 1), ("decode", 3)]
+    assert [(row["phase"], row["size"]) for row in rows] == sizes
+    assert rows[2]["touched_experts"] == 4  # one token, top-4 of 16
+    for (phase, size), row in zip(sizes, rows, strict=True):
+        assert row["tokens_s"] > 0
+        assert 4 <= row["touched_experts"] <= min(4 * size, 16), phase
+        read = record["weights"]["dense"] + 4 * row["touched_experts"] * record["weights"]["expert"]
+        assert row["bound_tokens_s"] == pytest.approx(size * record["machine"]["read_bandwidth_gb_s"] * 1e9 / read)
+
+
+def test_model_with_a_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[Path, int, int, ModelWork]] = []
+
+    def start(path: Path, threads: int, vocab_size: int, work: ModelWork) -> PeerProcess:
+        started.append((path, threads, vocab_size, work))
+        return fake_peer(tmp_path)
+
+    monkeypatch.setattr(bench_model, "_PEERS", {"llama.cpp": ("json", "json", start)})
+    assert main(["bench", "model", str(DEMO), *TINY_MODEL, "--peer", "llama.cpp"]) == 0
+    work = ModelWork(prefill=[5, 70], batches=[1, 3], steps=7, context=4, repeats=4)
+    assert started == [(DEMO, 1, 2560, work)]
+    rows = last_json(capsys.readouterr().out)["rows"]
+    assert [row["peer_tokens_s"]["llama.cpp"] for row in rows] == [5000.0, 70000.0, 1000.0, 3000.0]
+
+
+def test_a_missing_peer_of_model_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_model, "_PEERS", {"llama.cpp": ("no_such_package", "no-such", None)})
+    assert main(["bench", "model", *TINY_MODEL, "--prefill", "5", "--batches", "1", "--peer", "llama.cpp"]) == 0
+    out = capsys.readouterr().out
+    assert "peer llama.cpp is not installed (pip install no-such): measured without it" in out
+    assert all(row["peer_tokens_s"] == {} for row in last_json(out)["rows"])
+
+
+@pytest.mark.skipif(bench_llama.library_folder() is None, reason="llama-cpp-python is not installed")
+def test_model_beside_llama_cpp(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "model", *TINY_MODEL, "--peer", "llama.cpp"]) == 0
+    assert all(row["peer_tokens_s"]["llama.cpp"] > 0 for row in last_json(capsys.readouterr().out)["rows"])
+
+
+def test_the_bytes_of_a_step_are_those_of_the_file() -> None:
+    """With all 16 experts touched, a step reads every tensor but the embedding table."""
+    reader = gguf.GGUFReader(DEMO)
+    everything = sum(int(tensor.n_bytes) for tensor in reader.tensors)
+    embedding = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    is_tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    weights = weights_of(open_gguf(DEMO))
+    assert weights.per_step(16) == everything - (0 if is_tied else int(embedding.n_bytes))
+    assert (weights.expert_layers, weights.vocab_size) == (4, 2560)
+
+
+def test_the_bound_of_a_dense_model_needs_no_experts() -> None:
+    figure = Figure(num_tokens=8, num_steps=2, seconds=4.0, touched=None)
+    assert figure.rate == 2.0
+    assert figure.bound(Weights(dense=100, expert=0, expert_layers=0, vocab_size=9), 1000.0) == 8 * 1000 / (2 * 100)
+    assert figure.bound(Weights(dense=100, expert=5, expert_layers=3, vocab_size=9), 1000.0) is None
