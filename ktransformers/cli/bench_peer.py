@@ -7,6 +7,7 @@ what is measured.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 __all__ = ["PeerProcess", "answer_questions", "is_missing"]
 
 UNKNOWN = "-"
+_PR_SET_PDEATHSIG = 1
 
 
 def is_missing(peer: str, package: str, pip_name: str) -> bool:
@@ -86,6 +88,8 @@ class PeerProcess:
 
 def answer_questions(answer: Callable[[list[str]], float | None]) -> None:
     """The child's side: `answer` gets the words of each question; its None is "not done here". Does not return."""
+    if sys.platform == "linux":  # a stopped process would not notice that its parent was killed
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for line in sys.stdin:
         words = line.split()
         figure = None if words == ["ready"] else answer(words)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,24 @@ def test_a_peer_is_stopped_between_questions(tmp_path: Path) -> None:
         assert peer.ask("q8_0 3") is None
     finally:
         peer.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel to end the child with its parent")
+def test_a_stopped_peer_ends_with_its_parent(tmp_path: Path) -> None:
+    """The pipe's end of file comes when the last process that holds its other end is gone."""
+    root = str(Path(bench_kernels.__file__).parents[2])
+    child = tmp_path / "child.py"
+    child.write_text(f"import sys\nsys.path.insert(0, {root!r})\n{FAKE_CHILD}")
+    parent = f"""
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from ktransformers.cli.bench_peer import PeerProcess
+PeerProcess("a peer", [sys.executable, {str(child)!r}])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", parent], stderr=subprocess.PIPE, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr == b""
 
 
 def test_a_peer_that_dies_has_no_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
