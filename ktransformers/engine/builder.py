@@ -162,10 +162,18 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 
 
 def build_paged_engine(
-    config: EngineConfig, *, page_size: int, max_batch_size: int, progress: Progress | None = None
+    config: EngineConfig,
+    *,
+    page_size: int,
+    max_batch_size: int,
+    progress: Progress | None = None,
+    expert_stats: ExpertStats | None = None,
 ) -> PagedEngine:
-    """Load a model for many sequences at once, which share --cache_lens tokens in pages. Errors as `build_engine`."""
-    opened, expert_stats = open_model(config), ExpertStats()
+    """Load a model for many sequences at once, which share --cache_lens tokens in pages. Errors as `build_engine`.
+
+    expert_stats: where to count how experts are used, for a caller who wants it done more closely.
+    """
+    opened, expert_stats = open_model(config), expert_stats or ExpertStats()
     with _new_pool(opened.config.cpu_infer) as pool:
         plan, shapes = _make_plan(opened, pool, expert_stats)
         num_pages = _num_pages(opened, plan, shapes, page_size, max_batch_size)
