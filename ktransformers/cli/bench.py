@@ -53,9 +53,7 @@ def _add_model(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     model.add_argument("--batches", default="1,4", help="sequences that decode together (%(default)s)")
     model.add_argument("--steps", type=int, default=32, help="decode steps (%(default)s)")
     model.add_argument("--context", type=int, default=64, help="tokens before the first decode step (%(default)s)")
-    model.add_argument(
-        "--repeats", type=int, default=2, help="prompts per length, of which the best counts (%(default)s)"
-    )
+    model.add_argument("--repeats", type=int, default=2, help="rounds per figure, the best counts (%(default)s)")
     model.add_argument("--peer", action="append", choices=MODEL_PEERS, default=[], help="measure it too")
     model.set_defaults(run=run_model)
 

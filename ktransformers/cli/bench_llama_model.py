@@ -97,12 +97,9 @@ class _Child:
         return [(self._token(), i, sequence, i == length - 1) for i in range(length)]
 
     def prefill(self, tokens: int) -> float:
-        """Tokens per second of the best of `repeats` prompts."""
-        took = []
-        for _ in range(self._work.repeats):
-            with self._context(1, tokens) as context:
-                took.append(self._run(context, self._prompt(0, tokens)))
-        return tokens / min(took)
+        """Tokens per second of one prompt."""
+        with self._context(1, tokens) as context:
+            return tokens / self._run(context, self._prompt(0, tokens))
 
     def decode(self, sequences: int) -> float:
         """Tokens per second of all sequences together, mean over the steps."""

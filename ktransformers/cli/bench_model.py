@@ -71,12 +71,18 @@ def weights_of(model: GGUFModel) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """seconds of num_tokens in num_steps; touched: distinct experts per layer and step, None when none were counted."""
+    """seconds of num_tokens in num_steps. num_samples layer calls were looked at, which touched num_touched experts."""
 
     num_tokens: int
     num_steps: int
     seconds: float
-    touched: float | None
+    num_samples: int
+    num_touched: int
+
+    @property
+    def touched(self) -> float | None:
+        """Distinct experts per layer and step; None when none were counted."""
+        return self.num_touched / self.num_samples if self.num_samples else None
 
     @property
     def rate(self) -> float:
@@ -87,6 +93,12 @@ class Figure:
         if weights.expert_layers and self.touched is None:
             return None
         return self.num_tokens * bandwidth / (self.num_steps * weights.per_step(self.touched or 0.0))
+
+
+def best_of(rounds: Sequence[Figure]) -> Figure:
+    """The fastest of rounds of the same work, experts counted over all."""
+    samples, touched = sum(one.num_samples for one in rounds), sum(one.num_touched for one in rounds)
+    return replace(min(rounds, key=lambda one: one.seconds), num_samples=samples, num_touched=touched)
 
 
 class _Ours:
@@ -134,37 +146,31 @@ class _Ours:
         self._counts = self._counts[0] + result.experts[1], self._counts[1] + result.experts[2]
         return took
 
-    def _touched(self) -> float | None:
-        """Mean since it was last asked."""
-        (samples, touched), self._counts = self._counts, (0, 0)
-        return touched / samples if samples else None
+    def measure(self, phase: str, size: int, work: ModelWork) -> Figure:
+        """One round: a prompt of `size` tokens, or the steps of `size` sequences."""
+        return self._prefill(size) if phase == "prefill" else self._decode(size, work)
 
-    def prefill(self, tokens: int, repeats: int) -> Figure:
-        """The best of `repeats` prompts, in the engine's chunks."""
-        chunk, took = self._engine.config.chunk_size, []
-        self._touched()
-        for _ in range(repeats):
-            prompt = self._tokens(tokens)
-            starts, ended = self._begin([prompt], tokens)
-            seconds = 0.0
-            for at in range(0, tokens, chunk):
-                row = self._row(0, at, prompt[at : at + chunk], is_sampled=at + chunk >= tokens)
-                seconds += self._step([row], starts if at == 0 else (), ended if at == 0 else ())
-            took.append(seconds)
-        return Figure(tokens, -(-tokens // chunk), min(took), self._touched())
+    def _prefill(self, tokens: int) -> Figure:
+        """In the engine's chunks."""
+        chunk, prompt = self._engine.config.chunk_size, self._tokens(tokens)
+        starts, ended = self._begin([prompt], tokens)
+        self._counts, seconds = (0, 0), 0.0
+        for at in range(0, tokens, chunk):
+            row = self._row(0, at, prompt[at : at + chunk], is_sampled=at + chunk >= tokens)
+            seconds += self._step([row], starts if at == 0 else (), ended if at == 0 else ())
+        return Figure(tokens, -(-tokens // chunk), seconds, *self._counts)
 
-    def decode(self, sequences: int, work: ModelWork) -> Figure:
-        """All sequences together, mean over the steps."""
+    def _decode(self, sequences: int, work: ModelWork) -> Figure:
+        """All sequences together; neither their prompts nor the warm-ups count."""
         prompts = [self._tokens(work.context) for _ in range(sequences)]
         starts, ended = self._begin(prompts, work.sequence_len)
         self._step([self._row(i, 0, prompt) for i, prompt in enumerate(prompts)], starts, ended)
         seconds = 0.0
         for step in range(work.warm_ups + work.steps):
             if step == work.warm_ups:
-                seconds = 0.0
-                self._touched()
+                self._counts, seconds = (0, 0), 0.0
             seconds += self._step([self._row(i, work.context + step, self._tokens(1)) for i in range(sequences)])
-        return Figure(sequences * work.steps, work.steps, seconds, self._touched())
+        return Figure(sequences * work.steps, work.steps, seconds, *self._counts)
 
 
 def _num_slots(work: ModelWork) -> int:
@@ -196,20 +202,32 @@ def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> None
         engine = build_paged_engine(config, page_size=PAGE_SIZE, max_batch_size=max(work.batches), expert_stats=stats)
         stack.callback(engine.close)
         machine = machine_facts(threads, engine.pool)
-        print(
-            f"{shown_machine(machine)}\n{config.gguf_path.name}: {engine.model.description}\n{_shown_weights(weights)}"
-        )
+        print(f"{shown_machine(machine)}\n{engine.model.description}\n{_shown_weights(weights)}")
         print(_HEAD + "".join(f" {peer.name:>10} {'ours, x':>8}" for peer in children), flush=True)
         ours, rows = _Ours(engine, min(weights.vocab_size, engine.model.vocab_size)), []
-        for phase, count in [*(("prefill", n) for n in work.prefill), *(("decode", n) for n in work.batches)]:
-            figure = ours.prefill(count, work.repeats) if phase == "prefill" else ours.decode(count, work)
-            row = {"phase": phase, "size": count, "tokens_s": figure.rate, "touched_experts": figure.touched}
+        for phase, size in [*(("prefill", n) for n in work.prefill), *(("decode", n) for n in work.batches)]:
+            figure, theirs = _rounds(ours, children, phase, size, work)
+            row = {"phase": phase, "size": size, "tokens_s": figure.rate, "touched_experts": figure.touched}
             row["bound_tokens_s"] = figure.bound(weights, machine["read_bandwidth_gb_s"] * 1e9)
-            row["peer_tokens_s"] = {peer.name: peer.ask(f"{phase} {count}") for peer in children}
+            row["peer_tokens_s"] = theirs
             _print(row)
             rows.append(row)
     facts = {"machine": machine, "model": config.gguf_path.name, "weights": asdict(weights), "work": asdict(work)}
     print(json.dumps(facts | {"rows": rows}))
+
+
+def _rounds(
+    ours: _Ours, peers: list[PeerProcess], phase: str, size: int, work: ModelWork
+) -> tuple[Figure, dict[str, float | None]]:
+    """The best round of each, in turns, so that a busy minute hits all."""
+    figures: list[Figure] = []
+    theirs: dict[str, float | None] = {peer.name: None for peer in peers}
+    for _ in range(work.repeats):
+        figures.append(ours.measure(phase, size, work))
+        for peer in peers:
+            rates = (theirs[peer.name], peer.ask(f"{phase} {size}"))
+            theirs[peer.name] = max((rate for rate in rates if rate is not None), default=None)
+    return best_of(figures), theirs
 
 
 _HEAD = f"{'phase':>8} {'tokens':>6} {'tokens/s':>9} {'experts':>8} {'bound t/s':>10} {'of bound':>9}"

@@ -10,8 +10,8 @@ __all__ = ["ModelWork"]
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """Prompts of `prefill` tokens, the best of `repeats`; then `batches` sequences that hold `context` tokens each and
-    decode one token per step, the mean of `steps` after `warm_ups`."""
+    """Prompts of `prefill` tokens; then `batches` sequences that hold `context` tokens each and decode one token per
+    step, `steps` times after `warm_ups`. Each is done in `repeats` rounds, of which the best counts."""
 
     prefill: Sequence[int]
     batches: Sequence[int]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from ktransformers.cli import bench_kernels, bench_llama, bench_model, main
-from ktransformers.cli.bench_model import Figure, Weights, weights_of
+from ktransformers.cli.bench_model import Figure, Weights, best_of, weights_of
 from ktransformers.cli.bench_peer import PeerProcess, is_missing
 from ktransformers.cli.bench_work import ModelWork
 from ktransformers.config import DEMO_MODEL_PATH
@@ -297,7 +297,14 @@ def test_the_bytes_of_a_step_are_those_of_the_file() -> None:
 
 
 def test_the_bound_of_a_dense_model_needs_no_experts() -> None:
-    figure = Figure(num_tokens=8, num_steps=2, seconds=4.0, touched=None)
+    figure = Figure(num_tokens=8, num_steps=2, seconds=4.0, num_samples=0, num_touched=0)
     assert figure.rate == 2.0
     assert figure.bound(Weights(dense=100, expert=0, expert_layers=0, vocab_size=9), 1000.0) == 8 * 1000 / (2 * 100)
     assert figure.bound(Weights(dense=100, expert=5, expert_layers=3, vocab_size=9), 1000.0) is None
+
+
+def test_the_best_round_keeps_every_count() -> None:
+    rounds = [Figure(8, 2, 4.0, 1, 5), Figure(8, 2, 3.0, 0, 0), Figure(8, 2, 5.0, 3, 11)]
+    assert best_of(rounds) == Figure(8, 2, 3.0, 4, 16)
+    assert best_of(rounds).touched == 4.0
+    assert rounds[1].touched is None
