@@ -87,7 +87,9 @@ def run_kernels(args: argparse.Namespace) -> int:
 
     shape = Shape(args.experts, args.top_k, args.hidden, args.width, args.layers)
     threads = args.threads or physical_cores()
-    bench_kernels(shape, types, positivepositive_numbers(args.tokens, "tokens"), threads, args.seconds, args.peer, args.peer_format)
+    bench_kernels(
+        shape, types, positive_numbers(args.tokens, "tokens"), threads, args.seconds, args.peer, args.peer_format
+    )
     return 0
 
 

@@ -15,7 +15,7 @@ from ktransformers.config import physical_cores
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.optimize.machine import detect_machine
 
-__all__ = ["VideoMemory", "describe_machine", "ram_peak", "reset_ram_peak", "reset_vram_peak", "vram_peak"]
+__all__ = ["VideoMemory", "cpu_name", "describe_machine", "ram_peak", "reset_ram_peak", "reset_vram_peak", "vram_peak"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ class VideoMemory:
     device_used: int
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor as the system calls it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -45,7 +46,7 @@ def describe_machine(pool: WorkerPool) -> dict[str, Any]:
     """CPU, threads, memory, GPUs and versions, as plain data."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": physical_cores(),
         "threads": pool.num_threads,
         "isa": pool.isa.value,

@@ -1,7 +1,7 @@
 """`ktransformers bench offline MODEL`: prefill and decode of a model on this machine, without a server.
 
-With `--synthetic SHAPE` the weights are random and made in memory, so that no model's files are needed. Flags that choose
-rules, placement, threads and cache are those of `chat`. The last line of standard output is JSON.
+With `--synthetic SHAPE` the weights are random and made in memory, so that no model's files are needed. Flags that
+choose rules, placement, threads and cache are those of `chat`. The last line of standard output is JSON.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from ktransformers.cli.options import (
 from ktransformers.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ktransformers.cli.offline_runs import DecodeCase, Figure
+    from ktransformers.cli.offline_runs import DecodeCase, Figure, OfflineRuns
     from ktransformers.config import EngineConfig
     from ktransformers.engine.builder import PagedEngine
     from ktransformers.engine.opened import OpenedModel
+    from ktransformers.operators.base import ExpertStats
     from ktransformers.optimize.plan import Plan
 
 __all__ = ["add_parser", "fitting_layers", "run"]
@@ -48,7 +49,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command below `bench`."""
-    text = "Prefill and decode of a model: tokens/s, GB/s of weights touched, distinct experts, peaks of memory."
+    text = "Prefill and decode of a model: tokens/s, GB/s of weights touched, distinct experts, peaks of memory. "
+    text += "--max_new_tokens is the length of a decode pass. Without MODEL and --synthetic, the bundled model."
     parser = kinds.add_parser("offline", help="a model, or random weights in its shape", description=text)
     parser.add_argument("model", metavar="MODEL", nargs="?", type=Path, help="a model's folder, or a GGUF file")
     group = parser.add_argument_group("measuring")
@@ -72,15 +74,20 @@ def run(args: argparse.Namespace) -> int:
     if args.seconds < 0:
         raise ConfigError(f"--seconds must be at least 0, got {args.seconds}")
     config = _config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
-    from ktransformers.cli.offline_runs import DecodeCase, slots_needed
+    from ktransformers.cli.offline_runs import DecodeCase, OfflineRuns, slots_needed
+    from ktransformers.operators.base import ExpertStats
 
     case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
-    config = _with_cache(config, slots_needed(prefills, batches, case, PAGE_SIZE))
     opened = _open(args, config)
     prefills = _within_context(opened, prefills, case)
-    engine, report = _load(config, opened, max(batches))
+    opened.config = _with_cache(opened.config, slots_needed(prefills, batches, case, PAGE_SIZE))
+    if args.synthetic is not None and args.layers is None:
+        opened = _cut_to_fit(args.synthetic, opened)
+    expert_stats = ExpertStats()
+    engine, report = _load(opened, max(batches), expert_stats)
+    report["settings"] |= {"decode_prompt_len": case.prompt_len, "decode_steps": case.steps}
     try:
-        figures, memory = _measure(engine, prefills, batches, case, args.seconds, report)
+        figures, memory = _measure(engine, OfflineRuns(engine, expert_stats, args.seconds), prefills, batches, case)
     finally:
         engine.close()
     print(json.dumps({"bench": "offline", **report, "memory": memory, "rows": [asdict(f) for f in figures]}))
@@ -116,21 +123,26 @@ def _with_cache(config: EngineConfig, num_slots: int) -> EngineConfig:
 
 
 def _open(args: argparse.Namespace, config: EngineConfig) -> OpenedModel:
-    """The model's files, or random weights in a shape, cut to the layers that fit when --layers does not say."""
-    from ktransformers.engine.builder import plan_model
+    """The model's files, or random weights in a shape, all its layers when --layers does not say."""
     from ktransformers.engine.opened import open_model, open_synthetic
 
     if args.synthetic is None:
         return open_model(config)
     from ktransformers.models.synthetic_shapes import find_shape
 
-    shape = find_shape(args.synthetic)
-    opened = open_synthetic(config, shape.config(args.layers))
-    if args.layers is not None:
-        return opened
-    count = fitting_layers(plan_model(config, opened))
+    return open_synthetic(config, find_shape(args.synthetic).config(args.layers))
+
+
+def _cut_to_fit(name: str, opened: OpenedModel) -> OpenedModel:
+    """The shape called `name`, opened whole, with as many layers as fit into memory."""
+    from ktransformers.engine.builder import plan_model
+    from ktransformers.engine.opened import open_synthetic
+    from ktransformers.models.synthetic_shapes import find_shape
+
+    shape = find_shape(name)
+    count = fitting_layers(plan_model(opened.config, opened))
     print(f"{shape.name}: {count} of {shape.num_layers} layers fit into memory; --layers N chooses another number")
-    return opened if count == shape.num_layers else open_synthetic(config, shape.config(count))
+    return opened if count == shape.num_layers else open_synthetic(opened.config, shape.config(count))
 
 
 def fitting_layers(plan: Plan) -> int:
@@ -171,7 +183,8 @@ def _within_context(opened: OpenedModel, prefills: list[int], case: DecodeCase) 
         return prefills
     if case.prompt_len + case.steps > context:
         raise ConfigError(
-            f"--prompt_len {case.prompt_len} and --max_new_tokens {case.steps} are beyond the model's context of {context}"
+            f"--prompt_len {case.prompt_len} and --max_new_tokens {case.steps} together are beyond the model's "
+            f"context of {context} tokens"
         )
     left_out = [count for count in prefills if count > context]
     if left_out:
@@ -179,7 +192,7 @@ def _within_context(opened: OpenedModel, prefills: list[int], case: DecodeCase) 
     return [count for count in prefills if count <= context]
 
 
-def _load(config: EngineConfig, opened: OpenedModel, max_batch_size: int) -> tuple[PagedEngine, dict[str, Any]]:
+def _load(opened: OpenedModel, max_batch_size: int, expert_stats: ExpertStats) -> tuple[PagedEngine, dict[str, Any]]:
     """The engine, and what is known of machine, model and loading."""
     from ktransformers.cli.bench_machine import describe_machine, ram_peak
     from ktransformers.cli.chat_output import loading_bar
@@ -189,7 +202,12 @@ def _load(config: EngineConfig, opened: OpenedModel, max_batch_size: int) -> tup
     began = time.perf_counter()
     with loading_bar(sys.stderr) as progress:
         engine = build_paged_engine(
-            config, page_size=PAGE_SIZE, max_batch_size=max_batch_size, progress=progress, opened=opened
+            opened.config,
+            page_size=PAGE_SIZE,
+            max_batch_size=max_batch_size,
+            progress=progress,
+            expert_stats=expert_stats,
+            opened=opened,
         )
     seconds, peak = time.perf_counter() - began, ram_peak()
     machine = describe_machine(engine.pool) | {"read_bandwidth_gb_s": limits.read_bandwidth(engine.pool) / 1e9}
@@ -206,7 +224,7 @@ def _load(config: EngineConfig, opened: OpenedModel, max_batch_size: int) -> tup
         "model": {
             "description": engine.model.description,
             "layers": opened.hf_config.num_hidden_layers,
-            "rules": engine.plan.rule_file,
+            "rules": Path(engine.plan.rule_file).name,
             "weight_bytes": weights,
         },
         "settings": {"chunk_size": engine.config.chunk_size, "cache_lens": engine.config.cache_lens},
@@ -215,21 +233,13 @@ def _load(config: EngineConfig, opened: OpenedModel, max_batch_size: int) -> tup
 
 
 def _measure(
-    engine: PagedEngine,
-    prefills: list[int],
-    batches: list[int],
-    case: DecodeCase,
-    seconds: float,
-    report: dict[str, Any],
+    engine: PagedEngine, runs: OfflineRuns, prefills: list[int], batches: list[int], case: DecodeCase
 ) -> tuple[list[Figure], dict[str, float | None]]:
     """Every figure, printed as it comes, and the peaks of memory meanwhile."""
     from ktransformers.cli.bench_machine import ram_peak, reset_ram_peak, reset_vram_peak, vram_peak
-    from ktransformers.cli.offline_runs import OfflineRuns
 
-    report["settings"] |= {"decode_prompt_len": case.prompt_len, "decode_steps": case.steps}
     reset_ram_peak()
     reset_vram_peak()
-    runs = OfflineRuns(engine, seconds)
     print(f"prompts in chunks of {engine.config.chunk_size} tokens; decode after {case.prompt_len} tokens")
     print(f"{'':>7} {'tokens':>6} {'tokens/s':>9} {'ms/step':>9} {'GB/s':>7} {'experts':>8} {'if even':>8}", flush=True)
     figures = []

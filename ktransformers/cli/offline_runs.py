@@ -20,6 +20,7 @@ import numpy as np
 
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine
+from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan, StepResult
@@ -131,10 +132,13 @@ def slots_needed(prefills: list[int], batches: list[int], case: DecodeCase, page
 
 
 class OfflineRuns:
-    """Measures one engine. seconds: passes of a figure are repeated until they took as long."""
+    """Measures one engine.
 
-    def __init__(self, engine: PagedEngine, seconds: float, seed: int = 0):
-        self._engine, self._seconds = engine, seconds
+    expert_stats: where that engine counts. seconds: passes of a figure are repeated until they took as long.
+    """
+
+    def __init__(self, engine: PagedEngine, expert_stats: ExpertStats, seconds: float, seed: int = 0):
+        self._engine, self._expert_stats, self._seconds = engine, expert_stats, seconds
         self._rng = np.random.default_rng(seed)
         self._step_ids, self._run_ids = itertools.count(), itertools.count()
         self._ended: list[int] = []
@@ -161,7 +165,8 @@ class OfflineRuns:
         def one_pass(steps: int = case.steps) -> _Counts:
             counts = _Counts()
             for position in range(case.prompt_len, case.prompt_len + steps):
-                rows = [_row(run, position, self._tokens(1), table, True) for run, table in zip(runs, tables, strict=True)]
+                pairs = zip(runs, tables, strict=True)
+                rows = [_row(run, position, self._tokens(1), table, is_sampled=True) for run, table in pairs]
                 counts.add(self._step(rows), batch)
             return counts
 
@@ -206,7 +211,7 @@ class OfflineRuns:
     @contextmanager
     def _counting(self) -> Iterator[None]:
         """Look at every call of every layer."""
-        stats = self._engine.expert_stats
+        stats = self._expert_stats
         before, stats.sample_every = stats.sample_every, 1
         try:
             yield

@@ -1,6 +1,6 @@
 """Shapes of published models as configs built in code, for measuring without their files. Knows no weights.
 
-The values are those of the models' own config.json on the Hugging Face hub, except that the number of layers can be cut.
+The values are those of the models' own config.json on the Hugging Face hub; only the number of layers can be cut.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random weights made in memory when they are asked for, as a WeightSource: for measuring speed without a model's files.
+"""Random weights made in memory when they are asked for, as a WeightSource: to measure speed without a model's files.
 
 Blocks are those of llama.cpp's Q4_K_M mixture as it is usually measured: matrices Q4_K, the LM head and the experts'
 down projections Q6_K, the split latent up-projections Q8_0, routers and vectors F32. Rows that blocks of 256 cannot
@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 from ktransformers.config import physical_cores
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import QuantType, RawTensor, block_size, row_bytes, type_size
+from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor, block_size, row_bytes, type_size
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 from ktransformers.weights.transcode import dequantize
 
@@ -59,8 +59,9 @@ def random_blocks(out: _U8, qtype: QuantType, seed: Sequence[int], gain: float =
     scales = (sign * np.float32(scale * gain) * _about_one(generator, len(blocks))).astype(np.float16)
     blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
     if qtype is QuantType.Q4_K:
-        # weight = d * scale * q - dmin * min with q in 0 .. 15: min == scale and dmin == 7.5 d center it. In the 12
-        # bytes of 6-bit numbers, bytes 0 - 3 and 4 - 7 hold the first four scales and mins, 8 - 11 the halves of the rest.
+        # weight = d * scale * q - dmin * min with q in 0 .. 15: min == scale and dmin == 7.5 d center it. Of the 12
+        # bytes of 6-bit numbers, 0 - 3 and 4 - 7 hold the first four scales and mins and, in their upper bits, parts of
+        # the others, whose lower bits are in 8 - 11.
         blocks[:, 2:4] = (scales * np.float16(7.5)).view(np.uint8).reshape(-1, 2)
         blocks[:, 8:12] = blocks[:, 4:8]
         blocks[:, 12:16] = (blocks[:, 12:16] & 15) * 17
@@ -117,6 +118,10 @@ class SyntheticSource:
         data = torch.empty(info.nbytes, dtype=torch.uint8)
         _fill(name, data, info.resident_type, EMBEDDING_GAIN if name.endswith("embed_tokens.weight") else 1.0)
         return RawTensor(data, info.resident_type, info.shape)
+
+    def fp8(self, name: str) -> Fp8Matrix:
+        """Raises TensorMismatchError: nothing here is FP8."""
+        raise TensorMismatchError(f"{name!r} is not FP8: random weights are quantized in blocks")
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values of `tensor(name)`, as a new tensor."""
