@@ -52,9 +52,12 @@ class EngineConfig:
     strict: bool = False
     trust_remote_code: bool = False
 
-    def resolved(self) -> EngineConfig:
-        """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError."""
-        if self.model_path is None and self.gguf_path is None:
+    def resolved(self, *, needs_model: bool = True) -> EngineConfig:
+        """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
+
+        needs_model: False when the weights come from no files.
+        """
+        if needs_model and self.model_path is None and self.gguf_path is None:
             raise ConfigError("no model given: pass --model_path (a folder) or --gguf_path (a file or folder)")
         for flag in ("model_path", "gguf_path", "optimize_config_path"):
             path = getattr(self, flag)

@@ -1,12 +1,16 @@
-"""`ktransformers bench`: what the CPU kernels and whole models do on this machine, beside its limits and peers."""
+"""`ktransformers bench`: what the CPU kernels and whole models do on this machine, beside its limits and peers.
+
+`ktransformers bench offline` is in bench_offline.py.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from ktransformers.cli import bench_offline
 from ktransformers.cli.bench_work import ModelWork
-from ktransformers.cli.options import set_up_logging, with_default_model
+from ktransformers.cli.options import positive_numbers, set_up_logging, with_default_model
 from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.errors import ConfigError
 
@@ -24,6 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     _add_kernels(kinds)
     _add_model(kinds)
+    bench_offline.add_parser(kinds)
 
 
 def _add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,16 +63,6 @@ def _add_model(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     model.set_defaults(run=run_model)
 
 
-def _numbers(text: str, flag: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ConfigError(f"--{flag} must be positive numbers with commas between them, got {text!r}")
-    return numbers
-
-
 def _check_positive(args: argparse.Namespace, *flags: str) -> None:
     for flag in flags:
         if getattr(args, flag) < 1:
@@ -90,7 +85,9 @@ def run_kernels(args: argparse.Namespace) -> int:
 
     shape = Shape(args.experts, args.top_k, args.hidden, args.width, args.layers)
     threads = args.threads or physical_cores()
-    bench_kernels(shape, types, _numbers(args.tokens, "tokens"), threads, args.seconds, args.peer, args.peer_format)
+    bench_kernels(
+        shape, types, positive_numbers(args.tokens, "tokens"), threads, args.seconds, args.peer, args.peer_format
+    )
     return 0
 
 
@@ -99,8 +96,8 @@ def run_model(args: argparse.Namespace) -> int:
     set_up_logging("warning")
     _check_positive(args, "steps", "context", "repeats")
     work = ModelWork(
-        prefill=_numbers(args.prefill, "prefill"),
-        batches=_numbers(args.batches, "batches"),
+        prefill=positive_numbers(args.prefill, "prefill"),
+        batches=positive_numbers(args.batches, "batches"),
         steps=args.steps,
         context=args.context,
         repeats=args.repeats,

@@ -8,18 +8,17 @@ random, routing is even. Each peer runs in a process of its own that is stopped 
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ktransformers.cli.bench_kt_kernel import kt_kernel_peer
 from ktransformers.cli.bench_llama import llama_peer
+from ktransformers.cli.bench_machine import cpu_name
 from ktransformers.cli.bench_peer import PeerProcess, is_missing
 from ktransformers.kernels import limits
 from ktransformers.kernels.native import ActivationSpec, ExpertWeight, ExpertWeights, MoeKernel, WorkerPool
@@ -124,13 +123,8 @@ def _time(once: Callable[[int], None], seconds: float, warm_ups: int) -> float:
 
 def machine_facts(threads: int, pool: WorkerPool) -> dict[str, Any]:
     """The processor's name, threads, instruction set, and what it can do at best: GB/s read, int8 TOP/s."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     bandwidth, peak = limits.read_bandwidth(pool), limits.int8_peak(pool)
-    facts = {"cpu": name, "threads": threads, "isa": pool.isa.value}
+    facts = {"cpu": cpu_name(), "threads": threads, "isa": pool.isa.value}
     return facts | {"read_bandwidth_gb_s": bandwidth / 1e9, "int8_peak_top_s": peak / 1e12}
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "add_toggle",
     "engine_config",
     "given_sampling",
+    "positive_numbers",
     "sampling_params",
     "set_up_logging",
     "version",
@@ -131,6 +132,17 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         strict=args.strict,
         trust_remote_code=args.trust_remote_code,
     )
+
+
+def positive_numbers(text: str, flag: str) -> list[int]:
+    """The numbers in "1,4,16". Raises ConfigError that names `flag`."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"--{flag} must be positive numbers with commas between them, got {text!r}")
+    return numbers
 
 
 def with_default_model(config: EngineConfig) -> EngineConfig:

@@ -119,9 +119,12 @@ def _with_cache(plan: Plan, shapes: list[LayerShape], num_slots: int) -> Plan:
     return replace(plan, extra_bytes={"kv cache": {"cpu": PagedCache.size(shapes, num_slots)}})
 
 
-def plan_model(config: EngineConfig) -> Plan:
-    """What `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit."""
-    opened = open_model(config)
+def plan_model(config: EngineConfig, opened: OpenedModel | None = None) -> Plan:
+    """What `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit.
+
+    opened: the model, when it is open already; its config counts.
+    """
+    opened = opened or open_model(config)
     plan, shapes = _make_plan(opened, pool=None)
     return _with_cache(plan, shapes, cache_len_of(opened.config, opened.hf_config))
 
@@ -168,12 +171,14 @@ def build_paged_engine(
     max_batch_size: int,
     progress: Progress | None = None,
     expert_stats: ExpertStats | None = None,
+    opened: OpenedModel | None = None,
 ) -> PagedEngine:
     """Load a model for many sequences at once, which share --cache_lens tokens in pages. Errors as `build_engine`.
 
     expert_stats: where to count how experts are used, for a caller who wants it done more closely.
+    opened: the model, when it is open already (a synthetic one, say); its config counts.
     """
-    opened, expert_stats = open_model(config), expert_stats or ExpertStats()
+    opened, expert_stats = opened or open_model(config), expert_stats or ExpertStats()
     with _new_pool(opened.config.cpu_infer) as pool:
         plan, shapes = _make_plan(opened, pool, expert_stats)
         num_pages = _num_pages(opened, plan, shapes, page_size, max_batch_size)
