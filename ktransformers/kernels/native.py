@@ -358,6 +358,11 @@ class MoeKernel:
             activation.limit,
         )
 
+    @property
+    def handle(self) -> _native.Moe:
+        """The extension's object. It does not keep the weights alive."""
+        return self._moe
+
     def forward(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None
     ) -> Tensor:
