@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from ktransformers.errors import KernelError
+from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.triton.convert import convert_rows
 
 __all__ = ["CudaDriver", "StreamDriver"]
 
 _ATTRIBUTE_64_BIT_MEMORY_OPERATIONS = 122  # of the second version of these calls, which needs no module parameter
 _WAIT_EQUAL = 1
+_KERNEL_ROWS = 64  # copied by one kernel, which starts sooner than three copy engines; these are faster for more
 
 
 class StreamDriver(Protocol):
@@ -52,8 +55,8 @@ class StreamDriver(Protocol):
         """Where the device finds a tensor of `pinned`."""
         ...
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        """Copy between the device and pinned memory, in stream order. Same shape and dtype, both contiguous."""
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copy up to three matrices [T, any] between the device and pinned memory, converted to the targets' types."""
         ...
 
     def synchronize(self) -> None:
@@ -92,6 +95,7 @@ class CudaDriver:
         if self.device.type != "cuda":
             raise KernelError(f"{self.device} is no CUDA device")
         self._library = _load_driver()
+        self._has_triton = runtime.available() is None and not runtime.is_interpreted()
         torch.cuda.synchronize(self.device)  # makes the device's context current in this thread
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -161,8 +165,16 @@ class CudaDriver:
         self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), tensor.data_ptr(), 0)
         return int(address.value)
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        to.copy_(source, non_blocking=True)
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        rows = sources[0].shape[0]
+        if self._has_triton and rows <= _KERNEL_ROWS:
+            with torch.cuda.device(self.device):
+                convert_rows(targets, sources)
+            return
+        for target, source in zip(targets, sources, strict=True):
+            if source.dtype != target.dtype and source.device.type == "cuda":
+                source = source.to(target.dtype)
+            target.copy_(source, non_blocking=True)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -139,8 +139,8 @@ class StreamedExperts:
             self._pending = None
         is_captured = self._driver.is_capturing()
         word = self._handle.word_of(layer, rows, is_captured)
-        for buffer, tensor in ((self._hidden, hidden_states), (self._ids, topk_ids), (self._weights, topk_weights)):
-            self._driver.copy(buffer[:rows], tensor.to(buffer.dtype).contiguous())
+        buffers = [buffer[:rows] for buffer in (self._hidden, self._ids, self._weights)]
+        self._driver.copy(buffers, [hidden_states, topk_ids, topk_weights])
         if is_captured:
             self._num_captured += 1
         else:
@@ -162,7 +162,7 @@ class StreamedExperts:
             )
         self._wait(word)
         self._pending = None
-        self._driver.copy(out, self._out[:rows])
+        self._driver.copy([out], [self._out[:rows]])
         return out
 
     def _wait(self, word: int) -> None:

@@ -90,9 +90,10 @@ class FakeDriver:
     def device_address(self, tensor: torch.Tensor) -> int:
         return int(tensor.data_ptr())
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         def copy() -> None:
-            to.copy_(source)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
 
         self.enqueue(copy)
 
