@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "moe.h"
+#include "stream.h"
 
 namespace nb = nanobind;
 
@@ -152,6 +152,47 @@ void bind_moe(nb::module_& m) {
            nb::call_guard<nb::gil_scoped_release>());
 }
 
+// addresses: hidden, ids, weights, out, num_tokens, word or 0; sizes: tokens at most, experts per token, hidden size;
+// kinds: whether hidden is bf16, ids are int64, out is bf16.
+kt::StreamBuffers stream_buffers(const std::vector<Address>& addresses, const std::vector<int64_t>& sizes, const std::vector<bool>& kinds) {
+  if (addresses.size() != 6 || sizes.size() != 3 || kinds.size() != 3)
+    throw std::invalid_argument("an ExpertStream wants 6 addresses, 3 sizes and 3 kinds");
+  kt::StreamBuffers b;
+  b.hidden = at<const void>(addresses[0]);
+  b.ids = at<const void>(addresses[1]);
+  b.weights = at<const float>(addresses[2]);
+  b.out = at<void>(addresses[3]);
+  b.num_tokens = at<const int32_t>(addresses[4]);
+  b.word = at<uint32_t>(addresses[5]);
+  b.max_tokens = sizes[0];
+  b.top_k = sizes[1];
+  b.hidden_size = sizes[2];
+  b.hidden_is_bf16 = kinds[0];
+  b.ids_are_int64 = kinds[1];
+  b.out_is_bf16 = kinds[2];
+  return b;
+}
+
+void bind_stream(nb::module_& m) {
+  nb::class_<kt::ExpertStream>(m, "ExpertStream")
+      .def("__init__",
+           [](kt::ExpertStream* self, kt::WorkerPool& pool, const std::vector<Address>& addresses, const std::vector<int64_t>& sizes,
+              const std::vector<bool>& kinds) { new (self) kt::ExpertStream(pool, stream_buffers(addresses, sizes, kinds)); },
+           nb::arg("pool"), nb::arg("addresses"), nb::arg("sizes"), nb::arg("kinds"), nb::keep_alive<1, 2>())
+      .def("add_layer", &kt::ExpertStream::add_layer, nb::arg("moe"), nb::keep_alive<1, 2>())
+      .def("word_of", &kt::ExpertStream::word_of, nb::arg("layer"), nb::arg("rows"), nb::arg("is_padded"))
+      .def("call_of", [](kt::ExpertStream& self, uint32_t word) { return reinterpret_cast<Address>(self.call_of(word)); }, nb::arg("word"))
+      .def_prop_ro_static("submit_address", [](nb::handle) { return reinterpret_cast<Address>(&kt::ExpertStream::submit); })
+      .def_prop_ro_static("wait_address", [](nb::handle) { return reinterpret_cast<Address>(&kt::ExpertStream::wait); })
+      .def("expect", &kt::ExpertStream::expect, nb::arg("count"))
+      .def("check", &kt::ExpertStream::check)
+      .def("close", &kt::ExpertStream::close, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("has_error", &kt::ExpertStream::has_error)
+      .def_prop_ro("failed_layer", &kt::ExpertStream::failed_layer)
+      .def_prop_ro("num_forwards", &kt::ExpertStream::num_forwards)
+      .def_prop_ro("busy_seconds", &kt::ExpertStream::busy_seconds);
+}
+
 // sizes: rows, heads, kv heads, dim_k, dim_v, slots of the cache; strides: q row, q head, k slot, k head, v slot, v head,
 // all in elements; table: rows, columns, stride of the block table, page size.
 void bind_attention(nb::module_& m) {
@@ -231,6 +272,7 @@ NB_MODULE(_native, m) {
   bind_linear(m);
   bind_rows(m);
   bind_moe(m);
+  bind_stream(m);
   bind_attention(m);
   bind_layer(m);
 }
