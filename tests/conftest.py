@@ -1,4 +1,4 @@
-"""Triton runs kernels in its interpreter where there is no GPU: decided when a kernel is defined, so set before that."""
+"""Triton interprets its kernels where there is no GPU: decided when a kernel is defined, so set before any import."""
 
 from __future__ import annotations
 
