@@ -109,12 +109,14 @@ class Operator(nn.Module, ABC):
     Subclasses name what they can run: OPS maps an implementation's name (as rule files spell it) to one line on what
     it is here; an empty map means that there is only one. KWARGS are keyword arguments beyond the common ones, passed
     to the constructor. OWNED_CHILDREN are direct children that `load` reads itself: the planner does not visit them;
-    all others stay in the tree and are planned for themselves.
+    all others stay in the tree and are planned for themselves. KEEPS_BUFFERS: the wrapped module's own buffers stay
+    on the CPU, because its forward runs there whatever the operator's device.
     """
 
     OPS: ClassVar[dict[str, str]] = {}
     KWARGS: ClassVar[frozenset[str]] = frozenset()
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset()
+    KEEPS_BUFFERS: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         """Take over `module`, whose dotted name in the Hugging Face tree is `key`. Reads no weights.

@@ -15,7 +15,7 @@ from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.linear import Workspace
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, uses_vector_path
 
-__all__ = ["CPU", "Device", "Devices", "cuda_memory", "distinct"]
+__all__ = ["CPU", "Device", "Devices", "cuda_memory", "distinct", "give_back"]
 
 _LINEAR_ROWS = 64  # rows of activations above which no product splits its columns
 
@@ -24,12 +24,12 @@ _LINEAR_ROWS = 64  # rows of activations above which no product splits its colum
 class Device:
     """One device that operators run on.
 
-    name: as placements spell it. torch: where its tensors are. dtype: of activations, dense weights and the cache.
+    name: as placements spell it. torch_device: where its tensors are. dtype: of activations, dense weights and cache.
     is_gpu: whether modules on it run on Triton kernels and torch rather than on the native CPU kernels.
     """
 
     name: str
-    torch: torch.device
+    torch_device: torch.device
     dtype: torch.dtype
     is_gpu: bool
     _scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
@@ -41,17 +41,17 @@ class Device:
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """`x` here: floats in `dtype`, integers and complex numbers as they are. No copy of what is here already."""
-        return x.to(self.torch, self.dtype) if x.is_floating_point() else x.to(self.torch)
+        return x.to(self.torch_device, self.dtype) if x.is_floating_point() else x.to(self.torch_device)
 
     def move(self, x: torch.Tensor) -> torch.Tensor:
         """`x` here, in its own type."""
-        return x.to(self.torch)
+        return x.to(self.torch_device)
 
     def linear_workspace(self) -> Workspace:
         """Memory of the quantized products, which run one after another on this device."""
         made = self._scratch.get("linear")
         if not isinstance(made, Workspace):
-            made = self._scratch["linear"] = Workspace.allocate(self.torch, _LINEAR_ROWS)
+            made = self._scratch["linear"] = Workspace.allocate(self.torch_device, _LINEAR_ROWS)
         return made
 
     def moe_workspace(
@@ -87,6 +87,11 @@ class Devices:
         if device is None:
             device = self._made[name] = self.gpu(name)
         return device
+
+
+def give_back(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`result` where the input `like` of an operator is, and in its type."""
+    return result.to(like.device, like.dtype)
 
 
 def cuda_memory() -> Mapping[str, int]:

@@ -8,28 +8,43 @@ experts could depend on who shares its step (see `exact`).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from ktransformers.core import Phase
 from ktransformers.operators.exact import NativeMathMode
-from ktransformers.operators.wrapper import WrapperOperator
+from ktransformers.operators.wrapper import DenseState, WrapperOperator
 
 __all__ = ["KMoEGate"]
 
 
 class KMoEGate(WrapperOperator):
-    """Any router of `transformers`: [T, H] in, (router_logits, topk_weights [T, K], topk_ids [T, K]) out."""
+    """Any router of `transformers`: [T, H] in, (router_logits, topk_weights [T, K], topk_ids [T, K]) out.
 
-    OPS: ClassVar[dict[str, str]] = {"KMoEGateNative": "the family's own routing on native kernels"}
+    Computes in fp32 on every device: a router is small, and a rounded score may choose another expert.
+    """
+
+    OPS: ClassVar[dict[str, str]] = {
+        "KMoEGateNative": "the family's own routing on native kernels",
+        "KMoEGateTorch": "the family's own routing on the GPU",
+    }
 
     def op(self, phase: Phase) -> str:
-        return "KMoEGateNative"
+        return "KMoEGateTorch" if self.device.is_gpu else "KMoEGateNative"
+
+    def state(self) -> DenseState:
+        return DenseState(self.inner, self.key, self.device, torch.float32)
 
     def bypassed(self) -> Iterable[nn.Module]:
         return (self.inner,)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with NativeMathMode(self.config.require_pool()):
-            return self.inner(*args, **kwargs)
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        x = hidden_states.to(self.device.torch_device, torch.float32)
+        with nullcontext() if self.device.is_gpu else NativeMathMode(self.config.require_pool()):
+            routed = self.inner(x, *args, **kwargs)
+        if isinstance(routed, torch.Tensor):
+            return routed.to(hidden_states.device)
+        return tuple(part.to(hidden_states.device) if isinstance(part, torch.Tensor) else part for part in routed)

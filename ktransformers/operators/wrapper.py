@@ -50,7 +50,7 @@ class DenseState:
         for name, shape in self.names():
             full = f"{self.key}.{name}"
             expect_shape(source.find(full), full, shape)
-            tensor = source.dense(full).to(self.device.torch, self.dtype)
+            tensor = source.dense(full).to(self.device.torch_device, self.dtype)
             if name in self.module._parameters:
                 self.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
             else:

@@ -30,8 +30,8 @@ class Homes:
 
     def __init__(self, model: Any, rules: Rules, machine: Machine):
         self._machine, self._model_type = machine, str(model.config.model_type)
-        attention = {
-            module.layer_idx: key
+        attention: dict[int, str] = {
+            int(module.layer_idx): key
             for key, module in model.named_modules()
             if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "scaling")
         }
