@@ -1,6 +1,6 @@
 """Keys and values in pages that any sequence can own. Knows shapes and slots, not who owns what.
 
-L layers; per layer: keys fp32 [num_pages * page_size, kv_heads, key_dim], values fp32 [..., kv_heads, value_dim]
+L layers; per layer, on its device: keys [num_pages * page_size, kv_heads, key_dim], values [..., kv_heads, value_dim]
 slot of position p of a sequence: block_table[p // page_size] * page_size + p % page_size
 latent attention (MLA): kv_heads is 1, and values is a view of the first value_dim columns of keys
 """
@@ -9,24 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 __all__ = ["LayerShape", "PagedCache"]
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape of one layer's cache. is_latent: values are part of the keys and take no bytes of their own."""
+    """Shape of one layer's cache. is_latent: values are part of the keys and take no bytes of their own.
+
+    place: the device as plans name it; device, dtype: where its tensors are and what they hold.
+    """
 
     kv_heads: int
     key_dim: int
     value_dim: int
     is_latent: bool = False
+    place: str = "cpu"
+    device: torch.device = _CPU
+    dtype: torch.dtype = torch.float32
 
     def nbytes(self, num_slots: int) -> int:
         values = 0 if self.is_latent else self.value_dim
-        return 4 * num_slots * self.kv_heads * (self.key_dim + values)
+        return self.dtype.itemsize * num_slots * self.kv_heads * (self.key_dim + values)
 
 
 class PagedCache:
@@ -41,6 +50,14 @@ class PagedCache:
         """Bytes that a cache of these shapes takes."""
         return sum(shape.nbytes(num_slots) for shape in shapes)
 
+    @staticmethod
+    def size_by_place(shapes: Sequence[LayerShape], num_slots: int) -> dict[str, int]:
+        """Bytes that a cache of these shapes takes on each device, by its name in plans."""
+        sizes: dict[str, int] = {}
+        for shape in shapes:
+            sizes[shape.place] = sizes.get(shape.place, 0) + shape.nbytes(num_slots)
+        return sizes
+
     @property
     def num_slots(self) -> int:
         return self.num_pages * self.page_size
@@ -50,11 +67,16 @@ class PagedCache:
         return self.size(self.shapes, self.num_slots)
 
     def _allocate(self, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = torch.zeros(self.num_slots, shape.kv_heads, shape.key_dim)
+        place: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype}
+        keys = torch.zeros(self.num_slots, shape.kv_heads, shape.key_dim, **place)
         if shape.is_latent:
             return keys, keys[..., : shape.value_dim]
-        return keys, torch.zeros(self.num_slots, shape.kv_heads, shape.value_dim)
+        return keys, torch.zeros(self.num_slots, shape.kv_heads, shape.value_dim, **place)
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of layer `layer_idx`; the attention operator writes to them in place."""
         return self._layers[layer_idx]
+
+    def is_on_gpu(self, layer_idx: int) -> bool:
+        """Whether layer `layer_idx` lives on a GPU, where other kernels read it."""
+        return self.shapes[layer_idx].place != "cpu"

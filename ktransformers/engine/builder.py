@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.cache.static import StaticCache
 from ktransformers.config import EngineConfig
+from ktransformers.engine.layout import StepLayout, install_moves, settle_buffers
 from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.runner import ModelRunner, StaticRunner
@@ -23,9 +24,10 @@ from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.base import ExpertStats, OperatorConfig
+from ktransformers.operators.device import Devices
 from ktransformers.operators.fused import fuse_layers
 from ktransformers.optimize.apply import apply_plan, load_plan
-from ktransformers.optimize.machine import detect_machine
+from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Plan, make_plan
 from ktransformers.optimize.rules import load_rules
 from ktransformers.tokenizer import Tokenizer
@@ -33,6 +35,7 @@ from ktransformers.tokenizer import Tokenizer
 __all__ = [
     "DEFAULT_CACHE_LEN",
     "Engine",
+    "Hardware",
     "PagedEngine",
     "Progress",
     "build_engine",
@@ -95,8 +98,21 @@ def cache_len_of(config: EngineConfig, hf_config: Any) -> int:
     return config.cache_lens or min(context, DEFAULT_CACHE_LEN)
 
 
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What an engine runs on. Tests make up GPUs."""
+
+    machine: Machine
+    devices: Devices = field(default_factory=Devices)
+
+    @classmethod
+    def detect(cls) -> Hardware:
+        """This machine."""
+        return cls(detect_machine())
+
+
 def _make_plan(
-    opened: OpenedModel, pool: WorkerPool | None, expert_stats: ExpertStats | None = None
+    opened: OpenedModel, hardware: Hardware, pool: WorkerPool | None, expert_stats: ExpertStats | None = None
 ) -> tuple[Plan, list[LayerShape]]:
     """The plan, without a cache, and the shape of each layer's cache."""
     config, model = opened.config, opened.model
@@ -106,26 +122,30 @@ def _make_plan(
     plan = make_plan(
         model,
         rules,
-        operator_config=OperatorConfig(opened.hf_config, pool, quant, expert_stats or ExpertStats()),
+        operator_config=OperatorConfig(opened.hf_config, pool, quant, expert_stats or ExpertStats(), hardware.devices),
         source=opened.source,
-        machine=detect_machine(),
+        machine=hardware.machine,
         strict=config.strict,
         ignorable=lambda name: opened.source.ignorable(name) or is_unused(name),
     )
-    return plan, cache_shapes(model, plan.operators)
+    homes = [plan.devices[home.device] for home in plan.homes]
+    return plan, cache_shapes(model, plan.operators, homes or None)
 
 
 def _with_cache(plan: Plan, shapes: list[LayerShape], num_slots: int) -> Plan:
-    return replace(plan, extra_bytes={"kv cache": {"cpu": PagedCache.size(shapes, num_slots)}})
+    extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
+    used = {entry.placement.generate_device for entry in plan.entries}
+    workspace = {name: plan.devices[name].workspace_nbytes() for name in sorted(used) if plan.devices[name].is_gpu}
+    return replace(plan, extra_bytes={**extra, "workspace": workspace} if workspace else extra)
 
 
-def plan_model(config: EngineConfig, opened: OpenedModel | None = None) -> Plan:
+def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
     """What `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit.
 
     opened: the model, when it is open already; its config counts.
     """
     opened = opened or open_model(config)
-    plan, shapes = _make_plan(opened, pool=None)
+    plan, shapes = _make_plan(opened, hardware or Hardware.detect(), pool=None)
     return _with_cache(plan, shapes, cache_len_of(opened.config, opened.hf_config))
 
 
@@ -141,22 +161,25 @@ def _new_pool(num_threads: int) -> Iterator[WorkerPool]:
         raise
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
-    """Load a model. Raises ConfigError, RuleError, WeightError or CapacityError, each before it is too late."""
+def build_engine(config: EngineConfig, progress: Progress | None = None, hardware: Hardware | None = None) -> Engine:
+    """Load a model. Raises ConfigError, RuleError, WeightError or CapacityError, each before it is too late.
+
+    hardware: what to run on; this machine when None.
+    """
     opened = open_model(config)
     with _new_pool(opened.config.cpu_infer) as pool:
-        plan, shapes = _make_plan(opened, pool)
+        plan, shapes = _make_plan(opened, hardware or Hardware.detect(), pool)
         max_len = cache_len_of(opened.config, opened.hf_config)
         plan = _with_cache(plan, shapes, max_len)
         plan.check_fits()
         model = describe_model(opened)
-        _load(opened, plan, progress)
+        layout = _load(opened, plan, max_len, progress)
         fuse_layers(opened.model, shapes, pool)
     return Engine(
         config=replace(opened.config, cache_lens=max_len),
         hf_config=opened.hf_config,
         plan=plan,
-        runner=StaticRunner(opened.model, StaticCache(shapes, max_len), pool, model.vocab_size),
+        runner=StaticRunner(opened.model, StaticCache(shapes, max_len), pool, model.vocab_size, layout),
         tokenizer=model.tokenizer,
         eos_token_ids=model.eos_token_ids,
         generation_defaults=model.generation_defaults,
@@ -172,6 +195,7 @@ def build_paged_engine(
     progress: Progress | None = None,
     expert_stats: ExpertStats | None = None,
     opened: OpenedModel | None = None,
+    hardware: Hardware | None = None,
 ) -> PagedEngine:
     """Load a model for many sequences at once, which share --cache_lens tokens in pages. Errors as `build_engine`.
 
@@ -180,18 +204,18 @@ def build_paged_engine(
     """
     opened, expert_stats = opened or open_model(config), expert_stats or ExpertStats()
     with _new_pool(opened.config.cpu_infer) as pool:
-        plan, shapes = _make_plan(opened, pool, expert_stats)
+        plan, shapes = _make_plan(opened, hardware or Hardware.detect(), pool, expert_stats)
         num_pages = _num_pages(opened, plan, shapes, page_size, max_batch_size)
         plan = _with_cache(plan, shapes, num_pages * page_size)
         plan.check_fits()
         model = describe_model(opened)
-        _load(opened, plan, progress)
+        layout = _load(opened, plan, num_pages * page_size, progress)
         fuse_layers(opened.model, shapes, pool)
         cache = PagedCache(shapes, num_pages, page_size)
     return PagedEngine(
         config=replace(opened.config, cache_lens=cache.num_slots),
         plan=plan,
-        executor=PagedExecutor(ModelRunner(opened.model, pool), cache, pool, model.vocab_size, expert_stats),
+        executor=PagedExecutor(ModelRunner(opened.model, pool, layout), cache, pool, model.vocab_size, expert_stats),
         cache=cache,
         model=model,
         pool=pool,
@@ -204,19 +228,27 @@ def _num_pages(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], page_s
     if asked:
         return -(-asked // page_size)
     num_tokens = cache_len_of(opened.config, opened.hf_config) * max_batch_size
-    free = detect_machine().available_bytes - sum(plan.weight_bytes.values())
-    fitting = int(PAGED_SHARE * max(free, 0) / PagedCache.size(shapes, 1))
+    fitting = min(
+        int(PAGED_SHARE * max(plan.capacity.get(place, 0) - plan.weight_bytes.get(place, 0), 0) / nbytes)
+        for place, nbytes in PagedCache.size_by_place(shapes, 1).items()
+    )
     chosen = max(min(num_tokens, fitting), page_size)
     if chosen < num_tokens:
         logger.info("--cache_lens: %d tokens, a quarter of the free memory; set it to have more", chosen)
     return chosen // page_size
 
 
-def _load(opened: OpenedModel, plan: Plan, progress: Progress | None) -> None:
+def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | None) -> StepLayout:
     total = sum(plan.weight_bytes.values())
+    modules, embedding = dict(opened.model.named_modules()), opened.model.get_input_embeddings()
     apply_plan(opened.model, plan)
     restore_buffers(opened.model)
     if progress is None:
         load_plan(opened.model, plan, opened.source)
     else:
         load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
+    settle_buffers(modules, plan)
+    install_moves(modules, plan)
+    for operator in plan.operators.values():
+        operator.reserve(max_len)
+    return StepLayout.of(plan, modules, embedding)

@@ -11,9 +11,11 @@ import torch
 
 from ktransformers.cache.static import StaticCache
 from ktransformers.engine.context import static_context
+from ktransformers.engine.layout import StepLayout
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.device import CPU
 from ktransformers.operators.exact import NativeMathMode, modules_on_torch
 
 __all__ = ["ModelRunner", "StaticRunner"]
@@ -22,10 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """A loaded model, one flattened step at a time. Whose tokens they are is in the context."""
+    """A loaded model, one flattened step at a time. Whose tokens they are is in the context.
 
-    def __init__(self, model: Any, pool: WorkerPool):
-        left = modules_on_torch(model)
+    layout: the devices of its layers; the CPU alone when None.
+    """
+
+    def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None):
+        self.layout = None if layout is None or layout.is_cpu else layout
+        left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
         if left:
             logger.info("%s and %d more modules keep their forward, on native products", left[0], len(left) - 1)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
@@ -37,8 +43,11 @@ class ModelRunner:
     ) -> torch.Tensor:
         """One flattened step of any sequences: int64 [T] ids and positions, int64 [N] rows to keep.
 
-        Returns their logits, fp32 [N, vocab_size]. Checks nothing: `forward` does for one sequence.
+        Everything comes and goes on the CPU. Returns their logits, fp32 [N, vocab_size]. Checks nothing: `forward`
+        does for one sequence.
         """
+        if self.layout is not None:
+            return self._step_on(self.layout, token_ids, positions, context, keep)
         with self._math:
             output = self.model(
                 input_ids=token_ids[None],
@@ -50,12 +59,35 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    def _step_on(
+        self,
+        layout: StepLayout,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+    ) -> torch.Tensor:
+        """`step` with layers on GPUs: rows are looked up where the table is, then all inputs are on the GPU."""
+        entry, last = layout.entry, layout.last
+        with self._math:
+            output = self.model(
+                inputs_embeds=entry.take(layout.embedding(token_ids[None])),
+                position_ids=entry.move(positions[None]),
+                use_cache=False,
+                logits_to_keep=last.move(keep),
+                forward_context=context.replicated(device.torch_device for device in layout.devices),
+            )
+        logits: torch.Tensor = output.logits[0].to("cpu", torch.float32)
+        return logits
+
 
 class StaticRunner(ModelRunner):
     """One sequence of at most max_len tokens, whose keys and values live in a StaticCache."""
 
-    def __init__(self, model: Any, cache: StaticCache, pool: WorkerPool, vocab_size: int):
-        super().__init__(model, pool)
+    def __init__(
+        self, model: Any, cache: StaticCache, pool: WorkerPool, vocab_size: int, layout: StepLayout | None = None
+    ):
+        super().__init__(model, pool, layout)
         self.cache = cache
         self.vocab_size = vocab_size
         self.written_len = 0  # positions whose keys and values are in the cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from ktransformers.cache.static import LayerShape
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.operators.attention import ATTENTION_NAME, register_attention
+from ktransformers.operators.device import CPU, Device
 from ktransformers.operators.mla import KMLAAttention
 
 __all__ = ["build_skeleton", "cache_shapes", "load_hf_config", "restore_buffers"]
@@ -91,8 +93,12 @@ def _is_meta(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.is_meta
 
 
-def cache_shapes(model: Any, operators: Mapping[str, nn.Module]) -> list[LayerShape]:
+def cache_shapes(
+    model: Any, operators: Mapping[str, nn.Module], homes: Sequence[Device] | None = None
+) -> list[LayerShape]:
     """The cache that each layer needs, in the order of layer_idx; `operators` are the planned ones by key.
+
+    homes: where the layers live, in order; the CPU when None.
 
     Latent shapes are for layers that run our absorbed MLA; any other attention module caches what it hands to the
     attention function.
@@ -111,7 +117,10 @@ def cache_shapes(model: Any, operators: Mapping[str, nn.Module]) -> list[LayerSh
         raise UnsupportedError(
             f"model type {model.config.model_type}: attention found for layers {sorted(shapes)} only"
         )
-    return [shapes[i] for i in range(len(shapes))]
+    places = [CPU] * len(shapes) if homes is None else homes
+    return [
+        replace(shapes[i], place=home.name, device=home.torch_device, dtype=home.dtype) for i, home in enumerate(places)
+    ]
 
 
 def _expanded_shape(module: Any, key: str) -> LayerShape:

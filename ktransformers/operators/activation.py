@@ -16,10 +16,20 @@ from torch.nn import functional
 from ktransformers.core import Phase
 from ktransformers.kernels import native
 from ktransformers.kernels.native import Activation, ActivationSpec
+from ktransformers.kernels.triton import elementwise
 from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.device import Device, give_back
 from ktransformers.operators.wrapper import WrapperOperator
 
-__all__ = ["PLAIN_ACTIVATIONS", "KActivation", "first_equal", "gated_reference", "recognize_activation", "sigmoid"]
+__all__ = [
+    "PLAIN_ACTIVATIONS",
+    "KActivation",
+    "activate",
+    "first_equal",
+    "gated_reference",
+    "recognize_activation",
+    "sigmoid",
+]
 
 _REFERENCES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: functional.silu,
@@ -66,6 +76,23 @@ def sigmoid(x: torch.Tensor, pool: native.WorkerPool) -> torch.Tensor:
     return native.activate(ActivationSpec(Activation.SIGMOID), None, x.contiguous(), pool)
 
 
+def activate(
+    spec: ActivationSpec,
+    gate: torch.Tensor | None,
+    up: torch.Tensor,
+    device: Device,
+    pool: native.WorkerPool | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """act(gate) * up, or act(up), of any shape [..., I], on `device`; `out` may be gate. The pool is for the CPU."""
+    if not device.is_gpu:
+        assert pool is not None, "built for planning only"
+        return native.activate(spec, None if gate is None else gate.contiguous(), up.contiguous(), pool, out=out)
+    width = up.shape[-1]
+    rows = None if gate is None else gate.reshape(-1, width)
+    return elementwise.activate(spec, rows, up.reshape(-1, width)).view(up.shape)
+
+
 def recognize_activation(module: nn.Module) -> ActivationSpec | None:
     """The native activation that equals `module` on random rows, or None when none does."""
     if any(True for _ in module.children()) or any(True for _ in module.parameters()) or type(module) is nn.Identity:
@@ -83,6 +110,7 @@ class KActivation(WrapperOperator):
 
     OPS: ClassVar[dict[str, str]] = {
         "KActivationNative": "native kernel",
+        "KActivationTriton": "Triton kernel",
         "KActivationTorch": "the module's own forward (no kernel computes it)",
     }
 
@@ -91,12 +119,15 @@ class KActivation(WrapperOperator):
         self.spec = recognize_activation(module)
 
     def op(self, phase: Phase) -> str:
-        return "KActivationTorch" if self.spec is None else "KActivationNative"
+        if self.spec is None:
+            return "KActivationTorch"
+        return "KActivationTriton" if self.device.is_gpu else "KActivationNative"
 
     def bypassed(self) -> Iterable[nn.Module]:
         return () if self.spec is None else (self.inner,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.device.take(x)
         if self.spec is None:
-            return self.inner(x)  # type: ignore[no-any-return]
-        return native.activate(self.spec, None, x.contiguous(), self.config.require_pool())
+            return give_back(self.inner(rows), x)
+        return give_back(activate(self.spec, None, rows, self.device, self.config.pool), x)

@@ -7,6 +7,7 @@ no mask: what a row may see follows from the ForwardContext.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
+from ktransformers.kernels.triton.attention import attention
+from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.wrapper import WrapperOperator
 
@@ -45,8 +48,9 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Write the step's keys and values, then attend.
 
-    query fp32 [1, Hq, T, D]; key, value fp32 [1, Hkv, T, D]; returns fp32 [1, T, Hq, D]. s_aux fp32 [Hq] are attention
-    sinks; softcap bounds the logits (Gemma 2). Raises UnsupportedError for an argument that would change the result.
+    query [1, Hq, T, D]; key, value [1, Hkv, T, D]; returns [1, T, Hq, D]; all fp32, or of a GPU's type. s_aux [Hq] are
+    attention sinks; softcap bounds the logits (Gemma 2). Raises UnsupportedError for an argument that would change
+    the result.
     """
     if forward_context is None:
         raise UnsupportedError("the attention of ktransformers runs inside its engine only: no forward_context given")
@@ -57,23 +61,71 @@ def attention_forward(
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
     keys, values = forward_context.cache.layer(layer_idx)
-    keys[forward_context.slot_mapping] = key[0].transpose(0, 1)
-    values[forward_context.slot_mapping] = value[0].transpose(0, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    options: dict[str, Any] = {
+        "window": sliding_window or 0,
+        "sinks": None if s_aux is None else s_aux.float().contiguous(),
+        "softcap": softcap or 0.0,
+    }
+    context = forward_context.on(keys.device)
+    rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, D]
+    if context.cache.is_on_gpu(layer_idx):
+        return _gpu_attention(rows, keys, values, context, scale, options)[None], None
+    keys[context.slot_mapping] = rows[1]
+    values[context.slot_mapping] = rows[2]
     out = native.attention(
-        query[0].transpose(0, 1).contiguous(),
+        rows[0].contiguous(),
         keys,
         values,
-        forward_context.block_table,
-        forward_context.page_size,
-        forward_context.seq_ids,
-        forward_context.kv_lens,
-        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        forward_context.pool,
-        window=sliding_window or 0,
-        sinks=None if s_aux is None else s_aux.float().contiguous(),
-        softcap=softcap or 0.0,
+        context.block_table,
+        context.page_size,
+        context.seq_ids,
+        context.kv_lens,
+        scale,
+        context.pool,
+        **options,
     )
     return out[None], None
+
+
+@functools.cache
+def _zero_angle(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(1, 1, device=device), torch.zeros(1, 1, device=device)
+
+
+def _gpu_attention(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    context: ForwardContext,
+    scale: float,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """`attention_forward` on a GPU: rows are query, key and value [T, heads, D] of any type; returns [T, Hq, D]."""
+    num_rows = rows[0].shape[0]
+    # One kernel writes the cache and makes queries of the cache's type. What is rotated here is rotated already: by 0.
+    cos, sin = _zero_angle(keys.device)
+    query = rope_to_cache(
+        *rows,
+        cos.expand(num_rows, 1),
+        sin.expand(num_rows, 1),
+        keys,
+        values,
+        context.slot_mapping,
+        rotary_dim=2,
+        q_out=torch.empty(rows[0].shape, dtype=keys.dtype, device=keys.device),
+    )
+    return attention(
+        query,
+        keys,
+        values,
+        context.block_table,
+        context.page_size,
+        context.seq_ids,
+        context.kv_lens,
+        scale,
+        **options,
+    )
 
 
 def register_attention() -> None:
@@ -90,7 +142,10 @@ class KAttention(WrapperOperator):
     module its line in the plan and its device.
     """
 
-    OPS: ClassVar[dict[str, str]] = {"KAttentionNative": "native attention over the cache"}
+    OPS: ClassVar[dict[str, str]] = {
+        "KAttentionNative": "native attention over the cache",
+        "KAttentionTriton": "Triton attention over the cache",
+    }
     KWARGS: ClassVar[frozenset[str]] = frozenset({"chunck_size", "absorb_for_prefill"})
 
     def __init__(self, *args: Any, chunck_size: int | None = None, absorb_for_prefill: bool | None = None, **kw: Any):
@@ -99,4 +154,4 @@ class KAttention(WrapperOperator):
             raise UnsupportedError(f"{self.key} is latent attention: use KDeepseekV2Attention (KMLAAttention) for it")
 
     def op(self, phase: Phase) -> str:
-        return "KAttentionNative"
+        return "KAttentionTriton" if self.device.is_gpu else "KAttentionNative"

@@ -18,6 +18,7 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
+from ktransformers.operators.device import Devices
 from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["COMMON_KWARGS", "ExpertStats", "Operator", "OperatorConfig", "Placement", "Requirements"]
@@ -56,6 +57,10 @@ class ExpertStats:
     sample_every: int = SAMPLE_EVERY
     _num_calls: int = 0
 
+    def count(self, num_rows: int) -> None:
+        """A layer's call whose ids are on a GPU: looking at them would make the host wait."""
+        self.num_rows += num_rows
+
     def note(self, topk_ids: torch.Tensor) -> None:
         """topk_ids int64 [T, K] of one layer's call."""
         self.num_rows += topk_ids.numel()
@@ -73,6 +78,7 @@ class OperatorConfig:
     pool: WorkerPool | None = None
     cpu_quant: QuantType | None = None
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
+    devices: Devices = field(default_factory=Devices)
 
     def require_pool(self) -> WorkerPool:
         if self.pool is None:
@@ -88,8 +94,9 @@ class Requirements:
     quant_types: list[str] = field(default_factory=list)
     stored_names: set[str] = field(default_factory=set)
 
-    def add(self, device: str, info: TensorInfo) -> None:
-        self.nbytes[device] = self.nbytes.get(device, 0) + info.nbytes
+    def add(self, device: str, info: TensorInfo, nbytes: int | None = None) -> None:
+        """Count a tensor that takes `nbytes` on `device`, or as many as it has at rest."""
+        self.nbytes[device] = self.nbytes.get(device, 0) + (info.nbytes if nbytes is None else nbytes)
         name = info.resident_type.name
         shown = name if name == info.stored_type else f"{info.stored_type}>{name}"
         if shown not in self.quant_types:
@@ -103,12 +110,14 @@ class Operator(nn.Module, ABC):
     Subclasses name what they can run: OPS maps an implementation's name (as rule files spell it) to one line on what
     it is here; an empty map means that there is only one. KWARGS are keyword arguments beyond the common ones, passed
     to the constructor. OWNED_CHILDREN are direct children that `load` reads itself: the planner does not visit them;
-    all others stay in the tree and are planned for themselves.
+    all others stay in the tree and are planned for themselves. KEEPS_BUFFERS: the wrapped module's own buffers stay
+    on the CPU, because its forward runs there whatever the operator's device.
     """
 
     OPS: ClassVar[dict[str, str]] = {}
     KWARGS: ClassVar[frozenset[str]] = frozenset()
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset()
+    KEEPS_BUFFERS: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         """Take over `module`, whose dotted name in the Hugging Face tree is `key`. Reads no weights.
@@ -119,6 +128,7 @@ class Operator(nn.Module, ABC):
         self.key = key
         self.config = config
         self.placement = placement or Placement()
+        self.device = config.devices[self.placement.generate_device]
 
     def op(self, phase: Phase) -> str:
         """The implementation that runs in `phase`, for the plan's table."""
@@ -135,6 +145,9 @@ class Operator(nn.Module, ABC):
     @abstractmethod
     def load(self, source: WeightSource) -> None:
         """Read the tensors and lay them out. Called once, before the first forward."""
+
+    def reserve(self, max_len: int) -> None:
+        """Called once, after loading: no step will hold a position beyond max_len - 1."""
 
     def bypassed(self) -> Iterable[nn.Module]:
         """Modules it holds whose own forward is never called, or runs under the operator's own care."""

@@ -13,7 +13,8 @@ builds a ForwardContext per step; Hugging Face modules hand it down as the keywo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -25,7 +26,7 @@ __all__ = ["ForwardContext", "LayerCache"]
 
 
 class LayerCache(Protocol):
-    """Where one layer's keys and values live: fp32 [slots, kv_heads, key_dim] and [slots, kv_heads, value_dim].
+    """Where one layer's keys and values live: [slots, kv_heads, key_dim] and [slots, kv_heads, value_dim].
 
     For MLA the cache stores the latent: kv_heads is 1, key_dim is kv_lora_rank + qk_rope_head_dim, and `values` is a
     view of the first kv_lora_rank columns of `keys`.
@@ -33,10 +34,15 @@ class LayerCache(Protocol):
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    def is_on_gpu(self, layer_idx: int) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """See the module's docstring. All tensors are int64 or int32 on the CPU; built by `engine.context`."""
+    """See the module's docstring. Built by `engine.context` on the CPU; `replicated` puts it on other devices too.
+
+    max_len: positions that a row of block_table covers. replicas: the same step on other devices.
+    """
 
     cache: LayerCache
     pool: WorkerPool
@@ -46,3 +52,27 @@ class ForwardContext:
     seq_ids: torch.Tensor  # int32 [T]
     kv_lens: torch.Tensor  # int32 [T]
     block_table: torch.Tensor  # int32 [S, P]
+    replicas: Mapping[torch.device, ForwardContext] = field(default_factory=dict)
+    _moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> ForwardContext:
+        """The context with its tensors on `device`. Raises KeyError when the step was not made ready for it."""
+        return self if self.slot_mapping.device == device else self.replicas[device]
+
+    def replicated(self, devices: Iterable[torch.device]) -> ForwardContext:
+        """A copy that `on` has for each of `devices`."""
+        replicas = {device: self._copy(device) for device in devices if device != self.slot_mapping.device}
+        return replace(self, replicas=replicas, _moved={})
+
+    def _copy(self, device: torch.device) -> ForwardContext:
+        moved = {name: getattr(self, name).to(device) for name in ("slot_mapping", "seq_ids", "kv_lens", "block_table")}
+        return replace(self, **moved, replicas={}, _moved={})
+
+    def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """`tensor` on `device`, copied once per step however many layers ask."""
+        if tensor.device == device:
+            return tensor
+        key = (id(tensor), device)
+        if key not in self._moved:
+            self._moved[key] = (tensor, tensor.to(device))  # holding the original keeps its id its own
+        return self._moved[key][1]

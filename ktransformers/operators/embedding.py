@@ -26,11 +26,14 @@ __all__ = ["KEmbedding"]
 
 
 class KEmbedding(Operator):
-    """`nn.Embedding`: int64 [...] in, fp32 [..., H] out. Subclasses of nn.Embedding run their own forward, in fp32."""
+    """`nn.Embedding`: int64 [...] in, [..., H] out on its device. Subclasses of nn.Embedding run their own forward.
+
+    On a GPU the table is dense.
+    """
 
     OPS: ClassVar[dict[str, str]] = {
         "KEmbeddingRows": "dequantizes the rows asked for",
-        "KEmbeddingTorch": "the module's own forward on an fp32 table",
+        "KEmbeddingTorch": "the module's own forward on a dense table",
     }
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
@@ -39,7 +42,7 @@ class KEmbedding(Operator):
             raise UnsupportedError(f"KEmbedding cannot replace {key}: {type(module).__name__} is not nn.Embedding")
         self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
         # A subclass may scale or normalize what it looks up, so its own forward has to run.
-        self.inner = None if type(module) is nn.Embedding else module
+        self.inner = None if type(module) is nn.Embedding and not self.device.is_gpu else module
         self.weight = empty_parameter((self.num_embeddings, self.embedding_dim))
         self._table: RawTensor | None = None
 
@@ -48,21 +51,21 @@ class KEmbedding(Operator):
 
     def requirements(self, source: WeightSource) -> Requirements:
         if self.inner is not None:
-            return DenseState(self.inner, self.key).requirements(source)
+            return DenseState(self.inner, self.key, self.device).requirements(source)
         needs, name = Requirements(), f"{self.key}.weight"
-        needs.add("cpu", expect_shape(source.find(name), name, (self.num_embeddings, self.embedding_dim)))
+        needs.add(self.device.name, expect_shape(source.find(name), name, (self.num_embeddings, self.embedding_dim)))
         return needs
 
     def load(self, source: WeightSource) -> None:
         self.requirements(source)
         if self.inner is not None:
-            DenseState(self.inner, self.key).load(source)
+            DenseState(self.inner, self.key, self.device).load(source)
         else:
             self._table = source.tensor(f"{self.key}.weight")
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.inner is not None:
-            return self.inner(input_ids)  # type: ignore[no-any-return]
+            return self.inner(self.device.move(input_ids))  # type: ignore[no-any-return]
         assert self._table is not None, f"{self.key} is not loaded"
         rows = native.dequantize_rows(self._table, input_ids.reshape(-1), self.config.require_pool())
         return rows.view(*input_ids.shape, self.embedding_dim)

@@ -20,6 +20,8 @@ from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeigh
 from ktransformers.kernels.quant import Fp8Matrix
 from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
+from ktransformers.operators.device import give_back
+from ktransformers.operators.gpu_experts import GpuExperts, gpu_experts_nbytes, why_not_on_gpu
 from ktransformers.operators.relaid import relaid_experts, relaid_nbytes
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, WeightSource
 
@@ -30,9 +32,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A forward that was issued. On the CPU the work is done when `submit` returns: there is nothing to overlap."""
+    """A forward that was issued. For now the work is done when `submit` returns: there is nothing to overlap.
+
+    output: on the device of the experts; like: the input, which says where and in which type the result is wanted.
+    """
 
     output: torch.Tensor
+    like: torch.Tensor
 
 
 def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
@@ -90,8 +96,10 @@ def find_activation(module: nn.Module, layout: ExpertsLayout) -> ActivationSpec 
 class KTransformersExperts(Operator):
     """The routed experts of one layer: forward(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H].
 
-    Runs on the CPU's SIMD units on the file's own blocks (KExpertsCPU). An expert activation that no native kernel
-    computes runs as KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so.
+    Runs on the CPU's SIMD units on the file's own blocks (KExpertsCPU), or, placed on a GPU by generate_device, on
+    quantized weights there (KExpertsMarlin). An expert activation that no native kernel computes runs on the CPU as
+    KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so. Inputs may be on another
+    device; results go back to it. `submit` and `collect` are the only places where devices meet.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -119,17 +127,23 @@ class KTransformersExperts(Operator):
             logger.info("backend %s: the native kernels choose their instructions at run time", backend)
         self.num_experts = self.layout.num_experts
         self.activation = find_activation(module, self.layout)
+        reason = why_not_on_gpu(self.layout, self.activation) if self.device.is_gpu else None
+        if reason is not None:
+            raise UnsupportedError(f"the experts {key} cannot run on {self.device.name}: {reason}; place them on cpu")
         if self.activation is None:
             logger.warning(
                 "%s: no native kernel for its activation, runs as KExpertsTorch (slow)", type(module).__name__
             )
         object.__setattr__(self, "_module", module)  # for its _apply_gate only; its parameters stay on meta
         self.gate_up_proj = empty_parameter((self.num_experts, 0, 0))
+        self._gpu: GpuExperts | None = None
         self._kernel: native.MoeKernel | None = None
         self._weights: native.ExpertWeights | None = None
 
     def op(self, phase: Phase) -> str:
-        return "KExpertsTorch" if self.activation is None else "KExpertsCPU"
+        if self.activation is None:
+            return "KExpertsTorch"
+        return "KExpertsMarlin" if self.device.is_gpu else "KExpertsCPU"
 
     def _info(self, source: WeightSource) -> ExpertsInfo:
         info = source.find_experts(self.key, self.layout, self.config.cpu_quant)
@@ -140,8 +154,15 @@ class KTransformersExperts(Operator):
     def requirements(self, source: WeightSource) -> Requirements:
         info = self._info(source)
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
-        extra = sum(relaid_nbytes(part) - part.nbytes for part in parts)
-        needs = Requirements(nbytes={"cpu": info.nbytes + extra}, stored_names=set(info.stored_names))
+        if self.device.is_gpu and any(part.is_fp8 for part in parts):
+            raise UnsupportedError(
+                f"{self.key}: FP8 experts run on the CPU only: place them on cpu, or quantize them with --cpu_quant"
+            )
+        if self.device.is_gpu:
+            nbytes = gpu_experts_nbytes(self.key, info)
+        else:
+            nbytes = info.nbytes + sum(relaid_nbytes(part) - part.nbytes for part in parts)
+        needs = Requirements(nbytes={self.device.name: nbytes}, stored_names=set(info.stored_names))
         for part in (info.gate, info.up, info.down):
             if part is not None:
                 shown = part.resident_type.name
@@ -152,22 +173,32 @@ class KTransformersExperts(Operator):
 
     def load(self, source: WeightSource) -> None:
         weights = source.experts(self.key, self.layout, self.config.cpu_quant)
+        if self.device.is_gpu:
+            self._gpu = GpuExperts.of(weights, self.device)
+            return
         self._weights = relaid_experts(weights, self.config.require_pool())
         if self.activation is not None:
             self._kernel = native.MoeKernel(self._weights, self.activation, self.config.require_pool())
 
     def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
-        """Issue the forward of fp32 [T, H]. The inputs must not change before `collect`."""
-        rows = hidden_states.reshape(-1, self.layout.hidden_size).contiguous()
-        weights = topk_weights.to(torch.float32).contiguous()
-        self.config.expert_stats.note(topk_ids)
-        if self._kernel is not None:
-            return Ticket(self._kernel.forward(rows, topk_ids.contiguous(), weights).view(hidden_states.shape))
-        return Ticket(self._torch_forward(rows, topk_ids, weights).view(hidden_states.shape))
+        """Issue the forward of [T, H]. The inputs must not change before `collect`."""
+        device = self.device
+        rows = device.take(hidden_states.reshape(-1, self.layout.hidden_size)).contiguous()
+        ids, weights = device.move(topk_ids), topk_weights.to(device.torch_device, torch.float32).contiguous()
+        if self._gpu is not None:
+            self.config.expert_stats.count(ids.numel())
+            output = self._gpu.forward(rows, ids, weights)
+        else:
+            self.config.expert_stats.note(ids)
+            if self._kernel is not None:
+                output = self._kernel.forward(rows, ids.contiguous(), weights)
+            else:
+                output = self._torch_forward(rows, ids, weights)
+        return Ticket(output.view(hidden_states.shape), hidden_states)
 
     def collect(self, ticket: Ticket) -> torch.Tensor:
-        """Wait for the result of `submit`: fp32 [T, H]."""
-        return ticket.output
+        """Wait for the result of `submit`: [T, H], where its input was and of its type."""
+        return give_back(ticket.output, ticket.like)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

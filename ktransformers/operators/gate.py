@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from ktransformers.kernels import native
 from ktransformers.kernels.quant import RawTensor
 from ktransformers.kernels.routing import RouterSpec, route
 from ktransformers.operators.exact import NativeMathMode
-from ktransformers.operators.wrapper import WrapperOperator
+from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["KMoEGate"]
@@ -51,21 +52,32 @@ def _candidates(module: nn.Module, top_k: int) -> Iterator[RouterSpec]:
 
 
 class KMoEGate(WrapperOperator):
-    """Any router of `transformers`: [T, H] in, (router_logits, topk_weights [T, K], topk_ids [T, K]) out."""
+    """Any router of `transformers`: [T, H] in, (router_logits, topk_weights [T, K], topk_ids [T, K]) out.
 
-    OPS: ClassVar[dict[str, str]] = {"KMoEGateNative": "the family's own routing on native kernels"}
+    Computes in fp32 on every device: a router is small, and a rounded score may choose another expert.
+    """
+
+    OPS: ClassVar[dict[str, str]] = {
+        "KMoEGateNative": "the family's own routing on native kernels",
+        "KMoEGateTorch": "the family's own routing on the GPU",
+    }
 
     spec: RouterSpec | None = None
     """How it routes, when a native kernel does the same; known once loaded."""
 
     def op(self, phase: Phase) -> str:
-        return "KMoEGateNative"
+        return "KMoEGateTorch" if self.device.is_gpu else "KMoEGateNative"
+
+    def state(self) -> DenseState:
+        return DenseState(self.inner, self.key, self.device, torch.float32)
 
     def bypassed(self) -> Iterable[nn.Module]:
         return (self.inner,)
 
     def load(self, source: WeightSource) -> None:
         super().load(source)
+        if self.device.is_gpu:
+            return
         self.spec = self._recognize()
         if self.spec is None:
             logger.info("%s routes in a way that no kernel does: it keeps its own forward", type(self.inner).__name__)
@@ -117,7 +129,12 @@ class KMoEGate(WrapperOperator):
         return logits, weights, ids
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.spec is None or args or kwargs:
-            with NativeMathMode(self.config.require_pool()):
-                return self.inner(hidden_states, *args, **kwargs)
-        return self._route(hidden_states.reshape(-1, hidden_states.shape[-1]), self.spec)
+        x = hidden_states.to(self.device.torch_device, torch.float32)
+        if self.spec is not None and not args and not kwargs:
+            routed: Any = self._route(x.reshape(-1, x.shape[-1]), self.spec)
+        else:
+            with nullcontext() if self.device.is_gpu else NativeMathMode(self.config.require_pool()):
+                routed = self.inner(x, *args, **kwargs)
+        if isinstance(routed, torch.Tensor):
+            return routed.to(hidden_states.device)
+        return tuple(part.to(hidden_states.device) if isinstance(part, torch.Tensor) else part for part in routed)

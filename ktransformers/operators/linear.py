@@ -20,6 +20,8 @@ from ktransformers.operators.base import (
     empty_parameter,
     expect_shape,
 )
+from ktransformers.operators.device import give_back
+from ktransformers.operators.gpu_matrix import GpuMatrix, gpu_matrix, gpu_nbytes
 from ktransformers.operators.relaid import relaid, relaid_nbytes
 from ktransformers.weights.source import TensorInfo, WeightSource
 
@@ -29,10 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class KTransformersLinear(Operator):
-    """`nn.Linear` with a weight that stays quantized: fp32 [..., K] in, fp32 [..., N] out.
+    """`nn.Linear` with a weight that stays quantized: [..., K] in, [..., N] out, of the type of its input.
 
     On the CPU every op name runs as KLinearCPUInfer, the native kernel: it reads every type in place, and one kernel
-    for both phases keeps a token's result independent of the step's size.
+    for both phases keeps a token's result independent of the step's size. On a GPU one form of the weight serves both
+    phases, that of generate_op: quantized (KLinearMarlin, and what the other names of quantized weights mean), or dense
+    (KLinearTorch) where that is asked for or no kernel reads the type. The LM head's result is fp32.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -55,38 +59,55 @@ class KTransformersLinear(Operator):
         self.has_bias = module.bias is not None
         # Hugging Face code reads `linear.weight.dtype` and `.shape`; the bytes live in `_weight`.
         self.weight = empty_parameter((self.out_features, self.in_features))
+        self.is_dense_wanted = self.placement.generate_op == "KLinearTorch"
+        self.is_head = key.rpartition(".")[2] == "lm_head"
         self._weight: RawTensor | PackedTensor | None = None
+        self._gpu: GpuMatrix | None = None
         self._bias: torch.Tensor | None = None
 
     def op(self, phase: Phase) -> str:
-        return "KLinearCPUInfer"
+        if not self.device.is_gpu:
+            return "KLinearCPUInfer"
+        return "KLinearTorch" if self.is_dense_wanted else "KLinearMarlin"
 
     def _info(self, source: WeightSource) -> TensorInfo:
         name = f"{self.key}.weight"
         info = expect_shape(source.find(name), name, (self.out_features, self.in_features))
-        return info.as_fp8() if info.is_fp8 else info
+        return info.as_fp8() if info.is_fp8 and not self.device.is_gpu else info
 
     def requirements(self, source: WeightSource) -> Requirements:
-        needs = Requirements()
+        needs, device = Requirements(), self.device
         info = self._info(source)
-        needs.add("cpu", info)
-        needs.nbytes["cpu"] += relaid_nbytes(info) - info.nbytes
+        if device.is_gpu:
+            shape = self.out_features, self.in_features
+            nbytes = gpu_nbytes(info.resident_type, shape, device, self.is_dense_wanted, info.nbytes)
+        else:
+            nbytes = relaid_nbytes(info)
+        needs.add(device.name, info, nbytes)
         if self.has_bias:
             name = f"{self.key}.bias"
             info = expect_shape(source.find(name), name, (self.out_features,))
-            needs.nbytes["cpu"] += 4 * self.out_features
+            needs.nbytes[device.name] += 4 * self.out_features
             needs.stored_names.update(info.stored_names)
         return needs
 
     def load(self, source: WeightSource) -> None:
         self.requirements(source)
-        name = f"{self.key}.weight"
-        stored = source.fp8(name) if self._info(source).is_fp8 else source.tensor(name)
-        self._weight = relaid(stored, self.config.require_pool())
+        name, pool = f"{self.key}.weight", self.config.require_pool()
         self._bias = source.dense(f"{self.key}.bias") if self.has_bias else None
+        if self.device.is_gpu:
+            self._gpu = gpu_matrix(source.tensor(name), self._bias, self.device, pool, self.is_dense_wanted)
+        else:
+            stored = source.fp8(name) if self._info(source).is_fp8 else source.tensor(name)
+            self._weight = relaid(stored, pool)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        assert self._weight is not None, f"{self.key} is not loaded"
-        rows = hidden_states.reshape(-1, self.in_features).contiguous()
-        out = native.linear(rows, self._weight, self.config.require_pool(), bias=self._bias)
-        return out.view(*hidden_states.shape[:-1], self.out_features)
+        x = self.device.take(hidden_states)
+        rows = x.reshape(-1, self.in_features).contiguous()
+        if self._gpu is not None:
+            out = self._gpu(rows, torch.float32 if self.is_head else x.dtype)
+        else:
+            assert self._weight is not None, f"{self.key} is not loaded"
+            out = native.linear(rows, self._weight, self.config.require_pool(), bias=self._bias)
+        out = out.view(*hidden_states.shape[:-1], self.out_features)
+        return out.to(hidden_states.device) if self.is_head else give_back(out, hidden_states)

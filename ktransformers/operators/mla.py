@@ -12,6 +12,7 @@ v_b to the attention's result:
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,8 @@ from ktransformers.kernels import native
 from ktransformers.kernels.quant import QuantType, RawTensor
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
 from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.gpu_latent import GpuLatent, check_gpu_shape
+from ktransformers.operators.norm import computes_rms_norm, norm_epsilon
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.weights.source import TensorInfo, WeightSource
 
@@ -44,9 +47,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved
 
 
 class KMLAAttention(WrapperOperator):
-    """Latent attention of the DeepSeek families: fp32 [1, T, hidden] in and out, absorbed in both phases."""
+    """Latent attention of the DeepSeek families: [1, T, hidden] in and out, absorbed in both phases."""
 
-    OPS: ClassVar[dict[str, str]] = {"KMLANative": "absorbed projections and native attention over the latent cache"}
+    OPS: ClassVar[dict[str, str]] = {
+        "KMLANative": "absorbed projections and native attention over the latent cache",
+        "KMLATriton": "absorbed projections and Triton attention over the latent cache",
+    }
     KWARGS: ClassVar[frozenset[str]] = frozenset({"chunck_size", "absorb_for_prefill"})
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"kv_b_proj"})
 
@@ -68,11 +74,16 @@ class KMLAAttention(WrapperOperator):
             int(getattr(module, name)) for name in needed[:-1]
         )
         self.layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+        self._gpu: GpuLatent | None = None
+        if self.device.is_gpu:
+            check_gpu_shape(key, self.rank, self.rope_dim)
+            if not computes_rms_norm(module.get_submodule("kv_a_layernorm")):
+                raise UnsupportedError(f"{key}: its latent norm is not plain RMSNorm; place it on cpu")
         self._k_b: RawTensor | None = None  # [H, R, N]
         self._v_b: RawTensor | None = None  # [H, V, R]
 
     def op(self, phase: Phase) -> str:
-        return "KMLANative"
+        return "KMLATriton" if self.device.is_gpu else "KMLANative"
 
     def _split_infos(self, source: WeightSource) -> tuple[TensorInfo, TensorInfo] | None:
         k_b, v_b = (f"{self.key}.{name}.weight" for name in ("k_b_proj", "v_b_proj"))
@@ -91,6 +102,10 @@ class KMLAAttention(WrapperOperator):
     def requirements(self, source: WeightSource) -> Requirements:
         needs = super().requirements(source)
         split = self._split_infos(source)
+        if self.device.is_gpu:
+            for info in split or [self._merged_info(source)]:
+                needs.add(self.device.name, info, math.prod(info.shape) * self.device.dtype.itemsize)
+            return needs
         if split is not None:
             for info in split:
                 needs.add("cpu", info)
@@ -107,9 +122,12 @@ class KMLAAttention(WrapperOperator):
         if self._split_infos(source) is not None:
             self._k_b = source.tensor(f"{self.key}.k_b_proj.weight")
             self._v_b = source.tensor(f"{self.key}.v_b_proj.weight")
-            return
-        self._merged_info(source)
-        self._k_b, self._v_b = self._split(source.tensor(f"{self.key}.kv_b_proj.weight"))
+        else:
+            self._merged_info(source)
+            self._k_b, self._v_b = self._split(source.tensor(f"{self.key}.kv_b_proj.weight"))
+        if self.device.is_gpu:
+            self._gpu = GpuLatent.of(self._k_b, self._v_b, self.device, self.config.require_pool())
+            self._k_b = self._v_b = None
 
     def _split(self, merged: RawTensor) -> tuple[RawTensor, RawTensor]:
         """k_b [H, R, N] and v_b [H, V, R] out of kv_b [H * (N + V), R]."""
@@ -135,6 +153,8 @@ class KMLAAttention(WrapperOperator):
     ) -> tuple[torch.Tensor, None]:
         if forward_context is None or attention_mask is not None:
             raise UnsupportedError("latent attention runs inside the engine only: it needs forward_context and no mask")
+        if self._gpu is not None:
+            return self._forward_on_gpu(self._gpu, hidden_states, position_embeddings, forward_context), None
         assert self._k_b is not None, f"{self.key} is not loaded"
         assert self._v_b is not None
         pool = self.config.require_pool()
@@ -157,10 +177,30 @@ class KMLAAttention(WrapperOperator):
         merged = out.view(1, -1, self.num_heads * self.v_dim)
         return self.inner.o_proj(merged), None  # type: ignore[operator]
 
+    def _forward_on_gpu(
+        self, gpu: GpuLatent, hidden_states: torch.Tensor, position_embeddings: Any, forward_context: ForwardContext
+    ) -> torch.Tensor:
+        inner: Any = self.inner
+        cos, sin, is_interleaved = self._angles(position_embeddings)
+        keys, _ = forward_context.cache.layer(self.layer_idx)
+        q = self._projected_query(hidden_states).to(keys.dtype)
+        latent = gpu.attend(
+            q,
+            inner.kv_a_proj_with_mqa(hidden_states)[0],
+            (inner.kv_a_layernorm.weight, norm_epsilon(inner.kv_a_layernorm)),
+            (cos, sin, is_interleaved),
+            keys,
+            forward_context.on(keys.device),
+            float(inner.scaling),
+        )
+        output: torch.Tensor = inner.o_proj(gpu.expand(latent).view(1, -1, self.num_heads * self.v_dim))
+        return output
+
     def _angles(self, position_embeddings: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """(cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 hands over complex numbers, later families a pair."""
         if isinstance(position_embeddings, torch.Tensor):
-            return position_embeddings[0].real, position_embeddings[0].imag, True
+            angles = position_embeddings[0]
+            return angles.real.contiguous(), angles.imag.contiguous(), True
         cos, sin = (part[0, :, : self.rope_dim // 2] for part in position_embeddings)
         return cos, sin, bool(getattr(self.inner.config, "rope_interleave", True))
 
@@ -168,15 +208,19 @@ class KMLAAttention(WrapperOperator):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, pool: native.WorkerPool
     ) -> torch.Tensor:
         """Absorbed query fp32 [T, H, R + P]."""
-        inner: Any = self.inner
-        if getattr(inner, "q_lora_rank", None) is None:
-            q = inner.q_proj(x)
-        else:
-            q = inner.q_b_proj(inner.q_a_layernorm(inner.q_a_proj(x)))
-        q = q.view(-1, self.num_heads, self.nope_dim + self.rope_dim)
+        q = self._projected_query(x)
         assert self._k_b is not None
         absorbed = native.batched_linear(q[..., : self.nope_dim].contiguous(), self._k_b, pool)
         return torch.cat((absorbed, rotate(q[..., self.nope_dim :], cos, sin, is_interleaved)), dim=-1)
+
+    def _projected_query(self, x: torch.Tensor) -> torch.Tensor:
+        """Query before absorption and rotation, [T, H, N + P]."""
+        inner: Any = self.inner
+        if getattr(inner, "q_lora_rank", None) is None:
+            q: torch.Tensor = inner.q_proj(x)
+        else:
+            q = inner.q_b_proj(inner.q_a_layernorm(inner.q_a_proj(x)))
+        return q.view(-1, self.num_heads, self.nope_dim + self.rope_dim)
 
     def _latent(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
         """What the cache stores: fp32 [T, 1, R + P]."""

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ktransformers.core import Phase
-from ktransformers.kernels import native
 from ktransformers.kernels.native import ActivationSpec
-from ktransformers.operators.activation import recognize_activation
+from ktransformers.operators.activation import activate, recognize_activation
 from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.device import give_back
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["KMLP"]
@@ -23,6 +23,7 @@ class KMLP(WrapperOperator):
 
     OPS: ClassVar[dict[str, str]] = {
         "KMLPNative": "activation and product fused in one native kernel",
+        "KMLPTriton": "activation and product fused in one Triton kernel",
         "KMLPTorch": "the module's own forward (not gate, up and down)",
     }
     PARTS: ClassVar[frozenset[str]] = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
@@ -35,16 +36,18 @@ class KMLP(WrapperOperator):
             self.spec = recognize_activation(children["act_fn"])
 
     def op(self, phase: Phase) -> str:
-        return "KMLPTorch" if self.spec is None else "KMLPNative"
+        if self.spec is None:
+            return "KMLPTorch"
+        return "KMLPTriton" if self.device.is_gpu else "KMLPNative"
 
     def bypassed(self) -> Iterable[nn.Module]:
         return () if self.spec is None else (self.inner.get_submodule("act_fn"),)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        block = self.inner
+        block, x = self.inner, self.device.take(hidden_states)
         if self.spec is None:
-            return block(hidden_states)  # type: ignore[no-any-return]
-        gate = block.gate_proj(hidden_states)  # type: ignore[operator]
-        up = block.up_proj(hidden_states)  # type: ignore[operator]
-        acted = native.activate(self.spec, gate.contiguous(), up.contiguous(), self.config.require_pool(), out=gate)
-        return block.down_proj(acted)  # type: ignore[operator,no-any-return]
+            return give_back(block(x), hidden_states)
+        gate = block.gate_proj(x)  # type: ignore[operator]
+        up = block.up_proj(x)  # type: ignore[operator]
+        acted = activate(self.spec, gate, up, self.device, self.config.pool, out=gate)
+        return give_back(block.down_proj(acted), hidden_states)  # type: ignore[operator]

@@ -10,6 +10,7 @@ from torch import nn
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.activation import sigmoid
 from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.device import give_back
 from ktransformers.operators.experts import KTransformersExperts
 from ktransformers.operators.wrapper import WrapperOperator
 
@@ -41,7 +42,7 @@ class KMoEBlock(WrapperOperator):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         block: Any = self.inner
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        rows = self.device.take(hidden_states.reshape(-1, hidden_states.shape[-1]))
         _, topk_weights, topk_ids = block.gate(rows)
         experts = block.experts
         if not isinstance(experts, KTransformersExperts):
@@ -51,7 +52,7 @@ class KMoEBlock(WrapperOperator):
             shared = self._shared(rows)
             routed = experts.collect(ticket)
         output: torch.Tensor = routed if shared is None else routed + shared
-        return output.view(hidden_states.shape)
+        return give_back(output, hidden_states).view(hidden_states.shape)
 
     def _shared(self, rows: torch.Tensor) -> torch.Tensor | None:
         block: Any = self.inner
@@ -62,6 +63,7 @@ class KMoEBlock(WrapperOperator):
         shared = getattr(block, "shared_expert", None)
         if shared is None:
             return None
-        scale = sigmoid(block.shared_expert_gate(rows), self.config.require_pool())
+        score = block.shared_expert_gate(rows)
+        scale = torch.sigmoid(score) if self.device.is_gpu else sigmoid(score, self.config.require_pool())
         weighted: torch.Tensor = scale * shared(rows)
         return weighted

@@ -11,17 +11,20 @@ from torch import nn
 
 from ktransformers.core import Phase
 from ktransformers.kernels import native
+from ktransformers.kernels.triton import elementwise
 from ktransformers.operators.base import OperatorConfig, Placement
-from ktransformers.operators.wrapper import WrapperOperator
+from ktransformers.operators.device import give_back
+from ktransformers.operators.wrapper import DenseState, WrapperOperator
 
-__all__ = ["KRMSNorm", "computes_rms_norm"]
+__all__ = ["KRMSNorm", "computes_rms_norm", "norm_epsilon"]
 
 logger = logging.getLogger(__name__)
 
 _known: dict[type[nn.Module], bool] = {}
 
 
-def _epsilon(module: nn.Module) -> float | None:
+def norm_epsilon(module: nn.Module) -> float | None:
+    """What an RMSNorm module adds to the mean square; None for a module that does not say."""
     for name in ("variance_epsilon", "eps"):
         value = getattr(module, name, None)
         if isinstance(value, float):
@@ -44,7 +47,7 @@ def computes_rms_norm(module: nn.Module) -> bool:
 
 
 def _probe(module: nn.Module) -> bool:
-    weight, eps = getattr(module, "weight", None), _epsilon(module)
+    weight, eps = getattr(module, "weight", None), norm_epsilon(module)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or eps is None:
         return False
     if any(p is not weight for p in module.parameters()):
@@ -64,27 +67,39 @@ def _probe(module: nn.Module) -> bool:
 
 
 class KRMSNorm(WrapperOperator):
-    """RMSNorm over the last axis of fp32 [..., H]; other norms keep the module's own forward."""
+    """RMSNorm over the last axis of [..., H]; other norms keep the module's own forward."""
 
     OPS: ClassVar[dict[str, str]] = {
         "KRMSNormNative": "native kernel",
+        "KRMSNormTriton": "Triton kernel",
         "KNormTorch": "the module's own forward (not plain RMSNorm)",
     }
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         self.is_native = computes_rms_norm(module)
-        self.eps = _epsilon(module) or 0.0
+        self.eps = norm_epsilon(module) or 0.0
 
     def op(self, phase: Phase) -> str:
-        return "KRMSNormNative" if self.is_native else "KNormTorch"
+        if not self.is_native:
+            return "KNormTorch"
+        return "KRMSNormTriton" if self.device.is_gpu else "KRMSNormNative"
+
+    def state(self) -> DenseState:
+        # The kernel takes a weight of any type; a module's own forward would widen its result to the weight's.
+        return DenseState(self.inner, self.key, self.device, torch.float32 if self.is_native else None)
 
     @property
     def weight(self) -> torch.Tensor:
         return self.inner.weight  # type: ignore[return-value]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = self.device.take(hidden_states)
+        rows = x.reshape(-1, x.shape[-1])
         if not self.is_native:
-            return self.inner(hidden_states)  # type: ignore[no-any-return]
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        return native.rms_norm(rows, self.weight, self.eps, self.config.require_pool()).view(hidden_states.shape)
+            normed = self.inner(x)
+        elif self.device.is_gpu:
+            normed = elementwise.rms_norm(rows, self.weight, self.eps).view(x.shape)
+        else:
+            normed = native.rms_norm(rows.contiguous(), self.weight, self.eps, self.config.require_pool()).view(x.shape)
+        return give_back(normed, hidden_states)

@@ -11,16 +11,22 @@ import torch
 from torch import nn
 
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, expect_shape
+from ktransformers.operators.device import CPU, Device
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["DenseState", "WrapperOperator"]
 
+_SHOWN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
 
 class DenseState:
-    """The direct parameters and persistent buffers of one module, kept in fp32 as the module expects them."""
+    """The direct parameters and persistent buffers of one module, dense: fp32 on the CPU, the device's type on a GPU.
 
-    def __init__(self, module: nn.Module, key: str):
-        self.module, self.key = module, key
+    dtype: another type, for modules that compute in it.
+    """
+
+    def __init__(self, module: nn.Module, key: str, device: Device = CPU, dtype: torch.dtype | None = None):
+        self.module, self.key, self.device, self.dtype = module, key, device, dtype or device.dtype
 
     def names(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, shape) of everything that a checkpoint holds for the module itself."""
@@ -29,21 +35,22 @@ class DenseState:
         state += [(n, b) for n, b in self.module._buffers.items() if b is not None and n not in transient]
         return [(name, tuple(tensor.shape)) for name, tensor in state]
 
-    def requirements(self, source: WeightSource, device: str = "cpu") -> Requirements:
-        needs = Requirements()
+    def requirements(self, source: WeightSource) -> Requirements:
+        needs, device = Requirements(), self.device.name
+        shown = _SHOWN[self.dtype]
         for name, shape in self.names():
             info = expect_shape(source.find(f"{self.key}.{name}"), f"{self.key}.{name}", shape)
             needs.stored_names.update(info.stored_names)
-            needs.nbytes[device] = needs.nbytes.get(device, 0) + 4 * torch.Size(shape).numel()
-            if "F32" not in needs.quant_types:
-                needs.quant_types.append("F32")
+            needs.nbytes[device] = needs.nbytes.get(device, 0) + self.dtype.itemsize * torch.Size(shape).numel()
+            if shown not in needs.quant_types:
+                needs.quant_types.append(shown)
         return needs
 
     def load(self, source: WeightSource) -> None:
         for name, shape in self.names():
             full = f"{self.key}.{name}"
             expect_shape(source.find(full), full, shape)
-            tensor = source.dense(full)
+            tensor = source.dense(full).to(self.device.torch_device, self.dtype)
             if name in self.module._parameters:
                 self.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
             else:
@@ -57,11 +64,15 @@ class WrapperOperator(Operator):
         super().__init__(module, key, config, placement)
         self.inner = module
 
+    def state(self) -> DenseState:
+        """What the module itself holds, and in which type."""
+        return DenseState(self.inner, self.key, self.device)
+
     def requirements(self, source: WeightSource) -> Requirements:
-        return DenseState(self.inner, self.key).requirements(source)
+        return self.state().requirements(source)
 
     def load(self, source: WeightSource) -> None:
-        DenseState(self.inner, self.key).load(source)
+        self.state().load(source)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)

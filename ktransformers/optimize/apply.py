@@ -66,14 +66,14 @@ def load_plan(
 
 
 def _load_kept(plan: Plan, key: str, source: WeightSource) -> None:
-    """Give a kept module its own parameters and persistent buffers, in fp32."""
-    module = plan.kept[key]
+    """Give a kept module its own parameters and persistent buffers, dense."""
+    module, device = plan.kept[key], plan.devices[plan.device_of(key)]
     for name, shape in DenseState(module, key).names():
         full = f"{key}.{name}"
         tensor = _tied_parameter(plan, full)
         if tensor is None:
             expect_shape(source.find(full), full, shape)
-            tensor = source.dense(full)
+            tensor = device.take(source.dense(full))
         if name in module._buffers:
             module._buffers[name] = tensor
         else:

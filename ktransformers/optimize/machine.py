@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from ktransformers.operators.device import cuda_memory
 
 __all__ = ["Machine", "detect_machine"]
 
@@ -19,7 +21,7 @@ class Machine:
 
     ram_bytes: what this process may use at most (the machine's RAM or its container's limit, whichever is less).
     available_bytes: what of it is free now, counting caches that the kernel gives back.
-    devices: every device that operators can run on ("cpu", later "cuda:0" ...) and the bytes free on it.
+    devices: every device that operators can run on ("cpu", then "cuda:0" ...) and the bytes free on it.
     """
 
     ram_bytes: int
@@ -32,21 +34,13 @@ class Machine:
         return next((device for device in self.devices if device != "cpu"), "cpu")
 
 
-def detect_machine(root: Path = Path("/")) -> Machine:
-    """Measure this machine. root is where /proc and /sys are found (tests pass a made-up tree)."""
+def detect_machine(root: Path = Path("/"), gpus: Callable[[], Mapping[str, int]] = cuda_memory) -> Machine:
+    """Measure this machine. root is where /proc and /sys are found, gpus what is free on GPUs (tests make both up)."""
     total, available = _host_memory(root)
     for limit, used in _cgroup_limits(root):
         total = min(total, limit)
         available = min(available, max(limit - used, 0))
-    _report_cuda()
-    return Machine(ram_bytes=total, available_bytes=available, devices={"cpu": available})
-
-
-def _report_cuda() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        logger.info("a CUDA device is present, but this version computes on the CPU only")
+    return Machine(ram_bytes=total, available_bytes=available, devices={"cpu": available, **gpus()})
 
 
 def _host_memory(root: Path) -> tuple[int, int]:

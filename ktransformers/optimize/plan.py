@@ -16,7 +16,9 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.errors import CapacityError, ConfigError, RuleError, TensorMismatchError, UnsupportedError
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements
+from ktransformers.operators.device import Devices
 from ktransformers.operators.wrapper import DenseState
+from ktransformers.optimize.homes import Home, Homes
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.rules import Rule, Rules
 from ktransformers.optimize.tied import TiedSource, tied_names
@@ -68,7 +70,7 @@ class Plan:
     operators: the operators built for planning, by key; `apply_plan` puts these very objects into the model.
     kept: modules with parameters or persistent buffers that stay, by key. extra_bytes: bytes besides weights, as
     {what: {device: bytes}} ("kv cache"). tied: {tensor name: name it is tied to}. shared: {module: module whose
-    memory it uses}, counted once.
+    memory it uses}, counted once. homes: where the decoder layers live, in order. devices: what the names mean.
     """
 
     model_type: str
@@ -81,6 +83,8 @@ class Plan:
     unmatched: tuple[UnmatchedRule, ...]
     tied: Mapping[str, str]
     shared: Mapping[str, str]
+    homes: tuple[Home, ...] = ()
+    devices: Devices = field(default_factory=Devices)
 
     @property
     def weight_bytes(self) -> dict[str, int]:
@@ -98,6 +102,10 @@ class Plan:
         """Free bytes per device."""
         return self.machine.devices
 
+    def device_of(self, key: str) -> str:
+        """Where the module of this name runs."""
+        return next(entry.placement.generate_device for entry in self.entries if entry.key == key)
+
     def misfit(self) -> str | None:
         """Why the plan does not fit into this machine, or None when it fits."""
         total = self.total_bytes
@@ -112,6 +120,8 @@ class Plan:
             free = self.capacity.get(device, 0)
             lines.append(f"  {device}: {shown} = {format_bytes(total[device])}, but {format_bytes(free)} are free")
         lines.append("  use a smaller quantization (a smaller GGUF, --cpu_quant) or a shorter cache (--cache_lens)")
+        if any(device != "cpu" for device in short):
+            lines.append("  or place fewer modules on the GPU (--optimize_config_path, --gpu_memory)")
         return "\n".join(lines)
 
     def check_fits(self) -> None:
@@ -166,6 +176,8 @@ def make_plan(
         unmatched=unmatched,
         tied=planner.tied,
         shared=shared,
+        homes=tuple(planner.homes.layers.values()),
+        devices=operator_config.devices,
     )
 
 
@@ -174,6 +186,7 @@ class _Planner:
 
     def __init__(self, model: Any, rules: Rules, config: OperatorConfig, source: WeightSource, machine: Machine):
         self.rules, self.config, self.machine = rules, config, machine
+        self.homes = Homes(model, rules, machine)
         self.model_type = str(model.config.model_type)
         self.tied = tied_names(model)
         self.source: WeightSource = TiedSource(source, self.tied)
@@ -214,6 +227,7 @@ class _Planner:
         if not key:
             raise rule.error("matches the whole model; only the modules inside it can be replaced")
         placement = self._placement(rule, key)
+        self._note_fallback(rule, key, placement)
         try:
             operator = rule.operator(module, key, self.config, placement, **rule.kwargs)
         except (ConfigError, TypeError) as error:
@@ -232,14 +246,15 @@ class _Planner:
         return operator.OWNED_CHILDREN
 
     def _keep(self, module: nn.Module, key: str, rule: Rule | None) -> None:
-        """Plan `module` as it is: its own parameters and persistent buffers dense, in fp32."""
-        state = DenseState(module, key)
+        """Plan `module` as it is: its own parameters and persistent buffers dense."""
+        placement = self._placement(rule, key)
+        state = DenseState(module, key, self.config.devices[placement.generate_device])
         if any(len(shape) == 3 and name.endswith("down_proj") for name, shape in state.names()):
             message = f"no rule replaces the routed experts {key}; add one with class KTransformersExperts for it"
             raise RuleError(message, file=self.rules.file)
         if state.names():
             self.kept[key] = module
-        placement = self._placement(rule, key if state.names() else "")
+            self._note_fallback(rule, key, placement)
         entry = PlanEntry(
             key=key,
             hf_class=type(module).__name__,
@@ -249,7 +264,7 @@ class _Planner:
             prefill_op=KEPT_OP,
             rule=None if rule is None else rule.number,
         )
-        self.entries.append(self._with_needs(entry, lambda: state.requirements(self.source, placement.generate_device)))
+        self.entries.append(self._with_needs(entry, lambda: state.requirements(self.source)))
 
     def _with_needs(self, entry: PlanEntry, ask: Callable[[], Requirements]) -> PlanEntry:
         """`entry` with its bytes; a tensor that does not fit is noted, so that all are reported together."""
@@ -268,14 +283,10 @@ class _Planner:
     def _placement(self, rule: Rule | None, key: str) -> Placement:
         """The rule's devices on this machine. A missing prefill or out device is the generate device."""
         if rule is None:
-            device = self.machine.default_device
+            device = self.homes.default_device(key)
             return Placement(device, device, device)
-        named = rule.devices
-        generate = named.get("generate_device", named.get("prefill_device", self.machine.default_device))
-        wanted = (generate, named.get("prefill_device", generate), named.get("out_device", generate))
-        devices = [self._device(device, rule) for device in wanted]
-        if key and devices != list(wanted) and all(device == "cpu" for device in devices):
-            self._fallbacks.append(key)
+        wanted = self._wanted(rule, key)
+        devices = [self._device(device, rule, key) for device in wanted]
         return Placement(
             generate_device=devices[0],
             prefill_device=devices[1],
@@ -284,13 +295,21 @@ class _Planner:
             prefill_op=rule.ops.get("prefill_op"),
         )
 
-    def _device(self, named: str, rule: Rule) -> str:
-        device = f"cuda:{int(named.partition(':')[2] or 0)}" if named.startswith("cuda") else named
+    def _wanted(self, rule: Rule, key: str) -> tuple[str, str, str]:
+        named = rule.devices
+        generate = named.get("generate_device", named.get("prefill_device", self.homes.default_device(key)))
+        return generate, named.get("prefill_device", generate), named.get("out_device", generate)
+
+    def _device(self, named: str, rule: Rule, key: str) -> str:
+        device = self.homes.resolve(named, key)
         if device in self.machine.devices:
             return device
-        if all(there == "cpu" for there in self.machine.devices):
-            return "cpu"
         raise rule.error(f"there is no {named} here; this machine has {', '.join(self.machine.devices)}")
+
+    def _note_fallback(self, rule: Rule | None, key: str, placement: Placement) -> None:
+        is_on_cpu = {placement.generate_device, placement.prefill_device, placement.out_device} == {"cpu"}
+        if rule is not None and is_on_cpu and set(self._wanted(rule, key)) != {"cpu"}:
+            self._fallbacks.append(key)
 
     def report_fallback(self) -> None:
         if self._fallbacks:
@@ -322,6 +341,8 @@ def _shared_modules(entries: list[PlanEntry], tied: Mapping[str, str]) -> dict[s
         if entry is None or owner is None or not entry.stored_names >= owner.stored_names:
             continue
         is_in_place = all(">" not in kind for kind in entry.quant_types)
+        device = entry.placement.generate_device  # operators on a GPU lay out their own copy
+        is_in_place &= device == owner.placement.generate_device and (entry.is_kept or device == "cpu")
         if entry.is_kept == owner.is_kept and entry.quant_types == owner.quant_types and is_in_place:
             shared[entry.key] = owner.key
     return shared

@@ -21,7 +21,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_without_control_groups(tmp_path: Path) -> None:
-    machine = detect_machine(tree(tmp_path, {}))
+    machine = detect_machine(tree(tmp_path, {}), dict)
     assert machine == Machine(16000 * KIB, 9000 * KIB, {"cpu": 9000 * KIB})
     assert machine.default_device == "cpu"
 
@@ -82,3 +82,9 @@ def test_this_machine() -> None:
     machine = detect_machine()
     assert 0 < machine.available_bytes <= machine.ram_bytes
     assert tuple(machine.devices) == ("cpu",)
+
+
+def test_gpus_come_after_the_cpu_and_are_the_default(tmp_path: Path) -> None:
+    machine = detect_machine(tree(tmp_path, {}), lambda: {"cuda:0": 5, "cuda:1": 7})
+    assert machine.devices == {"cpu": 9000 * KIB, "cuda:0": 5, "cuda:1": 7}
+    assert machine.default_device == "cuda:0"

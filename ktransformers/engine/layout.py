@@ -1,0 +1,128 @@
+"""Hidden states follow the layers over devices: what is moved where, once the plan is in the model.
+
+A decoder layer gets its hidden states on its home, and everything inside hands its result back where its input came
+from; so one hook per layer is all that a pipeline over several devices needs. Knows modules and devices, no arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktransformers.operators.base import Operator
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.device import Device, distinct
+from ktransformers.optimize.plan import Plan
+
+__all__ = ["StepLayout", "install_moves", "settle_buffers"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """The devices of a step.
+
+    entry, last: where hidden states begin and end. devices: of all layers, each once. embedding: ids to hidden states.
+    """
+
+    entry: Device
+    last: Device
+    devices: tuple[Device, ...]
+    embedding: nn.Module
+
+    @classmethod
+    def of(cls, plan: Plan, modules: Mapping[str, nn.Module], embedding: nn.Module) -> StepLayout:
+        """The devices that the layers of a planned model live on.
+
+        modules: the model's modules by name, and embedding one of them, as they were before the plan was applied.
+        """
+        key = next(name for name, module in modules.items() if module is embedding)
+        homes = [plan.devices[home.device] for home in plan.homes] or [plan.devices["cpu"]]
+        return cls(homes[0], homes[-1], tuple(distinct(homes)), plan.operators.get(key, embedding))
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether no layer lives on a GPU, so that nothing moves at the edges of a step."""
+        return not any(device.is_gpu for device in self.devices)
+
+
+def install_moves(modules: Mapping[str, nn.Module], plan: Plan) -> None:
+    """Add the hooks. modules: the model's modules by name, as they were before the plan was applied."""
+    places = {entry.key: entry.placement.generate_device for entry in plan.entries}
+    if all(place == "cpu" for place in places.values()):
+        return
+    homes = {home.key: home.device for home in plan.homes}
+    for home in plan.homes:
+        _move_into(modules[home.key], plan.devices[home.device])
+    for key in plan.kept:
+        home_key = next((name for name in _above(key) if name in homes), None)
+        if home_key is None or homes[home_key] != places[key]:
+            _visit(modules[key], plan.devices[places[key]])
+
+
+def _above(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+
+
+def _move_into(layer: nn.Module, home: Device) -> None:
+    """Hidden states, and what the model hands to all layers, come to the layer's home."""
+
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        context = kwargs.get("forward_context")
+        if not isinstance(context, ForwardContext):
+            return args, kwargs
+        if args:
+            args = (home.take(args[0]), *args[1:])
+        moved = {name: _shared(value, home, context) for name, value in kwargs.items() if name in _SHARED}
+        if "hidden_states" in kwargs:
+            moved["hidden_states"] = home.take(kwargs["hidden_states"])
+        return args, {**kwargs, **moved}
+
+    layer.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+_SHARED = frozenset({"position_ids", "position_embeddings", "cache_position"})
+
+
+def _shared(value: Any, home: Device, context: ForwardContext) -> Any:
+    if isinstance(value, torch.Tensor):
+        return context.moved(value, home.torch_device)
+    return tuple(_shared(part, home, context) for part in value) if isinstance(value, tuple) else value
+
+
+def _visit(module: nn.Module, device: Device) -> None:
+    """A kept module away from its layer's home: inputs go to its device, its results back where they came from."""
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        came_from.append(next((a.device for a in args if isinstance(a, torch.Tensor)), device.torch_device))
+        return tuple(device.take(a) if isinstance(a, torch.Tensor) else a for a in args)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        back = came_from.pop()
+        if isinstance(output, tuple):
+            return tuple(part.to(back) if isinstance(part, torch.Tensor) else part for part in output)
+        return output.to(back) if isinstance(output, torch.Tensor) else output
+
+    came_from: list[torch.device] = []
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+def settle_buffers(modules: Mapping[str, nn.Module], plan: Plan) -> None:
+    """Move buffers that no checkpoint holds to the devices of their modules. Call when all is loaded."""
+    for entry in plan.entries:
+        device = plan.devices[entry.placement.generate_device]
+        operator = plan.operators.get(entry.key)
+        if not device.is_gpu or (isinstance(operator, Operator) and operator.KEEPS_BUFFERS):
+            continue
+        module = modules[entry.key]
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                module._buffers[name] = device.move(buffer)

@@ -1,0 +1,106 @@
+"""What the device names of a placement ("cpu", "cuda:1") mean: a torch device, a type for activations, which kernels.
+
+Tests map "cuda:N" to torch's CPU, where the Triton kernels run in Triton's interpreter; nothing outside this module
+knows. On the CPU activations are fp32; on a GPU they are bf16, and so is its K/V cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.triton.linear import Workspace
+from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, uses_vector_path
+
+__all__ = ["CPU", "Device", "Devices", "cuda_memory", "distinct", "give_back"]
+
+_LINEAR_ROWS = 64  # rows of activations above which no product splits its columns
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device that operators run on.
+
+    name: as placements spell it. torch_device: where its tensors are. dtype: of activations, dense weights and cache.
+    is_gpu: whether modules on it run on Triton kernels and torch rather than on the native CPU kernels.
+    """
+
+    name: str
+    torch_device: torch.device
+    dtype: torch.dtype
+    is_gpu: bool
+    _scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def matmul_dtype(self) -> torch.dtype:
+        """Of the activations that quantized products read: fp16 where `dtype` is fp32, which none of them reads."""
+        return torch.float16 if self.dtype is torch.float32 else self.dtype
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` here: floats in `dtype`, integers and complex numbers as they are. No copy of what is here already."""
+        return x.to(self.torch_device, self.dtype) if x.is_floating_point() else x.to(self.torch_device)
+
+    def move(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` here, in its own type."""
+        return x.to(self.torch_device)
+
+    def linear_workspace(self) -> Workspace:
+        """Memory of the quantized products, which run one after another on this device."""
+        made = self._scratch.get("linear")
+        if not isinstance(made, Workspace):
+            made = self._scratch["linear"] = Workspace.allocate(self.torch_device, _LINEAR_ROWS)
+        return made
+
+    def moe_workspace(
+        self, x: torch.Tensor, top_k: int, experts: int, up: ExpertMatrices, down: ExpertMatrices
+    ) -> MoeWorkspace:
+        """Memory of one layer's experts for x [T, H]; kept, and shared by all layers, for as few rows as decode has."""
+        if not uses_vector_path(x.shape[0], up, down):
+            return MoeWorkspace.allocate(x, top_k, experts, up, down)
+        shape = ("moe", x.shape[0], x.dtype, top_k, up.rows, down.rows)
+        made = self._scratch.get(shape)
+        if not isinstance(made, MoeWorkspace):
+            made = self._scratch[shape] = MoeWorkspace.allocate(x, top_k, experts, up, down)
+        return made
+
+    def workspace_nbytes(self) -> int:
+        """Bytes that a GPU holds beside weights and cache: workspaces of small steps, and room for a prefill step."""
+        return _STEP_BYTES if self.is_gpu else 0
+
+
+_STEP_BYTES = 512 << 20  # activations of a prefill step and the allocator's slack
+CPU = Device("cpu", torch.device("cpu"), torch.float32, is_gpu=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices of one model by name. gpu: makes the Device of "cuda:N" (tests give their own)."""
+
+    gpu: Callable[[str], Device] = lambda name: Device(name, torch.device(name), torch.bfloat16, is_gpu=True)
+    _made: dict[str, Device] = field(default_factory=lambda: {"cpu": CPU}, compare=False, repr=False)
+
+    def __getitem__(self, name: str) -> Device:
+        device = self._made.get(name)
+        if device is None:
+            device = self._made[name] = self.gpu(name)
+        return device
+
+
+def give_back(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`result` where the input `like` of an operator is, and in its type."""
+    return result.to(like.device, like.dtype)
+
+
+def cuda_memory() -> Mapping[str, int]:
+    """{"cuda:N": free bytes} of every CUDA device that the kernels can run on; empty when there is none."""
+    if not torch.cuda.is_available() or runtime.available() is not None:
+        return {}
+    return {f"cuda:{i}": torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())}
+
+
+def distinct(devices: Sequence[Device]) -> list[Device]:
+    """Each device once, in order of first use."""
+    return list({device.name: device for device in devices}.values())

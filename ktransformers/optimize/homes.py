@@ -1,0 +1,83 @@
+"""Which device each decoder layer lives on: where its hidden states and its K/V cache are.
+
+A layer's home is the device of its attention. `cuda` without a number means the device that the layer loop's
+transfer_map names for the layer, else the first one; modules that no rule places go where their layer is.
+Knows rules and the module tree; reads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ktransformers.optimize.machine import Machine
+from ktransformers.optimize.rules import Rules
+
+__all__ = ["Home", "Homes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """One decoder layer. key: its dotted name. device: where it lives, as placements spell it."""
+
+    key: str
+    device: str
+
+
+class Homes:
+    """The homes of a model's layers under some rules, on a machine."""
+
+    def __init__(self, model: Any, rules: Rules, machine: Machine):
+        self._machine, self._model_type = machine, str(model.config.model_type)
+        attention: dict[int, str] = {
+            int(module.layer_idx): key
+            for key, module in model.named_modules()
+            if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "scaling")
+        }
+        self._transfer = _transfer_map(model, rules, self._model_type)
+        self._layer_of = {key.rpartition(".")[0]: layer for layer, key in attention.items()}
+        self.layers: dict[int, Home] = {}
+        for layer, key in sorted(attention.items()):
+            rule = rules.first_match(key, model.get_submodule(key), self._model_type)
+            named = {} if rule is None else rule.devices
+            wanted = named.get("generate_device", named.get("prefill_device", self.default_device(key)))
+            self.layers[layer] = Home(key.rpartition(".")[0], self.resolve(wanted, key))
+
+    def _layer(self, key: str) -> int | None:
+        while key:
+            if key in self._layer_of:
+                return self._layer_of[key]
+            key = key.rpartition(".")[0]
+        return None
+
+    def resolve(self, named: str, key: str) -> str:
+        """The device that a rule's `named` means for module `key`; the CPU on a machine with nothing else."""
+        if named == "cpu" or all(there == "cpu" for there in self._machine.devices):
+            return "cpu"
+        number = named.partition(":")[2]
+        if number:
+            return f"cuda:{int(number)}"
+        layer = self._layer(key)
+        before = [] if layer is None else [first for first in self._transfer if first <= layer]
+        device = self._transfer[max(before)] if before else "cuda:0"
+        return device if ":" in device or device == "cpu" else "cuda:0"
+
+    def default_device(self, key: str) -> str:
+        """Where module `key` goes when no rule says: to its layer, or to the machine's first device."""
+        layer = self._layer(key)
+        if layer is not None and layer in self.layers:
+            return self.layers[layer].device
+        return self._machine.default_device if layer is None else self.resolve(self._machine.default_device[:4], key)
+
+
+def _transfer_map(model: Any, rules: Rules, model_type: str) -> Mapping[int, str]:
+    """{first layer: device} of the first module whose rule gives one; "cuda:1" in its full form."""
+    if not any(rule.kwargs.get("transfer_map") for rule in rules.rules):
+        return {}
+    for key, module in model.named_modules():
+        rule = rules.first_match(key, module, model_type)
+        if rule is not None and rule.kwargs.get("transfer_map"):
+            found: Mapping[int, str] = rule.kwargs["transfer_map"]
+            return found
+    return {}

@@ -1,0 +1,193 @@
+"""Models with layers on a GPU: logits against `transformers` in fp32, and against our own engine on the CPU.
+
+The GPU is made up (tests/support/fake_gpus.py) and computes in fp32, so that only the order of summation differs and
+the tolerance is that of tests/models/test_agreement.py: what is tested is what runs where, and that nothing gets lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktransformers.config import EngineConfig
+from ktransformers.core import SamplingParams
+from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
+from ktransformers.errors import CapacityError, RuleError, UnsupportedError
+from ktransformers.kernels.quant import QuantType
+from ktransformers.models.registry import RULES_DIR
+from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
+from tests.models.test_gguf_models import dequantized
+from tests.support.fake_gpus import fake_hardware
+from tests.support.gguf_writer import write_gguf
+from tests.support.tiny_models import tiny_model, write_safetensors
+
+pytest.importorskip("triton")
+
+TOLERANCE = 1e-4
+PROMPT_LEN = 24
+
+
+def prompt(vocab_size: int) -> list[int]:
+    return torch.randint(0, vocab_size, (PROMPT_LEN,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def gpu_engine(path: Path, num_gpus: int = 1, **settings: object) -> Engine:
+    where = {"model_path": path} if path.is_dir() else {"gguf_path": path}
+    config = EngineConfig(cache_lens=64, cpu_infer=1, **where, **settings)  # type: ignore[arg-type]
+    return build_engine(config, hardware=fake_hardware(num_gpus))
+
+
+def logits_in_steps(engine: Engine, ids: list[int]) -> torch.Tensor:
+    """Logits of all positions: a prefill, then a few steps of one row."""
+    first = engine.runner.forward(ids[:-3], 0, range(len(ids) - 3))
+    rest = [engine.runner.forward([token], len(ids) - 3 + i, [0]) for i, token in enumerate(ids[-3:])]
+    return torch.cat([first, *rest])
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3_moe", "deepseek_v3", "deepseek_v2", "mixtral", "qwen2_moe", "llama", "gpt_oss", "glm4_moe", "granitemoe"],
+)
+def test_default_placement_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type, seed=1)
+    ids = prompt(model.config.vocab_size)
+    write_safetensors(model, tmp_path)
+    engine = gpu_engine(tmp_path)
+    assert {home.device for home in engine.plan.homes} == {"cuda:0"}
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    got = logits_in_steps(engine, ids)
+    assert got.dtype is torch.float32
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+RULES = {
+    "qwen3_moe": "Qwen3Moe-ktransformers.yaml",
+    "deepseek_v3": "DeepSeek-V3-Chat.yaml",
+    "mixtral": "Mixtral.yaml",
+}
+EXPERTS_ON_CPU = "generate_device: cpu\n      generate_op: KExpertsCPU"
+EXPERTS_ON_GPU = "generate_device: cuda\n      generate_op: KExpertsMarlin"
+
+
+def rules_of(model_type: str, folder: Path, old: str, new: str, before: str = "") -> Path:
+    """The family's own rule file with `old` replaced by `new`, behind the rules `before`."""
+    text = (RULES_DIR / RULES[model_type]).read_text()
+    assert old in text
+    path = folder / "rules.yaml"
+    path.write_text(before + text.replace(old, new))
+    return path
+
+
+# Quantized products on a GPU read fp16 activations and, above a few rows, fp16 weights: 2^-11 each per factor, and
+# residual streams of two layers with some ten such products raise the walk to below 1 %. Int8 activations of the CPU's
+# experts cost more (tests/models/test_gguf_models.py): 3 %.
+@pytest.mark.parametrize("qtype", ["Q4_K", "Q8_0"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "mixtral"])
+def test_quantized_weights_and_experts_on_the_gpu(model_type: str, qtype: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type, seed=3, hidden=256)
+    kind = QuantType[qtype]
+    path = write_gguf(model, tmp_path / "model.gguf", kind, kind, kv_b="whole")
+    ids = prompt(model.config.vocab_size)
+    with torch.no_grad():
+        want = dequantized(model, kind, kind)(torch.tensor([ids])).logits[0]
+    rules = rules_of(model_type, tmp_path, EXPERTS_ON_CPU, EXPERTS_ON_GPU)
+    engine = gpu_engine(path, optimize_config_path=rules)
+    ops = {entry.generate_op for entry in engine.plan.entries}
+    assert {"KLinearMarlin", "KExpertsMarlin"} <= ops
+    errors = (logits_in_steps(engine, ids) - want).norm(dim=-1) / want.norm(dim=-1)
+    # A row whose router nearly ties may take another expert and differ by more.
+    assert errors.median() <= 1e-2
+    assert (errors > 1e-2).sum() <= 2
+
+
+def test_layers_spread_over_two_gpus_by_the_transfer_map(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", seed=1, layers=3)
+    ids = prompt(model.config.vocab_size)
+    write_safetensors(model, tmp_path)
+    rules = rules_of(
+        "qwen3_moe",
+        tmp_path,
+        "per_layer_prefill_intput_threshold: 0",
+        'per_layer_prefill_intput_threshold: 0\n      transfer_map: {1: "cuda:1"}',
+    )
+    engine = gpu_engine(tmp_path, num_gpus=2, optimize_config_path=rules)
+    assert [home.device for home in engine.plan.homes] == ["cuda:0", "cuda:1", "cuda:1"]
+    assert engine.plan.device_of("model.layers.2.self_attn.q_proj") == "cuda:1"
+    total = engine.plan.extra_bytes["kv cache"]
+    assert total["cuda:1"] == 2 * total["cuda:0"]
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    assert (logits_in_steps(engine, ids) - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+LAYER_0_ON_CPU = r"""
+- match: {name: '^model\.layers\.0\.mlp\.experts$'}
+  replace: {class: ktransformers.operators.experts.KTransformersExperts, kwargs: {generate_device: cpu}}
+- match: {name: '^model\.layers\.0\.'}
+  replace: {class: default, kwargs: {generate_device: cpu}}
+- match: {name: '^model\.layers\.1\..*proj$'}
+  replace: {class: default, kwargs: {generate_device: cpu}}
+"""
+
+
+def test_a_layer_and_some_modules_on_the_cpu(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", seed=1)
+    ids = prompt(model.config.vocab_size)
+    write_safetensors(model, tmp_path)
+    rules = rules_of("qwen3_moe", tmp_path, "- match", "- match", before=LAYER_0_ON_CPU)
+    engine = gpu_engine(tmp_path, optimize_config_path=rules)
+    assert [home.device for home in engine.plan.homes] == ["cpu", "cuda:0"]
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    assert (logits_in_steps(engine, ids) - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+def sequence_start(run_id: int, ids: list[int]) -> SequenceStart:
+    params = SamplingParams(temperature=0.0, seed=0)
+    return SequenceStart(run_id=run_id, request_id=str(run_id), params=params, prompt_len=len(ids), token_ids=ids)
+
+
+def step_row(run_id: int, ids: list[int], start: int, table: list[int]) -> Row:
+    return Row(run_id=run_id, start=start, token_ids=ids, token_source=None, block_table=table, is_sampled=True)
+
+
+def test_sequences_share_steps_on_the_gpu(tmp_path: Path) -> None:
+    """Three sequences in one paged prefill and one decode step: greedy tokens are those of `transformers`."""
+    model = tiny_model("qwen3_moe", seed=1)
+    write_safetensors(model, tmp_path)
+    config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1)
+    paged = build_paged_engine(config, page_size=4, max_batch_size=4, hardware=fake_hardware())
+    prompts = [prompt(model.config.vocab_size)[:length] for length in (5, 9, 3)]
+    tables = [list(range(4 * i, 4 * i + 4)) for i in range(3)]
+    starts = [sequence_start(i, ids) for i, ids in enumerate(prompts)]
+    rows = [step_row(i, ids, 0, tables[i]) for i, ids in enumerate(prompts)]
+    first = paged.executor.execute(StepPlan(step_id=1, ended=[], starts=starts, rows=rows))
+    rows = [step_row(i, [first.results[i].token_id], len(ids), tables[i]) for i, ids in enumerate(prompts)]
+    second = paged.executor.execute(StepPlan(step_id=2, ended=[], starts=[], rows=rows))
+    for i, ids in enumerate(prompts):
+        want = model.generate(torch.tensor([ids]), max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)
+        assert [first.results[i].token_id, second.results[i].token_id] == want[0, len(ids) :].tolist()
+
+
+def test_what_does_not_fit_on_the_gpu_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", seed=1)
+    write_safetensors(model, tmp_path)
+    config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1)
+    with pytest.raises(CapacityError, match="cuda:0: weights"):
+        build_engine(config, hardware=fake_hardware(gpu_bytes=1 << 16))
+    plan = plan_model(config, fake_hardware())
+    assert plan.misfit() is None
+    assert set(plan.extra_bytes["workspace"]) == {"cuda:0"}
+
+
+def test_experts_that_no_gpu_kernel_reads_are_refused(tmp_path: Path) -> None:
+    write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
+    rules = rules_of("qwen3_moe", tmp_path, EXPERTS_ON_CPU, EXPERTS_ON_GPU)
+    config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1, optimize_config_path=rules)
+    with pytest.raises((UnsupportedError, RuleError), match="--cpu_quant"):
+        plan_model(config, fake_hardware())
+    assert plan_model(replace(config, cpu_quant="q8_0"), fake_hardware()).misfit() is None
