@@ -153,9 +153,10 @@ def measure(name: str, tokens: int, method: HandOver, uses_kernels: bool, args: 
     check(step, kernels, args.checks)
     bare, _ = time_replays(Step(shape, tokens, args.layers, None, 1).replay, args.milliseconds)
     full, _ = time_replays(step.replay, args.milliseconds)
-    busy, forwards = experts.busy_seconds, experts.num_forwards
+    busy, forwards, touched = experts.busy_seconds, experts.num_forwards, experts.num_touched
     time_replays(step.replay, args.milliseconds)
-    forward = (experts.busy_seconds - busy) / (experts.num_forwards - forwards)
+    forwards = experts.num_forwards - forwards
+    forward, touched_mean = (experts.busy_seconds - busy) / forwards, (experts.num_touched - touched) / forwards
     experts.check()
     experts.close()
     added = (full - bare) / args.layers
@@ -164,13 +165,15 @@ def measure(name: str, tokens: int, method: HandOver, uses_kernels: bool, args: 
         "tokens": tokens,
         "method": method.name.lower(),
         "copies": "kernel" if uses_kernels else "engine",
+        "experts": round(touched_mean, 1),
         "added_us": round(added * 1e6, 2),
         "forward_us": round(forward * 1e6, 2),
         "hand_over_us": round((added - forward) * 1e6, 2),
     }
     print(
-        f"{name:10} {tokens:3} tokens  {row['method']:6} {row['copies']:6}  adds {row['added_us']:8.2f} us a layer, "
-        f"forward {row['forward_us']:8.2f}, hand-over {row['hand_over_us']:6.2f}",
+        f"{name:10} {tokens:3} tokens  {row['method']:6} {row['copies']:6}  {touched_mean:5.1f} experts  "
+        f"adds {row['added_us']:8.2f} us a layer, forward {row['forward_us']:8.2f}, "
+        f"hand-over {row['hand_over_us']:6.2f}",
         flush=True,
     )
     return row
