@@ -76,7 +76,9 @@ class Step:
         cuda: Any = torch.cuda
         self.experts = experts
         self.hidden = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
-        self.ids = torch.rand(tokens, shape.experts, device="cuda").argsort(-1)[:, : shape.top_k].int().contiguous()
+        self.shape = shape
+        self.ids = torch.zeros(layers, tokens, shape.top_k, dtype=torch.int32, device="cuda")
+        self.route()
         self.weights = torch.rand(tokens, shape.top_k, device="cuda")
         self.outs = [torch.zeros_like(self.hidden) for _ in range(layers)]
         self.other = torch.zeros_like(self.hidden)
@@ -91,11 +93,17 @@ class Step:
                 self.run()
         self.count = 0 if experts is None else experts.captured()
 
+    def route(self) -> None:
+        """Even routing, another one for each layer, so that weights come from memory."""
+        layers, tokens, top_k = self.ids.shape
+        keys = torch.rand(layers, tokens, self.shape.experts, device="cuda")
+        self.ids.copy_(keys.argsort(-1)[..., :top_k].int())
+
     def run(self) -> None:
-        for layer, out in zip(self._layers, self.outs, strict=True):
+        for layer, ids, out in zip(self._layers, self.ids, self.outs, strict=True):
             self.other.add_(1.0)  # what else a layer does
             if self.experts is not None:
-                self.experts.submit(layer, self.hidden, self.ids, self.weights)
+                self.experts.submit(layer, self.hidden, ids, self.weights)
                 self.experts.collect(out)
 
     def replay(self, tokens: int | None = None) -> None:
@@ -113,14 +121,15 @@ def check(step: Step, kernels: list[MoeKernel], rounds: int) -> None:
         step.ids.copy_(torch.randint_like(step.ids, 0, experts + 1))
         step.replay(tokens)
         torch.cuda.synchronize()
-        x, ids, weights = step.hidden.float().cpu()[:tokens], step.ids.cpu()[:tokens], step.weights.cpu()[:tokens]
-        wants = [kernel.forward(x.contiguous(), ids, weights).bfloat16() for kernel in kernels]
+        x, ids, weights = step.hidden.float().cpu()[:tokens], step.ids.cpu()[:, :tokens], step.weights.cpu()[:tokens]
         for layer, out in enumerate(step.outs):
+            want = kernels[layer % len(kernels)].forward(x.contiguous(), ids[layer].contiguous(), weights).bfloat16()
             got = out.cpu()
-            if not torch.equal(got[:tokens], wants[layer % len(kernels)]) or got[tokens:].any():
+            if not torch.equal(got[:tokens], want) or got[tokens:].any():
                 sys.exit(f"round {number}, layer {layer}: the result is not the kernel's")
     assert step.experts is not None
     step.experts.check()
+    step.route()
 
 
 def time_replays(replay: Callable[[], None], milliseconds: float) -> tuple[float, int]:
