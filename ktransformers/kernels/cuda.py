@@ -110,20 +110,22 @@ class CudaDriver:
         words = text.value.decode() if text.value else "unknown error"
         raise KernelError(f"{name} failed on {self.device} with error {result}: {words}")
 
-    def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+    def _call_on_stream(self, name: str, *arguments: object) -> None:
+        with torch.cuda.device(self.device):
+            self._call(name, int(torch.cuda.current_stream(self.device).cuda_stream), *arguments)
 
     def is_capturing(self) -> bool:
-        return bool(torch.cuda.is_current_stream_capturing())
+        with torch.cuda.device(self.device):
+            return bool(torch.cuda.is_current_stream_capturing())
 
     def launch_host_func(self, function: int, argument: int) -> None:
-        self._call("cuLaunchHostFunc", self._stream(), function, argument)
+        self._call_on_stream("cuLaunchHostFunc", function, argument)
 
     def write_value(self, address: int, value: int) -> None:
-        self._call("cuStreamWriteValue32_v2", self._stream(), address, value, 0)
+        self._call_on_stream("cuStreamWriteValue32_v2", address, value, 0)
 
     def wait_value(self, address: int, value: int) -> None:
-        self._call("cuStreamWaitValue32_v2", self._stream(), address, value, _WAIT_EQUAL)
+        self._call_on_stream("cuStreamWaitValue32_v2", address, value, _WAIT_EQUAL)
 
     def memory_operations(self) -> str | None:
         ordinal, answer = ctypes.c_int(), ctypes.c_int()
