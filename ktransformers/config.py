@@ -39,6 +39,7 @@ class EngineConfig:
     cpu_infer: worker threads of the native kernels; 0 means one per physical core.
     chunk_size: most tokens one prefill step carries.
     cpu_quant: GGML type that experts from BF16, F16, F32 or FP8 are quantized to while loading.
+    use_cuda: whether modules that rules place on cuda go to a GPU; steps run eagerly there for now, without graphs.
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed. Without a GPU there are none.
     """
 
@@ -52,6 +53,7 @@ class EngineConfig:
     cpu_quant: str | None = None
     strict: bool = False
     trust_remote_code: bool = False
+    use_cuda: bool = False
     use_cuda_graph: bool = True
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:

@@ -114,6 +114,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache_lens", type=int, default=config.cache_lens, help="tokens in the cache; 0: automatic")
     group.add_argument("--cpu_infer", type=int, default=config.cpu_infer, help="worker threads; 0: one per core")
     group.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
+    add_toggle(group, "use_cuda", default=False, help="place modules on GPUs where rules say cuda (experimental; off)")
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
     group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
     group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
@@ -132,6 +133,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         cpu_quant=args.cpu_quant,
         strict=args.strict,
         trust_remote_code=args.trust_remote_code,
+        use_cuda=args.use_cuda,
         use_cuda_graph=args.use_cuda_graph is not False,
     )
 
