@@ -26,6 +26,7 @@ from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Devices
 from ktransformers.optimize.apply import apply_plan, load_plan
+from ktransformers.optimize.fill import experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Plan, make_plan
 from ktransformers.optimize.rules import load_rules
@@ -111,9 +112,13 @@ class Hardware:
 
 
 def _make_plan(
-    opened: OpenedModel, hardware: Hardware, pool: WorkerPool | None, expert_stats: ExpertStats | None = None
+    opened: OpenedModel,
+    hardware: Hardware,
+    pool: WorkerPool | None,
+    expert_stats: ExpertStats | None = None,
+    moved: Mapping[str, str] | None = None,
 ) -> tuple[Plan, list[LayerShape]]:
-    """The plan, without a cache, and the shape of each layer's cache."""
+    """The plan, without a cache, and the shape of each layer's cache. moved: see `make_plan`."""
     config, model = opened.config, opened.model
     rules = load_rules(config.optimize_config_path or default_rules(opened.hf_config, model))
     is_unused = ignorable_tensors(model)
@@ -123,9 +128,10 @@ def _make_plan(
         rules,
         operator_config=OperatorConfig(opened.hf_config, pool, quant, expert_stats or ExpertStats(), hardware.devices),
         source=opened.source,
-        machine=hardware.machine,
+        machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),
         strict=config.strict,
         ignorable=lambda name: opened.source.ignorable(name) or is_unused(name),
+        moved=moved,
     )
     homes = [plan.devices[home.device] for home in plan.homes]
     return plan, cache_shapes(model, plan.operators, homes or None)
@@ -138,11 +144,24 @@ def _with_cache(plan: Plan, shapes: list[LayerShape], num_slots: int) -> Plan:
     return replace(plan, extra_bytes={**extra, "workspace": workspace} if workspace else extra)
 
 
+def _fill_gpus(opened: OpenedModel, plan: Plan, again: Callable[[Mapping[str, str]], Plan]) -> Plan:
+    """`plan`, or, when the user has no rule file, the one in which experts fill what is left of the GPUs.
+
+    again: makes the plan anew with some modules moved.
+    """
+    if opened.config.optimize_config_path is not None or all(device == "cpu" for device in plan.capacity):
+        return plan
+    moved = experts_for_gpus(plan, opened.source)
+    return replace(again(moved), extra_bytes=plan.extra_bytes) if moved else plan
+
+
 def plan_model(config: EngineConfig, hardware: Hardware | None = None) -> Plan:
     """What `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit."""
     opened = open_model(config)
-    plan, shapes = _make_plan(opened, hardware or Hardware.detect(), pool=None)
-    return _with_cache(plan, shapes, cache_len_of(opened.config, opened.hf_config))
+    hardware = hardware or Hardware.detect()
+    plan, shapes = _make_plan(opened, hardware, pool=None)
+    plan = _with_cache(plan, shapes, cache_len_of(opened.config, opened.hf_config))
+    return _fill_gpus(opened, plan, lambda moved: _make_plan(opened, hardware, None, moved=moved)[0])
 
 
 @contextmanager
@@ -164,9 +183,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
     """
     opened = open_model(config)
     with _new_pool(opened.config.cpu_infer) as pool:
-        plan, shapes = _make_plan(opened, hardware or Hardware.detect(), pool)
+        hardware = hardware or Hardware.detect()
+        plan, shapes = _make_plan(opened, hardware, pool)
         max_len = cache_len_of(opened.config, opened.hf_config)
         plan = _with_cache(plan, shapes, max_len)
+        plan = _fill_gpus(opened, plan, lambda moved: _make_plan(opened, hardware, pool, moved=moved)[0])
         plan.check_fits()
         model = describe_model(opened)
         layout = _load(opened, plan, max_len, progress)
@@ -193,9 +214,11 @@ def build_paged_engine(
     """Load a model for many sequences at once, which share --cache_lens tokens in pages. Errors as `build_engine`."""
     opened, expert_stats = open_model(config), ExpertStats()
     with _new_pool(opened.config.cpu_infer) as pool:
-        plan, shapes = _make_plan(opened, hardware or Hardware.detect(), pool, expert_stats)
+        hardware = hardware or Hardware.detect()
+        plan, shapes = _make_plan(opened, hardware, pool, expert_stats)
         num_pages = _num_pages(opened, plan, shapes, page_size, max_batch_size)
         plan = _with_cache(plan, shapes, num_pages * page_size)
+        plan = _fill_gpus(opened, plan, lambda moved: _make_plan(opened, hardware, pool, expert_stats, moved)[0])
         plan.check_fits()
         model = describe_model(opened)
         layout = _load(opened, plan, num_pages * page_size, progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktransformers.operators.device import cuda_memory
@@ -32,6 +32,13 @@ class Machine:
     def default_device(self) -> str:
         """Where modules go that no rule places: the first accelerator, else the CPU."""
         return next((device for device in self.devices if device != "cpu"), "cpu")
+
+    def with_gpu_budget(self, nbytes: int) -> Machine:
+        """This machine with at most `nbytes` of each GPU; 0 for all that is free."""
+        if not nbytes:
+            return self
+        devices = {name: free if name == "cpu" else min(free, nbytes) for name, free in self.devices.items()}
+        return replace(self, devices=devices)
 
 
 def detect_machine(root: Path = Path("/"), gpus: Callable[[], Mapping[str, int]] = cuda_memory) -> Machine:

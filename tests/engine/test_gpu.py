@@ -15,7 +15,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
-from ktransformers.errors import CapacityError, RuleError, UnsupportedError
+from ktransformers.errors import CapacityError, ConfigError, RuleError, UnsupportedError
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
@@ -85,10 +85,9 @@ def rules_of(model_type: str, folder: Path, old: str, new: str, before: str = ""
 # Quantized products on a GPU read fp16 activations and, above a few rows, fp16 weights: 2^-11 each per factor, and
 # residual streams of two layers with some ten such products raise the walk to below 1 %. Int8 activations of the CPU's
 # experts cost more (tests/models/test_gguf_models.py): 3 %.
-@pytest.mark.parametrize("qtype", ["Q4_K", "Q8_0"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "mixtral"])
+@pytest.mark.parametrize(("model_type", "qtype"), [("qwen3_moe", "Q8_0"), ("deepseek_v3", "Q4_0")])
 def test_quantized_weights_and_experts_on_the_gpu(model_type: str, qtype: str, tmp_path: Path) -> None:
-    model = tiny_model(model_type, seed=3, hidden=256)
+    model = tiny_model(model_type, seed=3)
     kind = QuantType[qtype]
     path = write_gguf(model, tmp_path / "model.gguf", kind, kind, kv_b="whole")
     ids = prompt(model.config.vocab_size)
@@ -98,7 +97,9 @@ def test_quantized_weights_and_experts_on_the_gpu(model_type: str, qtype: str, t
     engine = gpu_engine(path, optimize_config_path=rules)
     ops = {entry.generate_op for entry in engine.plan.entries}
     assert {"KLinearMarlin", "KExpertsMarlin"} <= ops
-    errors = (logits_in_steps(engine, ids) - want).norm(dim=-1) / want.norm(dim=-1)
+    # The interpreter takes seconds for each product of few rows: tests/kernels/triton has those.
+    got = engine.runner.forward(ids, 0, range(len(ids)))
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
     # A row whose router nearly ties may take another expert and differ by more.
     assert errors.median() <= 1e-2
     assert (errors > 1e-2).sum() <= 2
@@ -191,3 +192,20 @@ def test_experts_that_no_gpu_kernel_reads_are_refused(tmp_path: Path) -> None:
     with pytest.raises((UnsupportedError, RuleError), match="--cpu_quant"):
         plan_model(config, fake_hardware())
     assert plan_model(replace(config, cpu_quant="q8_0"), fake_hardware()).misfit() is None
+
+
+def test_experts_fill_the_budget_from_the_last_layer(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", seed=1, layers=4)
+    path = write_gguf(model, tmp_path / "model.gguf", QuantType.Q8_0, QuantType.Q8_0)
+    config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1)
+    everything = plan_model(config, fake_hardware())
+    experts = [entry for entry in everything.entries if entry.operator == "KTransformersExperts"]
+    assert [entry.placement.generate_device for entry in experts] == ["cuda:0"] * 4
+    one = experts[0].nbytes["cuda:0"]
+    budget = everything.total_bytes["cuda:0"] - 2 * one + one // 2  # room for two layers and a half
+    plan = plan_model(replace(config, gpu_memory=budget / 2**30), fake_hardware())
+    placed = [entry for entry in plan.entries if entry.operator == "KTransformersExperts"]
+    assert [entry.placement.generate_device for entry in placed] == ["cpu", "cpu", "cuda:0", "cuda:0"]
+    assert plan.misfit() is None
+    with pytest.raises(ConfigError, match="--gpu_memory"):
+        plan_model(replace(config, gpu_memory=-1.0), fake_hardware())
