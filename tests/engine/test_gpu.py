@@ -47,6 +47,19 @@ def logits_in_steps(engine: Engine, ids: list[int]) -> torch.Tensor:
     return torch.cat([first, *rest])
 
 
+ATTENTION = {
+    "qwen3_moe": "KAttentionFused",
+    "qwen2_moe": "KAttentionFused",
+    "mixtral": "KAttentionFused",
+    "deepseek_v2": "KMLATriton",
+    "deepseek_v3": "KMLATriton",
+    "llama": "torch",  # these have no attention rule: their own forward, on our attention function
+    "gpt_oss": "torch",
+    "glm4_moe": "torch",
+    "granitemoe": "torch",
+}
+
+
 @pytest.mark.parametrize(
     "model_type",
     ["qwen3_moe", "deepseek_v3", "deepseek_v2", "mixtral", "qwen2_moe", "llama", "gpt_oss", "glm4_moe", "granitemoe"],
@@ -57,6 +70,8 @@ def test_default_placement_agrees_with_transformers(model_type: str, tmp_path: P
     write_safetensors(model, tmp_path)
     engine = gpu_engine(tmp_path)
     assert {home.device for home in engine.plan.homes} == {"cuda:0"}
+    ops = {entry.generate_op for entry in engine.plan.entries if entry.key.endswith("self_attn")}
+    assert ops == {ATTENTION[model_type]}
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     got = logits_in_steps(engine, ids)
