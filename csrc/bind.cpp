@@ -1,6 +1,7 @@
-// The Python face of the kernels: the only file that knows Python. Pointers cross as integers; ktransformers/kernels/
+// The Python face of the kernels: with bind_layer.cpp the only code that knows Python. Pointers cross as integers; ktransformers/kernels/
 // native.py checks shapes, types and ranges, and keeps every tensor alive during a call.
-#include <nanobind/nanobind.h>
+#include "bind.h"
+
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -10,26 +11,16 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "moe.h"
+#include "stream.h"
 
 namespace nb = nanobind;
 
 namespace {
 
-using Address = uintptr_t;
-
-template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
-
-kt::WeightView weight_at(Address data, int type, int64_t rows, int64_t cols, bool is_packed = false) {
-  const auto make = is_packed ? kt::make_packed : kt::make_weight;
-  return make(static_cast<kt::QType>(type), at<const uint8_t>(data), rows, cols);
-}
-
-kt::ActSpec act_spec(int kind, float alpha, float limit) {
-  if (kind < 0 || kind > static_cast<int>(kt::ActKind::SwigluOai))
-    throw std::invalid_argument("unknown activation kind " + std::to_string(kind));
-  return {static_cast<kt::ActKind>(kind), alpha, limit};
-}
+using kt::act_spec;
+using kt::Address;
+using kt::at;
+using kt::weight_at;
 
 // (type, rows, cols, addresses of the experts, address of the bias or 0)
 using ProjectionTuple = std::tuple<int, int64_t, int64_t, std::vector<Address>, Address, bool>;
@@ -86,8 +77,7 @@ void bind_linear(nb::module_& m) {
   m.def("linear",
         [](kt::WorkerPool& pool, Address x, int64_t tokens, Address weight, int type, bool is_packed, int64_t rows, int64_t cols,
            Address bias, Address out) {
-          kt::linear(pool, at<const float>(x), tokens, cols, weight_at(weight, type, rows, cols, is_packed), at<const float>(bias),
-                     at<float>(out), rows);
+          kt::linear(pool, at<const float>(x), tokens, weight_at(weight, type, rows, cols, is_packed), at<const float>(bias), at<float>(out));
         },
         nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("weight"), nb::arg("type"), nb::arg("is_packed"), nb::arg("rows"),
         nb::arg("cols"), nb::arg("bias"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
@@ -98,6 +88,12 @@ void bind_linear(nb::module_& m) {
           kt::pack(pool, weight_at(weight, type, rows, cols), at<uint8_t>(out));
         },
         nb::arg("pool"), nb::arg("weight"), nb::arg("type"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"),
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("pack_fp8",
+        [](kt::WorkerPool& pool, Address codes, Address scales, int64_t rows, int64_t cols, Address out) {
+          kt::pack_fp8(pool, at<const uint8_t>(codes), at<const float>(scales), rows, cols, at<uint8_t>(out));
+        },
+        nb::arg("pool"), nb::arg("codes"), nb::arg("scales"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"),
         nb::call_guard<nb::gil_scoped_release>());
   m.def("batched_linear",
         [](kt::WorkerPool& pool, Address x, int64_t tokens, int64_t batch, Address weight, int type, int64_t rows, int64_t cols,
@@ -156,6 +152,47 @@ void bind_moe(nb::module_& m) {
            nb::call_guard<nb::gil_scoped_release>());
 }
 
+// addresses: hidden, ids, weights, out, num_tokens, word or 0; sizes: tokens at most, experts per token, hidden size;
+// kinds: whether hidden is bf16, ids are int64, out is bf16.
+kt::StreamBuffers stream_buffers(const std::vector<Address>& addresses, const std::vector<int64_t>& sizes, const std::vector<bool>& kinds) {
+  if (addresses.size() != 6 || sizes.size() != 3 || kinds.size() != 3)
+    throw std::invalid_argument("an ExpertStream wants 6 addresses, 3 sizes and 3 kinds");
+  kt::StreamBuffers b;
+  b.hidden = at<const void>(addresses[0]);
+  b.ids = at<const void>(addresses[1]);
+  b.weights = at<const float>(addresses[2]);
+  b.out = at<void>(addresses[3]);
+  b.num_tokens = at<const int32_t>(addresses[4]);
+  b.word = at<uint32_t>(addresses[5]);
+  b.max_tokens = sizes[0];
+  b.top_k = sizes[1];
+  b.hidden_size = sizes[2];
+  b.hidden_is_bf16 = kinds[0];
+  b.ids_are_int64 = kinds[1];
+  b.out_is_bf16 = kinds[2];
+  return b;
+}
+
+void bind_stream(nb::module_& m) {
+  nb::class_<kt::ExpertStream>(m, "ExpertStream")
+      .def("__init__",
+           [](kt::ExpertStream* self, kt::WorkerPool& pool, const std::vector<Address>& addresses, const std::vector<int64_t>& sizes,
+              const std::vector<bool>& kinds) { new (self) kt::ExpertStream(pool, stream_buffers(addresses, sizes, kinds)); },
+           nb::arg("pool"), nb::arg("addresses"), nb::arg("sizes"), nb::arg("kinds"), nb::keep_alive<1, 2>())
+      .def("add_layer", &kt::ExpertStream::add_layer, nb::arg("moe"), nb::keep_alive<1, 2>())
+      .def("word_of", &kt::ExpertStream::word_of, nb::arg("layer"), nb::arg("rows"), nb::arg("is_padded"))
+      .def("call_of", [](kt::ExpertStream& self, uint32_t word) { return reinterpret_cast<Address>(self.call_of(word)); }, nb::arg("word"))
+      .def_prop_ro_static("submit_address", [](nb::handle) { return reinterpret_cast<Address>(&kt::ExpertStream::submit); })
+      .def_prop_ro_static("wait_address", [](nb::handle) { return reinterpret_cast<Address>(&kt::ExpertStream::wait); })
+      .def("expect", &kt::ExpertStream::expect, nb::arg("count"))
+      .def("check", &kt::ExpertStream::check)
+      .def("close", &kt::ExpertStream::close, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("has_error", &kt::ExpertStream::has_error)
+      .def_prop_ro("failed_layer", &kt::ExpertStream::failed_layer)
+      .def_prop_ro("num_forwards", &kt::ExpertStream::num_forwards)
+      .def_prop_ro("busy_seconds", &kt::ExpertStream::busy_seconds);
+}
+
 // sizes: rows, heads, kv heads, dim_k, dim_v, slots of the cache; strides: q row, q head, k slot, k head, v slot, v head,
 // all in elements; table: rows, columns, stride of the block table, page size.
 void bind_attention(nb::module_& m) {
@@ -211,10 +248,11 @@ NB_MODULE(_native, m) {
     for (const kt::KernelTable* table : kt::available_tiers()) names.emplace_back(table->name);
     return names;
   });
-  // name -> (ggml type number, elements in a block, bytes in a block)
+  // name -> (ggml type number, elements in a block, bytes in a block) of ggml's types
   m.def("quant_types", [] {
     nb::dict types;
-    for (const kt::QTypeInfo& info : kt::qtype_infos()) types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
+    for (const kt::QTypeInfo& info : kt::qtype_infos())
+      if (info.type != kt::QType::FP8_BLOCK) types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
     return types;
   });
   m.def("activation_kinds", [] {
@@ -228,10 +266,13 @@ NB_MODULE(_native, m) {
     kinds["SWIGLU_OAI"] = static_cast<int>(kt::ActKind::SwigluOai);
     return kinds;
   });
+  m.attr("FP8_BLOCK") = static_cast<int>(kt::QType::FP8_BLOCK);
   m.attr("MAX_THREADS") = kt::kMaxThreads;
   bind_pool(m);
   bind_linear(m);
   bind_rows(m);
   bind_moe(m);
+  bind_stream(m);
   bind_attention(m);
+  bind_layer(m);
 }

@@ -111,6 +111,9 @@ const float* bias_at(const ExpertProjection& p, int64_t expert, int64_t row) {
   return p.bias == nullptr ? nullptr : p.bias + expert * p.rows + row;
 }
 
+// Whether activations are quantized for weights of `type`.
+bool is_quantized(QType type) { return qtype_info(type).form != ActForm::Float; }
+
 constexpr int64_t kFusedTiles = 16;                     // 256 columns of the intermediate rows: a block of any type
 constexpr int64_t kStreamBytes = int64_t{16} << 20;     // outputs of this size do not stay in caches
 
@@ -136,7 +139,7 @@ class MoeRun {
     if (has_gate_ && gate_.is_packed && !is_same_form_) gate_blocks_ = make_blocks(session_, gate_rows_, gate_.type, gate_.cols, groups);
     // Quantizing at once what the down projection reads saves a trip through memory; tasks must not get too few.
     const int64_t fused = routing_.chunks * (up_.rows / (kFusedTiles * kTileRows));
-    if (down_.is_packed && is_grouped_ && session_.num_nodes() == 1 && fused >= 4 * session_.num_threads())
+    if (down_.is_packed && is_quantized(down_.type) && is_grouped_ && session_.num_nodes() == 1 && fused >= 4 * session_.num_threads())
       run_up_fused();
     else
       run_up();
@@ -272,7 +275,8 @@ Moe::Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActS
     throw std::invalid_argument("gate, up and down must have the same number of experts, at least one");
   if (down_.cols != up_.rows || down_.rows != up_.cols || (!gate_.experts.empty() && (gate_.rows != up_.rows || gate_.cols != up_.cols)))
     throw std::invalid_argument("expert shapes must be gate [I, H], up [I, H], down [H, I]");
-  for (const ExpertProjection* p : {&gate_, &up_, &down_}) make_weight(p->type, nullptr, p->rows, p->cols);
+  for (const ExpertProjection* p : {&gate_, &up_, &down_})
+    (p->is_packed ? make_packed : make_weight)(p->type, nullptr, p->rows, p->cols);
 }
 
 void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights, int64_t top_k,

@@ -30,6 +30,7 @@ class Moe {
   void forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights, int64_t top_k,
                float* out) const;
 
+  int64_t hidden_size() const { return up_.cols; }
   int64_t num_experts() const { return static_cast<int64_t>(up_.experts.size()); }
 
  private:

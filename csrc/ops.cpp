@@ -21,12 +21,18 @@ void store_tile(const float* acc, int64_t tokens, int64_t lanes, const float* bi
     for (int64_t r = 0; r < lanes; ++r) out[t * ldo + r] = bias != nullptr ? acc[t * 16 + r] + bias[r] : acc[t * 16 + r];
 }
 
-}  // namespace
-
-WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
+const QTypeInfo& checked_info(QType type, int64_t rows, int64_t cols) {
   const QTypeInfo& info = qtype_info(type);
   if (rows < 0 || cols < 0 || cols % info.block != 0)
     throw std::invalid_argument("weight of " + std::to_string(rows) + " rows and " + std::to_string(cols) + " columns cannot be " + info.name);
+  return info;
+}
+
+}  // namespace
+
+WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
+  const QTypeInfo& info = checked_info(type, rows, cols);
+  if (type == QType::FP8_BLOCK) throw std::invalid_argument("FP8 weights are computed with in re-laid form only");
   return {type, data, rows, cols, cols / info.block * info.bytes};
 }
 
@@ -45,14 +51,14 @@ int64_t packed_tile_bytes(QType type, int64_t cols) {
     case QType::Q6_K: return head + blocks * 3328;
     case QType::IQ4_XS: return head + blocks * 2176;
     case QType::MXFP4: return (blocks * 16 + 63) / 64 * 64 + blocks * 256;
+    case QType::FP8_BLOCK: return ((cols + kFp8Block - 1) / kFp8Block * 4 + 63) / 64 * 64 + cols * 16;
     default: throw std::invalid_argument(std::string(info.name) + " has no re-laid form");
   }
 }
 
 WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
-  WeightView view = make_weight(type, data, rows, cols);
-  view.tile_bytes = packed_tile_bytes(type, cols);
-  return view;
+  const QTypeInfo& info = checked_info(type, rows, cols);
+  return {type, data, rows, cols, cols / info.block * info.bytes, packed_tile_bytes(type, cols)};
 }
 
 void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out) {
@@ -65,6 +71,19 @@ void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out) {
     const int64_t tile = tasks.at(i).tile;
     point_rows(weight, tile * kTileRows, rows);
     session.kernels().pack_tile(weight.type, rows, weight.cols, out + tile * tile_bytes);
+  });
+}
+
+void pack_fp8(WorkerPool& pool, const uint8_t* codes, const float* scales, int64_t rows, int64_t cols, uint8_t* out) {
+  const WeightView view = make_packed(QType::FP8_BLOCK, codes, rows, cols);  // rows of bytes, here not re-laid yet
+  const int64_t blocks = (cols + kFp8Block - 1) / kFp8Block;
+  WorkerPool::Session session(pool);
+  const TileTasks tasks((rows + kTileRows - 1) / kTileRows, 1, 1, session.num_nodes());
+  session.run_on_nodes(tasks.ends, [&](int64_t i) {
+    const uint8_t* pointers[kTileRows];
+    const int64_t tile = tasks.at(i).tile;
+    point_rows(view, tile * kTileRows, pointers);
+    session.kernels().pack_fp8_tile(pointers, scales + tile * kTileRows / kFp8Block * blocks, cols, out + tile * view.tile_bytes);
   });
 }
 
@@ -201,24 +220,50 @@ TileSplit split_tiles(int64_t rows, int64_t tokens) {
   return {(rows + kTileRows - 1) / kTileRows, chunk > 0 ? (tokens + chunk - 1) / chunk : 0, chunk};
 }
 
-void linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ldx, const WeightView& weight, const float* bias,
-            float* out, int64_t ldo) {
+namespace {
+
+// Tiles of one matrix within a job over several.
+struct PartTasks {
+  const LinearPart* part;
+  int64_t row_tiles, group, groups;
+  int64_t tasks_before;
+  std::vector<TokenBlocks> blocks;
+};
+
+}  // namespace
+
+void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, const std::vector<LinearPart>& parts) {
   WorkerPool::Session session(pool);
-  Activations act(session, x, tokens, ldx, weight.cols);
-  act.require(weight.type);
-  const TileSplit split = split_tiles(weight.rows, tokens);
-  // Tiles share the activations that they gather, unless that would leave threads without work.
-  const int64_t tasks = split.row_tiles * split.token_chunks, enough = int64_t{4} * kTileGroup * session.num_threads();
-  const int64_t group = split.chunk >= kGroupedTokens && tasks >= enough ? kTileGroup : 1;
-  const int64_t groups = (split.row_tiles + group - 1) / group;
-  std::vector<TokenGroup> chunks;
-  for (int64_t t = 0; t < tokens && weight.tile_bytes != 0; t += split.chunk)
-    chunks.push_back({nullptr, t, static_cast<int>(std::min(split.chunk, tokens - t))});
-  const std::vector<TokenBlocks> blocks = make_blocks(session, act.form_of(weight.type), weight.type, weight.cols, chunks);
-  session.run(groups * split.token_chunks, [&](int64_t i) {
+  Activations act(session, x, tokens, parts[0].weight.cols, parts[0].weight.cols);
+  std::vector<PartTasks> jobs;
+  const int64_t chunk = std::min(tokens, kTokenChunk), chunks = chunk > 0 ? (tokens + chunk - 1) / chunk : 0;
+  std::vector<TokenGroup> token_groups;
+  for (int64_t t = 0; t < tokens; t += chunk) token_groups.push_back({nullptr, t, static_cast<int>(std::min(chunk, tokens - t))});
+  int64_t tasks = 0;
+  for (const LinearPart& part : parts) {
+    act.require(part.weight.type);
+    const int64_t row_tiles = (part.weight.rows + kTileRows - 1) / kTileRows;
+    // Tiles share the activations that they gather, unless that would leave threads without work.
+    const int64_t enough = int64_t{4} * kTileGroup * session.num_threads();
+    const int64_t group = chunk >= kGroupedTokens && row_tiles * chunks >= enough ? kTileGroup : 1;
+    const int64_t groups = (row_tiles + group - 1) / group;
+    jobs.push_back({&part, row_tiles, group, groups, tasks, {}});
+    tasks += groups * chunks;
+    if (part.weight.tile_bytes == 0) continue;
+    const ActRows rows = act.form_of(part.weight.type);
+    for (size_t i = 0; i + 1 < jobs.size() && jobs.back().blocks.empty(); ++i)
+      if (act.form_of(jobs[i].part->weight.type).q == rows.q) jobs.back().blocks = jobs[i].blocks;
+    if (jobs.back().blocks.empty())
+      jobs.back().blocks = make_blocks(session, rows, part.weight.type, part.weight.cols, token_groups);
+  }
+  session.run(tasks, [&](int64_t task) {
     alignas(64) float acc[kTileGroup][kTokenChunk * kTileRows];
-    const int64_t tile = i / split.token_chunks * group, token = i % split.token_chunks * split.chunk;
-    const int count = static_cast<int>(std::min(group, split.row_tiles - tile));
+    size_t number = jobs.size() - 1;
+    while (jobs[number].tasks_before > task) --number;
+    const PartTasks& job = jobs[number];
+    const int64_t i = task - job.tasks_before, tile = i / chunks * job.group, token = i % chunks * chunk;
+    const WeightView& weight = job.part->weight;
+    const int count = static_cast<int>(std::min(job.group, job.row_tiles - tile));
     TileArgs args[kTileGroup] = {};
     for (int j = 0; j < count; ++j) {
       args[j].type = weight.type;
@@ -226,17 +271,21 @@ void linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ldx, const
       args[j].k = weight.cols;
       args[j].act = act.form_of(weight.type);
       args[j].first_token = token;
-      args[j].num_tokens = static_cast<int>(std::min(split.chunk, tokens - token));
+      args[j].num_tokens = static_cast<int>(std::min(chunk, tokens - token));
       args[j].acc = acc[j];
-      if (!blocks.empty()) args[j].blocks = &blocks[static_cast<size_t>(i % split.token_chunks)];
+      if (!job.blocks.empty()) args[j].blocks = &job.blocks[static_cast<size_t>(i % chunks)];
     }
     run_tiles(session.kernels(), args, count);
     for (int j = 0; j < count; ++j) {
       const int64_t first = (tile + j) * kTileRows;
-      store_tile(acc[j], args[j].num_tokens, std::min<int64_t>(kTileRows, weight.rows - first), bias ? bias + first : nullptr,
-                 out + token * ldo + first, ldo);
+      store_tile(acc[j], args[j].num_tokens, std::min<int64_t>(kTileRows, weight.rows - first),
+                 job.part->bias != nullptr ? job.part->bias + first : nullptr, job.part->out + token * weight.rows + first, weight.rows);
     }
   });
+}
+
+void linear(WorkerPool& pool, const float* x, int64_t tokens, const WeightView& weight, const float* bias, float* out) {
+  linear_parts(pool, x, tokens, {{weight, bias, out}});
 }
 
 void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight, float* out) {

@@ -15,6 +15,7 @@ struct WeightView {
   int64_t tile_bytes = 0;  // of a re-laid matrix (packed.inl): 16 rows; 0: rows in block layout
 };
 
+// Throws std::invalid_argument for a shape that the type cannot have, or a type without such a layout.
 WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols);
 
 // Bytes that 16 rows take when re-laid. Throws std::invalid_argument for a type that is not.
@@ -25,6 +26,9 @@ WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t co
 
 // Re-lays a matrix in block layout.
 void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out);
+
+// Re-lays FP8 codes [rows, cols] with scales [ceil(rows / 128), ceil(cols / 128)].
+void pack_fp8(WorkerPool& pool, const uint8_t* codes, const float* scales, int64_t rows, int64_t cols, uint8_t* out);
 
 // Points at rows first .. first + 15; lanes past the end repeat the last row.
 void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows);
@@ -99,9 +103,16 @@ struct TileSplit {
 };
 TileSplit split_tiles(int64_t rows, int64_t tokens);
 
-// out[t, n] = sum_k x[t, k] weight[n, k] + bias[n]; bias may be null. x and out rows are ldx and ldo elements apart.
-void linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ldx, const WeightView& weight, const float* bias,
-            float* out, int64_t ldo);
+// out[t, n] = sum_k x[t, k] weight[n, k] + bias[n]; bias may be null. x and out are contiguous.
+void linear(WorkerPool& pool, const float* x, int64_t tokens, const WeightView& weight, const float* bias, float* out);
+
+// Several matrices of the same columns times the same rows, in one go.
+struct LinearPart {
+  WeightView weight;
+  const float* bias;  // or nullptr
+  float* out;         // [tokens, rows]
+};
+void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, const std::vector<LinearPart>& parts);
 
 // out[t, b, n] = sum_k x[t, b, k] weight[b, n, k]; x and out contiguous.
 void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight, float* out);

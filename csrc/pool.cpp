@@ -44,7 +44,6 @@ constexpr int64_t range_end(uint64_t range) { return static_cast<int64_t>(range 
 constexpr int64_t kMaxTasks = int64_t{1} << 31;  // of one hand-over
 
 #if defined(KT_X86)
-void pause() { _mm_pause(); }
 unsigned set_float_mode(unsigned mode) {
   const unsigned old = _mm_getcsr();
   if (old != mode) _mm_setcsr(mode);
@@ -52,37 +51,40 @@ unsigned set_float_mode(unsigned mode) {
 }
 constexpr unsigned kFloatMode = 0x1f80;  // round to nearest, no flushing to zero, all exceptions masked
 #else
-void pause() { std::this_thread::yield(); }
 unsigned set_float_mode(unsigned) { return 0; }
 constexpr unsigned kFloatMode = 0;
 #endif
+
+int64_t steady_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 template <class Done> bool spin_until(const Done& done) {
   const auto end = std::chrono::steady_clock::now() + kSpinTime;
   do {
     for (int i = 0; i < 32; ++i) {
       if (done()) return true;
-      pause();
+      cpu_pause();
     }
   } while (std::chrono::steady_clock::now() < end);
   return done();
 }
 
-// Signals are for the program's own threads: a worker that took Ctrl-C would delay it.
-class BlockedSignals {
- public:
-  BlockedSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old_);
-  }
-  ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &old_, nullptr); }
-
- private:
-  sigset_t old_;
-};
-
 }  // namespace
+
+#if defined(KT_X86)
+void cpu_pause() { _mm_pause(); }
+#else
+void cpu_pause() { std::this_thread::yield(); }
+#endif
+
+BlockedSignals::BlockedSignals() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old_);
+}
+
+BlockedSignals::~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &old_, nullptr); }
 
 void WorkerPool::FreeDeleter::operator()(void* p) const { std::free(p); }
 
@@ -150,6 +152,10 @@ WorkerPool::WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kerne
 }
 
 WorkerPool::~WorkerPool() { close(); }
+
+void WorkerPool::keep_awake(std::chrono::nanoseconds time) { awake_until_.store(steady_ns() + time.count(), std::memory_order_relaxed); }
+
+void WorkerPool::bind_caller() const { static_cast<void>(bind_to(places_.front().cpus)); }
 
 void WorkerPool::close() {
   if (getpid() != owner_pid_) {
@@ -319,7 +325,9 @@ void WorkerPool::worker_main(int thread) {
   uint64_t seen = 0;
   for (;;) {
     const auto posted = [&] { return posted_.load() != seen; };
-    if (!spin_until(posted)) {
+    bool is_posted = spin_until(posted);
+    while (!is_posted && steady_ns() < awake_until_.load(std::memory_order_relaxed)) is_posted = spin_until(posted);
+    if (!is_posted) {
       std::unique_lock<std::mutex> lock(sleep_->mutex);
       sleepers_.fetch_add(1);
       sleep_->wake.wait(lock, posted);

@@ -1,6 +1,7 @@
 // A pool of threads that run one job at a time. The caller is worker 0.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -10,11 +11,29 @@
 #include <utility>
 #include <vector>
 
+#include <signal.h>
+
 #include "isa.h"
 
 namespace kt {
 
 constexpr int kMaxThreads = 1024;
+
+// Tells the core that this is a spinning loop.
+void cpu_pause();
+
+// Signals are for the program's own threads: a thread that took Ctrl-C would delay it. A thread inherits the mask of the
+// one that starts it.
+class BlockedSignals {
+ public:
+  BlockedSignals();
+  ~BlockedSignals();
+  BlockedSignals(const BlockedSignals&) = delete;
+  BlockedSignals& operator=(const BlockedSignals&) = delete;
+
+ private:
+  sigset_t old_;
+};
 
 // Where a thread works: the node whose memory is near, and the CPUs that it is bound to, or none for any.
 struct ThreadPlace {
@@ -41,6 +60,12 @@ class WorkerPool {
   int num_nodes() const { return places_.back().node + 1; }
   int num_bound() const { return num_bound_.load(); }
   const KernelTable& kernels() const { return kernels_; }
+
+  // For this long, threads without work do not go to sleep: a job is coming.
+  void keep_awake(std::chrono::nanoseconds time);
+
+  // Binds the calling thread, which will be thread 0 of jobs, to the CPUs of that thread's place.
+  void bind_caller() const;
 
   // Joins the threads. Later sessions throw. Closing twice is fine.
   void close();
@@ -131,6 +156,7 @@ class WorkerPool {
   };
   std::unique_ptr<Sleep> sleep_ = std::make_unique<Sleep>();
   std::atomic<int> sleepers_{0};
+  std::atomic<int64_t> awake_until_{0};  // nanoseconds of the steady clock
 
   struct FreeDeleter { void operator()(void* p) const; };
   std::vector<std::pair<std::unique_ptr<char, FreeDeleter>, int64_t>> blocks_;

@@ -12,7 +12,7 @@ namespace {
 
 constexpr bool kNarrowSums = true;  // uacc holds int16: flushed before it can overflow
 constexpr uint8_t kSignFlip = 0;
-constexpr int kFloatTokens = 3, kQuantTokens = 3, kPackedTokens = 2, kQueryTokens = 6;
+constexpr int kFloatTokens = 3, kQuantTokens = 3, kPackedTokens = 2, kQueryTokens = 6, kFp8Few = 1, kFp8Staged = 6;
 
 struct vf { __m256 a, b; };
 struct vi { __m256i a, b; };
@@ -99,6 +99,15 @@ inline vf load_bf16(const uint8_t* p) { return {bf16_half(p), bf16_half(p + 16)}
 inline vf load_f16(const uint8_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+}
+inline vf halves_to_float(__m256i x) {
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+}
+// 16 pairs of FP8 codes: the values / 256 of the first and of the second ones, see fp8.inl.
+inline void fp8_pair(const uint8_t* p, vf* first, vf* second) {
+  const __m256i codes = load32(p), mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+  *first = halves_to_float(_mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 1), mask));
+  *second = halves_to_float(_mm256_and_si256(_mm256_srai_epi16(codes, 1), mask));
 }
 // 8 x 8 words: rows src[0..7] at byte offset `at`; column c goes to dst + c * 64.
 inline void transpose8(const uint8_t* const* src, size_t at, uint8_t* dst) {

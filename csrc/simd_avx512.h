@@ -12,7 +12,7 @@ namespace {
 
 constexpr bool kNarrowSums = false;
 constexpr uint8_t kSignFlip = 0x80;  // vpdpbusd wants unsigned weights: Q8_0 is staged as q + 128, see sdot_init
-constexpr int kFloatTokens = 6, kQuantTokens = 8, kPackedTokens = 4, kQueryTokens = 12;
+constexpr int kFloatTokens = 6, kQuantTokens = 8, kPackedTokens = 4, kQueryTokens = 12, kFp8Few = 4, kFp8Staged = 12;
 
 struct vf { __m512 v; };
 struct vi { __m512i v; };
@@ -68,6 +68,13 @@ inline vf load_bf16(const uint8_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
 }
 inline vf load_f16(const uint8_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+
+// 16 pairs of FP8 codes: the values / 256 of the first and of the second ones, see fp8.inl.
+inline void fp8_pair(const uint8_t* p, vf* first, vf* second) {
+  const __m256i codes = load32(p), mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+  first->v = _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 1), mask));
+  second->v = _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(codes, 1), mask));
+}
 
 inline void transpose16(const uint8_t* const* src, uint8_t* dst) {
   __m512i r[16], t[16];

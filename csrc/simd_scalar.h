@@ -15,7 +15,7 @@ using namespace kt;
 
 constexpr bool kNarrowSums = false;  // uacc holds int32: any number of steps between two flushes
 constexpr uint8_t kSignFlip = 0;     // Q8_0 weights are staged as they are
-constexpr int kFloatTokens = 2, kQuantTokens = 2, kPackedTokens = 2, kQueryTokens = 2;
+constexpr int kFloatTokens = 2, kQuantTokens = 2, kPackedTokens = 2, kQueryTokens = 2, kFp8Few = 2, kFp8Staged = 2;
 
 struct vf { float v[16]; };
 struct vi { int32_t v[16]; };
@@ -111,6 +111,14 @@ inline float half_to_float(const uint8_t* p) {
   return value;
 }
 inline vf load_f16(const uint8_t* p) { vf r; KT_LANES r.v[i] = half_to_float(p + 2 * i); return r; }
+// 16 pairs of FP8 codes: the values / 256 of the first and of the second ones, see fp8.inl.
+inline void fp8_pair(const uint8_t* p, vf* first, vf* second) {
+  KT_LANES for (int j = 0; j < 2; ++j) {
+    const uint8_t code = p[2 * i + j];
+    const uint8_t half[2] = {static_cast<uint8_t>(code << 7 & 0x80), static_cast<uint8_t>((code & 0x80) | (code >> 1 & 0x3f))};
+    (j == 0 ? first : second)->v[i] = half_to_float(half);
+  }
+}
 
 // dst[c][r] = src[r][c] for 16 x 16 words of 4 bytes; sources may be unaligned.
 inline void transpose16(const uint8_t* const* src, uint8_t* dst) {

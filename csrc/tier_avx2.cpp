@@ -6,6 +6,7 @@
 #include "quant.inl"
 #include "gemm.inl"
 #include "packed.inl"
+#include "fp8.inl"
 #include "rows.inl"
 #include "attention.inl"
 #include "probe.inl"
@@ -15,8 +16,10 @@
 namespace kt {
 
 const KernelTable& table_avx2() {
-  static constexpr KernelTable table = {"avx2", 0, quantize_row, tile, packed_tiles, pack_tile, dequantize_row, rms_norm_row, activate, combine_row,
-                                        attention_span, attention_merge, attention_finish, read_lines, multiply_registers};
+  static constexpr KernelTable table = {
+      "avx2", 0, quantize_row, tile, packed_tiles, pack_tile, pack_fp8_tile, dequantize_row, rms_norm_row,
+      softmax_row, rotate_row, add_row, activate, combine_row, attention_span, attention_merge, attention_finish,
+      read_lines, multiply_registers};
   return table;
 }
 

@@ -8,9 +8,11 @@
 
 namespace kt {
 
-// ggml's type numbers (ggml.h, enum ggml_type), exported to Python by bind.cpp.
+// ggml's type numbers (ggml.h, enum ggml_type), exported to Python by bind.cpp. FP8_BLOCK, which ggml does not have, lies
+// outside their range; it exists in re-laid form only (fp8.inl).
 enum class QType : int32_t {
-  F32 = 0, F16 = 1, Q4_0 = 2, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_XS = 23, BF16 = 30, MXFP4 = 39
+  F32 = 0, F16 = 1, Q4_0 = 2, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_XS = 23, BF16 = 30, MXFP4 = 39,
+  FP8_BLOCK = 1000
 };
 
 enum class ActKind : int32_t { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2 = 4, Sigmoid = 5, SwigluOai = 6 };
@@ -24,6 +26,7 @@ enum class ActForm : int32_t { Float = 0, Q32 = 1, Q256 = 2 };
 constexpr int kTileRows = 16;     // outputs that one tile computes side by side, one per lane
 constexpr int kTileCols = 256;    // columns of weights that are staged at a time
 constexpr int kFloatCols = 512;    // the same for unquantized weights, 8 rows at a time
+constexpr int kFp8Block = 128;     // rows and columns of FP8 weights that share a scale
 constexpr int kSumsPerSuper = 24; // 16 + 8, see ActForm::Q256
 
 struct QTypeInfo {
@@ -118,8 +121,13 @@ struct KernelTable {
   // `count` tiles of re-laid weights, args[i].packed, which share k, tokens and activations; types of one ActForm.
   void (*packed_tiles)(const TileArgs* args, int count);
   void (*pack_tile)(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);
+  // 16 rows of FP8 codes; scales: one per 128 columns.
+  void (*pack_fp8_tile)(const uint8_t* const* rows, const float* scales, int64_t k, uint8_t* out);
   void (*dequantize_row)(QType type, const uint8_t* row, int64_t k, float* out);
   void (*rms_norm_row)(const float* x, const float* weight, int64_t n, float eps, float* out);
+  void (*softmax_row)(const float* x, int64_t n, float* out);
+  void (*rotate_row)(float* x, const float* cos, const float* sin, int64_t dims);
+  void (*add_row)(float* x, const float* y, int64_t n);
   void (*activate)(const ActSpec& spec, const float* gate, const float* up, int64_t n, float* out);
   void (*combine_row)(const float* const* rows, const float* weights, int count, int64_t n, float* out);
   // Writes maximum [nq], sum [nq] and the unnormalized output [nq][dim_v]; nq = num_rows * num_heads.

@@ -40,6 +40,7 @@ class EngineConfig:
     chunk_size: most tokens one prefill step carries.
     cpu_quant: GGML type that experts from BF16, F16, F32 or FP8 are quantized to while loading.
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
+    use_cuda_graph: whether decode steps on a GPU are captured once and replayed. Without a GPU there are none.
     """
 
     model_path: Path | None = None
@@ -53,10 +54,14 @@ class EngineConfig:
     gpu_memory: float = 0.0
     strict: bool = False
     trust_remote_code: bool = False
+    use_cuda_graph: bool = True
 
-    def resolved(self) -> EngineConfig:
-        """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError."""
-        if self.model_path is None and self.gguf_path is None:
+    def resolved(self, *, needs_model: bool = True) -> EngineConfig:
+        """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
+
+        needs_model: False when the weights come from no files.
+        """
+        if needs_model and self.model_path is None and self.gguf_path is None:
             raise ConfigError("no model given: pass --model_path (a folder) or --gguf_path (a file or folder)")
         for flag in ("model_path", "gguf_path", "optimize_config_path"):
             path = getattr(self, flag)

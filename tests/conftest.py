@@ -1,4 +1,4 @@
-"""Before anything imports Triton: without a GPU its kernels run in its interpreter, which is chosen at import."""
+"""Triton interprets its kernels where there is no GPU: decided when a kernel is defined, so set before any import."""
 
 from __future__ import annotations
 

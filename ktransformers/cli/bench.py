@@ -1,24 +1,37 @@
-"""`ktransformers bench kernels`: what the CPU kernels do on this machine, beside its limits and a peer."""
+"""`ktransformers bench`: what the CPU kernels and whole models do on this machine, beside its limits and peers.
+
+`ktransformers bench offline` is in bench_offline.py.
+"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from ktransformers.cli.options import set_up_logging
-from ktransformers.config import physical_cores
+from ktransformers.cli import bench_offline
+from ktransformers.cli.bench_work import ModelWork
+from ktransformers.cli.options import positive_numbers, set_up_logging, with_default_model
+from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.errors import ConfigError
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "run_kernels", "run_model"]
 
-PEERS = ("kt-kernel",)
+MODEL_PEERS = ("llama.cpp",)
+PEERS = ("kt-kernel", "llama.cpp")
 FORMATS = ("amx_int4", "amx_int8", "amx_bf16")
-TYPES = ("q4_k_m", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs", "mxfp4", "bf16")
+TYPES = ("q4_k_m", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs", "mxfp4", "fp8", "bf16")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = subparsers.add_parser("bench", help="measure this machine", description="Measure this machine.")
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    _add_kernels(kinds)
+    _add_model(kinds)
+    bench_offline.add_parser(kinds)
+
+
+def _add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "Routed experts of one layer at several token counts: microseconds, GB/s of weights touched, TFLOP/s."
     kernels = kinds.add_parser("kernels", help="the CPU kernels", description=text)
     kernels.add_argument("--threads", type=int, default=0, help="worker threads; 0: one per core")
@@ -30,31 +43,40 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     kernels.add_argument("--width", type=int, default=768, help="intermediate size of an expert (%(default)s)")
     kernels.add_argument("--layers", type=int, default=3, help="layers in turn, so that caches stay cold (%(default)s)")
     kernels.add_argument("--seconds", type=float, default=0.5, help="per figure (%(default)s)")
-    kernels.add_argument("--peer", action="append", choices=PEERS, default=[], help="measure it in the same run")
+    kernels.add_argument("--peer", action="append", choices=PEERS, default=[], help="measure it too; repeatable")
     kernels.add_argument("--peer_format", choices=FORMATS, default="", help="kt-kernel's own format to measure as well")
-    parser.set_defaults(run=run)
+    kernels.set_defaults(run=run_kernels)
 
 
-def _numbers(text: str, flag: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ConfigError(f"--{flag} must be positive numbers with commas between them, got {text!r}")
-    return numbers
+def _add_model(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "A whole model on the CPU: tokens/s of prefill and decode, beside what the read bandwidth allows."
+    model = kinds.add_parser("model", help="a whole model", description=text)
+    model.add_argument("gguf", metavar="GGUF", nargs="?", type=Path, help="a GGUF file; default: the bundled model")
+    model.add_argument("--model_path", type=Path, help="folder with config.json, for a GGUF that says too little")
+    model.add_argument("--threads", type=int, default=0, help="worker threads; 0: one per core")
+    model.add_argument("--prefill", default="128,256,512,2048", help="prompt lengths (%(default)s)")
+    model.add_argument("--batches", default="1,4", help="sequences that decode together (%(default)s)")
+    model.add_argument("--steps", type=int, default=32, help="decode steps (%(default)s)")
+    model.add_argument("--context", type=int, default=64, help="tokens before the first decode step (%(default)s)")
+    model.add_argument("--repeats", type=int, default=2, help="rounds per figure, the best counts (%(default)s)")
+    model.add_argument("--peer", action="append", choices=MODEL_PEERS, default=[], help="measure it too")
+    model.set_defaults(run=run_model)
 
 
-def run(args: argparse.Namespace) -> int:
+def _check_positive(args: argparse.Namespace, *flags: str) -> None:
+    for flag in flags:
+        if getattr(args, flag) < 1:
+            raise ConfigError(f"--{flag} must be at least 1, got {getattr(args, flag)}")
+
+
+def run_kernels(args: argparse.Namespace) -> int:
     """Measure and print. Returns the exit code."""
     set_up_logging("warning")
     types = args.types.lower().split(",")
     unknown = [name for name in types if name not in TYPES]
     if unknown:
         raise ConfigError(f"--types {unknown[0]} is not one of {', '.join(TYPES)}")
-    for flag in ("experts", "top_k", "hidden", "width", "layers"):
-        if getattr(args, flag) < 1:
-            raise ConfigError(f"--{flag} must be at least 1, got {getattr(args, flag)}")
+    _check_positive(args, "experts", "top_k", "hidden", "width", "layers")
     if args.top_k > args.experts:
         raise ConfigError(f"--top_k {args.top_k} is more than --experts {args.experts}")
     if args.hidden % 256 or args.width % 256:
@@ -63,5 +85,28 @@ def run(args: argparse.Namespace) -> int:
 
     shape = Shape(args.experts, args.top_k, args.hidden, args.width, args.layers)
     threads = args.threads or physical_cores()
-    bench_kernels(shape, types, _numbers(args.tokens, "tokens"), threads, args.seconds, args.peer, args.peer_format)
+    bench_kernels(
+        shape, types, positive_numbers(args.tokens, "tokens"), threads, args.seconds, args.peer, args.peer_format
+    )
+    return 0
+
+
+def run_model(args: argparse.Namespace) -> int:
+    """Measure and print. Returns the exit code."""
+    set_up_logging("warning")
+    _check_positive(args, "steps", "context", "repeats")
+    work = ModelWork(
+        prefill=positive_numbers(args.prefill, "prefill"),
+        batches=positive_numbers(args.batches, "batches"),
+        steps=args.steps,
+        context=args.context,
+        repeats=args.repeats,
+    )
+    config = EngineConfig(model_path=args.model_path, gguf_path=args.gguf, cpu_infer=args.threads)
+    if args.gguf is None and args.model_path is not None:
+        raise ConfigError("name the GGUF file too: ktransformers bench model GGUF --model_path FOLDER")
+    config = with_default_model(config)
+    from ktransformers.cli.bench_model import bench_model
+
+    bench_model(config, work, args.peer)
     return 0

@@ -1,30 +1,46 @@
-"""Measures the routed experts of one layer, ours and a peer's in turns, beside the read bandwidth of the same minute.
+"""Measures the routed experts of one layer, ours and peers' in turns, beside the read bandwidth of the same minute.
 
 Layers take turns so that weights come from memory, not from caches. GB/s counts the weights of the experts that the
 tokens touched; the limit of few tokens is the read bandwidth, that of many the products in registers. Weights are
-random, routing is even. The peer runs in a process of its own that is stopped while we measure ours.
+random, routing is even. Each peer runs in a process of its own that is stopped while we measure others.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import platform
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ktransformers.cli.bench_peer import KtKernelPeer
+from ktransformers.cli.bench_kt_kernel import kt_kernel_peer
+from ktransformers.cli.bench_llama import llama_peer
+from ktransformers.cli.bench_machine import cpu_name
+from ktransformers.cli.bench_peer import PeerProcess, is_missing
 from ktransformers.kernels import limits
-from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
-from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
+from ktransformers.kernels.native import ActivationSpec, ExpertWeight, ExpertWeights, MoeKernel, WorkerPool
+from ktransformers.kernels.quant import (
+    FP8_BLOCK,
+    Fp8Matrix,
+    OwnType,
+    QuantType,
+    RawTensor,
+    WeightType,
+    row_bytes,
+    type_size,
+)
 from ktransformers.operators.relaid import relaid_experts
 
-__all__ = ["Shape", "bench_kernels"]
+__all__ = ["Shape", "bench_kernels", "machine_facts", "shown_machine"]
+
+_PEERS = {
+    "kt-kernel": ("kt_kernel", "kt-kernel", kt_kernel_peer),
+    "llama.cpp": ("llama_cpp", "llama-cpp-python", llama_peer),
+}
+"""Name: package, name for pip, what starts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +57,19 @@ class Shape:
         return 2.0 * 3 * tokens * self.top_k * self.hidden * self.width
 
 
-def _projection_types(name: str) -> tuple[QuantType, QuantType, QuantType]:
+def _projection_types(name: str) -> tuple[WeightType, WeightType, WeightType]:
     """gate, up, down. Q4_K_M keeps down in Q6_K."""
     if name == "q4_k_m":
         return QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K
-    qtype = QuantType[name.upper()]
+    qtype = OwnType.F8_E4M3 if name == "fp8" else QuantType[name.upper()]
     return qtype, qtype, qtype
 
 
-def _random_weight(qtype: QuantType, rows: int, cols: int) -> RawTensor:
+def _random_weight(qtype: WeightType, rows: int, cols: int) -> RawTensor | Fp8Matrix:
     """Random blocks whose scales are small numbers."""
+    if isinstance(qtype, OwnType):
+        values = torch.randint(0, 0x7F, (rows, cols), dtype=torch.uint8)
+        return Fp8Matrix(values, torch.full((-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK)), 1e-4))
     if qtype is QuantType.BF16:
         return RawTensor.from_tensor((torch.randn(rows, cols) * 0.02).to(torch.bfloat16))
     data = torch.randint(0, 256, (rows * row_bytes(qtype, cols),), dtype=torch.uint8)
@@ -71,10 +90,10 @@ class _Ours:
         self._shape = shape
         gate, up, down = _projection_types(name)
         sizes = ((gate, shape.width, shape.hidden), (up, shape.width, shape.hidden), (down, shape.hidden, shape.width))
-        self.expert_bytes = sum(rows * row_bytes(qtype, cols) for qtype, rows, cols in sizes)
         self._layers = []
         for _ in range(shape.layers):
-            parts = [[_random_weight(*size) for _ in range(shape.experts)] for size in sizes]
+            parts: list[list[ExpertWeight]] = [[_random_weight(*size) for _ in range(shape.experts)] for size in sizes]
+            self.expert_bytes = sum(part[0].nbytes for part in parts)
             weights = relaid_experts(ExpertWeights(parts[0], parts[1], parts[2]), pool)
             self._layers.append(MoeKernel(weights, ActivationSpec(), pool))
 
@@ -102,13 +121,17 @@ def _time(once: Callable[[int], None], seconds: float, warm_ups: int) -> float:
     return (time.perf_counter() - began) / count
 
 
-def _machine(threads: int, pool: WorkerPool) -> dict[str, Any]:
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return {"cpu": name, "threads": threads, "isa": pool.isa.value}
+def machine_facts(threads: int, pool: WorkerPool) -> dict[str, Any]:
+    """The processor's name, threads, instruction set, and what it can do at best: GB/s read, int8 TOP/s."""
+    bandwidth, peak = limits.read_bandwidth(pool), limits.int8_peak(pool)
+    facts = {"cpu": cpu_name(), "threads": threads, "isa": pool.isa.value}
+    return facts | {"read_bandwidth_gb_s": bandwidth / 1e9, "int8_peak_top_s": peak / 1e12}
+
+
+def shown_machine(machine: dict[str, Any]) -> str:
+    """machine_facts as the beginning of a line."""
+    rate = machine["read_bandwidth_gb_s"]
+    return f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}; reads {rate:.1f} GB/s"
 
 
 def _row(name: str, shape: Shape, tokens: int, ours: _Ours, seconds: float, bandwidth: float) -> dict[str, Any]:
@@ -125,72 +148,59 @@ def _row(name: str, shape: Shape, tokens: int, ours: _Ours, seconds: float, band
     }
 
 
+def _start_peers(names: list[str], shape: Shape, threads: int, seconds: float) -> list[PeerProcess]:
+    """Those that are installed; the others are named in a printed line."""
+    chosen = [_PEERS[name][2] for name in dict.fromkeys(names) if not is_missing(name, *_PEERS[name][:2])]
+    return [start(asdict(shape), threads, seconds) for start in chosen]
+
+
 def bench_kernels(
     shape: Shape, types: list[str], tokens: list[int], threads: int, seconds: float, peers: list[str], peer_format: str
 ) -> None:
     """Print a table, a line per type and token count, and one JSON line at the end.
 
-    peer_format: one of kt-kernel's own formats, measured after each of our types; empty for none.
+    peers: of kt-kernel and llama.cpp; one that is not installed is said and left out. peer_format: one of kt-kernel's
+    own formats, measured after each of our types; empty for none.
     """
-    pool = WorkerPool(threads)
-    machine = _machine(threads, pool)
-    peer = None
-    if "kt-kernel" in peers:
-        if importlib.util.find_spec("kt_kernel") is None:
-            print("peer kt-kernel is not installed (pip install kt-kernel): measured without it")
-        else:
-            peer = KtKernelPeer(asdict(shape), threads, seconds)
-    bandwidth, peak = limits.read_bandwidth(pool), limits.int8_peak(pool)
-    print(
-        f"{machine['cpu']}, {threads} threads, {machine['isa']}; "
-        f"reads {bandwidth / 1e9:.1f} GB/s; int8 in registers {peak / 1e12:.2f} TOP/s"
-    )
-    head = f"{'type':>8} {'tokens':>6} {'us':>10} {'GB/s':>7} {'of read':>8} {'TFLOP/s':>8}"
-    print(f"{shape}\n{head} {'peer us':>10} {'peer/ours':>9}")
-    rows = []
-    try:
+    with ExitStack() as stack:
+        children = _start_peers(peers, shape, threads, seconds)  # before our threads are bound to anything
+        for child in children:
+            stack.callback(child.close)
+        pool = WorkerPool(threads)
+        stack.callback(pool.close)
+        machine = machine_facts(threads, pool)
+        print(f"{shown_machine(machine)}; int8 in registers {machine['int8_peak_top_s']:.2f} TOP/s")
+        head = f"{'type':>8} {'tokens':>6} {'us':>10} {'GB/s':>7} {'of read':>8} {'TFLOP/s':>8}"
+        print(f"{shape}\n{head}" + "".join(f" {peer.name:>10} {'us, x ours':>10}" for peer in children), flush=True)
+        rows: list[dict[str, Any]] = []
         for name in types:
             ours = _Ours(shape, name, pool)
             for count in tokens:
-                row = _row(name, shape, count, ours, seconds, bandwidth)
-                row["peer_us"] = None if peer is None else peer.measure(name, count)
+                row = _row(name, shape, count, ours, seconds, machine["read_bandwidth_gb_s"] * 1e9)
+                row["peer_us"] = {peer.name: peer.ask(f"{name} {count}") for peer in children}
                 _print(row)
                 rows.append(row)
-            if peer is not None and peer_format:  # its own format, in the same minutes as our rows above
-                for row in rows[-len(tokens) :]:
-                    row["peer_format"], row["peer_format_us"] = peer_format, peer.measure(peer_format, row["tokens"])
-                _print_format(rows[-len(tokens) :])
+            if peer_format:  # its own format, in the same minutes as our rows above
+                _measure_format(rows[-len(tokens) :], peer_format, children)
             del ours
-    finally:
-        if peer is not None:
-            peer.close()
-        pool.close()
-    print(
-        json.dumps(
-            {
-                "machine": machine | {"read_bandwidth_gb_s": bandwidth / 1e9, "int8_peak_top_s": peak / 1e12},
-                "shape": asdict(shape),
-                "rows": rows,
-            }
-        )
-    )
+    print(json.dumps({"machine": machine, "shape": asdict(shape), "rows": rows}))
 
 
-def _print_format(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        took = row["peer_format_us"]
-        if took:
-            print(
-                f"{row['tokens']:>15} tokens: kt-kernel {row['peer_format']} {took:.0f} us, "
-                f"{took / row['us']:.2f} times ours"
-            )
+def _measure_format(rows: list[dict[str, Any]], peer_format: str, children: list[PeerProcess]) -> None:
+    """kt-kernel's own format at the token counts of `rows`, added to them and printed."""
+    for peer in (one for one in children if one.name == "kt-kernel"):
+        for row in rows:
+            took = peer.ask(f"{peer_format} {row['tokens']}")
+            row["peer_format"], row["peer_format_us"] = peer_format, took
+            if took:
+                ratio = took / row["us"]
+                print(f"{row['tokens']:>15} tokens: kt-kernel {peer_format} {took:.0f} us, {ratio:.2f} times ours")
 
 
 def _print(row: dict[str, Any]) -> None:
-    peer = row["peer_us"]
-    shown = f"{peer:>10.0f} {peer / row['us']:>9.2f}" if peer else f"{'-':>10} {'-':>9}"
+    peers = ((f"{took:.0f}", f"{took / row['us']:.2f}") if took else ("-", "-") for took in row["peer_us"].values())
     print(
         f"{row['type']:>8} {row['tokens']:>6} {row['us']:>10.0f} {row['gb_s']:>7.1f} {row['of_bandwidth']:>8.0%} "
-        f"{row['tflop_s']:>8.3f} {shown}",
+        f"{row['tflop_s']:>8.3f}" + "".join(f" {took:>10} {ratio:>10}" for took, ratio in peers),
         flush=True,
     )

@@ -1,48 +1,56 @@
-"""kt-kernel (pip package of the SGLang integration) as a peer, in a process of its own.
+"""Another program as a peer: a child process that answers measuring questions one at a time.
 
-The parent sends `type tokens` lines, the child answers with microseconds per layer, or with `-` for what it does not
-do. Between two questions the child is stopped by a signal: its threads spin, which would spoil our figures.
+The parent sends a line, the child answers with a line `answer NUMBER`, or `answer -` for what it does not do. Between
+two questions the child is stopped by a signal: its threads may spin, which would spoil our figures. Knows nothing of
+what is measured.
 """
 
 from __future__ import annotations
 
-import json
+import ctypes
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
-import time
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["KtKernelPeer"]
+__all__ = ["PeerProcess", "answer_questions", "is_missing"]
 
-# ggml type numbers of gate, up and down.
-_GGML = {"q4_k_m": (12, 12, 14), "q4_k": (12, 12, 12), "q8_0": (8, 8, 8), "bf16": (30, 30, 30), "q6_k": (14, 14, 14)}
-_BLOCKS = {12: (256, 144), 14: (256, 210), 8: (32, 34)}
-# Its own formats, which it makes from BF16 weights: class names.
-_OWN = {"amx_int4": "AMXInt4_MOE", "amx_int8": "AMXInt8_MOE", "amx_bf16": "AMXBF16_MOE"}
+UNKNOWN = "-"
+_PR_SET_PDEATHSIG = 1
 
 
-class KtKernelPeer:
-    """Asks a child process for the peer's figures."""
+def is_missing(peer: str, package: str, pip_name: str) -> bool:
+    """Whether the package of a peer is not installed, which is said in one printed line."""
+    if importlib.util.find_spec(package) is not None:
+        return False
+    print(f"peer {peer} is not installed (pip install {pip_name}): measured without it", flush=True)
+    return True
 
-    def __init__(self, shape: dict[str, int], threads: int, seconds: float):
-        # It hands out one thread more than it is told to use.
-        options = json.dumps({"shape": shape, "threads": max(threads - 1, 1), "seconds": seconds})
-        command = [sys.executable, "-m", "ktransformers.cli.bench_peer", options]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+class PeerProcess:
+    """Asks a child process for the figures of the peer `name`; `command` starts it, `environment` None is ours.
+
+    The child is asked `ready` once, which it answers when it has loaded what it needs. A child that ends early is
+    reported in one line and has no figures from there on.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None):
+        self.name, pipe = name, subprocess.PIPE
+        self._child = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, text=True, env=environment)
         self._is_dead = False
         self._ask("ready")
-        self._child.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
-    def measure(self, name: str, tokens: int) -> float | None:
-        """Microseconds per layer; None when the peer has no such type, or has failed."""
+    def ask(self, question: str) -> float | None:
+        """The child's figure; None when it does not have it, or has failed. `question` is one line."""
         if self._is_dead:
             return None
-        self._child.send_signal(signal.SIGCONT)
-        answer = self._ask(f"{name} {tokens}")
-        self._child.send_signal(signal.SIGSTOP)
-        return None if answer in ("", "-") else float(answer)
+        self._signal(signal.SIGCONT)
+        answer = self._ask(question)
+        self._signal(signal.SIGSTOP)
+        return None if answer in ("", UNKNOWN) else float(answer)
 
     def _ask(self, line: str) -> str:
         assert self._child.stdin is not None
@@ -51,135 +59,40 @@ class KtKernelPeer:
             self._child.stdin.write(line + "\n")
             self._child.stdin.flush()
         except BrokenPipeError:
-            self._is_dead = True
-            return ""
-        for answer in self._child.stdout:
+            return self._ended()
+        for answer in self._child.stdout:  # libraries print lines of their own
             if answer.startswith("answer "):
                 return answer.split()[1]
+        return self._ended()
+
+    def _ended(self) -> str:
         self._is_dead = True
-        print("peer kt-kernel ended early: measured without it from here on")
+        print(f"peer {self.name} ended early: measured without it from here on", flush=True)
         return ""
 
+    def _signal(self, number: signal.Signals) -> None:
+        if not self._is_dead:
+            self._child.send_signal(number)
+
     def close(self) -> None:
-        self._child.send_signal(signal.SIGCONT)
-        self._child.kill()
+        """End the child."""
+        self._child.kill()  # works on a stopped process too
         self._child.wait()
-
-
-class _Child:
-    """The child's side."""
-
-    def __init__(self, options: dict[str, Any]):
-        from kt_kernel import kt_kernel_ext  # type: ignore[import-not-found, unused-ignore]
-
-        self._kt, self._shape, self._seconds = kt_kernel_ext, options["shape"], options["seconds"]
-        pool = kt_kernel_ext.WorkerPoolConfig()
-        pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [options["threads"]]
-        self._cpu = kt_kernel_ext.CPUInfer(pool)
-        self._name, self._layers, self._keep = "", list[Any](), list[Any]()
-
-    def _load(self, name: str) -> None:
-        import torch
-
-        kt, shape = self._kt, self._shape
-        experts, hidden, width = shape["experts"], shape["hidden"], shape["width"]
-        self._layers, self._keep, self._name = [], [], name
-        ident = torch.arange(experts, dtype=torch.int64)
-        if name in _OWN:
-            self._load_own(name, ident)
-            return
-        for _ in range(shape["layers"]):
-            config = kt.moe.MOEConfig(experts, shape["top_k"], hidden, width)
-            config.pool, config.max_len, config.m_block = self._cpu.backend_, 4096, 32
-            config.group_min_len, config.group_max_len, config.hidden_type = 10, 2048, 30
-            sizes = ((experts * width, hidden), (experts * width, hidden), (experts * hidden, width))
-            weights = [_random(rows * cols, kind) for kind, (rows, cols) in zip(_GGML[name], sizes, strict=True)]
-            config.gate_type, config.up_type, config.down_type = _GGML[name]
-            config.gate_proj, config.up_proj, config.down_proj = (weight.data_ptr() for weight in weights)
-            layer = kt.moe.MOE(config)
+        for stream in (self._child.stdin, self._child.stdout):
+            assert stream is not None
             try:
-                task = layer.load_weights_task()
-            except TypeError:  # newer versions want to know where each expert is
-                task = layer.load_weights_task(ident.data_ptr())
-            self._cpu.submit(task)
-            self._cpu.sync()
-            self._layers.append(layer)
-            self._keep.append((weights, ident))
-
-    def _load_own(self, name: str, ident: Any) -> None:
-        """Layers in one of its own formats; the BF16 weights are dropped once converted."""
-        import torch
-
-        kt, shape = self._kt, self._shape
-        experts, hidden, width = shape["experts"], shape["hidden"], shape["width"]
-        for _ in range(shape["layers"]):
-            config = kt.moe.MOEConfig(experts, shape["top_k"], hidden, width, 0)
-            config.max_len, config.pool = 4096, self._cpu.backend_
-            sizes = ((experts, width, hidden), (experts, width, hidden), (experts, hidden, width))
-            weights = [torch.empty(size, dtype=torch.bfloat16).normal_(std=0.02) for size in sizes]
-            config.gate_proj, config.up_proj, config.down_proj = (weight.data_ptr() for weight in weights)
-            config.physical_to_logical_map = ident.data_ptr()
-            layer = getattr(kt.moe, _OWN[name])(config)
-            try:
-                task = layer.load_weights_task()
-            except TypeError:
-                task = layer.load_weights_task(ident.data_ptr())
-            self._cpu.submit(task)
-            self._cpu.sync()
-            self._layers.append(layer)
-            self._keep.append(ident)
-
-    def measure(self, name: str, tokens: int) -> float:
-        import torch
-
-        if name != self._name:
-            self._load(name)
-        shape, num_inputs = self._shape, 16
-        top_k = shape["top_k"]
-        ids = torch.rand(num_inputs * tokens, shape["experts"]).argsort(-1)[:, :top_k]
-        ids = ids.reshape(num_inputs, tokens * top_k).contiguous()
-        weights = torch.rand(num_inputs, tokens, top_k)
-        rows = torch.randn(tokens, shape["hidden"]).to(torch.bfloat16)
-        out, batch = torch.empty_like(rows), torch.tensor([tokens], dtype=torch.int32)
-
-        def once(i: int) -> None:
-            layer, at = self._layers[i % len(self._layers)], i % num_inputs
-            pointers = (ids[at].data_ptr(), weights[at].data_ptr(), rows.data_ptr(), out.data_ptr())
-            self._cpu.submit(layer.forward_task(batch.data_ptr(), top_k, *pointers, False))
-            self._cpu.sync()
-
-        for i in range(len(self._layers)):
-            once(i)
-        began, count = time.perf_counter(), 0
-        while count < 2 or time.perf_counter() - began < self._seconds:
-            once(count)
-            count += 1
-        return (time.perf_counter() - began) / count * 1e6
+                stream.close()
+            except BrokenPipeError:  # what it was sent last stayed unread
+                continue
 
 
-def _random(count: int, kind: int) -> Any:
-    """Random blocks of a ggml type, their scales small numbers."""
-    import torch
-
-    if kind == 30:
-        return (torch.randn(count) * 0.02).to(torch.bfloat16)
-    elements, nbytes = _BLOCKS[kind]
-    blocks = torch.randint(0, 256, (count // elements, nbytes), dtype=torch.uint8)
-    blocks[:, 209 if kind == 14 else 1] = 0x04
-    if kind == 12:
-        blocks[:, 3] = 0x04
-    return blocks.reshape(-1)
-
-
-def main() -> int:
-    """The child: answers questions until its input ends."""
-    child = _Child(json.loads(sys.argv[1]))
+def answer_questions(answer: Callable[[list[str]], float | None]) -> None:
+    """The child's side: `answer` gets the words of each question; its None is "not done here". Does not return."""
+    if sys.platform == "linux":  # a stopped process would not notice that its parent was killed
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for line in sys.stdin:
-        name, _, tokens = line.strip().partition(" ")
-        answer = f"{child.measure(name, int(tokens))}" if name in _GGML or name in _OWN else "-"
-        print(f"answer {answer}", flush=True)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        words = line.split()
+        figure = None if words == ["ready"] else answer(words)
+        print(f"answer {UNKNOWN if figure is None else figure}", flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # threads of the peer may never end

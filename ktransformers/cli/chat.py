@@ -62,7 +62,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--system", metavar="TEXT", help="system prompt")
     group.add_argument("--prompt_file", type=Path, help="a file whose text is the first prompt")
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
-    add_toggle(group, "use_cuda_graph", default=None, help="replay decode steps as one CUDA graph")
     modes = ("normal", "long_context")
     group.add_argument("--mode", choices=modes, default="normal", help="long_context is not supported")
     add_logging_flag(group)

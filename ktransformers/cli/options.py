@@ -29,6 +29,7 @@ __all__ = [
     "add_toggle",
     "engine_config",
     "given_sampling",
+    "positive_numbers",
     "sampling_params",
     "set_up_logging",
     "version",
@@ -120,6 +121,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="most memory to use of each GPU; 0: all that is free (%(default)s)",
     )
+    add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
     group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
     group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
 
@@ -138,7 +140,19 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         gpu_memory=args.gpu_memory,
         strict=args.strict,
         trust_remote_code=args.trust_remote_code,
+        use_cuda_graph=args.use_cuda_graph is not False,
     )
+
+
+def positive_numbers(text: str, flag: str) -> list[int]:
+    """The numbers in "1,4,16". Raises ConfigError that names `flag`."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"--{flag} must be positive numbers with commas between them, got {text!r}")
+    return numbers
 
 
 def with_default_model(config: EngineConfig) -> EngineConfig:

@@ -79,7 +79,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout")
     group.add_argument("--drain_seconds", type=float, default=30.0, help="for running answers at the end (%(default)s)")
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
-    add_toggle(group, "use_cuda_graph", default=None, help="replay decode steps as one CUDA graph")
     group.add_argument("--sched_strategy", choices=("FCFS",), default="FCFS", help="order of service (%(default)s)")
     group.add_argument("--cpu_memory_size_GB", type=float, help="not supported: K/V pages stay in one memory")
     add_toggle(group, "web", default=False, help="not part of this version")

@@ -25,6 +25,7 @@ from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Devices
+from ktransformers.operators.fused import fuse_layers
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.fill import experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
@@ -155,9 +156,12 @@ def _fill_gpus(opened: OpenedModel, plan: Plan, again: Callable[[Mapping[str, st
     return replace(again(moved), extra_bytes=plan.extra_bytes) if moved else plan
 
 
-def plan_model(config: EngineConfig, hardware: Hardware | None = None) -> Plan:
-    """What `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit."""
-    opened = open_model(config)
+def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
+    """What `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit.
+
+    opened: the model, when it is open already; its config counts.
+    """
+    opened = opened or open_model(config)
     hardware = hardware or Hardware.detect()
     plan, shapes = _make_plan(opened, hardware, pool=None)
     plan = _with_cache(plan, shapes, cache_len_of(opened.config, opened.hf_config))
@@ -191,6 +195,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
         plan.check_fits()
         model = describe_model(opened)
         layout = _load(opened, plan, max_len, progress)
+        fuse_layers(opened.model, shapes, pool)
     return Engine(
         config=replace(opened.config, cache_lens=max_len),
         hf_config=opened.hf_config,
@@ -209,10 +214,16 @@ def build_paged_engine(
     page_size: int,
     max_batch_size: int,
     progress: Progress | None = None,
+    expert_stats: ExpertStats | None = None,
+    opened: OpenedModel | None = None,
     hardware: Hardware | None = None,
 ) -> PagedEngine:
-    """Load a model for many sequences at once, which share --cache_lens tokens in pages. Errors as `build_engine`."""
-    opened, expert_stats = open_model(config), ExpertStats()
+    """Load a model for many sequences at once, which share --cache_lens tokens in pages. Errors as `build_engine`.
+
+    expert_stats: where to count how experts are used, for a caller who wants it done more closely.
+    opened: the model, when it is open already (a synthetic one, say); its config counts.
+    """
+    opened, expert_stats = opened or open_model(config), expert_stats or ExpertStats()
     with _new_pool(opened.config.cpu_infer) as pool:
         hardware = hardware or Hardware.detect()
         plan, shapes = _make_plan(opened, hardware, pool, expert_stats)
@@ -222,6 +233,7 @@ def build_paged_engine(
         plan.check_fits()
         model = describe_model(opened)
         layout = _load(opened, plan, num_pages * page_size, progress)
+        fuse_layers(opened.model, shapes, pool)
         cache = PagedCache(shapes, num_pages, page_size)
     return PagedEngine(
         config=replace(opened.config, cache_lens=cache.num_slots),

@@ -1,4 +1,7 @@
-"""A model's files, opened: config, skeleton, weights' headers, tokenizer. Reads no weights and decides no placement."""
+"""A model's files, opened: config, skeleton, weights' headers, tokenizer. Reads no weights and decides no placement.
+
+A synthetic model has no files: its config is made in code, its weights are random, and it has no tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.skeleton import build_skeleton, load_hf_config
+from ktransformers.errors import ConfigError
 from ktransformers.models.gguf_config import config_of_model
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.weights.gguf import GGUFModel, open_gguf
@@ -17,8 +21,9 @@ from ktransformers.weights.loader import WeightFormat, weight_format
 from ktransformers.weights.safetensors import open_safetensors
 from ktransformers.weights.safetensors_source import SafetensorsSource
 from ktransformers.weights.source import WeightSource
+from ktransformers.weights.synthetic import SyntheticSource
 
-__all__ = ["ModelDescription", "OpenedModel", "describe_model", "open_model"]
+__all__ = ["ModelDescription", "OpenedModel", "describe_model", "open_model", "open_synthetic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,19 @@ def open_model(config: EngineConfig) -> OpenedModel:
     else:
         source = SafetensorsSource(open_safetensors(path), model.config)
     return OpenedModel(config, model.config, gguf, model, source)
+
+
+def open_synthetic(config: EngineConfig, hf_config: Any) -> OpenedModel:
+    """A model of `hf_config` with random weights, which are made when operators load them. config names no files.
+
+    Raises ConfigError or UnsupportedError.
+    """
+    if config.model_path is not None or config.gguf_path is not None:
+        raise ConfigError("random weights come from no files: leave the model's path out")
+    config = config.resolved(needs_model=False)
+    model = build_skeleton(hf_config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return OpenedModel(config, model.config, None, model, SyntheticSource(shapes, model.config))
 
 
 def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Any:

@@ -22,7 +22,9 @@ from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_
 from ktransformers.engine.session import Session
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError
-from ktransformers.kernels.quant import PackedTensor, RawTensor
+from ktransformers.kernels import reference
+from ktransformers.kernels.native import ExpertWeight
+from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, RawTensor
 from ktransformers.operators.experts import read_layout
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.tied import TiedSource, tied_names
@@ -194,8 +196,8 @@ def _fill_experts(module: Any, key: str, source: TiedSource) -> int:
     layout = read_layout(module, key)
     weights = source.experts(key, layout)
 
-    def matrices(parts: Sequence[RawTensor | PackedTensor]) -> torch.Tensor:
-        return torch.stack([_dequantized(part) for part in parts if isinstance(part, RawTensor)])
+    def matrices(parts: Sequence[ExpertWeight]) -> torch.Tensor:
+        return torch.stack([_dequantized(part) for part in parts if not isinstance(part, PackedTensor)])
 
     def placed(values: torch.Tensor) -> torch.Tensor:
         return values.transpose(1, 2).contiguous() if layout.is_transposed else values
@@ -218,8 +220,10 @@ def _fill_experts(module: Any, key: str, source: TiedSource) -> int:
     return nbytes
 
 
-def _dequantized(raw: RawTensor) -> torch.Tensor:
-    """fp32 [rows, cols] by the `gguf` package, not by our kernels."""
+def _dequantized(raw: RawTensor | Fp8Matrix) -> torch.Tensor:
+    """fp32 [rows, cols] by the `gguf` package or torch, not by our kernels."""
+    if isinstance(raw, Fp8Matrix):
+        return reference.dequantize(raw)
     blocks = raw.data.numpy().reshape(raw.rows, raw.row_bytes)
     values = gguf.quants.dequantize(blocks, raw.qtype)
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(raw.rows, raw.cols)

@@ -18,8 +18,10 @@ a token depends on nothing but (logits, parameters, seed, position), not on the 
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ktransformers.config import physical_cores
 from ktransformers.core import SamplingParams, TokenLogprobs
 from ktransformers.errors import ConfigError, KTransformersError
 
@@ -47,6 +50,7 @@ _F64 = npt.NDArray[np.float64]
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_PARALLEL_VOCAB = 1 << 14  # tokens from which a row is worth a thread: exponentials of 152,000 take 2 ms
 _TOP_P_SIZES = (1024, 16384)  # candidates that top_p sorts before it sorts the whole vocabulary
 
 
@@ -264,8 +268,17 @@ def sample_each(
         )
     rows = logits.detach().to("cpu", torch.float32).contiguous()
     numbers = uniforms([request.seed for request in requests], positions)
-    each = zip(rows, requests, positions, numbers, strict=True)
-    return [_sample_one(row, request, position, float(number)) for row, request, position, number in each]
+    each = list(zip(rows, requests, positions, map(float, numbers), strict=True))
+    is_long = sum(not request.params.is_greedy for request in requests) > 1 and logits.shape[1] >= _PARALLEL_VOCAB
+    if not is_long:
+        return [_sample_one(*one) for one in each]
+    return list(_threads().map(lambda one: _sample_one(*one), each))
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads for rows of one step: numpy lets go of the interpreter while it computes."""
+    return ThreadPoolExecutor(max_workers=physical_cores(), thread_name_prefix="sampler")
 
 
 def _sample_one(

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,13 +31,14 @@ from ktransformers.kernels.native_base import (
     output,
 )
 from ktransformers.kernels.native_base import extension as _native
-from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor
+from ktransformers.kernels.quant import Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor, WeightType
 
 __all__ = [
     "NATIVE_TYPES",
     "PACKED_TYPES",
     "Activation",
     "ActivationSpec",
+    "ExpertWeight",
     "ExpertWeights",
     "Isa",
     "MoeKernel",
@@ -50,6 +52,7 @@ __all__ = [
     "empty_bytes",
     "linear",
     "pack",
+    "pack_fp8",
     "packed_nbytes",
     "page_out",
     "rms_norm",
@@ -74,8 +77,8 @@ PACKED_TYPES = frozenset(
 TILE_ROWS = 16
 
 
-def packed_nbytes(qtype: QuantType, rows: int, cols: int) -> int:
-    """Bytes of a matrix after `pack`: at most 3 % more than before, its rows filled up to a multiple of 16."""
+def packed_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
+    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more, of rows filled up to a multiple of 16."""
     return int(-(-rows // TILE_ROWS) * _native.packed_tile_bytes(int(qtype), cols))
 
 
@@ -94,6 +97,22 @@ def pack(weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> Pack
     check_tensor("out", data, (nbytes,), torch.uint8)
     _native.pack(pool.handle, weight.data.data_ptr(), int(weight.qtype), rows, cols, data.data_ptr())
     return PackedTensor(data, weight.qtype, (rows, cols))
+
+
+def pack_fp8(weight: Fp8Matrix, pool: WorkerPool, out: Tensor | None = None) -> PackedTensor:
+    """Re-lay an FP8 matrix [N, K], once, into the only form in which kernels compute with it.
+
+    out: as for `pack`. Activations stay fp32. A NaN code makes the outputs of all 16 rows of its tile NaN.
+    """
+    rows, cols = weight.shape
+    for name, tensor in (("values", weight.values), ("scales", weight.scales)):
+        if tensor.device.type != "cpu":
+            raise ValueError(f"weight.{name} must be on the CPU, got {tensor.device}")
+    nbytes = packed_nbytes(OwnType.F8_E4M3, rows, cols)
+    data = empty_bytes(nbytes, pool) if out is None else out
+    check_tensor("out", data, (nbytes,), torch.uint8)
+    _native.pack_fp8(pool.handle, weight.values.data_ptr(), weight.scales.data_ptr(), rows, cols, data.data_ptr())
+    return PackedTensor(data, OwnType.F8_E4M3, (rows, cols))
 
 
 _MADV_HUGEPAGE, _MADV_PAGEOUT = 14, 21
@@ -123,12 +142,12 @@ def empty_bytes(nbytes: int, pool: WorkerPool) -> Tensor:
     return data
 
 
-def page_out(weight: RawTensor) -> None:
+def page_out(weight: RawTensor | Fp8Matrix) -> None:
     """Give the memory under a weight that was re-laid back to the system; its bytes stay readable, from the file.
 
     Linux only, and a hint: where the system refuses, the pages stay until memory runs short.
     """
-    _advise(weight.data, _PAGE, _MADV_PAGEOUT)
+    _advise(weight.values if isinstance(weight, Fp8Matrix) else weight.data, _PAGE, _MADV_PAGEOUT)
 
 
 def linear(
@@ -141,9 +160,8 @@ def linear(
     """out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n].
 
     x: [T, K]. weight: [N, K], of a type in NATIVE_TYPES, or re-laid by `pack`. bias: [N]. out: [T, N], made when None.
-    Quantized weights quantize each row of x to int8 by blocks (32 values for Q8_0, Q4_0 and MXFP4, 256 for K-quants
-    and IQ4_XS); a block
-    of x that holds a NaN or an infinity makes that whole output row NaN.
+    Quantized weights other than FP8 quantize each row of x to int8 by blocks (32 values for Q8_0, Q4_0 and MXFP4, 256
+    for K-quants and IQ4_XS); a block of x that holds a NaN or an infinity makes that whole output row NaN.
     """
     check_weight("weight", weight, 2)
     rows, cols = weight.shape
@@ -285,18 +303,22 @@ def silu_mul(gate: Tensor, up: Tensor, pool: WorkerPool, out: Tensor | None = No
     return activate(ActivationSpec(Activation.SILU), gate, up, pool, out)
 
 
+ExpertWeight: TypeAlias = RawTensor | PackedTensor | Fp8Matrix
+
+
 @dataclass
 class ExpertWeights:
     """The routed experts of one layer.
 
     gate: E tensors [I, H], or None for act(up) without a gate. up: E tensors [I, H]. down: E tensors [H, I].
+    Kernels take an Fp8Matrix after `pack_fp8` only.
     gate_bias, up_bias: fp32 [E, I] or None. down_bias: fp32 [E, H] or None. All experts of a projection share one type;
     projections may differ; each may be re-laid by `pack`.
     """
 
-    gate: Sequence[RawTensor | PackedTensor] | None
-    up: Sequence[RawTensor | PackedTensor]
-    down: Sequence[RawTensor | PackedTensor]
+    gate: Sequence[ExpertWeight] | None
+    up: Sequence[ExpertWeight]
+    down: Sequence[ExpertWeight]
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -307,7 +329,7 @@ _Projection = tuple[int, int, int, list[int], int, bool]
 
 def _projection(
     name: str,
-    tensors: Sequence[RawTensor | PackedTensor] | None,
+    tensors: Sequence[ExpertWeight] | None,
     bias: Tensor | None,
     num_experts: int,
     shape: tuple[int, int],
@@ -319,15 +341,16 @@ def _projection(
     if len(tensors) != num_experts:
         raise ValueError(f"{name} has {len(tensors)} experts, up has {num_experts}")
     qtype, is_packed = tensors[0].qtype, isinstance(tensors[0], PackedTensor)
-    for index, tensor in enumerate(tensors):
-        check_weight(f"{name}[{index}]", tensor, 2)
+    addresses = []
+    for index, given in enumerate(tensors):
+        tensor = check_weight(f"{name}[{index}]", given, 2)
+        addresses.append(tensor.data.data_ptr())
         if tensor.qtype != qtype or isinstance(tensor, PackedTensor) != is_packed:
             raise ValueError(f"{name}[{index}] is {tensor.qtype.name}, {name}[0] is {qtype.name}: give one type")
         if tensor.shape != shape:
             raise ValueError(f"{name}[{index}] must have shape {list(shape)}, got {list(tensor.shape)}")
     if bias is not None:
         check_tensor(f"{name}_bias", bias, (num_experts, shape[0]))
-    addresses = [tensor.data.data_ptr() for tensor in tensors]
     return (int(qtype), shape[0], shape[1], addresses, 0 if bias is None else bias.data_ptr(), is_packed)
 
 
@@ -349,7 +372,7 @@ class MoeKernel:
         self.weights = weights
         self.activation = activation
         self.pool = pool
-        self._moe = _native.Moe(
+        self.handle = _native.Moe(
             _projection("gate", weights.gate, weights.gate_bias, self.num_experts, (width, hidden)),
             _projection("up", weights.up, weights.up_bias, self.num_experts, (width, hidden)),
             _projection("down", weights.down, weights.down_bias, self.num_experts, (hidden, width)),
@@ -374,7 +397,7 @@ class MoeKernel:
         check_tensor("topk_ids", ids, (tokens, None), torch.int64)
         check_tensor("topk_weights", topk_weights, (tokens, ids.shape[1]))
         result = output(out, (tokens, self.hidden_size), hidden_states)
-        self._moe.forward(
+        self.handle.forward(
             self.pool.handle,
             hidden_states.data_ptr(),
             tokens,

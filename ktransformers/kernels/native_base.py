@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.errors import ConfigError, KernelError
-from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor, block_size, type_size
+from ktransformers.kernels.quant import OwnType, PackedTensor, QuantType, RawTensor, block_size, type_size
 from ktransformers.kernels.topology import ThreadPlace, thread_places
 
 try:
@@ -48,6 +48,8 @@ def _native_types() -> frozenset[QuantType]:
                 f"ktransformers._native and the gguf package disagree about {name}: reinstall ktransformers"
             )
         types.add(qtype)
+    if extension.FP8_BLOCK != OwnType.F8_E4M3:
+        raise KernelError("ktransformers._native is of another version: reinstall ktransformers")
     return frozenset(types)
 
 
@@ -145,11 +147,16 @@ def output(out: Tensor | None, shape: tuple[int, ...], *inputs: Tensor) -> Tenso
     return out
 
 
-def check_weight(name: str, weight: RawTensor | PackedTensor, dims: int) -> None:
-    if weight.qtype not in NATIVE_TYPES:
+def check_weight(name: str, weight: object, dims: int) -> RawTensor | PackedTensor:
+    """`weight`, after checking that kernels can read it."""
+    if not isinstance(weight, (RawTensor, PackedTensor)):
+        raise TypeError(f"{name} must be a RawTensor or made by pack or pack_fp8, got {type(weight).__name__}")
+    is_fp8 = isinstance(weight, PackedTensor) and weight.qtype is OwnType.F8_E4M3
+    if weight.qtype not in NATIVE_TYPES and not is_fp8:
         names = ", ".join(sorted(qtype.name for qtype in NATIVE_TYPES))
         raise ValueError(f"{name} is {weight.qtype.name}, which has no kernel; transcode it to one of {names}")
     if len(weight.shape) != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {weight.shape}")
     if weight.data.device.type != "cpu":
         raise ValueError(f"{name} must be on the CPU, got {weight.data.device}")
+    return weight

@@ -1,4 +1,4 @@
-"""Tensors in ggml block layout: sizes, shapes and views of raw bytes.
+"""Tensors in ggml block layout, and FP8 matrices with block scales: sizes, shapes and views of raw bytes.
 
 Knows the sizes of ggml's block formats (from the `gguf` package) and how rows of blocks lie in memory. Does not know
 where the bytes come from, what a block's bits mean, or the native extension.
@@ -9,12 +9,43 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
 
 import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as QuantType
 
-__all__ = ["PackedTensor", "QuantType", "RawTensor", "block_size", "row_bytes", "type_size"]
+__all__ = [
+    "FP8_BLOCK",
+    "Fp8Matrix",
+    "OwnType",
+    "PackedTensor",
+    "QuantType",
+    "RawTensor",
+    "WeightType",
+    "block_size",
+    "fp8_nbytes",
+    "row_bytes",
+    "type_size",
+]
+
+
+class OwnType(IntEnum):
+    """Types of resident weights that ggml has no number for; the numbers are outside its range."""
+
+    F8_E4M3 = 1000  # e4m3fn codes under one fp32 scale per FP8_BLOCK rows and columns
+
+
+WeightType: TypeAlias = QuantType | OwnType
+
+FP8_BLOCK = 128
+
+
+def fp8_nbytes(rows: int, cols: int) -> int:
+    """Bytes of an Fp8Matrix: codes and scales."""
+    return rows * cols + 4 * -(-rows // FP8_BLOCK) * -(-cols // FP8_BLOCK)
+
 
 # The unquantized types and the torch dtype that holds their elements.
 _FLOAT_TYPES = {
@@ -132,6 +163,52 @@ class RawTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """A matrix of FP8 codes with block scales: weight[n, k] = values[n, k] * scales[n // 128, k // 128].
+
+    values: uint8 [N, K], contiguous (may be a view of a memory map), the codes of torch.float8_e4m3fn; K is a multiple
+    of 4. scales: fp32 [ceil(N / 128), ceil(K / 128)], contiguous. Kernels take it re-laid only, see `native.pack_fp8`.
+    Raises TypeError or ValueError when they do not agree.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.values.dtype != torch.uint8 or self.scales.dtype != torch.float32:
+            raise TypeError(
+                f"Fp8Matrix wants uint8 values and fp32 scales, got {self.values.dtype} and {self.scales.dtype}"
+            )
+        if self.values.dim() != 2 or not self.values.is_contiguous() or self.values.shape[1] % 4:
+            raise ValueError(
+                f"Fp8Matrix.values must be contiguous [N, K] with K a multiple of 4, got {list(self.values.shape)}"
+            )
+        wanted = [-(-size // FP8_BLOCK) for size in self.values.shape]
+        if list(self.scales.shape) != wanted or not self.scales.is_contiguous():
+            raise ValueError(f"Fp8Matrix.scales must be contiguous {wanted}, got {list(self.scales.shape)}")
+
+    @property
+    def qtype(self) -> OwnType:
+        return OwnType.F8_E4M3
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, cols)."""
+        return (self.values.shape[0], self.values.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return fp8_nbytes(*self.shape)
+
+    def rows_slice(self, start: int, stop: int) -> Fp8Matrix:
+        """View of rows start .. stop - 1; start is a multiple of 128. Raises IndexError otherwise or out of range."""
+        if start % FP8_BLOCK or not 0 <= start <= stop <= self.values.shape[0]:
+            raise IndexError(f"rows {start}:{stop} are no part of {self.values.shape[0]} rows that begins with a block")
+        return Fp8Matrix(self.values[start:stop], self.scales[start // FP8_BLOCK : -(-stop // FP8_BLOCK)])
+
+
+@dataclass(frozen=True, slots=True)
 class PackedTensor:
     """A matrix re-laid for the native kernels, 16 rows side by side (csrc/packed.inl); see `native.pack`.
 
@@ -139,7 +216,7 @@ class PackedTensor:
     """
 
     data: torch.Tensor
-    qtype: QuantType
+    qtype: WeightType
     shape: tuple[int, ...]
 
     @property

@@ -16,7 +16,7 @@ import torch.nn.functional as functional
 from gguf import quants
 from torch import Tensor
 
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, QuantType, RawTensor
 
 __all__ = [
     "attention",
@@ -36,8 +36,11 @@ _Int = npt.NDArray[np.int32]
 _SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4)  # blocks of 32
 
 
-def dequantize(weight: RawTensor) -> Tensor:
-    """The weight as fp32, shape `weight.shape`, through `gguf.quants`."""
+def dequantize(weight: RawTensor | Fp8Matrix) -> Tensor:
+    """The weight as fp32, shape `weight.shape`, through `gguf.quants`, or torch's own FP8 type."""
+    if isinstance(weight, Fp8Matrix):
+        scales = weight.scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+        return weight.values.view(torch.float8_e4m3fn).float() * scales[: weight.shape[0], : weight.shape[1]]
     if weight.qtype == QuantType.F32:
         return weight.data.clone().view(torch.float32).reshape(weight.shape)
     if weight.qtype == QuantType.F16:
@@ -49,7 +52,7 @@ def dequantize(weight: RawTensor) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(weight.shape)
 
 
-def linear(x: Tensor, weight: RawTensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: RawTensor | Fp8Matrix, bias: Tensor | None = None) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N], accumulated in fp64."""
     result = x.double() @ dequantize(weight).double().T
     return (result if bias is None else result + bias.double()).float()

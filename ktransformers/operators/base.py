@@ -45,7 +45,7 @@ class Placement:
 class ExpertStats:
     """How the routed experts of a model are used, counted as they run.
 
-    num_rows: (token, expert) pairs computed. Every SAMPLE_EVERY-th call of any layer is looked at closely:
+    num_rows: (token, expert) pairs computed. Every sample_every-th call of any layer is looked at closely:
     num_samples of them, which touched num_touched distinct experts together.
     """
 
@@ -54,6 +54,7 @@ class ExpertStats:
     num_rows: int = 0
     num_samples: int = 0
     num_touched: int = 0
+    sample_every: int = SAMPLE_EVERY
     _num_calls: int = 0
 
     def count(self, num_rows: int) -> None:
@@ -64,7 +65,7 @@ class ExpertStats:
         """topk_ids int64 [T, K] of one layer's call."""
         self.num_rows += topk_ids.numel()
         self._num_calls += 1
-        if self._num_calls % self.SAMPLE_EVERY == 0:
+        if self._num_calls % self.sample_every == 0:
             self.num_samples += 1
             self.num_touched += len(set(topk_ids.flatten().tolist()))
 

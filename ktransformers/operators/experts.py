@@ -16,8 +16,8 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import native
-from ktransformers.kernels.native import Activation, ActivationSpec
-from ktransformers.kernels.quant import PackedTensor, RawTensor
+from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeight
+from ktransformers.kernels.quant import Fp8Matrix
 from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
 from ktransformers.operators.device import give_back
@@ -154,11 +154,14 @@ class KTransformersExperts(Operator):
     def requirements(self, source: WeightSource) -> Requirements:
         info = self._info(source)
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
+        if self.device.is_gpu and any(part.is_fp8 for part in parts):
+            raise UnsupportedError(
+                f"{self.key}: FP8 experts run on the CPU only: place them on cpu, or quantize them with --cpu_quant"
+            )
         if self.device.is_gpu:
             nbytes = gpu_experts_nbytes(self.key, info)
         else:
-            extra = 0 if self.activation is None else sum(relaid_nbytes(part) - part.nbytes for part in parts)
-            nbytes = info.nbytes + extra
+            nbytes = info.nbytes + sum(relaid_nbytes(part) - part.nbytes for part in parts)
         needs = Requirements(nbytes={self.device.name: nbytes}, stored_names=set(info.stored_names))
         for part in (info.gate, info.up, info.down):
             if part is not None:
@@ -178,11 +181,12 @@ class KTransformersExperts(Operator):
             return None  # a type that no kernel reads: they stay on the CPU
 
     def load(self, source: WeightSource) -> None:
-        self._weights = source.experts(self.key, self.layout, self.config.cpu_quant)
+        weights = source.experts(self.key, self.layout, self.config.cpu_quant)
         if self.device.is_gpu:
-            self._gpu, self._weights = GpuExperts.of(self._weights, self.device), None
-        elif self.activation is not None:
-            self._weights = relaid_experts(self._weights, self.config.require_pool())
+            self._gpu = GpuExperts.of(weights, self.device)
+            return
+        self._weights = relaid_experts(weights, self.config.require_pool())
+        if self.activation is not None:
             self._kernel = native.MoeKernel(self._weights, self.activation, self.config.require_pool())
 
     def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
@@ -225,10 +229,10 @@ class KTransformersExperts(Operator):
     def _expert(self, weights: native.ExpertWeights, expert: int, rows: torch.Tensor) -> torch.Tensor:
         pool = self.config.require_pool()
 
-        def project(
-            parts: Sequence[RawTensor | PackedTensor], bias: torch.Tensor | None, x: torch.Tensor
-        ) -> torch.Tensor:
-            return native.linear(x.contiguous(), parts[expert], pool, bias=None if bias is None else bias[expert])
+        def project(parts: Sequence[ExpertWeight], bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+            weight = parts[expert]
+            assert not isinstance(weight, Fp8Matrix), "load re-lays it"
+            return native.linear(x.contiguous(), weight, pool, bias=None if bias is None else bias[expert])
 
         up = project(weights.up, weights.up_bias, rows)
         module: Any = self.__dict__["_module"]

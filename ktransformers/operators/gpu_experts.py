@@ -13,7 +13,7 @@ import torch
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
 from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights
-from ktransformers.kernels.quant import PackedTensor, RawTensor
+from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, RawTensor
 from ktransformers.kernels.triton.moe import ExpertMatrices, moe
 from ktransformers.kernels.triton.packing import GPU_TYPES, Layout, can_repack, packed_nbytes, repack
 from ktransformers.operators.device import Device
@@ -83,7 +83,14 @@ class GpuExperts:
     def of(cls, weights: ExpertWeights, device: Device) -> GpuExperts:
         """Bring one layer's experts to a GPU."""
         assert weights.gate is not None
-        gate, up, down = (_matrices(part, device) for part in (weights.gate, weights.up, weights.down))
+        parts = [
+            [one for one in part if not isinstance(one, Fp8Matrix)] for part in (weights.gate, weights.up, weights.down)
+        ]
+        if any(len(part) < len(weights.up) for part in parts):
+            raise UnsupportedError(
+                "FP8 experts run on the CPU only: place them there, or quantize them with --cpu_quant"
+            )
+        gate, up, down = (_matrices(part, device) for part in parts)
         if gate.layout != up.layout:
             raise UnsupportedError("gate and up projections of one layer must be both re-laid or neither")
         return cls(device, gate, up, down)

@@ -23,7 +23,7 @@ from ktransformers.operators.base import (
 from ktransformers.operators.device import give_back
 from ktransformers.operators.gpu_matrix import GpuMatrix, gpu_matrix, gpu_nbytes
 from ktransformers.operators.relaid import relaid, relaid_nbytes
-from ktransformers.weights.source import WeightSource
+from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["KTransformersLinear"]
 
@@ -70,11 +70,14 @@ class KTransformersLinear(Operator):
             return "KLinearCPUInfer"
         return "KLinearTorch" if self.is_dense_wanted else "KLinearMarlin"
 
-    def requirements(self, source: WeightSource) -> Requirements:
-        needs = Requirements()
+    def _info(self, source: WeightSource) -> TensorInfo:
         name = f"{self.key}.weight"
         info = expect_shape(source.find(name), name, (self.out_features, self.in_features))
-        device = self.device
+        return info.as_fp8() if info.is_fp8 and not self.device.is_gpu else info
+
+    def requirements(self, source: WeightSource) -> Requirements:
+        needs, device = Requirements(), self.device
+        info = self._info(source)
         if device.is_gpu:
             shape = self.out_features, self.in_features
             nbytes = gpu_nbytes(info.resident_type, shape, device, self.is_dense_wanted, info.nbytes)
@@ -90,12 +93,13 @@ class KTransformersLinear(Operator):
 
     def load(self, source: WeightSource) -> None:
         self.requirements(source)
-        pool, raw = self.config.require_pool(), source.tensor(f"{self.key}.weight")
+        name, pool = f"{self.key}.weight", self.config.require_pool()
         self._bias = source.dense(f"{self.key}.bias") if self.has_bias else None
         if self.device.is_gpu:
-            self._gpu = gpu_matrix(raw, self._bias, self.device, pool, self.is_dense_wanted)
+            self._gpu = gpu_matrix(source.tensor(name), self._bias, self.device, pool, self.is_dense_wanted)
         else:
-            self._weight = relaid(raw, pool)
+            stored = source.fp8(name) if self._info(source).is_fp8 else source.tensor(name)
+            self._weight = relaid(stored, pool)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = self.device.take(hidden_states)

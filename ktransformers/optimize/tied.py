@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
 __all__ = ["TiedSource", "tied_names"]
@@ -44,6 +44,9 @@ class TiedSource:
 
     def tensor(self, name: str) -> RawTensor:
         return self._source.tensor(self._resolve(name))
+
+    def fp8(self, name: str) -> Fp8Matrix:
+        return self._source.fp8(self._resolve(name))
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self._source.dense(self._resolve(name), dtype)

@@ -1,6 +1,6 @@
 """Expert matrices on their way from a file to the kernels: as they are, converted, or quantized while loading.
 
-Knows no file format: sources describe each expert's matrix as an `ExpertMatrix`, and get back one RawTensor per expert.
+Knows no file format: sources describe each expert's matrix as an `ExpertMatrix`, and get back one matrix per expert.
 Conversion works on rows of about a megabyte, several experts at a time, straight into the final buffer, so that
 nothing but the result and a few chunks is ever in memory.
 """
@@ -19,7 +19,16 @@ import torch
 
 from ktransformers.config import physical_cores
 from ktransformers.errors import TensorMismatchError, UnsupportedError
-from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes
+from ktransformers.kernels.quant import (
+    FP8_BLOCK,
+    Fp8Matrix,
+    OwnType,
+    QuantType,
+    RawTensor,
+    WeightType,
+    fp8_nbytes,
+    row_bytes,
+)
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize, target_type
 from ktransformers.weights.source import TensorInfo
@@ -113,6 +122,14 @@ class BlockScaledMatrix:
         scales = self.scales[row_blocks].repeat_interleave(self.block[1], dim=1)[:, : self.shape[1]]
         return self.values[start:stop].float().mul_(scales)
 
+    def fp8(self) -> Fp8Matrix:
+        """The matrix without a copy of its values, for blocks of 128 x 128 and for one scale."""
+        scales = self.scales
+        if self.block != (FP8_BLOCK, FP8_BLOCK):  # one scale for all
+            grid = [-(-size // FP8_BLOCK) for size in self.shape]
+            scales = scales.expand(grid)
+        return Fp8Matrix(self.values.view(torch.uint8), scales.contiguous())
+
 
 def check_expert_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
     """Raises TensorMismatchError when an expert tensor does not have the shape that the module needs."""
@@ -121,7 +138,7 @@ def check_expert_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -
 
 
 @lru_cache
-def _resident(natural: QuantType, cols: int, quantize_to: QuantType) -> QuantType:
+def _resident(natural: WeightType, cols: int, quantize_to: QuantType) -> WeightType:
     """The type that float rows of `cols` get when `quantize_to` is asked for. Cached, so that a change is said once."""
     if quantize_to not in QUANTIZABLE_TYPES:
         names = ", ".join(t.name.lower() for t in QUANTIZABLE_TYPES)
@@ -140,7 +157,7 @@ def _resident(natural: QuantType, cols: int, quantize_to: QuantType) -> QuantTyp
 def expert_info(
     name: str,
     stored_type: str,
-    natural: QuantType,
+    natural: WeightType,
     shape: tuple[int, int, int],
     stored_names: tuple[str, ...],
     quantize_to: QuantType | None,
@@ -149,12 +166,20 @@ def expert_info(
     resident = natural
     if quantize_to is not None and stored_type in _QUANTIZABLE_STORED:
         resident = _resident(natural, shape[-1], quantize_to)
-    nbytes = math.prod(shape[:-1]) * row_bytes(resident, shape[-1])
+    if isinstance(resident, OwnType):
+        nbytes = shape[0] * fp8_nbytes(*shape[1:])
+    else:
+        nbytes = math.prod(shape[:-1]) * row_bytes(resident, shape[-1])
     return TensorInfo(name, shape, stored_type, resident, nbytes, stored_names)
 
 
-def load_matrices(matrices: Sequence[ExpertMatrix], target: QuantType) -> list[RawTensor]:
-    """Each matrix as `target`: views where that is possible, else slices of one new buffer."""
+def load_matrices(matrices: Sequence[ExpertMatrix], target: WeightType) -> Sequence[RawTensor | Fp8Matrix]:
+    """Each matrix as `target`: views where that is possible, else slices of one new buffer.
+
+    target F8_E4M3 is for matrices that are stored so.
+    """
+    if isinstance(target, OwnType):
+        return [matrix.fp8() for matrix in matrices if isinstance(matrix, BlockScaledMatrix)]
     views = [matrix.view() for matrix in matrices]
     found = [raw for raw in views if raw is not None and raw.qtype is target]
     if len(found) == len(matrices):

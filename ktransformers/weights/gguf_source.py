@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes
+from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor, row_bytes
 from ktransformers.weights.experts import RawMatrix, check_expert_shape, expert_info, load_matrices
 from ktransformers.weights.gguf import GGUFModel
 from ktransformers.weights.names import Change, GGUFNames, Stored, ignorable_gguf
@@ -101,6 +101,10 @@ class GGUFSource:
         raw = transcode(raw, stored.names[0])
         return RawTensor(raw.data, raw.qtype, shape)
 
+    def fp8(self, name: str) -> Fp8Matrix:
+        """A GGUF holds none: raises TensorMismatchError."""
+        raise TensorMismatchError(f"{name!r} is no FP8 matrix: a GGUF holds none")
+
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The tensor dequantized, as a new tensor of its logical shape. Raises TensorMismatchError when missing."""
         stored = self._found(name)
@@ -142,7 +146,7 @@ class GGUFSource:
             raise TensorMismatchError(
                 f"the GGUF files hold no experts for {key!r}; they are incomplete or of another model"
             )
-        loaded: dict[str, list[RawTensor]] = {}
+        loaded: dict[str, Sequence[RawTensor | Fp8Matrix]] = {}
         for part, projection in projections.items():
             target = getattr(info, part).resident_type
             whole: dict[str, RawTensor] = {}  # each stored tensor is transcoded once, not once per expert

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes
+from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, row_bytes
 from ktransformers.weights.checkpoint_names import CheckpointNames, Origin
 from ktransformers.weights.experts import (
     BlockScaledMatrix,
@@ -61,9 +61,7 @@ class SafetensorsSource:
         self._names = CheckpointNames(str(config.model_type), self._tensors)
         block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
         self._block = (int(block[0]), int(block[1])) if block else (128, 128)
-        fp8 = sum(tensor.dtype == FP8 for tensor in self._tensors.values())
-        if fp8:
-            logger.warning("%d FP8 tensors are held as BF16 unless they are quantized while loading", fp8)
+        self._log_fp8()
 
     def describe(self) -> str:
         """One line for the console: format, files, bytes."""
@@ -101,7 +99,8 @@ class SafetensorsSource:
         resident = self._natural(origin.sources[0])
         nbytes = math.prod(shape[:-1]) * row_bytes(resident, shape[-1]) if shape else 4
         scales = tuple(scale for part in origin.sources if (scale := self._scale_name(part)) is not None)
-        return TensorInfo(name, shape, "+".join(types), resident, nbytes, origin.sources + scales)
+        is_fp8 = not origin.operations and self._is_native_fp8(origin.sources[0])
+        return TensorInfo(name, shape, "+".join(types), resident, nbytes, origin.sources + scales, is_fp8)
 
     def tensor(self, name: str) -> RawTensor:
         """The tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
@@ -110,6 +109,14 @@ class SafetensorsSource:
             self._natural(origin.sources[0]), torch.bfloat16
         )
         return RawTensor.from_tensor(self._assemble(name, origin, dtype))
+
+    def fp8(self, name: str) -> Fp8Matrix:
+        """The matrix as the files hold it. Raises TensorMismatchError when it is missing or not of that kind."""
+        origin = self._found(name)
+        stored = origin.sources[0]
+        if origin.operations or not self._is_native_fp8(stored):
+            raise TensorMismatchError(f"{name!r} is stored as {self._tensors[stored].dtype}; read it with tensor()")
+        return self._fp8_matrix(stored, self._model.torch_tensor(stored), self._scales(stored)).fp8()
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The tensor dequantized, as a new tensor of its logical shape. Raises TensorMismatchError when missing."""
@@ -129,7 +136,9 @@ class SafetensorsSource:
             if len(types) > 1:
                 raise TensorMismatchError(f"the experts of {key!r} have different dtypes ({', '.join(types)})")
             scales = tuple(scale for name in names if (scale := self._scale_name(name)) is not None)
-            natural = self._natural(names[0])
+            natural: WeightType = self._natural(names[0])
+            if all(self._is_native_fp8(name) for name in names):
+                natural = OwnType.F8_E4M3
             infos[part] = expert_info(f"{key}.{part}", types[0], natural, shape, names + scales, quantize_to)
         biases = self._bias_names(key, layout)
         nbytes = sum(info.nbytes for info in infos.values())
@@ -219,6 +228,30 @@ class SafetensorsSource:
         return any(file.data.untyped_storage().data_ptr() == pointer for file in self._model.files)
 
     # -- FP8
+
+    def _log_fp8(self) -> None:
+        stored = [name for name, tensor in self._tensors.items() if tensor.dtype == FP8]
+        widened = sum(not self._is_native_fp8(name) for name in stored)
+        if widened:
+            logger.warning(
+                "%d of %d FP8 tensors are held as BF16 unless they are quantized while loading: kernels want one scale "
+                "per matrix or per %d x %d weights",
+                widened,
+                len(stored),
+                FP8_BLOCK,
+                FP8_BLOCK,
+            )
+        elif stored:
+            logger.info("%d FP8 matrices are computed with as they are", len(stored))
+
+    def _is_native_fp8(self, stored: str) -> bool:
+        """Whether kernels compute with it in place, from headers alone: Fp8Matrix can hold it."""
+        tensor, scale = self._tensors[stored], self._scale_name(stored)
+        if scale is None or len(tensor.shape) != 2 or tensor.shape[1] % 4:
+            return False
+        blocks = tuple(-(-size // FP8_BLOCK) for size in tensor.shape)
+        shape = self._tensors[scale].shape
+        return math.prod(shape) == 1 or (self._block == (FP8_BLOCK, FP8_BLOCK) and shape == blocks)
 
     def _scale_name(self, stored: str) -> str | None:
         if self._tensors[stored].dtype != FP8:

@@ -8,13 +8,13 @@ five different ways. This module knows no file format.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels.quant import Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
 
 __all__ = ["ExpertsInfo", "ExpertsLayout", "TensorInfo", "WeightSource"]
 
@@ -25,15 +25,20 @@ class TensorInfo:
 
     stored_type is the file's own type name ("Q3_K", "F8_E4M3"); resident_type is what the native kernels will read
     after loading (equal to it, or the type it is transcoded to without loss). nbytes counts resident bytes.
-    stored_names are the tensors in the file that it is made of.
+    stored_names are the tensors in the file that it is made of. is_fp8: whether `WeightSource.fp8` can give it.
     """
 
     name: str
     shape: tuple[int, ...]
     stored_type: str
-    resident_type: QuantType
+    resident_type: WeightType
     nbytes: int
     stored_names: tuple[str, ...]
+    is_fp8: bool = False
+
+    def as_fp8(self) -> TensorInfo:
+        """Facts about the same tensor as `WeightSource.fp8` gives it."""
+        return replace(self, resident_type=OwnType.F8_E4M3, nbytes=fp8_nbytes(*self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,13 @@ class WeightSource(Protocol):
 
     def tensor(self, name: str) -> RawTensor:
         """The tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
+        ...
+
+    def fp8(self, name: str) -> Fp8Matrix:
+        """The matrix as it is stored, in FP8, for the names whose TensorInfo says `is_fp8`; `tensor` widens it.
+
+        Raises TensorMismatchError for others.
+        """
         ...
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -106,6 +106,8 @@ def test_flags_become_the_configuration() -> None:
     )
     assert args.force_think is False
     assert args.use_cuda_graph is None
+    without = build_parser().parse_args(["serve", *flags.split(), "--no-use_cuda_graph"])
+    assert engine_config(without).use_cuda_graph is False
 
 
 def test_values_keep_their_hyphens(capsys: pytest.CaptureFixture[str]) -> None:

@@ -195,7 +195,7 @@ def test_what_does_not_fit_on_the_gpu_is_refused(tmp_path: Path) -> None:
     config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1)
     with pytest.raises(CapacityError, match="cuda:0: weights"):
         build_engine(config, hardware=fake_hardware(gpu_bytes=1 << 16))
-    plan = plan_model(config, fake_hardware())
+    plan = plan_model(config, hardware=fake_hardware())
     assert plan.misfit() is None
     assert set(plan.extra_bytes["workspace"]) == {"cuda:0"}
 
@@ -205,22 +205,22 @@ def test_experts_that_no_gpu_kernel_reads_are_refused(tmp_path: Path) -> None:
     rules = rules_of("qwen3_moe", tmp_path, EXPERTS_ON_CPU, EXPERTS_ON_GPU)
     config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1, optimize_config_path=rules)
     with pytest.raises((UnsupportedError, RuleError), match="--cpu_quant"):
-        plan_model(config, fake_hardware())
-    assert plan_model(replace(config, cpu_quant="q8_0"), fake_hardware()).misfit() is None
+        plan_model(config, hardware=fake_hardware())
+    assert plan_model(replace(config, cpu_quant="q8_0"), hardware=fake_hardware()).misfit() is None
 
 
 def test_experts_fill_the_budget_from_the_last_layer(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", seed=1, layers=4)
     path = write_gguf(model, tmp_path / "model.gguf", QuantType.Q8_0, QuantType.Q8_0)
     config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1)
-    everything = plan_model(config, fake_hardware())
+    everything = plan_model(config, hardware=fake_hardware())
     experts = [entry for entry in everything.entries if entry.operator == "KTransformersExperts"]
     assert [entry.placement.generate_device for entry in experts] == ["cuda:0"] * 4
     one = experts[0].nbytes["cuda:0"]
     budget = everything.total_bytes["cuda:0"] - 2 * one + one // 2  # room for two layers and a half
-    plan = plan_model(replace(config, gpu_memory=budget / 2**30), fake_hardware())
+    plan = plan_model(replace(config, gpu_memory=budget / 2**30), hardware=fake_hardware())
     placed = [entry for entry in plan.entries if entry.operator == "KTransformersExperts"]
     assert [entry.placement.generate_device for entry in placed] == ["cpu", "cpu", "cuda:0", "cuda:0"]
     assert plan.misfit() is None
     with pytest.raises(ConfigError, match="--gpu_memory"):
-        plan_model(replace(config, gpu_memory=-1.0), fake_hardware())
+        plan_model(replace(config, gpu_memory=-1.0), hardware=fake_hardware())

@@ -211,3 +211,17 @@ def test_seeds() -> None:
     assert draw_seed() != draw_seed()
     assert RequestSampler(SamplingParams(seed=None), (), 4).seed >= 0
     assert RequestSampler(SamplingParams(seed=-5), (), 4).seed == -5
+
+
+def test_long_rows_are_sampled_side_by_side_with_the_same_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 1 << 15, generator=generator)
+    requests = [RequestSampler(SamplingParams(temperature=1.0, seed=i), [], 1 << 15) for i in range(5)]
+    requests.append(RequestSampler(SamplingParams(temperature=0.0), [], 1 << 15))
+    positions = list(range(10, 16))
+    together = [token.token_id for token in sample_batch(logits, requests, positions)]
+    alone = [
+        sample_batch(logits[i : i + 1], [request], [position])[0].token_id
+        for i, (request, position) in enumerate(zip(requests, positions, strict=True))
+    ]
+    assert together == alone

@@ -7,7 +7,7 @@ import torch
 
 from ktransformers.kernels import native
 from ktransformers.kernels.native import WorkerPool
-from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor
+from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, QuantType, RawTensor
 from ktransformers.operators import relaid as module
 from ktransformers.weights.quantize import quantize
 
@@ -24,6 +24,21 @@ def test_pieces_make_the_whole(qtype: QuantType, rows: int, monkeypatch: pytest.
     assert isinstance(made, PackedTensor)
     assert torch.equal(made.data, whole.data)
     assert made.shape == (rows, 512)
+    pool.close()
+
+
+@pytest.mark.parametrize("rows", [16, 300, 513])
+def test_pieces_of_fp8_make_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(0, 127, (rows, 260), dtype=torch.uint8, generator=generator)
+    weight = Fp8Matrix(values, torch.rand(-(-rows // 128), 3, generator=generator))
+    pool = WorkerPool(1)
+    whole = native.pack_fp8(weight, pool)
+    monkeypatch.setattr(module, "_PIECE", 300 * 260)  # 256 rows at a time
+    made = module.relaid(weight, pool)
+    assert isinstance(made, PackedTensor)
+    assert torch.equal(made.data, whole.data)
+    assert made.shape == (rows, 260)
     pool.close()
 
 

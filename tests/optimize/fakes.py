@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, expect_shape
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.optimize.machine import Machine
@@ -75,6 +75,9 @@ class FakeSource:
 
     def tensor(self, name: str) -> RawTensor:
         return RawTensor.from_tensor(self.dense(name))
+
+    def fp8(self, name: str) -> Fp8Matrix:
+        raise TensorMismatchError(f"tensor {name} is no FP8 matrix")
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
         if key not in self.experts_shapes:

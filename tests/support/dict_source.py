@@ -8,7 +8,7 @@ import torch
 
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 
 
@@ -40,6 +40,9 @@ class DictSource:
 
     def tensor(self, name: str) -> RawTensor:
         return raw_f32(self._get(name))
+
+    def fp8(self, name: str) -> Fp8Matrix:
+        raise TensorMismatchError(f"tensor {name} is no FP8 matrix")
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self._get(name).detach().to(dtype).clone()

@@ -12,6 +12,8 @@ import torch
 from gguf import GGMLQuantizationType as T
 
 from ktransformers.errors import FormatError, TensorMismatchError, UnsupportedError
+from ktransformers.kernels import reference
+from ktransformers.kernels.quant import OwnType
 from ktransformers.weights import experts
 from ktransformers.weights.quantize import quantize
 from ktransformers.weights.safetensors import open_safetensors
@@ -160,14 +162,17 @@ def test_fp8_with_block_scales(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     wanted = fp8_experts(tmp_path)
     with caplog.at_level(logging.INFO):
         source = open_model(tmp_path, tiny_model("qwen3_moe").config)
-    assert [r.getMessage() for r in caplog.records] == [
-        "13 FP8 tensors are held as BF16 unless they are quantized while loading"
-    ]
+    assert [r.getMessage() for r in caplog.records] == ["13 FP8 matrices are computed with as they are"]
     name = "model.layers.0.self_attn.q_proj.weight"
     info = source.find(name)
     assert info is not None
     assert (info.stored_type, info.resident_type, info.nbytes) == ("F8_E4M3", T.BF16, HIDDEN * INNER * 2)
     assert info.stored_names == (name, name + "_scale_inv")
+    assert info.is_fp8
+    fp8 = source.fp8(name)
+    assert torch.equal(reference.dequantize(fp8), wanted[name])
+    assert (info.as_fp8().resident_type, info.as_fp8().nbytes) == (fp8.qtype, fp8.nbytes)
+    assert fp8.nbytes == HIDDEN * INNER + 4 * 2 * 2
     assert torch.equal(source.dense(name), wanted[name])
     assert torch.equal(values_of(source.tensor(name)), wanted[name].bfloat16().float())
     layout = ExpertsLayout(EXPERTS, HIDDEN, INNER)
@@ -177,24 +182,52 @@ def test_fp8_with_block_scales(tmp_path: Path, caplog: pytest.LogCaptureFixture)
             for expert, raw in enumerate(getattr(weights, part)):
                 want = wanted[f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"]
                 if decoded is None:
-                    assert torch.equal(values_of(raw), want.bfloat16().float())
+                    assert torch.equal(reference.dequantize(raw), want)
                 else:
                     assert (raw.data.numpy() == quantize(want.numpy(), decoded).reshape(-1)).all()
     found = source.find_experts("model.layers.0.mlp.experts", layout)
     assert found is not None
+    assert {part.resident_type for part in (found.gate, found.up, found.down)} == {OwnType.F8_E4M3}
+    assert found.nbytes == 3 * EXPERTS * (HIDDEN * INNER + 4 * 2 * 2)
     assert set(found.stored_names) | set(info.stored_names) == set(source.stored_names())
 
 
-def test_fp8_per_tensor_and_per_row_scales(tmp_path: Path) -> None:
+def test_fp8_matrices_are_views_of_the_map(tmp_path: Path) -> None:
+    fp8_experts(tmp_path)
+    opened = open_safetensors(tmp_path)
+    source = SafetensorsSource(opened, tiny_model("qwen3_moe").config)
+    start = opened.files[0].data.data_ptr()
+    weights = source.experts("model.layers.0.mlp.experts", ExpertsLayout(EXPERTS, HIDDEN, INNER))
+    matrices = [*weights.gate, *weights.up, *weights.down, source.fp8("model.layers.0.self_attn.q_proj.weight")]
+    assert all(start <= matrix.values.data_ptr() < start + opened.files[0].data.numel() for matrix in matrices)
+
+
+def test_fp8_per_tensor_and_per_row_scales(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.randn(6, 8).to(torch.float8_e4m3fn)
     rows = torch.rand(6, 1)
     safetensors.torch.save_file(
-        {"a.weight": weight, "a.weight_scale": torch.tensor(0.5), "b.weight": weight.clone(), "b.weight_scale": rows},
+        {
+            "a.weight": weight,
+            "a.weight_scale": torch.tensor(0.5),
+            "b.weight": weight.clone(),
+            "b.weight_scale": rows,
+            "c.weight": weight[:, :6].contiguous(),
+            "c.weight_scale": torch.tensor(0.5),
+        },
         tmp_path / "model.safetensors",
     )
-    source = open_model(tmp_path, tiny_model("llama").config)
+    with caplog.at_level(logging.WARNING):
+        source = open_model(tmp_path, tiny_model("llama").config)
+    assert "2 of 3 FP8 tensors are held as BF16" in caplog.text
     assert torch.equal(source.dense("a.weight"), weight.float() * 0.5)
     assert torch.equal(source.dense("b.weight"), weight.float() * rows)
+    assert torch.equal(reference.dequantize(source.fp8("a.weight")), weight.float() * 0.5)
+    for name in ("b.weight", "c.weight"):  # a scale per row; rows that are no multiple of 4
+        info = source.find(name)
+        assert info is not None
+        assert not info.is_fp8
+        with pytest.raises(TensorMismatchError, match=name):
+            source.fp8(name)
 
 
 def test_fp8_without_or_with_wrong_scales_is_refused(tmp_path: Path) -> None:

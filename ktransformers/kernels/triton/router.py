@@ -7,40 +7,14 @@ sum to 1; a scaling factor. Between equal scores the lower index wins.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.routing import RouterSpec
 from ktransformers.kernels.triton.elementwise import check_float
 from ktransformers.kernels.triton.runtime import jit, tl
 
 __all__ = ["RouterSpec", "topk_router"]
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSpec:
-    """How a family routes. Raises ValueError for numbers that do not fit together.
-
-    num_groups consecutive groups of experts, of which topk_groups may be chosen from; a group is as good as its best
-    expert (group_score "max", deepseek_v2) or its best two together ("top2", deepseek_v3).
-    renormalize: weights are divided by their sum. scaling: factor of all weights.
-    """
-
-    top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    num_groups: int = 1
-    topk_groups: int = 1
-    group_score: Literal["max", "top2"] = "top2"
-    renormalize: bool = True
-    scaling: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.top_k < 1 or not 1 <= self.topk_groups <= self.num_groups:
-            raise ValueError(f"top_k {self.top_k} and topk_groups {self.topk_groups} of {self.num_groups} do not fit")
-        if self.scoring not in ("softmax", "sigmoid") or self.group_score not in ("max", "top2"):
-            raise ValueError(f"scoring {self.scoring!r} or group_score {self.group_score!r} is unknown")
 
 
 @jit

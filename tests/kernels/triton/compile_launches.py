@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton import dequant
+from ktransformers.kernels.triton.convert import convert_rows
 from ktransformers.kernels.triton.fp8 import fp8_linear, pack_fp8
 from ktransformers.kernels.triton.linear import linear
 from ktransformers.kernels.triton.moe import ExpertMatrices, moe
@@ -28,6 +29,7 @@ TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantTy
 POINTERS = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -96,7 +98,14 @@ def call_fp8(rows, cols, tokens):
     fp8_linear(torch.zeros(tokens, cols, dtype=torch.bfloat16), matrix)
 
 
+def call_convert(rows, hidden, num=3):
+    sources = [torch.zeros(rows, hidden, dtype=torch.bfloat16), torch.zeros(rows, 8).long(), torch.zeros(rows, 8)]
+    convert_rows([sources[0].clone(), sources[1].int(), sources[2].clone()][:num], sources[:num])
+
+
 def some():
+    call_convert(4, 2048)
+    call_convert(1, 2880, 1)
     call_linear(QuantType.Q4_K, 2048, 4096, 1)
     call_linear(QuantType.Q6_K, 2048, 2048, 200)
     call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 1)

@@ -1,7 +1,4 @@
-"""The device of the Triton tests: a GPU when there is one, else the CPU through Triton's interpreter.
-
-tests/conftest.py chooses the interpreter.
-"""
+"""The device of the Triton tests: a GPU where there is one, else the CPU, interpreted (see tests/conftest.py)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ def test_kernels_compile_for_sm90(tmp_path):
     root = Path(__file__).parents[3]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # fusing s * q - m is wanted; the variable keeps versions quiet that ask for a choice
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root), "TRITON_DEFAULT_FP_FUSION": "1"}
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}
     script = Path(__file__).with_name("compile_launches.py")
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,29 @@
+// What the files that know Python share.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "ops.h"
+
+namespace kt {
+
+using Address = uintptr_t;
+
+template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
+
+inline WeightView weight_at(Address data, int type, int64_t rows, int64_t cols, bool is_packed = false) {
+  const auto make = is_packed ? make_packed : make_weight;
+  return make(static_cast<QType>(type), at<const uint8_t>(data), rows, cols);
+}
+
+inline ActSpec act_spec(int kind, float alpha, float limit) {
+  if (kind < 0 || kind > static_cast<int>(ActKind::SwigluOai))
+    throw std::invalid_argument("unknown activation kind " + std::to_string(kind));
+  return {static_cast<ActKind>(kind), alpha, limit};
+}
+
+}  // namespace kt
+
+void bind_layer(nanobind::module_& m);  // bind_layer.cpp

@@ -1,0 +1,100 @@
+"""The machine that a figure was measured on, and the memory that it took at most."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktransformers.config import physical_cores
+from ktransformers.kernels.native import WorkerPool
+from ktransformers.optimize.machine import detect_machine
+
+__all__ = ["VideoMemory", "cpu_name", "describe_machine", "ram_peak", "reset_ram_peak", "reset_vram_peak", "vram_peak"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class VideoMemory:
+    """Bytes over all CUDA devices. reserved: most that torch's allocator took from them; allocated: of that, in use.
+
+    device_used: in use now by everybody, contexts and other programs too.
+    """
+
+    reserved: int
+    allocated: int
+    device_used: int
+
+
+def cpu_name() -> str:
+    """The processor as the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def describe_machine(pool: WorkerPool) -> dict[str, Any]:
+    """CPU, threads, memory, GPUs and versions, as plain data."""
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": cpu_name(),
+        "cores": physical_cores(),
+        "threads": pool.num_threads,
+        "isa": pool.isa.value,
+        "numa_nodes": pool.num_nodes,
+        "ram_gb": round(detect_machine().ram_bytes / 1e9, 1),
+        "gpus": [{"name": gpu.name, "vram_gb": round(gpu.total_memory / 1e9, 1)} for gpu in gpus],
+        "cuda": torch.version.cuda if gpus else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def reset_ram_peak() -> bool:
+    """Let `ram_peak` count from now on. False where the system cannot do that (it is Linux that can)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        logger.info("the peak of memory counts from the start of the program: %s", error)
+        return False
+    return True
+
+
+def ram_peak() -> int:
+    """Most bytes of RAM that this process has held, mapped files included."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def reset_vram_peak() -> None:
+    """Let `vram_peak` count from now on."""
+    if torch.cuda.is_available():
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def vram_peak() -> VideoMemory | None:
+    """Most VRAM that this process has held, or None without CUDA."""
+    if not torch.cuda.is_available():
+        return None
+    devices = range(torch.cuda.device_count())
+    free_and_total = [torch.cuda.mem_get_info(device) for device in devices]
+    return VideoMemory(
+        sum(torch.cuda.max_memory_reserved(device) for device in devices),
+        sum(torch.cuda.max_memory_allocated(device) for device in devices),
+        sum(total - free for free, total in free_and_total),
+    )

@@ -1,0 +1,286 @@
+"""Decode steps as CUDA graphs: captured once per batch size, replayed with one copy of the step's inputs.
+
+Knows the inputs of a flattened decode step and how to pad them; not models, caches or requests. What is captured is a
+function from inputs on the device to logits.
+
+B rows of a graph, T <= B of them with tokens, S sequences, P pages of a block table.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CudaGraphs",
+    "DecodeGraphs",
+    "DecodeInputs",
+    "GraphBackend",
+    "Replayable",
+    "ReplayedWork",
+    "StaticInputs",
+    "decode_batch_sizes",
+]
+
+logger = logging.getLogger(__name__)
+
+_WARM_UPS = 2
+
+
+def decode_batch_sizes(max_batch_size: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, ... and max_batch_size itself."""
+    sizes = [1]
+    while sizes[-1] < max_batch_size:
+        sizes.append(min(2 * sizes[-1], max_batch_size))
+    return tuple(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """What a decode step reads; see operators.context for the meaning. All on one device."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T]
+    seq_ids: Tensor  # int32 [T]
+    kv_lens: Tensor  # int32 [T]
+    block_table: Tensor  # int32 [S, P]
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    def to(self, device: torch.device) -> DecodeInputs:
+        """A copy there, or itself."""
+        return DecodeInputs(
+            self.token_ids.to(device),
+            self.positions.to(device),
+            self.slot_mapping.to(device),
+            self.seq_ids.to(device),
+            self.kv_lens.to(device),
+            self.block_table.to(device),
+        )
+
+
+def _views(words: Tensor, rows: int, pages: int) -> DecodeInputs:
+    """The fields in int32 `words`, the wide ones first so that they are aligned."""
+    wide = words[: 6 * rows].view(torch.int64)
+    return DecodeInputs(
+        wide[:rows],
+        wide[rows : 2 * rows],
+        wide[2 * rows :],
+        words[6 * rows : 7 * rows],
+        words[7 * rows : 8 * rows],
+        words[8 * rows :].view(rows, pages),
+    )
+
+
+class StaticInputs:
+    """The inputs of a graph of B rows: where they lie on the device, and pinned memory from which one copy fills them.
+
+    A row without a token writes no key (slot -1) and attends to nothing (length 0, for which attention gives zeros), so
+    that padding needs no page of its own and costs attention nothing.
+    """
+
+    def __init__(self, batch_size: int, num_pages: int, device: torch.device) -> None:
+        numel = batch_size * (8 + num_pages)
+        self.batch_size, self.num_pages, self.device = batch_size, num_pages, device
+        self._words = torch.zeros(numel, dtype=torch.int32, device=device)
+        self._staged = torch.zeros(numel, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.inputs = _views(self._words, batch_size, num_pages)
+        self._host = _views(self._staged, batch_size, num_pages)
+        self.pad()
+
+    def pad(self) -> None:
+        """Fill with rows that hold no token."""
+        self._staged.zero_()
+        self._host.slot_mapping.fill_(-1)
+        self._words.copy_(self._staged, non_blocking=True)
+
+    def fill(self, source: DecodeInputs) -> None:
+        """Take `source`, on the CPU, and pad it. Nothing may still read what was filled in before."""
+        rows, (seqs, pages) = source.num_rows, source.block_table.shape
+        host = self._host
+        self._staged.zero_()
+        host.token_ids[:rows] = source.token_ids
+        host.positions[:rows] = source.positions
+        host.slot_mapping[:rows] = source.slot_mapping
+        host.slot_mapping[rows:] = -1
+        host.seq_ids[:rows] = source.seq_ids
+        host.kv_lens[:rows] = source.kv_lens
+        host.block_table[:seqs, :pages] = source.block_table
+        self._words.copy_(self._staged, non_blocking=True)
+
+
+class Replayable(Protocol):
+    """A captured graph."""
+
+    def replay(self) -> None: ...
+
+
+class GraphBackend(Protocol):
+    """How work is captured; tests have one without a device."""
+
+    def warm_up(self, work: Callable[[], Tensor]) -> None:
+        """Run the work as it will be captured, so that compiling and allocating are done."""
+        ...
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Replayable, Tensor]:
+        """The graph of the work, and the tensor into which each replay writes its result.
+
+        Graphs share one memory pool. Raises RuntimeError when the work cannot be captured.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Return when all replays so far are done."""
+        ...
+
+    def replayed(self) -> None:
+        """Note that a replay was launched, for `wait`."""
+        ...
+
+
+class ReplayedWork(Protocol):
+    """Work beside the GPU's that a graph sets off: kernels.expert_stream.StreamedExperts."""
+
+    def captured(self) -> int:
+        """Pieces of work captured since this was asked last."""
+        ...
+
+    def expect(self, count: int, num_tokens: int) -> None:
+        """A replay with so many pieces, of which so many rows hold tokens, is about to come."""
+        ...
+
+
+class CudaGraphs:
+    """The GraphBackend of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda: Any = torch.cuda  # parts of it have no types
+        self._cuda, self._device = cuda, device
+        self._pool, self._stream = cuda.graph_pool_handle(), cuda.Stream(device)
+        self._done = cuda.Event()
+
+    def warm_up(self, work: Callable[[], Tensor]) -> None:
+        self._stream.wait_stream(self._cuda.current_stream(self._device))
+        with self._cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                work()
+        self._cuda.synchronize(self._device)
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Replayable, Tensor]:
+        graph = self._cuda.CUDAGraph()
+        # Other threads (the server's) may call CUDA meanwhile.
+        with self._cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = work()
+        return graph, result
+
+    def replayed(self) -> None:
+        self._done.record()
+
+    def wait(self) -> None:
+        self._done.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """counts: pieces of each ReplayedWork that one replay sets off."""
+
+    graph: Replayable
+    logits: Tensor
+    static: StaticInputs
+    counts: tuple[int, ...]
+
+
+class DecodeGraphs:
+    """Decode steps of up to max(batch_sizes) rows.
+
+    run: from inputs on the device to logits [B, V], the same computation for every batch size. make_static_inputs:
+    StaticInputs of a batch size. works: what the graphs set off on the CPU. progress: called with (done, all) while
+    capturing. A size that cannot be captured, and those after it, are left out: their steps run in the next larger
+    graph, or eagerly when there is none. The reason is logged once. Errors of a step that is merely run are raised.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[DecodeInputs], Tensor],
+        batch_sizes: Sequence[int],
+        make_static_inputs: Callable[[int], StaticInputs],
+        backend: GraphBackend,
+        works: Sequence[ReplayedWork] = (),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._run, self._make, self._backend, self._works = run, make_static_inputs, backend, tuple(works)
+        self._captured: dict[int, _Captured] = {}
+        self.reason: str | None = None  # why not all sizes were captured
+        sizes = sorted(set(batch_sizes), reverse=True)  # the largest first: the others then fit into its memory
+        if not sizes or sizes[-1] < 1:
+            raise ValueError(f"batch sizes must be at least one and positive, got {list(batch_sizes)}")
+        self._device = self._capture_all(sizes, progress or (lambda done, total: None))
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Sizes that were captured."""
+        return tuple(sorted(self._captured))
+
+    def _capture_all(self, sizes: Sequence[int], progress: Callable[[int, int], None]) -> torch.device:
+        """Capture while it works. Returns the device of the inputs."""
+        began, device = time.perf_counter(), torch.device("cpu")
+        progress(0, len(sizes))
+        for done, size in enumerate(sizes):
+            static = self._make(size)
+            device = static.device
+            self._backend.warm_up(lambda inputs=static.inputs: self._run(inputs))  # type: ignore[misc]
+            try:
+                self._captured[size] = self._capture(static)
+            except RuntimeError as error:
+                self.reason = f"batch size {size}: {_first_line(error)}"
+                logger.warning("decode steps are not replayed as CUDA graphs from %s", self.reason)
+                break
+            progress(done + 1, len(sizes))
+        if self._captured:
+            names = ", ".join(str(size) for size in self.batch_sizes)
+            logger.info("captured CUDA graphs for batch sizes %s in %.1f s", names, time.perf_counter() - began)
+        return device
+
+    def _capture(self, static: StaticInputs) -> _Captured:
+        for work in self._works:
+            work.captured()  # forget what a failed capture left
+        graph, logits = self._backend.capture(lambda: self._run(static.inputs))
+        return _Captured(graph, logits, static, tuple(work.captured() for work in self._works))
+
+    def _find(self, rows: int, seqs: int, pages: int) -> _Captured | None:
+        fitting = (size for size in self.batch_sizes if size >= max(rows, seqs))
+        captured = self._captured.get(next(fitting, 0))
+        return None if captured is None or pages > captured.static.num_pages else captured
+
+    def step(self, inputs: DecodeInputs) -> Tensor:
+        """Logits [T, V] of a step whose inputs are on the CPU; valid until the next step.
+
+        Runs in the smallest graph that fits; eagerly when none does, which is what a longer block table or a failed
+        capture leave.
+        """
+        captured = self._find(inputs.num_rows, *inputs.block_table.shape)
+        if captured is None:
+            return self._run(inputs.to(self._device))
+        self._backend.wait()  # the step before may still read its inputs and the number of its tokens
+        captured.static.fill(inputs)
+        for work, count in zip(self._works, captured.counts, strict=True):
+            work.expect(count, inputs.num_rows)
+        captured.graph.replay()
+        self._backend.replayed()
+        return captured.logits[: inputs.num_rows]
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong first: leaving a broken capture raises a second error on top of it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,0 +1,211 @@
+"""Routed experts on the CPU in the order of a GPU's stream: `submit`, other kernels, `collect`.
+
+Works eagerly and while a CUDA graph is captured: nothing synchronizes, and no Python runs between the two in a replay.
+The protocol between stream and CPU stands above the code of `csrc/stream.h`. Knows kernels, buffers and streams; not
+models or steps.
+
+T tokens of a call, K experts per token, H hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from ktransformers.errors import EngineError
+from ktransformers.kernels.cuda import StreamDriver
+from ktransformers.kernels.native import MoeKernel
+from ktransformers.kernels.native_base import WorkerPool
+from ktransformers.kernels.native_base import extension as _native
+
+__all__ = ["HandOver", "StreamShape", "StreamedExperts", "choose_hand_over"]
+
+logger = logging.getLogger(__name__)
+
+_FLOATS = (torch.bfloat16, torch.float32)
+
+
+class HandOver(Enum):
+    """How the stream tells the CPU to begin and waits for the end."""
+
+    MEMORY = "stream memory operations"
+    HOST = "host functions"
+
+
+def choose_hand_over(driver: StreamDriver) -> HandOver:
+    """Memory operations where the device has them: they take a fraction of a host function's time."""
+    reason = driver.memory_operations()
+    method = HandOver.MEMORY if reason is None else HandOver.HOST
+    logger.info("CPU experts are handed over by %s%s", method.value, "" if reason is None else f" ({reason})")
+    return method
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShape:
+    """Sizes of the buffers that all layers of a model share. dtype: of hidden states and results, bf16 or fp32."""
+
+    max_tokens: int
+    top_k: int
+    hidden_size: int
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def nbytes(self) -> int:
+        """Pinned bytes."""
+        return self.max_tokens * (2 * self.hidden_size * self.dtype.itemsize + self.top_k * 8) + 128
+
+
+def _stop(handle: _native.ExpertStream, driver: StreamDriver, pid: int) -> None:
+    """Functions on the stream hold addresses of the handle: it must not go before they ran."""
+    try:
+        if os.getpid() == pid:  # a forked child has neither the device nor the thread
+            driver.synchronize()
+    finally:
+        handle.close()
+
+
+class StreamedExperts:
+    """The routed experts of all layers of one model that run on the CPU for one device.
+
+    One set of buffers serves all layers: a layer's copies to it come after the previous layer's wait on the stream,
+    when the CPU has read its inputs, and its result is copied out before the next layer's result can exist. So all
+    calls must be made on one stream (or on streams ordered by events), which a decoder is.
+
+    Rows of a captured call are padding from `expect`'s num_tokens on: they cost nothing, and their results are zero.
+    Errors of a forward are kept until `check`; the rows of its results are zero.
+    method: asked from the driver when None.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, shape: StreamShape, driver: StreamDriver, method: HandOver | None = None
+    ) -> None:
+        if shape.dtype not in _FLOATS:
+            raise TypeError(f"experts take bf16 or fp32, got {shape.dtype}")
+        self.shape, self.method = shape, method or choose_hand_over(driver)
+        self._driver, self._pool = driver, pool
+        self._hidden = driver.pinned((shape.max_tokens, shape.hidden_size), shape.dtype)
+        self._out = driver.pinned((shape.max_tokens, shape.hidden_size), shape.dtype)
+        self._ids = driver.pinned((shape.max_tokens, shape.top_k), torch.int32)
+        self._weights = driver.pinned((shape.max_tokens, shape.top_k), torch.float32)
+        self._num_tokens = driver.pinned((1,), torch.int32)
+        self._word = driver.pinned((1,), torch.int32)
+        self._word_address = driver.device_address(self._word) if self.method is HandOver.MEMORY else 0
+        buffers = (self._hidden, self._ids, self._weights, self._out, self._num_tokens)
+        is_bf16 = shape.dtype == torch.bfloat16
+        self._handle = _native.ExpertStream(
+            pool.handle,
+            [*(buffer.data_ptr() for buffer in buffers), self._word.data_ptr() if self._word_address else 0],
+            [shape.max_tokens, shape.top_k, shape.hidden_size],
+            [is_bf16, False, is_bf16],
+        )
+        self._kernels: list[MoeKernel] = []
+        self._pending: tuple[int, int] | None = None  # word and rows of the call that is not collected
+        self._num_captured = 0
+        self._finalizer = weakref.finalize(self, _stop, self._handle, driver, os.getpid())
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards that the CPU has run."""
+        return int(self._handle.num_forwards)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time that the CPU has spent in them."""
+        return float(self._handle.busy_seconds)
+
+    def add_layer(self, kernel: MoeKernel) -> int:
+        """The number under which `submit` knows a layer. Raises ValueError when it does not fit the buffers."""
+        if kernel.pool is not self._pool:
+            raise ValueError("the layer was made for another WorkerPool")
+        self._kernels.append(kernel)
+        return int(self._handle.add_layer(kernel.handle))
+
+    def submit(self, layer: int, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        """Issue a layer's forward on the current stream. The inputs may change as soon as this returns, in its order.
+
+        hidden_states: [T, H]. topk_ids: int32 or int64 [T, K]; an id equal to the number of experts is skipped.
+        topk_weights: [T, K]. On the driver's device, T at most max_tokens. Raises ValueError for other shapes.
+        """
+        rows = self._check(hidden_states, topk_ids, topk_weights)
+        if self._pending is not None:
+            # Somebody failed between submit and collect. The CPU may still be at it: wait before its inputs change.
+            self._wait(self._pending[0])
+            self._pending = None
+        is_captured = self._driver.is_capturing()
+        word = self._handle.word_of(layer, rows, is_captured)
+        buffers = [buffer[:rows] for buffer in (self._hidden, self._ids, self._weights)]
+        self._driver.copy(buffers, [hidden_states, topk_ids, topk_weights])
+        if is_captured:
+            self._num_captured += 1
+        else:
+            self._handle.expect(1)
+        if self._word_address:
+            self._driver.write_value(self._word_address, word)
+        else:
+            self._driver.launch_host_func(_native.ExpertStream.submit_address, self._handle.call_of(word))
+        self._pending = (word, rows)
+
+    def collect(self, out: Tensor) -> Tensor:
+        """Let the stream wait for the last submitted forward and copy its result to out [T, H]; returns out."""
+        if self._pending is None:
+            raise RuntimeError("collect without submit")
+        word, rows = self._pending
+        if tuple(out.shape) != (rows, self.shape.hidden_size) or out.dtype != self.shape.dtype:
+            raise ValueError(
+                f"out must be {self.shape.dtype} {[rows, self.shape.hidden_size]}, got {out.dtype} {list(out.shape)}"
+            )
+        self._wait(word)
+        self._pending = None
+        self._driver.copy([out], [self._out[:rows]])
+        return out
+
+    def _wait(self, word: int) -> None:
+        if self._word_address:
+            self._driver.wait_value(self._word_address, 0)
+        else:
+            self._driver.launch_host_func(_native.ExpertStream.wait_address, self._handle.call_of(word))
+
+    def _check(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> int:
+        shape = self.shape
+        if hidden_states.dim() != 2 or hidden_states.shape[1] != shape.hidden_size:
+            raise ValueError(f"hidden_states must be [T, {shape.hidden_size}], got {list(hidden_states.shape)}")
+        rows = int(hidden_states.shape[0])
+        if rows > shape.max_tokens:
+            raise ValueError(f"{rows} tokens do not fit into buffers for {shape.max_tokens}: raise max_tokens")
+        for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            if tuple(tensor.shape) != (rows, shape.top_k):
+                raise ValueError(f"{name} must be [{rows}, {shape.top_k}], got {list(tensor.shape)}")
+        return rows
+
+    def captured(self) -> int:
+        """Forwards captured since this was asked last: what a graph needs to be told to `expect` before a replay."""
+        count, self._num_captured = self._num_captured, 0
+        return count
+
+    def expect(self, count: int, num_tokens: int) -> None:
+        """Before a replay: its number of forwards, and the rows that hold tokens. No step may be under way.
+
+        Wakes the CPU's threads, which stay awake until the step is through.
+        """
+        self._num_tokens[0] = num_tokens
+        self._handle.expect(count)
+
+    def check(self) -> None:
+        """Raise EngineError for the first forward that failed since the last check. See a step's end first."""
+        if not self._handle.has_error:
+            return
+        layer = self._handle.failed_layer
+        try:
+            self._handle.check()
+        except (IndexError, RuntimeError, ValueError, MemoryError) as error:
+            raise EngineError(f"the CPU's experts failed in layer {layer} of those on the CPU: {error}") from error
+
+    def close(self) -> None:
+        """Wait for the device, then stop the thread. Graphs that captured this must not be replayed any more."""
+        self._finalizer()

@@ -1,0 +1,184 @@
+"""Parts of a decoder layer in one native call each. Knows weights and rows, not models; see csrc/layer.h.
+
+Rows are fp32 [T, H] on the CPU and change in place: what a part computes is added to them. Results are those of the
+kernels called one by one. Tensors given to a constructor are kept alive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.native import ActivationSpec, MoeKernel
+from ktransformers.kernels.native_base import WorkerPool, check_tensor, check_weight, extension
+from ktransformers.kernels.quant import PackedTensor, RawTensor
+from ktransformers.kernels.routing import RouterSpec
+
+__all__ = ["AttentionLayer", "AttentionStep", "LayerBuffers", "MlpLayer", "MoeLayer", "Norm", "Projection"]
+
+LayerBuffers = extension.LayerBuffers
+"""Memory between the kernels of a layer; one for all layers of a model, which take turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm: weight fp32 [n]."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear layer: weight [N, K], bias fp32 [N] or None."""
+
+    weight: RawTensor | PackedTensor
+    bias: Tensor | None = None
+
+
+def _weight(weight: RawTensor | PackedTensor) -> tuple[int, int, bool, int, int]:
+    check_weight("weight", weight, 2)
+    rows, cols = weight.shape
+    return (weight.data.data_ptr(), int(weight.qtype), isinstance(weight, PackedTensor), rows, cols)
+
+
+def _norm(norm: Norm | None, size: int) -> tuple[int, float]:
+    if norm is None:
+        return (0, 0.0)
+    check_tensor("norm", norm.weight, (size,))
+    return (norm.weight.data_ptr(), float(norm.eps))
+
+
+def _bias(part: Projection) -> int:
+    if part.bias is None:
+        return 0
+    check_tensor("bias", part.bias, (part.weight.shape[0],))
+    return part.bias.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """Rows of a step. cos, sin fp32 [T, D_rot]; slots int64 [T]; block_table int32 [S, P]; seq_ids int32 [T];
+    kv_lens int64 [T]: see operators.context.ForwardContext."""
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    block_table: Tensor
+    page_size: int
+    seq_ids: Tensor
+    kv_lens: Tensor
+
+
+class AttentionLayer:
+    """x += o(attention(rotate(norm(q)), rotate(norm(k)), v)) over the cache, with q, k, v projections of norm(x).
+
+    norms: of the rows [H], and of each query and key head [D] or None. Raises ValueError when shapes do not fit.
+    """
+
+    def __init__(
+        self,
+        norms: tuple[Norm, Norm | None, Norm | None],
+        projections: tuple[Projection, Projection, Projection, Projection],
+        head_dim: int,
+        rotary_dims: int,
+        scale: float,
+        window: int = 0,
+    ) -> None:
+        q, k, v, o = projections
+        self.hidden_size = q.weight.shape[1]
+        width, kv_width = q.weight.shape[0], k.weight.shape[0]
+        fits = all(part.weight.shape[1] == self.hidden_size for part in (q, k, v)) and v.weight.shape[0] == kv_width
+        if not fits or o.weight.shape != (self.hidden_size, width):
+            raise ValueError("projections must be q [Hq D, H], k and v [Hkv D, H], o [H, Hq D]")
+        if width % head_dim or kv_width % head_dim or width % kv_width or rotary_dims > head_dim or rotary_dims % 2:
+            raise ValueError(f"heads of {head_dim} ({rotary_dims} rotated) do not fit widths {width} and {kv_width}")
+        self._kept: Any = (norms, projections)
+        self._kv_heads, self._head_dim, self._rotary_dims = kv_width // head_dim, head_dim, rotary_dims
+        self._block = extension.AttentionBlock(
+            [_norm(norms[0], self.hidden_size), _norm(norms[1], head_dim), _norm(norms[2], head_dim)],
+            [_weight(part.weight) for part in projections],
+            [_bias(part) for part in projections],
+            [width // head_dim, self._kv_heads, head_dim, rotary_dims, window],
+            float(scale),
+        )
+
+    def forward(
+        self, x: Tensor, keys: Tensor, values: Tensor, step: AttentionStep, pool: WorkerPool, buffers: Any
+    ) -> None:
+        """keys, values fp32 [slots, Hkv, D], contiguous. Raises IndexError or ValueError for slots outside of them."""
+        rows = x.shape[0]
+        check_tensor("x", x, (None, self.hidden_size))
+        for name, cache in (("keys", keys), ("values", values)):
+            check_tensor(name, cache, (None, self._kv_heads, self._head_dim))
+        for name, table in (("cos", step.cos), ("sin", step.sin)):
+            check_tensor(name, table, (rows, self._rotary_dims))
+        for name, numbers, dtype in (
+            ("slots", step.slots, torch.int64),
+            ("seq_ids", step.seq_ids, torch.int32),
+            ("kv_lens", step.kv_lens, torch.int64),
+        ):
+            check_tensor(name, numbers, (rows,), dtype)
+        table = step.block_table
+        check_tensor("block_table", table, (None, None), torch.int32)
+        sizes = (rows, table.shape[0], table.shape[1], table.stride(0), step.page_size, keys.shape[0])
+        self._block.forward(
+            pool.handle, buffers, x.data_ptr(), step.cos.data_ptr(), step.sin.data_ptr(), keys.data_ptr(),
+            values.data_ptr(), step.slots.data_ptr(), table.data_ptr(), step.seq_ids.data_ptr(),
+            step.kv_lens.data_ptr(), sizes,
+        )  # fmt: skip
+
+
+class MoeLayer:
+    """x += experts(norm(x)), chosen by `router` [E, H] (fp32) and `spec`; bias fp32 [E] or None moves the choice."""
+
+    def __init__(
+        self, norm: Norm, router: RawTensor, spec: RouterSpec, experts: MoeKernel, bias: Tensor | None = None
+    ) -> None:
+        spec.check(experts.num_experts)
+        if router.shape != (experts.num_experts, experts.hidden_size):
+            raise ValueError(f"router must have shape {[experts.num_experts, experts.hidden_size]}, got {router.shape}")
+        if bias is not None:
+            check_tensor("bias", bias, (experts.num_experts,))
+        self.hidden_size, self.top_k = experts.hidden_size, spec.top_k
+        self._kept: Any = (norm, router, experts, bias)
+        address = 0 if bias is None else bias.data_ptr()
+        self._block = extension.MoeBlock(
+            _norm(norm, self.hidden_size), _weight(router), address, spec.native, experts.handle
+        )
+
+    def forward(self, x: Tensor, pool: WorkerPool, buffers: Any) -> Tensor:
+        """Returns the chosen experts, int64 [T, K]."""
+        check_tensor("x", x, (None, self.hidden_size))
+        ids = torch.empty(x.shape[0], self.top_k, dtype=torch.int64)
+        self._block.forward(pool.handle, buffers, x.shape[0], x.data_ptr(), ids.data_ptr())
+        return ids
+
+
+class MlpLayer:
+    """x += down(act(gate(norm(x))) * up(norm(x))); gate, up [I, H], down [H, I]."""
+
+    def __init__(
+        self,
+        norm: Norm,
+        gate: RawTensor | PackedTensor,
+        up: RawTensor | PackedTensor,
+        down: RawTensor | PackedTensor,
+        activation: ActivationSpec,
+    ) -> None:
+        width, self.hidden_size = up.shape
+        if gate.shape != up.shape or down.shape != (self.hidden_size, width):
+            raise ValueError("gate and up must be [I, H], down [H, I]")
+        self._kept: Any = (norm, gate, up, down)
+        kind = (int(activation.kind), activation.alpha, activation.limit)
+        self._block = extension.MlpBlock(
+            _norm(norm, self.hidden_size), _weight(gate), _weight(up), _weight(down), *kind
+        )
+
+    def forward(self, x: Tensor, pool: WorkerPool, buffers: Any) -> None:
+        """Changes x."""
+        check_tensor("x", x, (None, self.hidden_size))
+        self._block.forward(pool.handle, buffers, x.shape[0], x.data_ptr())

@@ -1,0 +1,151 @@
+"""Shapes of published models as configs built in code, for measuring without their files. Knows no weights.
+
+The values are those of the models' own config.json on the Hugging Face hub; only the number of layers can be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from transformers import DeepseekV2Config, DeepseekV3Config, PretrainedConfig, Qwen3MoeConfig
+
+from ktransformers.errors import ConfigError
+
+__all__ = ["SHAPES", "Shape", "find_shape"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model by name. num_layers: of the whole model; make(n) is its config with the first n of them."""
+
+    name: str
+    num_layers: int
+    make: Callable[[int], PretrainedConfig]
+
+    def config(self, num_layers: int | None = None) -> PretrainedConfig:
+        """The config with `num_layers` layers, all by default. Raises ConfigError when the model has not so many."""
+        count = self.num_layers if num_layers is None else num_layers
+        if not 1 <= count <= self.num_layers:
+            raise ConfigError(f"--layers {count}: {self.name} has 1 to {self.num_layers} layers")
+        return self.make(count)
+
+
+def _yarn(mscale: float) -> dict[str, object]:
+    return {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+    }
+
+
+def _qwen3_30b_a3b(num_layers: int) -> PretrainedConfig:
+    return Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+        eos_token_id=None,
+    )
+
+
+def _deepseek_v2_lite(num_layers: int) -> PretrainedConfig:
+    return DeepseekV2Config(
+        architectures=["DeepseekV2ForCausalLM"],
+        vocab_size=102400,
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_hidden_layers=num_layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        max_position_embeddings=163840,
+        rms_norm_eps=1e-6,
+        rope_parameters=_yarn(0.707),
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def _deepseek_v3(num_layers: int) -> PretrainedConfig:
+    return DeepseekV3Config(
+        architectures=["DeepseekV3ForCausalLM"],
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=num_layers,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        first_k_dense_replace=3,
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        max_position_embeddings=163840,
+        rms_norm_eps=1e-6,
+        rope_parameters=_yarn(1.0),
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+SHAPES: Mapping[str, Shape] = {
+    shape.name: shape
+    for shape in (
+        Shape("qwen3-30b-a3b", 48, _qwen3_30b_a3b),
+        Shape("deepseek-v2-lite", 27, _deepseek_v2_lite),
+        Shape("deepseek-v3", 61, _deepseek_v3),
+    )
+}
+
+
+def find_shape(name: str) -> Shape:
+    """The shape called `name`. Raises ConfigError that lists the names."""
+    shape = SHAPES.get(name.lower())
+    if shape is None:
+        raise ConfigError(f"--synthetic {name} is not one of {', '.join(SHAPES)}")
+    return shape

@@ -1,0 +1,259 @@
+"""Decoder layers that run in two native calls instead of a dozen modules.
+
+Python and torch cost more than the kernels once a step carries one token: about 0.3 ms a layer. A layer whose parts
+are all operators of ours, arranged as in Llama and Qwen (norm, attention, add, norm, feed-forward, add), is computed
+part by part in native code. Whether a layer is arranged so is found by computing it both ways on random rows, once per
+kind of layer; parts that do not fit keep their modules.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktransformers.cache.paged import LayerShape, PagedCache
+from ktransformers.core import Phase
+from ktransformers.kernels.layer import (
+    AttentionLayer,
+    AttentionStep,
+    LayerBuffers,
+    MlpLayer,
+    MoeLayer,
+    Norm,
+    Projection,
+)
+from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.quant import RawTensor
+from ktransformers.operators.activation import KActivation, recognize_activation
+from ktransformers.operators.base import ExpertStats
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.operators.gate import KMoEGate
+from ktransformers.operators.linear import KTransformersLinear
+from ktransformers.operators.mlp import KMLP
+from ktransformers.operators.moe import KMoEBlock
+from ktransformers.operators.norm import KRMSNorm
+
+__all__ = ["FusedLayer", "fuse_layers"]
+
+logger = logging.getLogger(__name__)
+
+_PROBE_ROWS = 5
+_TOLERANCE = 1e-4
+"""Of the largest value: both ways differ by rounding of rotations and sums only, a wrong formula by much more."""
+
+
+class _DoesNotFit(Exception):
+    """A part of a layer is not what the native call computes."""
+
+
+def _norm(module: Any) -> Norm:
+    if not isinstance(module, KRMSNorm) or not module.is_native:
+        raise _DoesNotFit(f"{type(module).__name__} is not a native RMSNorm")
+    return Norm(module.weight, module.eps)
+
+
+def _projection(module: Any) -> Projection:
+    if not isinstance(module, KTransformersLinear) or module._weight is None:
+        raise _DoesNotFit(f"{type(module).__name__} is not a native linear layer")
+    return Projection(module._weight, module._bias)
+
+
+def _attention(layer: Any, rotary_dims: int) -> AttentionLayer:
+    module = layer.self_attn
+    module = getattr(module, "inner", module)
+    head_norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    heads = [None if norm is None else _norm(norm) for norm in head_norms]
+    if any(getattr(module, name, None) is not None for name in ("kv_lora_rank", "sinks", "softcap")):
+        raise _DoesNotFit("another kind of attention")
+    try:
+        return AttentionLayer(
+            (_norm(layer.input_layernorm), heads[0], heads[1]),
+            (
+                _projection(module.q_proj),
+                _projection(module.k_proj),
+                _projection(module.v_proj),
+                _projection(module.o_proj),
+            ),
+            int(module.head_dim),
+            rotary_dims,
+            float(module.scaling),
+            int(getattr(module, "sliding_window", None) or 0),
+        )
+    except ValueError as error:
+        raise _DoesNotFit(str(error)) from error
+
+
+def _moe(layer: Any, block: KMoEBlock) -> tuple[MoeLayer, ExpertStats]:
+    inner: Any = block.inner
+    gate, experts = inner.gate, inner.experts
+    if any(getattr(inner, name, None) is not None for name in ("shared_experts", "shared_expert")):
+        raise _DoesNotFit("shared experts")
+    if not isinstance(gate, KMoEGate) or gate.spec is None:
+        raise _DoesNotFit("a router of its own")
+    if not isinstance(experts, KTransformersExperts) or experts._kernel is None:
+        raise _DoesNotFit("experts that run on torch")
+    router = RawTensor.from_tensor(gate.weight)
+    norm = _norm(layer.post_attention_layernorm)
+    return MoeLayer(norm, router, gate.spec, experts._kernel, gate.bias), experts.config.expert_stats
+
+
+def _mlp(layer: Any) -> MlpLayer:
+    inner: Any = layer.mlp.inner if isinstance(layer.mlp, KMLP) else layer.mlp
+    if {name for name, _ in inner.named_children()} != KMLP.PARTS:
+        raise _DoesNotFit("not gate, up and down")
+    act_fn = inner.act_fn
+    activation = act_fn.spec if isinstance(act_fn, KActivation) else recognize_activation(act_fn)
+    parts = [_projection(getattr(inner, name)) for name in ("gate_proj", "up_proj", "down_proj")]
+    if activation is None or any(part.bias is not None for part in parts):
+        raise _DoesNotFit("biases, or an activation of its own")
+    gate, up, down = (part.weight for part in parts)
+    return MlpLayer(_norm(layer.post_attention_layernorm), gate, up, down, activation)
+
+
+class FusedLayer(nn.Module):
+    """Stands in for a decoder layer of `transformers`: hidden_states fp32 [1, T, H] in and out, changed in place.
+
+    attention, feed_forward: the native parts; where one is None the layer's own modules run.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        pool: WorkerPool,
+        buffers: Any,
+        attention: AttentionLayer | None,
+        feed_forward: MoeLayer | MlpLayer | None,
+        expert_stats: ExpertStats | None,
+    ):
+        super().__init__()
+        self.inner, self.pool, self.memory = layer, pool, buffers
+        self.attention, self.feed_forward, self.expert_stats = attention, feed_forward, expert_stats
+        attention_module: Any = layer.self_attn
+        self.layer_idx = int(getattr(attention_module, "inner", attention_module).layer_idx)
+        if hasattr(layer, "attention_type"):  # some models choose a mask by it
+            self.attention_type = layer.attention_type
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        self._attend(rows, hidden_states.shape, args, kwargs)
+        if isinstance(self.feed_forward, MoeLayer):
+            ids = self.feed_forward.forward(rows, self.pool, self.memory)
+            if self.expert_stats is not None:
+                self.expert_stats.note(ids)
+        elif self.feed_forward is not None:
+            self.feed_forward.forward(rows, self.pool, self.memory)
+        else:
+            layer: Any = self.inner
+            rows += layer.mlp(layer.post_attention_layernorm(rows[None]))[0]
+        return rows.view(hidden_states.shape)
+
+    def _attend(self, rows: torch.Tensor, shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> None:
+        layer: Any = self.inner
+        if self.attention is None:
+            normed = layer.input_layernorm(rows.view(shape))
+            rows += layer.self_attn(*args, hidden_states=normed, **kwargs)[0].reshape(rows.shape)
+            return
+        context: ForwardContext = kwargs["forward_context"]
+        cos, sin = kwargs["position_embeddings"]
+        step = AttentionStep(
+            cos[0], sin[0], context.slot_mapping, context.block_table, context.page_size, context.seq_ids,
+            context.kv_lens.to(torch.int64),
+        )  # fmt: skip
+        keys, values = context.cache.layer(self.layer_idx)
+        self.attention.forward(rows, keys, values, step, self.pool, self.memory)
+
+
+def _fused(layer: Any, pool: WorkerPool, buffers: Any, rotary_dims: int) -> FusedLayer | None:
+    """The layer with all native parts that it allows; None when there are none."""
+    attention: AttentionLayer | None = None
+    feed_forward: MoeLayer | MlpLayer | None = None
+    stats: ExpertStats | None = None
+    names = {name for name, _ in layer.named_children()}
+    if names != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return None
+    try:
+        attention = _attention(layer, rotary_dims)
+    except (_DoesNotFit, AttributeError) as error:
+        logger.debug("layer %s keeps its attention module: %s", type(layer).__name__, error)
+    try:
+        if isinstance(layer.mlp, KMoEBlock):
+            feed_forward, stats = _moe(layer, layer.mlp)
+        else:
+            feed_forward = _mlp(layer)
+    except (_DoesNotFit, AttributeError) as error:
+        logger.debug("layer %s keeps its feed-forward module: %s", type(layer).__name__, error)
+    if attention is None and feed_forward is None:
+        return None
+    return FusedLayer(layer, pool, buffers, attention, feed_forward, stats)
+
+
+def _probe_context(shapes: list[LayerShape], pool: WorkerPool) -> ForwardContext:
+    positions = torch.arange(_PROBE_ROWS)
+    return ForwardContext(
+        cache=PagedCache(shapes, 1, 16),
+        pool=pool,
+        phase=Phase.PREFILL,
+        page_size=16,
+        slot_mapping=positions,
+        seq_ids=torch.zeros(_PROBE_ROWS, dtype=torch.int32),
+        kv_lens=(positions + 1).to(torch.int32),
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+    )
+
+
+def _agrees(fused: FusedLayer, embeddings: Any, shapes: list[LayerShape], pool: WorkerPool) -> bool:
+    """Whether the fused layer and the modules give the same on random rows."""
+    layer: Any = fused.inner
+    hidden = int(layer.input_layernorm.weight.shape[0])
+    rows = torch.randn(1, _PROBE_ROWS, hidden, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(_PROBE_ROWS)[None]
+    results = []
+    for way in (layer, fused):
+        out = way(
+            rows.clone(),
+            attention_mask=None,
+            position_ids=positions,
+            past_key_values=None,
+            use_cache=False,
+            position_embeddings=embeddings,
+            forward_context=_probe_context(shapes, pool),
+        )
+        results.append(out[0] if isinstance(out, tuple) else out)
+    want, got = results
+    scale = float(want.abs().max())
+    return want.shape == got.shape and bool(((want - got).abs() <= _TOLERANCE * scale).all())
+
+
+@torch.inference_mode()
+def fuse_layers(model: Any, shapes: list[LayerShape], pool: WorkerPool) -> int:
+    """Put FusedLayers in the places of the decoder layers that allow it; returns how many.
+
+    model: a loaded causal LM of `transformers`. shapes: of the cache, layer by layer.
+    """
+    base = getattr(model.model, "inner", model.model)  # an operator may stand in for the layer loop
+    layers, rotary = getattr(base, "layers", None), getattr(base, "rotary_emb", None)
+    if not isinstance(layers, nn.ModuleList) or rotary is None:
+        return 0
+    embeddings = rotary(torch.zeros(1, _PROBE_ROWS, 1), torch.arange(_PROBE_ROWS)[None])
+    is_plain = isinstance(embeddings, tuple) and len(embeddings) == 2 and embeddings[0].dtype is torch.float32
+    rotary_dims = int(embeddings[0].shape[-1]) if is_plain else 0
+    buffers, count = LayerBuffers(), 0
+    known: dict[Any, bool] = {}
+    for i, layer in enumerate(layers):
+        fused = _fused(layer, pool, buffers, rotary_dims)
+        if fused is None:
+            continue
+        kind = (type(layer), type(layer.mlp), fused.attention is None, type(fused.feed_forward), shapes[i])
+        if kind not in known:
+            known[kind] = _agrees(fused, embeddings, shapes, pool)
+            if not known[kind]:
+                logger.info("%s is arranged in its own way: its modules run one by one", type(layer).__name__)
+        if known[kind]:
+            layers[i] = fused
+            count += 1
+    logger.info("%d of %d decoder layers run in native calls", count, len(layers))
+    return count

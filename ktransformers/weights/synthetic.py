@@ -1,0 +1,195 @@
+"""Random weights made in memory when they are asked for, as a WeightSource: to measure speed without a model's files.
+
+Blocks are those of llama.cpp's Q4_K_M mixture as it is usually measured: matrices Q4_K, the LM head and the experts'
+down projections Q6_K, the split latent up-projections Q8_0, routers and vectors F32. Rows that blocks of 256 cannot
+hold are Q8_0, or F32 when blocks of 32 cannot either.
+
+Every matrix has zero mean, and embeddings are large beside what layers add to them. Otherwise the hidden states of all
+tokens would collapse to one direction, all tokens would choose the same experts, and batched figures would be a lie.
+A tensor follows from its name alone: neither threads nor the order of loading change it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PretrainedConfig
+
+from ktransformers.config import physical_cores
+from ktransformers.errors import TensorMismatchError, UnsupportedError
+from ktransformers.kernels.native import ExpertWeights
+from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor, block_size, row_bytes, type_size
+from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
+from ktransformers.weights.transcode import dequantize
+
+__all__ = ["SyntheticSource", "random_blocks"]
+
+EMBEDDING_GAIN = 1000.0
+"""Embeddings have a standard deviation of about 1, other matrices of about 0.02."""
+
+_CHUNK = 4 << 20  # bytes that one thread makes at a time
+_ROUTER = re.compile(r"(?:gate|router)(?:\.wg)?\.weight$")
+_KV_B = ".self_attn.kv_b_proj.weight"
+
+# Of one block: bytes where its fp16 scale begins, and what the scale is about.
+_SCALES = {QuantType.Q4_K: (0, 1e-4), QuantType.Q6_K: (208, 2e-5), QuantType.Q8_0: (0, 2e-4)}
+
+_U8 = npt.NDArray[np.uint8]
+
+
+def random_blocks(out: _U8, qtype: QuantType, seed: Sequence[int], gain: float = 1.0) -> None:
+    """Fill uint8 [n] with random blocks of Q4_K, Q6_K or Q8_0 whose weights have zero mean.
+
+    Their standard deviation is about 0.015 (Q8_0), 0.017 (Q4_K) or 0.027 (Q6_K), times gain. n must be a multiple of
+    the block's bytes. The same seed gives the same bytes.
+    """
+    at, scale = _SCALES[qtype]
+    generator = np.random.Generator(np.random.SFC64(list(seed)))
+    words = generator.integers(0, 2**64 - 1, size=-(-out.size // 8), dtype=np.uint64, endpoint=True)
+    out[:] = words.view(np.uint8)[: out.size]
+    blocks = out.reshape(-1, type_size(qtype))
+    sign = np.where(blocks[:, at] & 1, np.float32(1), np.float32(-1))
+    scales = (sign * np.float32(scale * gain) * _about_one(generator, len(blocks))).astype(np.float16)
+    blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    if qtype is QuantType.Q4_K:
+        # weight = d * scale * q - dmin * min with q in 0 .. 15: min == scale and dmin == 7.5 d center it. Of the 12
+        # bytes of 6-bit numbers, 0 - 3 and 4 - 7 hold the first four scales and mins and, in their upper bits, parts of
+        # the others, whose lower bits are in 8 - 11.
+        blocks[:, 2:4] = (scales * np.float16(7.5)).view(np.uint8).reshape(-1, 2)
+        blocks[:, 8:12] = blocks[:, 4:8]
+        blocks[:, 12:16] = (blocks[:, 12:16] & 15) * 17
+
+
+def _about_one(generator: np.random.Generator, count: int) -> npt.NDArray[np.float32]:
+    values: npt.NDArray[np.float32] = 1 + np.float32(0.1) * generator.standard_normal(count, dtype=np.float32)
+    return values
+
+
+def _held_as(wanted: QuantType, cols: int) -> QuantType:
+    """`wanted` if rows of `cols` weights can be that type, else the next type that they can be."""
+    fits = (qtype for qtype in (wanted, QuantType.Q8_0) if cols % block_size(qtype) == 0)
+    return next(fits, QuantType.F32)
+
+
+class SyntheticSource:
+    """WeightSource over nothing but names and shapes.
+
+    shapes: of every parameter and persistent buffer of the module tree, by Hugging Face name; experts' fused parameters
+    may be among them and are not looked at. config: the model's, for the split form of latent attention's kv_b_proj.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], config: PretrainedConfig):
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items() if ".experts." not in name}
+        self._model_type = config.model_type
+        for name in [name for name in self._shapes if name.endswith(_KV_B)]:
+            prefix, heads, rank = name.removesuffix(_KV_B), config.num_attention_heads, config.kv_lora_rank
+            self._shapes[f"{prefix}.self_attn.k_b_proj.weight"] = (heads, rank, config.qk_nope_head_dim)
+            self._shapes[f"{prefix}.self_attn.v_b_proj.weight"] = (heads, config.v_head_dim, rank)
+
+    def describe(self) -> str:
+        """One line for the console."""
+        return f"random weights in the shape of {self._model_type}, Q4_K and Q6_K"
+
+    def stored_names(self) -> Sequence[str]:
+        """Every tensor there is, experts excepted."""
+        return tuple(self._shapes)
+
+    def ignorable(self, stored_name: str) -> bool:
+        """Whether a tensor may be left unread: latent attention reads one form of kv_b_proj of two."""
+        return stored_name.endswith((_KV_B, ".k_b_proj.weight", ".v_b_proj.weight"))
+
+    def find(self, name: str) -> TensorInfo | None:
+        """Facts about the tensor that HF calls `name`, or None for a name that the model does not have."""
+        shape = self._shapes.get(name)
+        return None if shape is None else _info(name, shape, self._type(name, shape))
+
+    def tensor(self, name: str) -> RawTensor:
+        """The tensor in its block type. Raises TensorMismatchError for a name that the model does not have."""
+        info = self._found(name)
+        if info.resident_type is QuantType.F32:
+            return RawTensor.from_tensor(_floats(name, info.shape))
+        data = torch.empty(info.nbytes, dtype=torch.uint8)
+        _fill(name, data, info.resident_type, EMBEDDING_GAIN if name.endswith("embed_tokens.weight") else 1.0)
+        return RawTensor(data, info.resident_type, info.shape)
+
+    def fp8(self, name: str) -> Fp8Matrix:
+        """Raises TensorMismatchError: nothing here is FP8."""
+        raise TensorMismatchError(f"{name!r} is not FP8: random weights are quantized in blocks")
+
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values of `tensor(name)`, as a new tensor."""
+        return dequantize(self.tensor(name), name, dtype)
+
+    def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
+        """Facts about the experts of module `key`. They are quantized already: quantize_to changes nothing."""
+        if layout.has_bias:
+            raise UnsupportedError(f"{key}: random weights are made for experts without biases only")
+        count, hidden, inner = layout.num_experts, layout.hidden_size, layout.intermediate_size
+        first = _held_as(QuantType.Q4_K, hidden)
+        gate = _info(f"{key}.gate", (count, inner, hidden), first) if layout.has_gate else None
+        up = _info(f"{key}.up", (count, inner, hidden), first)
+        down = _info(f"{key}.down", (count, hidden, inner), _held_as(QuantType.Q6_K, inner))
+        parts = [part for part in (gate, up, down) if part is not None]
+        return ExpertsInfo(gate, up, down, tuple(p.name for p in parts), sum(p.nbytes for p in parts))
+
+    def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
+        """The experts of module `key`, each with numbers and memory of its own."""
+        info = self.find_experts(key, layout, quantize_to)
+        assert info is not None
+        gate = None if info.gate is None else _expert_matrices(info.gate)
+        return ExpertWeights(gate, _expert_matrices(info.up), _expert_matrices(info.down))
+
+    def _found(self, name: str) -> TensorInfo:
+        info = self.find(name)
+        if info is None:
+            raise TensorMismatchError(f"the model has no tensor {name!r}: no random weights can be made for it")
+        return info
+
+    def _type(self, name: str, shape: tuple[int, ...]) -> QuantType:
+        if len(shape) < 2 or _ROUTER.search(name):
+            return QuantType.F32
+        if len(shape) == 3:
+            return _held_as(QuantType.Q8_0, shape[-1])
+        return _held_as(QuantType.Q6_K if name == "lm_head.weight" else QuantType.Q4_K, shape[-1])
+
+
+def _info(name: str, shape: tuple[int, ...], qtype: QuantType) -> TensorInfo:
+    nbytes = math.prod(shape[:-1]) * row_bytes(qtype, shape[-1])
+    return TensorInfo(name, shape, qtype.name, qtype, nbytes, (name,))
+
+
+def _floats(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Norms are 1, biases close to 0; matrices are like the quantized ones."""
+    if "norm" in name and name.endswith("weight"):
+        return torch.ones(shape)
+    generator = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode())))
+    spread = 0.001 if name.endswith("bias") else EMBEDDING_GAIN * 0.0168 if "embed_tokens" in name else 0.02
+    return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32) * np.float32(spread))
+
+
+def _expert_matrices(info: TensorInfo) -> list[RawTensor]:
+    """E matrices [rows, cols] side by side in one new buffer."""
+    if info.resident_type is QuantType.F32:
+        return [RawTensor.from_tensor(part) for part in _floats(info.name, info.shape)]
+    whole = RawTensor(torch.empty(info.nbytes, dtype=torch.uint8), info.resident_type, info.shape)
+    _fill(info.name, whole.data, info.resident_type)
+    return [whole.select(expert) for expert in range(info.shape[0])]
+
+
+def _fill(name: str, data: torch.Tensor, qtype: QuantType, gain: float = 1.0) -> None:
+    """Random blocks for all of `data`, by all cores: numpy lets go of the GIL."""
+    seed, step = zlib.crc32(name.encode()), _CHUNK // type_size(qtype) * type_size(qtype)
+    out: _U8 = data.numpy()
+
+    def fill(start: int) -> None:
+        random_blocks(out[start : start + step], qtype, (seed, start // step), gain)
+
+    with ThreadPoolExecutor(max_workers=physical_cores()) as pool:
+        list(pool.map(fill, range(0, out.size, step)))

@@ -1,0 +1,38 @@
+"""The shapes built in code against what is published of the models."""
+
+from __future__ import annotations
+
+import pytest
+
+from ktransformers.cli.bench_offline import SHAPE_NAMES
+from ktransformers.engine.skeleton import build_skeleton
+from ktransformers.errors import ConfigError
+from ktransformers.models.synthetic_shapes import SHAPES, find_shape
+
+
+def test_the_command_line_names_every_shape() -> None:
+    assert tuple(SHAPES) == SHAPE_NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen3-30b-a3b", 30.5), ("deepseek-v2-lite", 15.7), ("deepseek-v3", 671)]
+)
+def test_parameters_are_as_many_as_published(name: str, billions: float) -> None:
+    """Counted for two depths and extended to the whole, so that not every layer is built."""
+    shape = find_shape(name)
+
+    def count(layers: int) -> int:
+        return sum(p.numel() for p in build_skeleton(shape.config(layers)).parameters())
+
+    few, one_more = count(4), count(5)
+    whole = few + (shape.num_layers - 4) * (one_more - few)
+    decimals = len(str(billions).partition(".")[2])
+    assert round(whole / 1e9, decimals) == billions
+
+
+def test_unknown_shapes_and_depths_are_refused() -> None:
+    with pytest.raises(ConfigError, match="qwen3-30b-a3b, deepseek-v2-lite, deepseek-v3"):
+        find_shape("gpt-5")
+    for layers in (0, 49):
+        with pytest.raises(ConfigError, match="has 1 to 48 layers"):
+            find_shape("Qwen3-30B-A3B").config(layers)

@@ -1,0 +1,84 @@
+"""Decoder layers in native calls: which families have them, and that they compute what the modules do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ktransformers.engine.runner import StaticRunner
+from ktransformers.kernels.layer import MlpLayer, MoeLayer
+from ktransformers.operators.fused import FusedLayer, fuse_layers
+from tests.operators.test_families import TOLERANCE, random_ids, runner_of
+from tests.support.tiny_models import tiny_model
+
+# Family -> (attention, feed-forward) that must run in native calls; layers of one model may differ.
+NATIVE = {
+    "llama": (True, MlpLayer),
+    "qwen2": (True, MlpLayer),
+    "qwen3": (True, MlpLayer),
+    "mixtral": (True, MoeLayer),
+    "qwen3_moe": (True, MoeLayer),
+    "qwen2_moe": (True, None),  # shared experts
+    "deepseek_v3": (False, None),
+    "gpt_oss": (False, None),  # sinks, and a router with a bias
+}
+
+
+def layers_of(runner: StaticRunner) -> list[torch.nn.Module]:
+    base = getattr(runner.model.model, "inner", runner.model.model)
+    return list(base.layers)
+
+
+def fused_runner(model: torch.nn.Module) -> StaticRunner:
+    runner = runner_of(model)
+    fuse_layers(runner.model, list(runner.cache.shapes), runner.pool)
+    return runner
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_fused_layers_agree_with_transformers(family: str) -> None:
+    model = tiny_model(family)
+    runner = fused_runner(model)
+    has_attention, feed_forward = NATIVE[family]
+    fused = [layer for layer in layers_of(runner) if isinstance(layer, FusedLayer)]
+    assert any(layer.attention is not None for layer in fused) == has_attention
+    if feed_forward is not None:
+        assert any(isinstance(layer.feed_forward, feed_forward) for layer in fused)
+    ids = random_ids(runner.vocab_size, 13)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    got = torch.cat([runner.forward(ids[:9], 0, range(9))] + [runner.forward([ids[i]], i, [0]) for i in range(9, 13)])
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(family: str) -> None:
+    runner = fused_runner(tiny_model(family))
+    assert all(isinstance(layer, FusedLayer) for layer in layers_of(runner))
+    ids = random_ids(runner.vocab_size, 24)
+    whole = runner.forward(ids, 0, range(24))
+    for size in (1, 3, 11):
+        parts = []
+        for start in range(0, 24, size):
+            piece = ids[start : start + size]
+            parts.append(runner.forward(piece, start, range(len(piece))))
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_layer_arranged_in_another_way_keeps_its_modules() -> None:
+    """The same parts, but the feed-forward block reads what the attention read: found out by computing it."""
+    model = tiny_model("llama")
+    runner = runner_of(model)
+
+    def forward(self, hidden_states, position_embeddings=None, **kwargs):
+        attended, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states), position_embeddings=position_embeddings, **kwargs
+        )
+        return hidden_states + attended + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    kind = type(layers_of(runner)[0])
+    parallel = type("ParallelLayer", (kind,), {"forward": forward})
+    for layer in layers_of(runner):
+        layer.__class__ = parallel
+    assert fuse_layers(runner.model, list(runner.cache.shapes), runner.pool) == 0
+    assert not any(isinstance(layer, FusedLayer) for layer in layers_of(runner))
