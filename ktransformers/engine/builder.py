@@ -195,7 +195,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
         plan.check_fits()
         model = describe_model(opened)
         layout = _load(opened, plan, max_len, progress)
-        fuse_layers(opened.model, shapes, pool)
+        _fuse(opened, plan, shapes, pool)
     return Engine(
         config=replace(opened.config, cache_lens=max_len),
         hf_config=opened.hf_config,
@@ -233,7 +233,7 @@ def build_paged_engine(
         plan.check_fits()
         model = describe_model(opened)
         layout = _load(opened, plan, num_pages * page_size, progress)
-        fuse_layers(opened.model, shapes, pool)
+        _fuse(opened, plan, shapes, pool)
         cache = PagedCache(shapes, num_pages, page_size)
     return PagedEngine(
         config=replace(opened.config, cache_lens=cache.num_slots),
@@ -259,6 +259,12 @@ def _num_pages(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], page_s
     if chosen < num_tokens:
         logger.info("--cache_lens: %d tokens, a quarter of the free memory; set it to have more", chosen)
     return chosen // page_size
+
+
+def _fuse(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], pool: WorkerPool) -> None:
+    """Layers in native calls, when every module is on the CPU."""
+    if all(entry.placement.generate_device == "cpu" for entry in plan.entries):
+        fuse_layers(opened.model, shapes, pool)
 
 
 def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | None) -> StepLayout:
