@@ -41,13 +41,13 @@ class Machine:
         return replace(self, devices=devices)
 
 
-def detect_machine(root: Path = Path("/"), gpus: Callable[[], Mapping[str, int]] = cuda_memory) -> Machine:
-    """Measure this machine. root is where /proc and /sys are found, gpus what is free on GPUs (tests make both up)."""
+def detect_machine(root: Path = Path("/"), gpus: Callable[[], Mapping[str, int]] | None = None) -> Machine:
+    """Measure this machine. root is where /proc and /sys are, gpus tells what GPUs have free (tests make both up)."""
     total, available = _host_memory(root)
     for limit, used in _cgroup_limits(root):
         total = min(total, limit)
         available = min(available, max(limit - used, 0))
-    return Machine(ram_bytes=total, available_bytes=available, devices={"cpu": available, **gpus()})
+    return Machine(ram_bytes=total, available_bytes=available, devices={"cpu": available, **(gpus or cuda_memory)()})
 
 
 def _host_memory(root: Path) -> tuple[int, int]:
