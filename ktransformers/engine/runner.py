@@ -75,6 +75,7 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    @torch.inference_mode()
     def inputs_of(
         self,
         layout: StepLayout,
@@ -91,6 +92,7 @@ class ModelRunner:
             context=context.replicated(device.torch_device for device in layout.devices),
         )
 
+    @torch.inference_mode()
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """The model's forward on inputs that are on the GPU: logits [N, vocab_size] there. What a graph captures."""
         with self._math:
