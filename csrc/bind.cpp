@@ -190,6 +190,8 @@ void bind_stream(nb::module_& m) {
       .def_prop_ro("has_error", &kt::ExpertStream::has_error)
       .def_prop_ro("failed_layer", &kt::ExpertStream::failed_layer)
       .def_prop_ro("num_forwards", &kt::ExpertStream::num_forwards)
+      .def_prop_ro("num_pairs", &kt::ExpertStream::num_pairs)
+      .def_prop_ro("num_touched", &kt::ExpertStream::num_touched)
       .def_prop_ro("busy_seconds", &kt::ExpertStream::busy_seconds);
 }
 

@@ -328,11 +328,26 @@ void ExpertStream::forward(const Moe& moe, int64_t tokens) {
   }
   float* y = buffers_.out_is_bf16 ? y_.get() : static_cast<float*>(buffers_.out);
   moe.forward(pool_, x, tokens, ids, buffers_.weights, buffers_.top_k, y);
+  count(ids, pairs, moe.num_experts());
   if (!buffers_.out_is_bf16) return;
   auto* to = static_cast<uint16_t*>(buffers_.out);
   over_rows(tokens, [&](int64_t t) {
     for (int64_t i = t * hidden; i < (t + 1) * hidden; ++i) to[i] = to_bf16(y[i]);
   });
+}
+
+// What was used, for statistics: nobody else sees the ids of a replay. An id equal to num_experts was skipped.
+void ExpertStream::count(const int64_t* ids, int64_t pairs, int64_t num_experts) {
+  is_touched_.assign(static_cast<size_t>(num_experts) + 1, false);
+  int64_t used = 0, touched = 0;
+  for (int64_t i = 0; i < pairs; ++i) {
+    if (ids[i] == num_experts) continue;
+    ++used;
+    touched += is_touched_[static_cast<size_t>(ids[i])] ? 0 : 1;
+    is_touched_[static_cast<size_t>(ids[i])] = true;
+  }
+  num_pairs_.fetch_add(used);
+  num_touched_.fetch_add(touched);
 }
 
 void ExpertStream::zero_rows(int64_t first, int64_t end) {

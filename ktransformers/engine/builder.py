@@ -107,9 +107,16 @@ class Hardware:
     devices: Devices = field(default_factory=Devices)
 
     @classmethod
-    def detect(cls) -> Hardware:
-        """This machine."""
-        return cls(detect_machine())
+    def detect(cls, config: EngineConfig) -> Hardware:
+        """This machine; its GPUs only where the configuration asks for them."""
+        machine = detect_machine()
+        gpus = [name for name in machine.devices if name != "cpu"]
+        if gpus and not config.use_cuda:
+            logger.info("%s left alone: pass --use_cuda to place modules there", ", ".join(gpus))
+            machine = replace(machine, devices={"cpu": machine.devices["cpu"]})
+        if config.use_cuda and not gpus:
+            logger.warning("--use_cuda: no GPU can be used on this machine; everything runs on the CPU")
+        return cls(machine)
 
 
 def _make_plan(
@@ -162,7 +169,7 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     opened: the model, when it is open already; its config counts.
     """
     opened = opened or open_model(config)
-    hardware = hardware or Hardware.detect()
+    hardware = hardware or Hardware.detect(opened.config)
     plan, shapes = _make_plan(opened, hardware, pool=None)
     plan = _with_cache(plan, shapes, cache_len_of(opened.config, opened.hf_config))
     return _fill_gpus(opened, plan, lambda moved: _make_plan(opened, hardware, None, moved=moved)[0])
@@ -187,7 +194,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
     """
     opened = open_model(config)
     with _new_pool(opened.config.cpu_infer) as pool:
-        hardware = hardware or Hardware.detect()
+        hardware = hardware or Hardware.detect(opened.config)
         plan, shapes = _make_plan(opened, hardware, pool)
         max_len = cache_len_of(opened.config, opened.hf_config)
         plan = _with_cache(plan, shapes, max_len)
@@ -225,7 +232,7 @@ def build_paged_engine(
     """
     opened, expert_stats = opened or open_model(config), expert_stats or ExpertStats()
     with _new_pool(opened.config.cpu_infer) as pool:
-        hardware = hardware or Hardware.detect()
+        hardware = hardware or Hardware.detect(opened.config)
         plan, shapes = _make_plan(opened, hardware, pool, expert_stats)
         num_pages = _num_pages(opened, plan, shapes, page_size, max_batch_size)
         plan = _with_cache(plan, shapes, num_pages * page_size)

@@ -166,7 +166,7 @@ class CudaGraphs:
         cuda: Any = torch.cuda  # parts of it have no types
         self._cuda, self._device = cuda, device
         self._pool, self._stream = cuda.graph_pool_handle(), cuda.Stream(device)
-        self._done = cuda.Event()
+        self._done = cuda.Event(blocking=True)  # spinning would take a core from the CPU's experts
 
     def warm_up(self, work: Callable[[], Tensor]) -> None:
         self._stream.wait_stream(self._cuda.current_stream(self._device))

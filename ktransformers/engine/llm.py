@@ -36,6 +36,7 @@ class EngineOptions(TypedDict, total=False):
     max_new_tokens: int
     cpu_infer: int
     cpu_quant: str | None
+    use_cuda: bool
     strict: bool
     trust_remote_code: bool
 

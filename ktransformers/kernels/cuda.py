@@ -88,14 +88,17 @@ def _load_driver() -> ctypes.CDLL:
 
 
 class CudaDriver:
-    """The StreamDriver of a CUDA device. Raises KernelError when a call fails, with the driver's own words."""
+    """The StreamDriver of a CUDA device. Raises KernelError when a call fails, with the driver's own words.
 
-    def __init__(self, device: torch.device | str) -> None:
+    uses_kernels: whether one Triton kernel makes small copies, where there is Triton, rather than copy engines.
+    """
+
+    def __init__(self, device: torch.device | str, uses_kernels: bool = True) -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise KernelError(f"{self.device} is no CUDA device")
         self._library = _load_driver()
-        self._has_triton = runtime.available() is None and not runtime.is_interpreted()
+        self._uses_kernels = uses_kernels and runtime.available() is None and not runtime.is_interpreted()
         torch.cuda.synchronize(self.device)  # makes the device's context current in this thread
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -107,20 +110,22 @@ class CudaDriver:
         words = text.value.decode() if text.value else "unknown error"
         raise KernelError(f"{name} failed on {self.device} with error {result}: {words}")
 
-    def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+    def _call_on_stream(self, name: str, *arguments: object) -> None:
+        with torch.cuda.device(self.device):
+            self._call(name, int(torch.cuda.current_stream(self.device).cuda_stream), *arguments)
 
     def is_capturing(self) -> bool:
-        return bool(torch.cuda.is_current_stream_capturing())
+        with torch.cuda.device(self.device):
+            return bool(torch.cuda.is_current_stream_capturing())
 
     def launch_host_func(self, function: int, argument: int) -> None:
-        self._call("cuLaunchHostFunc", self._stream(), function, argument)
+        self._call_on_stream("cuLaunchHostFunc", function, argument)
 
     def write_value(self, address: int, value: int) -> None:
-        self._call("cuStreamWriteValue32_v2", self._stream(), address, value, 0)
+        self._call_on_stream("cuStreamWriteValue32_v2", address, value, 0)
 
     def wait_value(self, address: int, value: int) -> None:
-        self._call("cuStreamWaitValue32_v2", self._stream(), address, value, _WAIT_EQUAL)
+        self._call_on_stream("cuStreamWaitValue32_v2", address, value, _WAIT_EQUAL)
 
     def memory_operations(self) -> str | None:
         ordinal, answer = ctypes.c_int(), ctypes.c_int()
@@ -167,7 +172,7 @@ class CudaDriver:
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         rows = sources[0].shape[0]
-        if self._has_triton and rows <= _KERNEL_ROWS:
+        if self._uses_kernels and rows <= _KERNEL_ROWS:
             with torch.cuda.device(self.device):
                 convert_rows(targets, sources)
             return

@@ -76,6 +76,8 @@ def test_equals_the_kernel_over_layers_and_rounds(kernels, driver, method, dtype
     for layer, x, ids, weights, out in rounds:
         assert torch.equal(out, expected(kernels[layer], x, ids, weights))
     assert experts.num_forwards == 60
+    assert experts.num_pairs == sum(int((ids != EXPERTS).sum()) for _, _, ids, _, _ in rounds)
+    assert experts.num_touched == sum(len(set(ids.flatten().tolist()) - {EXPERTS}) for _, _, ids, _, _ in rounds)
     assert experts.busy_seconds > 0
     experts.check()
     experts.close()

@@ -1,0 +1,128 @@
+"""Experts in the order of a real stream: both ways of handing over, eager and captured; decode graphs around them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ktransformers.engine.graphs import CudaGraphs, DecodeGraphs, DecodeInputs, StaticInputs
+from ktransformers.errors import EngineError, KernelError
+from ktransformers.kernels.cuda import CudaDriver
+from ktransformers.kernels.expert_stream import HandOver, StreamedExperts, StreamShape
+from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel
+from ktransformers.kernels.quant import QuantType
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+EXPERTS, HIDDEN, WIDTH, TOP_K, LAYERS = 8, 256, 96, 2, 3
+
+
+@pytest.fixture(scope="module")
+def kernels(make_weight, pool):
+    def some(rows, cols, seed):
+        return [make_weight(QuantType.Q8_0, rows, cols, seed=seed + e) for e in range(EXPERTS)]
+
+    parts = [(some(WIDTH, HIDDEN, i), some(WIDTH, HIDDEN, 50 + i), some(HIDDEN, WIDTH, 90 + i)) for i in range(LAYERS)]
+    return [MoeKernel(ExpertWeights(*part), ActivationSpec(), pool) for part in parts]
+
+
+@pytest.fixture(params=[(method, kernel) for method in HandOver for kernel in (True, False)], ids=str)
+def experts(request, kernels):
+    method, uses_kernels = request.param
+    driver = CudaDriver("cuda", uses_kernels)
+    if method is HandOver.MEMORY and driver.memory_operations() is not None:
+        pytest.skip(driver.memory_operations())
+    made = StreamedExperts(kernels[0].pool, StreamShape(100, TOP_K, HIDDEN), driver, method)
+    for kernel in kernels:
+        made.add_layer(kernel)
+    yield made
+    made.close()
+
+
+def inputs(tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    ids = torch.randint(0, EXPERTS + 1, (tokens, TOP_K), generator=generator)
+    return x, ids, torch.rand(tokens, TOP_K, generator=generator)
+
+
+def expected(kernel, x, ids, weights):
+    return kernel.forward(x.float(), ids, weights).bfloat16()
+
+
+def test_the_driver_reports_its_errors():
+    driver = CudaDriver("cuda")
+    with pytest.raises(KernelError, match="cuMemHostGetDevicePointer_v2 failed"):
+        driver.device_address(torch.zeros(1))
+    with pytest.raises(KernelError, match="no CUDA device"):
+        CudaDriver("cpu")
+
+
+def test_eager_steps_run_ahead(experts, kernels):
+    """Nothing is waited for until the end; sizes on both sides of where copies change their way."""
+    done = []
+    for i in range(60):
+        x, ids, weights = inputs((1, 4, 64, 65, 100)[i % 5], i)
+        out = torch.empty_like(x, device="cuda")
+        experts.submit(i % LAYERS, x.cuda(), ids.cuda(), weights.cuda())
+        done.append((i % LAYERS, x, ids, weights, experts.collect(out)))
+    torch.cuda.synchronize()
+    for layer, x, ids, weights, out in done:
+        assert torch.equal(out.cpu(), expected(kernels[layer], x, ids, weights))
+    experts.check()
+
+
+def test_an_error_is_raised_by_check_and_the_stream_goes_on(experts, kernels):
+    x, ids, weights = inputs(4, 0)
+    bad = ids.clone()
+    bad[2, 0] = 99
+    for routing in (bad, ids):
+        experts.submit(1, x.cuda(), routing.cuda(), weights.cuda())
+        out = experts.collect(torch.empty_like(x, device="cuda"))
+    torch.cuda.synchronize()
+    with pytest.raises(EngineError, match=r"topk_ids\[2, 0\] is 99"):
+        experts.check()
+    assert torch.equal(out.cpu(), expected(kernels[1], x, ids, weights))
+
+
+def test_decode_graphs_equal_eager_steps(experts, kernels):
+    """x + experts(x) over the layers; routing depends on the token. Graph and eager agree bit for bit."""
+    embedding = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+    weights = torch.full((8, TOP_K), 0.5, device="cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def run(step: DecodeInputs) -> torch.Tensor:
+        x = embedding[step.token_ids]
+        ids = (step.token_ids[:, None] + torch.arange(TOP_K, device="cuda")) % EXPERTS
+        for layer in range(LAYERS):
+            experts.submit(layer, x, ids, weights[: len(x)])
+            shared = torch.tanh(x)  # what runs beside the CPU
+            x = x + shared + experts.collect(torch.empty_like(x))
+        return x.float()
+
+    graphs = DecodeGraphs(run, (1, 2, 4), lambda size: StaticInputs(size, 3, device), CudaGraphs(device), [experts])
+    assert graphs.reason is None
+    assert graphs.batch_sizes == (1, 2, 4)
+    for number in range(200):
+        rows = 1 + number % 4
+        tokens = (torch.arange(rows) * 7 + number) % 50
+        row = torch.arange(rows, dtype=torch.int32)
+        step = DecodeInputs(tokens, tokens, tokens, row, row, torch.zeros(rows, 3, dtype=torch.int32))
+        got = graphs.step(step).clone()
+        if number % 10 == 0:
+            assert torch.equal(got, run(step.to(device)))
+    torch.cuda.synchronize()
+    experts.check()
+
+
+def test_a_step_that_synchronizes_is_not_captured():
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def run(step: DecodeInputs) -> torch.Tensor:
+        return torch.full((step.num_rows, 2), float(step.token_ids.sum().item()), device=device)
+
+    graphs = DecodeGraphs(run, (1, 2), lambda size: StaticInputs(size, 1, device), CudaGraphs(device))
+    assert graphs.batch_sizes == ()
+    assert graphs.reason is not None
+    row = torch.zeros(1, dtype=torch.int32)
+    step = DecodeInputs(torch.tensor([7]), torch.tensor([0]), torch.tensor([0]), row, row, torch.zeros(1, 1).int())
+    assert graphs.step(step).tolist() == [[7.0, 7.0]]
