@@ -39,6 +39,7 @@ class EngineConfig:
     cpu_infer: worker threads of the native kernels; 0 means one per physical core.
     chunk_size: most tokens one prefill step carries.
     cpu_quant: GGML type that experts from BF16, F16, F32 or FP8 are quantized to while loading.
+    gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
     use_cuda: whether modules that rules place on cuda go to a GPU; steps run eagerly there for now, without graphs.
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed. Without a GPU there are none.
     """
@@ -51,6 +52,7 @@ class EngineConfig:
     max_new_tokens: int = 1000
     cpu_infer: int = 0
     cpu_quant: str | None = None
+    gpu_memory: float = 0.0
     strict: bool = False
     trust_remote_code: bool = False
     use_cuda: bool = False
@@ -74,6 +76,8 @@ class EngineConfig:
         for flag, least in (("cache_lens", 0), ("chunk_size", 1), ("max_new_tokens", 1), ("cpu_infer", 0)):
             if getattr(self, flag) < least:
                 raise ConfigError(f"--{flag} must be at least {least}, got {getattr(self, flag)}")
+        if not 0 <= self.gpu_memory < float("inf"):
+            raise ConfigError(f"--gpu_memory must be a number of GiB, or 0 for all that is free, got {self.gpu_memory}")
         if self.cpu_quant is not None and self.cpu_quant.lower() not in CPU_QUANT_TYPES:
             raise ConfigError(f"--cpu_quant {self.cpu_quant} is not one of {', '.join(CPU_QUANT_TYPES)}")
         return replace(

@@ -114,6 +114,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache_lens", type=int, default=config.cache_lens, help="tokens in the cache; 0: automatic")
     group.add_argument("--cpu_infer", type=int, default=config.cpu_infer, help="worker threads; 0: one per core")
     group.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
+    group.add_argument(
+        "--gpu_memory",
+        type=float,
+        default=config.gpu_memory,
+        metavar="GIB",
+        help="most memory to use of each GPU; 0: all that is free (%(default)s)",
+    )
     add_toggle(group, "use_cuda", default=False, help="place modules on GPUs where rules say cuda (experimental; off)")
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
     group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
@@ -131,6 +138,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_new_tokens=args.max_new_tokens,
         cpu_infer=args.cpu_infer,
         cpu_quant=args.cpu_quant,
+        gpu_memory=args.gpu_memory,
         strict=args.strict,
         trust_remote_code=args.trust_remote_code,
         use_cuda=args.use_cuda,

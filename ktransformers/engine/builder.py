@@ -27,6 +27,7 @@ from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Devices
 from ktransformers.operators.fused import fuse_layers
 from ktransformers.optimize.apply import apply_plan, load_plan
+from ktransformers.optimize.fill import experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Plan, make_plan
 from ktransformers.optimize.rules import load_rules
@@ -119,9 +120,13 @@ class Hardware:
 
 
 def _make_plan(
-    opened: OpenedModel, hardware: Hardware, pool: WorkerPool | None, expert_stats: ExpertStats | None = None
+    opened: OpenedModel,
+    hardware: Hardware,
+    pool: WorkerPool | None,
+    expert_stats: ExpertStats | None = None,
+    moved: Mapping[str, str] | None = None,
 ) -> tuple[Plan, list[LayerShape]]:
-    """The plan, without a cache, and the shape of each layer's cache."""
+    """The plan, without a cache, and the shape of each layer's cache. moved: see `make_plan`."""
     config, model = opened.config, opened.model
     rules = load_rules(config.optimize_config_path or default_rules(opened.hf_config, model))
     is_unused = ignorable_tensors(model)
@@ -131,9 +136,10 @@ def _make_plan(
         rules,
         operator_config=OperatorConfig(opened.hf_config, pool, quant, expert_stats or ExpertStats(), hardware.devices),
         source=opened.source,
-        machine=hardware.machine,
+        machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),
         strict=config.strict,
         ignorable=lambda name: opened.source.ignorable(name) or is_unused(name),
+        moved=moved,
     )
     homes = [plan.devices[home.device] for home in plan.homes]
     return plan, cache_shapes(model, plan.operators, homes or None)
@@ -146,14 +152,27 @@ def _with_cache(plan: Plan, shapes: list[LayerShape], num_slots: int) -> Plan:
     return replace(plan, extra_bytes={**extra, "workspace": workspace} if workspace else extra)
 
 
+def _fill_gpus(opened: OpenedModel, plan: Plan, again: Callable[[Mapping[str, str]], Plan]) -> Plan:
+    """`plan`, or, when the user has no rule file, the one in which experts fill what is left of the GPUs.
+
+    again: makes the plan anew with some modules moved.
+    """
+    if opened.config.optimize_config_path is not None or all(device == "cpu" for device in plan.capacity):
+        return plan
+    moved = experts_for_gpus(plan, opened.source)
+    return replace(again(moved), extra_bytes=plan.extra_bytes) if moved else plan
+
+
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
     """What `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit.
 
     opened: the model, when it is open already; its config counts.
     """
     opened = opened or open_model(config)
-    plan, shapes = _make_plan(opened, hardware or Hardware.detect(opened.config), pool=None)
-    return _with_cache(plan, shapes, cache_len_of(opened.config, opened.hf_config))
+    hardware = hardware or Hardware.detect(opened.config)
+    plan, shapes = _make_plan(opened, hardware, pool=None)
+    plan = _with_cache(plan, shapes, cache_len_of(opened.config, opened.hf_config))
+    return _fill_gpus(opened, plan, lambda moved: _make_plan(opened, hardware, None, moved=moved)[0])
 
 
 @contextmanager
@@ -175,13 +194,15 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
     """
     opened = open_model(config)
     with _new_pool(opened.config.cpu_infer) as pool:
-        plan, shapes = _make_plan(opened, hardware or Hardware.detect(opened.config), pool)
+        hardware = hardware or Hardware.detect(opened.config)
+        plan, shapes = _make_plan(opened, hardware, pool)
         max_len = cache_len_of(opened.config, opened.hf_config)
         plan = _with_cache(plan, shapes, max_len)
+        plan = _fill_gpus(opened, plan, lambda moved: _make_plan(opened, hardware, pool, moved=moved)[0])
         plan.check_fits()
         model = describe_model(opened)
         layout = _load(opened, plan, max_len, progress)
-        fuse_layers(opened.model, shapes, pool)
+        _fuse(opened, plan, shapes, pool)
     return Engine(
         config=replace(opened.config, cache_lens=max_len),
         hf_config=opened.hf_config,
@@ -211,13 +232,15 @@ def build_paged_engine(
     """
     opened, expert_stats = opened or open_model(config), expert_stats or ExpertStats()
     with _new_pool(opened.config.cpu_infer) as pool:
-        plan, shapes = _make_plan(opened, hardware or Hardware.detect(opened.config), pool, expert_stats)
+        hardware = hardware or Hardware.detect(opened.config)
+        plan, shapes = _make_plan(opened, hardware, pool, expert_stats)
         num_pages = _num_pages(opened, plan, shapes, page_size, max_batch_size)
         plan = _with_cache(plan, shapes, num_pages * page_size)
+        plan = _fill_gpus(opened, plan, lambda moved: _make_plan(opened, hardware, pool, expert_stats, moved)[0])
         plan.check_fits()
         model = describe_model(opened)
         layout = _load(opened, plan, num_pages * page_size, progress)
-        fuse_layers(opened.model, shapes, pool)
+        _fuse(opened, plan, shapes, pool)
         cache = PagedCache(shapes, num_pages, page_size)
     return PagedEngine(
         config=replace(opened.config, cache_lens=cache.num_slots),
@@ -243,6 +266,12 @@ def _num_pages(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], page_s
     if chosen < num_tokens:
         logger.info("--cache_lens: %d tokens, a quarter of the free memory; set it to have more", chosen)
     return chosen // page_size
+
+
+def _fuse(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], pool: WorkerPool) -> None:
+    """Layers in native calls, when every module is on the CPU."""
+    if all(entry.placement.generate_device == "cpu" for entry in plan.entries):
+        fuse_layers(opened.model, shapes, pool)
 
 
 def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | None) -> StepLayout:

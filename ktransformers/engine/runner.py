@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +19,23 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import CPU
 from ktransformers.operators.exact import NativeMathMode, modules_on_torch
 
-__all__ = ["ModelRunner", "StaticRunner"]
+__all__ = ["ModelRunner", "StaticRunner", "StepInputs"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step on the devices of the layers.
+
+    hidden_states: [1, T, H], what the embedding gave, and positions int64 [1, T], on the first layer's device; keep:
+    int64 [N] rows, on the last layer's. context: replicated on all of them.
+    """
+
+    hidden_states: torch.Tensor
+    positions: torch.Tensor
+    keep: torch.Tensor
+    context: ForwardContext
 
 
 class ModelRunner:
@@ -47,7 +62,8 @@ class ModelRunner:
         does for one sequence.
         """
         if self.layout is not None:
-            return self._step_on(self.layout, token_ids, positions, context, keep)
+            inputs = self.inputs_of(self.layout, token_ids, positions, context, keep)
+            return self.run(inputs).to("cpu", torch.float32)
         with self._math:
             output = self.model(
                 input_ids=token_ids[None],
@@ -59,25 +75,35 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _step_on(
+    @torch.inference_mode()
+    def inputs_of(
         self,
         layout: StepLayout,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         context: ForwardContext,
         keep: torch.Tensor,
-    ) -> torch.Tensor:
-        """`step` with layers on GPUs: rows are looked up where the table is, then all inputs are on the GPU."""
-        entry, last = layout.entry, layout.last
+    ) -> StepInputs:
+        """Bring a step to the GPU: rows are looked up where the table is, then everything moves once."""
+        return StepInputs(
+            hidden_states=layout.entry.take(layout.embedding(token_ids[None])),
+            positions=layout.entry.move(positions[None]),
+            keep=layout.last.move(keep),
+            context=context.replicated(device.torch_device for device in layout.devices),
+        )
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """The model's forward on inputs that are on the GPU: logits [N, vocab_size] there. What a graph captures."""
         with self._math:
             output = self.model(
-                inputs_embeds=entry.take(layout.embedding(token_ids[None])),
-                position_ids=entry.move(positions[None]),
+                inputs_embeds=inputs.hidden_states,
+                position_ids=inputs.positions,
                 use_cache=False,
-                logits_to_keep=last.move(keep),
-                forward_context=context.replicated(device.torch_device for device in layout.devices),
+                logits_to_keep=inputs.keep,
+                forward_context=inputs.context,
             )
-        logits: torch.Tensor = output.logits[0].to("cpu", torch.float32)
+        logits: torch.Tensor = output.logits[0]
         return logits
 
 

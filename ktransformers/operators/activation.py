@@ -18,7 +18,7 @@ from ktransformers.kernels import native
 from ktransformers.kernels.native import Activation, ActivationSpec
 from ktransformers.kernels.triton import elementwise
 from ktransformers.operators.base import OperatorConfig, Placement
-from ktransformers.operators.device import Device, give_back
+from ktransformers.operators.device import Device, give_back, use
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = [
@@ -88,6 +88,7 @@ def activate(
     if not device.is_gpu:
         assert pool is not None, "built for planning only"
         return native.activate(spec, None if gate is None else gate.contiguous(), up.contiguous(), pool, out=out)
+    use(device.torch_device)
     width = up.shape[-1]
     rows = None if gate is None else gate.reshape(-1, width)
     return elementwise.activate(spec, rows, up.reshape(-1, width)).view(up.shape)

@@ -19,6 +19,8 @@ from ktransformers.kernels import native
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.device import use
+from ktransformers.operators.gpu_gqa import gqa_forward, recognize_gqa
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]
@@ -102,6 +104,7 @@ def _gpu_attention(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """`attention_forward` on a GPU: rows are query, key and value [T, heads, D] of any type; returns [T, Hq, D]."""
+    use(keys.device)
     num_rows = rows[0].shape[0]
     # One kernel writes the cache and makes queries of the cache's type. What is rotated here is rotated already: by 0.
     cos, sin = _zero_angle(keys.device)
@@ -144,6 +147,7 @@ class KAttention(WrapperOperator):
 
     OPS: ClassVar[dict[str, str]] = {
         "KAttentionNative": "native attention over the cache",
+        "KAttentionFused": "norms, rotation and cache write in one Triton kernel, attention in others",
         "KAttentionTriton": "Triton attention over the cache",
     }
     KWARGS: ClassVar[frozenset[str]] = frozenset({"chunck_size", "absorb_for_prefill"})
@@ -152,6 +156,17 @@ class KAttention(WrapperOperator):
         super().__init__(*args, **kw)
         if getattr(self.inner, "kv_lora_rank", None) is not None:
             raise UnsupportedError(f"{self.key} is latent attention: use KDeepseekV2Attention (KMLAAttention) for it")
+        self.spec = recognize_gqa(self.inner) if self.device.is_gpu else None
 
     def op(self, phase: Phase) -> str:
+        if self.spec is not None:
+            return "KAttentionFused"
         return "KAttentionTriton" if self.device.is_gpu else "KAttentionNative"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        context, angles = kwargs.get("forward_context"), kwargs.get("position_embeddings")
+        if self.spec is None or context is None or not isinstance(angles, tuple) or args:
+            return self.inner(*args, **kwargs)
+        if kwargs.get("attention_mask") is not None:
+            raise UnsupportedError(f"{self.key}: attention over the cache takes no mask")
+        return gqa_forward(self.inner, self.spec, kwargs["hidden_states"], angles, context), None

@@ -15,7 +15,7 @@ from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.linear import Workspace
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, uses_vector_path
 
-__all__ = ["CPU", "Device", "Devices", "cuda_memory", "distinct", "give_back"]
+__all__ = ["CPU", "Device", "Devices", "cuda_memory", "distinct", "give_back", "use"]
 
 _LINEAR_ROWS = 64  # rows of activations above which no product splits its columns
 
@@ -40,7 +40,11 @@ class Device:
         return torch.float16 if self.dtype is torch.float32 else self.dtype
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` here: floats in `dtype`, integers and complex numbers as they are. No copy of what is here already."""
+        """`x` here: floats in `dtype`, integers and complex numbers as they are. No copy of what is here already.
+
+        What an operator does first: kernels launched next go to this device.
+        """
+        use(self.torch_device)
         return x.to(self.torch_device, self.dtype) if x.is_floating_point() else x.to(self.torch_device)
 
     def move(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,6 +91,12 @@ class Devices:
         if device is None:
             device = self._made[name] = self.gpu(name)
         return device
+
+
+def use(device: torch.device) -> None:
+    """Launch Triton kernels on `device` from now on: unlike torch's, they go to the current device of the process."""
+    if device.type == "cuda" and device.index is not None and torch.cuda.current_device() != device.index:
+        torch.cuda.set_device(device)
 
 
 def give_back(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

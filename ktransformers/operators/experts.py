@@ -171,6 +171,15 @@ class KTransformersExperts(Operator):
                     needs.quant_types.append(shown)
         return needs
 
+    def gpu_nbytes(self, source: WeightSource) -> int | None:
+        """Bytes that these experts would take on a GPU, or None when they cannot run on one."""
+        if why_not_on_gpu(self.layout, self.activation) is not None:
+            return None
+        try:
+            return gpu_experts_nbytes(self.key, self._info(source))
+        except UnsupportedError:
+            return None  # a type that no kernel reads: they stay on the CPU
+
     def load(self, source: WeightSource) -> None:
         weights = source.experts(self.key, self.layout, self.config.cpu_quant)
         if self.device.is_gpu:

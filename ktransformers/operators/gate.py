@@ -16,12 +16,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ktransformers.core import Phase
 from ktransformers.kernels import native
 from ktransformers.kernels.quant import RawTensor
 from ktransformers.kernels.routing import RouterSpec, route
+from ktransformers.kernels.triton.router import topk_router
+from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.device import use
 from ktransformers.operators.exact import NativeMathMode
+from ktransformers.operators.routing import recognize_routing
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import WeightSource
 
@@ -59,14 +64,19 @@ class KMoEGate(WrapperOperator):
 
     OPS: ClassVar[dict[str, str]] = {
         "KMoEGateNative": "the family's own routing on native kernels",
+        "KMoEGateTriton": "one kernel that routes as the module does",
         "KMoEGateTorch": "the family's own routing on the GPU",
     }
 
-    spec: RouterSpec | None = None
-    """How it routes, when a native kernel does the same; known once loaded."""
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        # How it routes, when a kernel does the same; on the CPU known once loaded.
+        self.spec: RouterSpec | None = recognize_routing(module) if self.device.is_gpu else None
 
     def op(self, phase: Phase) -> str:
-        return "KMoEGateTorch" if self.device.is_gpu else "KMoEGateNative"
+        if not self.device.is_gpu:
+            return "KMoEGateNative"
+        return "KMoEGateTorch" if self.spec is None else "KMoEGateTriton"
 
     def state(self) -> DenseState:
         return DenseState(self.inner, self.key, self.device, torch.float32)
@@ -123,18 +133,23 @@ class KMoEGate(WrapperOperator):
         return None
 
     def _route(self, rows: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.device.is_gpu:
+            logits = functional.linear(rows, self.weight)
+            ids, weights = topk_router(logits, spec, self.bias)
+            return logits, weights, ids
         pool = self.config.require_pool()
         logits = native.linear(rows.contiguous(), RawTensor.from_tensor(self.weight), pool)
         ids, weights = route(logits, spec, pool, self.bias)
         return logits, weights, ids
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        use(self.device.torch_device)
         x = hidden_states.to(self.device.torch_device, torch.float32)
-        if self.spec is not None and not args and not kwargs:
-            routed: Any = self._route(x.reshape(-1, x.shape[-1]), self.spec)
-        else:
+        if self.spec is None or args or kwargs:
             with nullcontext() if self.device.is_gpu else NativeMathMode(self.config.require_pool()):
                 routed = self.inner(x, *args, **kwargs)
-        if isinstance(routed, torch.Tensor):
-            return routed.to(hidden_states.device)
+            if isinstance(routed, torch.Tensor):
+                return routed.to(hidden_states.device)
+        else:
+            routed = self._route(x.reshape(-1, x.shape[-1]), self.spec)
         return tuple(part.to(hidden_states.device) if isinstance(part, torch.Tensor) else part for part in routed)

@@ -15,7 +15,7 @@ from ktransformers.kernels.quant import RawTensor
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.rope import latent_to_cache
 from ktransformers.operators.context import ForwardContext
-from ktransformers.operators.device import Device
+from ktransformers.operators.device import Device, use
 from ktransformers.operators.gpu_matrix import dense_tensor
 
 __all__ = ["GpuLatent", "check_gpu_shape"]
@@ -58,6 +58,7 @@ class GpuLatent:
         q: [T, H, N + P]. compressed: [T, R + P], latent before its norm and shared key. norm: weight [R] and epsilon
         of the latent's RMSNorm. angles: cos and sin [T, P / 2], and whether pairs are interleaved.
         """
+        use(cache.device)
         num_rows, num_heads = q.shape[:2]
         nope_dim, rank = self.k_b.shape[1:]
         query = torch.empty(num_rows, num_heads, cache.shape[-1], dtype=q.dtype, device=q.device)

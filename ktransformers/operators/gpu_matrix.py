@@ -83,10 +83,10 @@ def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.T
     if weight.qtype in _FLOATS:
         return weight.data.view(_FLOATS[weight.qtype]).view(weight.shape).to(device.torch_device, device.dtype)
     out = torch.empty(weight.rows, weight.cols, dtype=device.dtype, device=device.torch_device)
-    step = max(_PIECE // weight.cols, 1)
+    step, flat = max(_PIECE // weight.cols, 1), weight.reshape((weight.rows, weight.cols))
     for start in range(0, weight.rows, step):
         ids = torch.arange(start, min(start + step, weight.rows))
-        out[start : start + step] = native.dequantize_rows(weight, ids, pool).to(device.torch_device)
+        out[start : start + step] = native.dequantize_rows(flat, ids, pool).to(device.torch_device)
     return out.view(weight.shape)
 
 

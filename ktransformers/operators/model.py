@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class KModel(WrapperOperator):
     """The `model` of a causal LM.
 
-    transfer_map: {layer index: device}: hidden states move to that device from that layer on. On the CPU alone all
-    devices are one, so that a pipeline over several GPUs runs as a plain loop.
+    transfer_map: {layer index: device}: what `cuda` means from that layer on (optimize/homes). Hidden states follow the
+    layers. On the CPU alone all devices are one, so that a pipeline over several GPUs runs as a plain loop.
     per_layer_prefill_intput_threshold (sic): rows from which a layer's weights were swapped in during prefill; 0 = off.
     """
 
@@ -38,8 +38,8 @@ class KModel(WrapperOperator):
         super().__init__(module, key, config, placement)
         self.transfer_map = self._checked(transfer_map or {}, key)
         if per_layer_prefill_intput_threshold:
-            logger.info("%s: per_layer_prefill_intput_threshold has no effect on the CPU: weights never move", key)
-        if self.transfer_map:
+            logger.info("%s: per_layer_prefill_intput_threshold has no effect: weights never move", key)
+        if self.transfer_map and not self.device.is_gpu:
             logger.info("%s: transfer_map has no effect on the CPU: all layers run on one device", key)
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktransformers.operators.device import cuda_memory
@@ -33,14 +33,21 @@ class Machine:
         """Where modules go that no rule places: the first accelerator, else the CPU."""
         return next((device for device in self.devices if device != "cpu"), "cpu")
 
+    def with_gpu_budget(self, nbytes: int) -> Machine:
+        """This machine with at most `nbytes` of each GPU; 0 for all that is free."""
+        if not nbytes:
+            return self
+        devices = {name: free if name == "cpu" else min(free, nbytes) for name, free in self.devices.items()}
+        return replace(self, devices=devices)
 
-def detect_machine(root: Path = Path("/"), gpus: Callable[[], Mapping[str, int]] = cuda_memory) -> Machine:
-    """Measure this machine. root is where /proc and /sys are found, gpus what is free on GPUs (tests make both up)."""
+
+def detect_machine(root: Path = Path("/"), gpus: Callable[[], Mapping[str, int]] | None = None) -> Machine:
+    """Measure this machine. root is where /proc and /sys are, gpus tells what GPUs have free (tests make both up)."""
     total, available = _host_memory(root)
     for limit, used in _cgroup_limits(root):
         total = min(total, limit)
         available = min(available, max(limit - used, 0))
-    return Machine(ram_bytes=total, available_bytes=available, devices={"cpu": available, **gpus()})
+    return Machine(ram_bytes=total, available_bytes=available, devices={"cpu": available, **(gpus or cuda_memory)()})
 
 
 def _host_memory(root: Path) -> tuple[int, int]:

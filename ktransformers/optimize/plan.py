@@ -106,6 +106,10 @@ class Plan:
         """Where the module of this name runs."""
         return next(entry.placement.generate_device for entry in self.entries if entry.key == key)
 
+    def home_of(self, key: str) -> str | None:
+        """The device of the decoder layer that a module is in, None outside of all layers."""
+        return next((home.device for home in self.homes if key.startswith(f"{home.key}.")), None)
+
     def misfit(self) -> str | None:
         """Why the plan does not fit into this machine, or None when it fits."""
         total = self.total_bytes
@@ -149,15 +153,16 @@ def make_plan(
     strict: bool = False,
     extra_bytes: Mapping[str, Mapping[str, int]] | None = None,
     ignorable: Callable[[str], bool] | None = None,
+    moved: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide for every module of `model` (a `transformers` model on meta, unchanged afterwards).
 
     extra_bytes: {"kv cache": {"cpu": n}}. ignorable tells stored tensors that may be left unread; by
-    default the source knows.
+    default the source knows. moved: {module: device} where operators go whatever their rule says (see optimize/fill).
     A rule that decides nothing is a logged warning; with strict, an error. Raises RuleError, UnsupportedError, and
     TensorMismatchError naming tensors that are missing, left over or of the wrong shape.
     """
-    planner = _Planner(model, rules, operator_config, source, machine)
+    planner = _Planner(model, rules, operator_config, source, machine, moved or {})
     planner.visit(model, "", None)
     planner.report_fallback()
     unmatched = explain_unmatched(model, rules, {entry.key: entry.rule for entry in planner.entries})
@@ -184,7 +189,16 @@ def make_plan(
 class _Planner:
     """The walk over the tree."""
 
-    def __init__(self, model: Any, rules: Rules, config: OperatorConfig, source: WeightSource, machine: Machine):
+    def __init__(
+        self,
+        model: Any,
+        rules: Rules,
+        config: OperatorConfig,
+        source: WeightSource,
+        machine: Machine,
+        moved: Mapping[str, str],
+    ):
+        self.moved = moved
         self.rules, self.config, self.machine = rules, config, machine
         self.homes = Homes(model, rules, machine)
         self.model_type = str(model.config.model_type)
@@ -285,6 +299,8 @@ class _Planner:
         if rule is None:
             device = self.homes.default_device(key)
             return Placement(device, device, device)
+        if key in self.moved:
+            return Placement(*[self.moved[key]] * 3)
         wanted = self._wanted(rule, key)
         devices = [self._device(device, rule, key) for device in wanted]
         return Placement(

@@ -1,0 +1,40 @@
+"""Routers are recognized by their results; the spec found must route random logits as the module's own forward does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ktransformers.operators.routing import BIAS, recognize_routing, route
+from tests.support.tiny_models import tiny_model
+
+EXPECTED = {
+    "qwen3_moe": ("softmax", 1, True),
+    "qwen2_moe": ("softmax", 1, False),
+    "olmoe": ("softmax", 1, False),
+    "mixtral": ("softmax", 1, True),
+    "deepseek_v2": ("softmax", 1, False),
+    "deepseek_v3": ("sigmoid", 4, True),
+    "glm4_moe": ("sigmoid", 1, True),
+    "dots1": ("sigmoid", 1, True),
+}
+
+
+@pytest.mark.parametrize("model_type", list(EXPECTED))
+def test_recognized(model_type: str) -> None:
+    gate = tiny_model(model_type, seed=1).model.layers[-1].mlp.gate
+    spec = recognize_routing(gate)
+    assert spec is not None
+    assert (spec.scoring, spec.num_groups, spec.renormalize) == EXPECTED[model_type]
+    rows = torch.randn(40, gate.hidden_dim, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        logits, weights, ids = gate(rows)
+        want = torch.zeros_like(logits).scatter_(1, ids, weights.float())
+        got = route(logits, spec, gate._buffers.get(BIAS))
+    assert torch.allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_other_routers_keep_their_forward() -> None:
+    """gpt_oss scores the chosen logits only, which the kernel does not do, and has a bias in its product."""
+    assert recognize_routing(tiny_model("gpt_oss", seed=1).model.layers[0].mlp.router) is None
+    assert recognize_routing(torch.nn.Linear(8, 4)) is None
