@@ -114,6 +114,8 @@ class Hardware:
         if gpus and not config.use_cuda:
             logger.info("%s left alone: pass --use_cuda to place modules there", ", ".join(gpus))
             machine = replace(machine, devices={"cpu": machine.devices["cpu"]})
+        if config.gpu_memory and not config.use_cuda:
+            logger.warning("--gpu_memory has no effect without --use_cuda")
         if config.use_cuda and not gpus:
             logger.warning("--use_cuda: no GPU can be used on this machine; everything runs on the CPU")
         return cls(machine)

@@ -26,3 +26,11 @@ def test_gpus_are_left_alone_unless_asked_for(
     assert found(monkeypatch, {"cpu": 4, "cuda:0": 2}, use_cuda=True) == {"cpu": 4, "cuda:0": 2}
     assert found(monkeypatch, {"cpu": 4}, use_cuda=True) == {"cpu": 4}
     assert "--use_cuda: no GPU can be used" in caplog.text
+
+
+def test_a_budget_without_gpus_is_said_to_be_idle(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(builder, "detect_machine", lambda: Machine(8, 4, {"cpu": 4}))
+    Hardware.detect(EngineConfig(gpu_memory=4.0))
+    assert "--gpu_memory has no effect without --use_cuda" in caplog.text
