@@ -255,5 +255,5 @@ def fuse_layers(model: Any, shapes: list[LayerShape], pool: WorkerPool) -> int:
         if known[kind]:
             layers[i] = fused
             count += 1
-    logger.info("%d of %d decoder layers run in native calls", count, len(layers))
+    logger.debug("%d of %d decoder layers run in native calls", count, len(layers))
     return count
