@@ -5,6 +5,7 @@
 #include "quant.inl"
 #include "gemm.inl"
 #include "packed.inl"
+#include "packing.inl"
 #include "fp8.inl"
 #include "tiles_emulated.h"
 

@@ -1,0 +1,112 @@
+// Re-lays weights in block layout into the tiles of packed.inl. Included by a tier file after it.
+
+namespace {
+
+inline void pack_pair(uint8_t* out, int sub, int r, uint8_t value) { out[sub / 2 * 32 + 2 * r + sub % 2] = value; }
+
+// 64 steps of unpacked weights into lines; plain loops over bytes, which compilers turn into vectors.
+template <class P> void pack_steps(const uint8_t* steps, uint8_t* out) {
+  for (int step = 0; step < 64; ++step) {
+    const int g = step / 16, at = step % 16, shift = at < 8 ? 0 : 4;
+    const uint8_t* q = steps + 64 * step;
+    uint8_t* line = out + P::lines + 64 * (8 * g + at % 8);
+    for (int i = 0; i < 64; ++i) line[i] = static_cast<uint8_t>(line[i] | (q[i] & 15) << shift);
+    if constexpr (std::is_same_v<P, PackedQ5K>) {
+      uint8_t* bits = out + P::bits + 128 * g + 64 * (at / 8);
+      for (int i = 0; i < 64; ++i) bits[i] = static_cast<uint8_t>(bits[i] | (q[i] >> 4) << (at % 8));
+    }
+    if constexpr (std::is_same_v<P, PackedQ6K>) {
+      uint8_t* bits = out + P::bits + 256 * g + 64 * (at % 4);
+      for (int i = 0; i < 64; ++i) bits[i] = static_cast<uint8_t>(bits[i] | (q[i] >> 4) << (at / 4 * 2));
+    }
+  }
+}
+
+template <class P> void pack_block256(const uint8_t* const* rows, int64_t b, uint8_t* out, uint8_t* head) {
+  using F = typename P::F;
+  std::memset(out, 0, P::bytes);
+  alignas(64) uint8_t unpacked[16][kTileCols], steps[kTileCols * 16];
+  for (int r = 0; r < 16; ++r) unpack256<F>(rows[r] + b * F::bytes, unpacked[r]);
+  interleave(unpacked, kTileCols, steps);
+  pack_steps<P>(steps, out);
+  for (int r = 0; r < 16; ++r) {
+    const uint8_t* p = rows[r] + b * F::bytes;
+    if constexpr (std::is_same_v<P, PackedIQ4XS>) {
+      int8_t scales[8];
+      unpack_iq4_scales(p, scales);
+      for (int s = 0; s < 8; ++s) pack_pair(out + P::scales, s, r, static_cast<uint8_t>(scales[s]));
+      std::memcpy(head + 32 * b + 2 * r, p, 2);
+    } else if constexpr (F::has_min) {
+      const KScales ks = unpack_scales(p + 4);
+      for (int s = 0; s < 8; ++s) pack_pair(out + P::scales, s, r, ks.sc[s]);
+      for (int s = 0; s < 8; ++s) pack_pair(out + P::minima, s, r, ks.m[s]);
+      std::memcpy(out + 2 * r, p, 2);
+      std::memcpy(out + 32 + 2 * r, p + 2, 2);
+    } else {
+      for (int s = 0; s < 16; ++s) pack_pair(out + P::scales, s, r, p[192 + s]);
+      std::memcpy(head + 32 * b + 2 * r, p + 208, 2);
+    }
+  }
+}
+
+template <class P> void pack_tile256(const uint8_t* const* rows, int64_t k, uint8_t* out) {
+  const int64_t blocks = k / 256, head = P::F::has_min ? 0 : head_bytes(blocks);
+  std::memset(out, 0, static_cast<size_t>(head));
+  for (int64_t b = 0; b < blocks; ++b) pack_block256<P>(rows, b, out + head + b * P::bytes, out);
+}
+
+template <class P> void pack_tile32(const uint8_t* const* rows, int64_t k, uint8_t* out) {
+  constexpr int d_bytes = P::F::bytes % 2 == 0 ? 2 : 1;  // MXFP4's exponent is a byte
+  const int64_t blocks = k / 32, head = P::head(blocks);
+  std::memset(out, 0, static_cast<size_t>(head));
+  for (int64_t b = 0; b < blocks; ++b) {
+    uint8_t* lines = out + head + b * P::bytes;
+    std::memset(lines, 0, P::bytes);
+    for (int r = 0; r < 16; ++r) {
+      const uint8_t* p = rows[r] + b * P::F::bytes;
+      std::memcpy(out + 16 * d_bytes * b + d_bytes * r, p, d_bytes);
+      p += d_bytes;
+      for (int i = 0; i < 32; ++i) {
+        const int step = i / 4, byte = 4 * r + i % 4;
+        if constexpr (P::bytes == 512)
+          lines[64 * step + byte] = p[i];
+        else  // ggml keeps columns i and 16 + i in one byte
+          lines[64 * (step % 4) + byte] |= static_cast<uint8_t>((i < 16 ? p[i] & 15 : p[i - 16] >> 4) << (step / 4 * 4));
+      }
+    }
+  }
+}
+
+void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) {
+  switch (type) {
+    case QType::Q8_0: return pack_tile32<PackedQ8_0>(rows, k, out);
+    case QType::Q4_0: return pack_tile32<PackedQ4_0>(rows, k, out);
+    case QType::Q4_K: return pack_tile256<PackedQ4K>(rows, k, out);
+    case QType::Q5_K: return pack_tile256<PackedQ5K>(rows, k, out);
+    case QType::Q6_K: return pack_tile256<PackedQ6K>(rows, k, out);
+    case QType::IQ4_XS: return pack_tile256<PackedIQ4XS>(rows, k, out);
+    case QType::MXFP4: return pack_tile32<PackedMXFP4>(rows, k, out);
+    default: return;
+  }
+}
+
+// A block at a time is re-laid and used: for the few weights that stay in block layout.
+void relaid_tile(const TileArgs& a) {
+  const QType type = a.type;
+  const int64_t block = type == QType::IQ4_XS ? 256 : 32, block_bytes = type == QType::IQ4_XS ? 136 : 17;
+  alignas(64) uint8_t room[PackedIQ4XS::bytes + 64];
+  for (int64_t b = 0; b < a.k / block; ++b) {
+    const uint8_t* rows[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) rows[r] = a.rows[r] + b * block_bytes;
+    pack_tile(type, rows, block, room);
+    TileArgs one = a;
+    one.packed = room;
+    one.k = block;
+    one.act.q += b * block;
+    one.act.d += b;
+    one.act.sums += b * (block == 256 ? kSumsPerSuper : 1);
+    packed_tile(one);
+  }
+}
+
+}  // namespace
