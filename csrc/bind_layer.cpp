@@ -1,12 +1,10 @@
 // Decoder layers for Python; see bind.cpp, of which this is a part.
 #include "bind.h"
 
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <optional>
 #include <tuple>
 
 #include "layer.h"

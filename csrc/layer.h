@@ -52,7 +52,6 @@ struct AttentionStep {
 // Buffers of a model's layers, which take turns.
 struct LayerBuffers {
   std::vector<float> a, b, c, d;
-  std::vector<int64_t> ids;
 };
 
 void attention_block(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* x, LayerBuffers& buffers);

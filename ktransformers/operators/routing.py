@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ktransformers.kernels.triton.router import RouterSpec
+from ktransformers.kernels.routing import RouterSpec
 
 __all__ = ["BIAS", "recognize_routing", "route"]
 
@@ -22,7 +22,7 @@ _ROWS = 64
 
 
 def route(logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None) -> torch.Tensor:
-    """What `topk_router` computes, in plain torch: the weights as fp32 [T, E], 0 for experts that are not chosen."""
+    """What the kernels compute, in plain torch: the weights as fp32 [T, E], 0 for experts that are not chosen."""
     scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
     if spec.topk_groups < spec.num_groups:
