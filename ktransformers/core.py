@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 __all__ = [
+    "CAPTURING",
     "PROMPT_LOGPROB_ROWS",
     "FinishReason",
     "GenerationStats",
@@ -18,6 +19,8 @@ __all__ = [
     "TokenLogprobs",
 ]
 
+CAPTURING = "CUDA graphs"
+"""What a callback that reports on loading is given for a name while decode steps are captured on a GPU."""
 
 PROMPT_LOGPROB_ROWS = 64
 """Most prompt tokens of one request in one step when all their logits are wanted: 4 * vocab_size bytes each."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from ktransformers.core import GenerationStats
+from ktransformers.core import CAPTURING, GenerationStats
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -174,18 +174,40 @@ class RichView(View):
 
 @contextmanager
 def loading_bar(err: TextIO) -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar with bytes and rate on a terminal, nothing elsewhere. Yields the callback that `build_engine` takes."""
+    """A bar with bytes and rate on a terminal, nothing elsewhere. Yields the callback that `build_engine` takes.
+
+    Captured graphs have a bar of their own, in numbers.
+    """
     if not err.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, console=Console(file=err), transient=True) as progress:
-        task = progress.add_task("loading", total=None)
+    console = Console(file=err)
+    loading = Progress(
+        TextColumn("loading"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        console=console,
+        transient=True,
+    )
+    capturing = Progress(
+        TextColumn(f"capturing {CAPTURING}"), BarColumn(), MofNCompleteColumn(), console=console, transient=True
+    )
+    tasks = {}  # a bar is shown from its first report on; a console has room for one at a time
 
-        def report(done: int, total: int, name: str) -> None:
-            progress.update(task, completed=done, total=total)
+    def report(done: int, total: int, name: str) -> None:
+        bar, other = (capturing, loading) if name == CAPTURING else (loading, capturing)
+        if bar not in tasks:
+            other.stop()
+            bar.start()
+            tasks[bar] = bar.add_task(name, total=total)
+        bar.update(tasks[bar], completed=done, total=total)
 
+    try:
         yield report
+    finally:
+        loading.stop()
+        capturing.stop()

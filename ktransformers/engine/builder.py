@@ -11,10 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.cache.static import StaticCache
 from ktransformers.config import EngineConfig
-from ktransformers.engine.layout import StepLayout, install_moves, settle_buffers
+from ktransformers.core import CAPTURING
+from ktransformers.engine.decode import DecodeSteps, why_not_captured
+from ktransformers.engine.graphs import CudaGraphs, GraphBackend
+from ktransformers.engine.layout import StepLayout, install_moves, settle_buffers, settle_homes
 from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.runner import ModelRunner, StaticRunner
@@ -54,7 +59,10 @@ PAGED_SHARE = 0.25
 """Of the free memory, what the pages may take when --cache_lens is not given."""
 
 Progress = Callable[[int, int, str], None]
-"""Called while loading with (bytes loaded, bytes in all, dotted name of the module)."""
+"""Called while loading with (bytes loaded, bytes in all, dotted name of the module).
+
+After it, with (graphs captured, graphs in all, CAPTURING) while decode steps are captured on a GPU.
+"""
 
 
 @dataclass(slots=True)
@@ -72,6 +80,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the worker threads. The engine cannot be used afterwards."""
+        self.plan.devices.close()
         self.runner.pool.close()
 
 
@@ -88,6 +97,7 @@ class PagedEngine:
 
     def close(self) -> None:
         """Stop the worker threads. The engine cannot be used afterwards."""
+        self.plan.devices.close()
         self.pool.close()
 
 
@@ -101,10 +111,11 @@ def cache_len_of(config: EngineConfig, hf_config: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What an engine runs on. Tests make up GPUs."""
+    """What an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on a GPU."""
 
     machine: Machine
     devices: Devices = field(default_factory=Devices)
+    make_graphs: Callable[[torch.device], GraphBackend] = CudaGraphs
 
     @classmethod
     def detect(cls, config: EngineConfig) -> Hardware:
@@ -205,11 +216,14 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
         model = describe_model(opened)
         layout = _load(opened, plan, max_len, progress)
         _fuse(opened, plan, shapes, pool)
+        runner = StaticRunner(opened.model, StaticCache(shapes, max_len), pool, model.vocab_size, layout)
+        prepare = _Decoding(opened, plan, hardware, progress)
+        runner.decode = prepare(runner, runner.cache, max_batch_size=1, num_pages=1)
     return Engine(
         config=replace(opened.config, cache_lens=max_len),
         hf_config=opened.hf_config,
         plan=plan,
-        runner=StaticRunner(opened.model, StaticCache(shapes, max_len), pool, model.vocab_size, layout),
+        runner=runner,
         tokenizer=model.tokenizer,
         eos_token_ids=model.eos_token_ids,
         generation_defaults=model.generation_defaults,
@@ -244,10 +258,14 @@ def build_paged_engine(
         layout = _load(opened, plan, num_pages * page_size, progress)
         _fuse(opened, plan, shapes, pool)
         cache = PagedCache(shapes, num_pages, page_size)
+        runner = ModelRunner(opened.model, pool, layout)
+        longest = -(-int(getattr(opened.hf_config, "max_position_embeddings", 0) or cache.num_slots) // page_size)
+        prepare = _Decoding(opened, plan, hardware, progress)
+        runner.decode = prepare(runner, cache, max_batch_size=max_batch_size, num_pages=min(longest, num_pages))
     return PagedEngine(
         config=replace(opened.config, cache_lens=cache.num_slots),
         plan=plan,
-        executor=PagedExecutor(ModelRunner(opened.model, pool, layout), cache, pool, model.vocab_size, expert_stats),
+        executor=PagedExecutor(runner, cache, pool, model.vocab_size, lambda: expert_stats.totals(plan.devices)),
         cache=cache,
         model=model,
         pool=pool,
@@ -270,6 +288,45 @@ def _num_pages(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], page_s
     return chosen // page_size
 
 
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """Prepares the decode steps of a loaded model whose layers are on a GPU."""
+
+    opened: OpenedModel
+    plan: Plan
+    hardware: Hardware
+    progress: Progress | None
+
+    def __call__(
+        self, runner: ModelRunner, cache: PagedCache, *, max_batch_size: int, num_pages: int
+    ) -> DecodeSteps | None:
+        """None when the layers are on the CPU, or on several devices, so that there is no single place for inputs."""
+        layout, backend = runner.layout, None
+        if layout is None:
+            return None
+        reason = why_not_captured(self.plan, layout)
+        if reason is None and not self.opened.config.use_cuda_graph:
+            reason = "--no_use_cuda_graph"
+        if reason is None:
+            backend = self.hardware.make_graphs(layout.entry.torch_device)
+        else:
+            logger.info("decode steps run without CUDA graphs: %s", reason)
+        if len(layout.devices) > 1 or not layout.entry.is_gpu:
+            return None
+        report = self.progress or (lambda done, total, name: None)
+        with torch.inference_mode():
+            return DecodeSteps(
+                runner.run,
+                layout,
+                cache,
+                runner.pool,
+                max_batch_size=max_batch_size,
+                num_pages=num_pages,
+                backend=backend,
+                progress=lambda done, total: report(done, total, CAPTURING),
+            )
+
+
 def _fuse(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], pool: WorkerPool) -> None:
     """Layers in native calls, when every module is on the CPU."""
     if all(entry.placement.generate_device == "cpu" for entry in plan.entries):
@@ -286,6 +343,7 @@ def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | No
     else:
         load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
     settle_buffers(modules, plan)
+    settle_homes(plan)
     install_moves(modules, plan)
     for operator in plan.operators.values():
         operator.reserve(max_len)

@@ -43,9 +43,9 @@ def decode_batch_sizes(max_batch_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What a decode step reads; see operators.context for the meaning. All on one device."""
+    """What a decode step reads; see operators.context for the meaning. All on one device, hidden_states on any."""
 
-    token_ids: Tensor  # int64 [T]
+    hidden_states: Tensor  # [T, H], what the embedding gave
     positions: Tensor  # int64 [T]
     slot_mapping: Tensor  # int64 [T]
     seq_ids: Tensor  # int32 [T]
@@ -54,12 +54,12 @@ class DecodeInputs:
 
     @property
     def num_rows(self) -> int:
-        return int(self.token_ids.shape[0])
+        return int(self.hidden_states.shape[0])
 
     def to(self, device: torch.device) -> DecodeInputs:
         """A copy there, or itself."""
         return DecodeInputs(
-            self.token_ids.to(device),
+            self.hidden_states.to(device),
             self.positions.to(device),
             self.slot_mapping.to(device),
             self.seq_ids.to(device),
@@ -68,54 +68,72 @@ class DecodeInputs:
         )
 
 
-def _views(words: Tensor, rows: int, pages: int) -> DecodeInputs:
-    """The fields in int32 `words`, the wide ones first so that they are aligned."""
-    wide = words[: 6 * rows].view(torch.int64)
+def _views(data: Tensor, rows: int, pages: int, width: int, dtype: torch.dtype) -> DecodeInputs:
+    """The fields in `data`, bytes, each of them aligned."""
+    fields, at = [], 0
+    for numel, kind in ((rows * width, dtype), (2 * rows, torch.int64), (rows * (2 + pages), torch.int32)):
+        fields.append(data[at : at + numel * kind.itemsize].view(kind))
+        at += _aligned(numel * kind.itemsize)
+    hidden, wide, words = fields
     return DecodeInputs(
+        hidden.view(rows, width),
         wide[:rows],
-        wide[rows : 2 * rows],
-        wide[2 * rows :],
-        words[6 * rows : 7 * rows],
-        words[7 * rows : 8 * rows],
-        words[8 * rows :].view(rows, pages),
+        wide[rows:],
+        words[:rows],
+        words[rows : 2 * rows],
+        words[2 * rows :].view(rows, pages),
     )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
 
 
 class StaticInputs:
     """The inputs of a graph of B rows: where they lie on the device, and pinned memory from which one copy fills them.
 
     A row without a token writes no key (slot -1) and attends to nothing (length 0, for which attention gives zeros), so
-    that padding needs no page of its own and costs attention nothing.
+    that padding needs no page of its own and costs attention nothing. width, dtype: of hidden states.
     """
 
-    def __init__(self, batch_size: int, num_pages: int, device: torch.device) -> None:
-        numel = batch_size * (8 + num_pages)
+    def __init__(
+        self, batch_size: int, num_pages: int, device: torch.device, width: int, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        sizes = (batch_size * width * dtype.itemsize, batch_size * 16, batch_size * (2 + num_pages) * 4)
+        nbytes = sum(_aligned(size) for size in sizes)
         self.batch_size, self.num_pages, self.device = batch_size, num_pages, device
-        self._words = torch.zeros(numel, dtype=torch.int32, device=device)
-        self._staged = torch.zeros(numel, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.inputs = _views(self._words, batch_size, num_pages)
-        self._host = _views(self._staged, batch_size, num_pages)
+        self._data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._staged = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.inputs = _views(self._data, batch_size, num_pages, width, dtype)
+        self._host = _views(self._staged, batch_size, num_pages, width, dtype)
         self.pad()
 
     def pad(self) -> None:
         """Fill with rows that hold no token."""
         self._staged.zero_()
         self._host.slot_mapping.fill_(-1)
-        self._words.copy_(self._staged, non_blocking=True)
+        self._data.copy_(self._staged, non_blocking=True)
 
     def fill(self, source: DecodeInputs) -> None:
-        """Take `source`, on the CPU, and pad it. Nothing may still read what was filled in before."""
+        """Take `source`, on the CPU, and pad it. Nothing may still read what was filled in before.
+
+        Its hidden states may be on the device already.
+        """
         rows, (seqs, pages) = source.num_rows, source.block_table.shape
         host = self._host
         self._staged.zero_()
-        host.token_ids[:rows] = source.token_ids
+        is_there = source.hidden_states.device == self.device
+        if not is_there:
+            host.hidden_states[:rows] = source.hidden_states
         host.positions[:rows] = source.positions
         host.slot_mapping[:rows] = source.slot_mapping
         host.slot_mapping[rows:] = -1
         host.seq_ids[:rows] = source.seq_ids
         host.kv_lens[:rows] = source.kv_lens
         host.block_table[:seqs, :pages] = source.block_table
-        self._words.copy_(self._staged, non_blocking=True)
+        self._data.copy_(self._staged, non_blocking=True)
+        if is_there:
+            self.inputs.hidden_states[:rows] = source.hidden_states
 
 
 class Replayable(Protocol):
@@ -191,19 +209,20 @@ class CudaGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """counts: pieces of each ReplayedWork that one replay sets off."""
+    """graph, logits: None for a step that is run anew. counts: pieces of each ReplayedWork that a replay sets off."""
 
-    graph: Replayable
-    logits: Tensor
+    graph: Replayable | None
+    logits: Tensor | None
     static: StaticInputs
-    counts: tuple[int, ...]
+    counts: tuple[tuple[ReplayedWork, int], ...]
 
 
 class DecodeGraphs:
     """Decode steps of up to max(batch_sizes) rows.
 
     run: from inputs on the device to logits [B, V], the same computation for every batch size. make_static_inputs:
-    StaticInputs of a batch size. works: what the graphs set off on the CPU. progress: called with (done, all) while
+    StaticInputs of a batch size. backend: None runs the same padded steps without capturing them. works: gives what
+    the graphs set off on the CPU, as far as it is known once a step has run. progress: called with (done, all) while
     capturing. A size that cannot be captured, and those after it, are left out: their steps run in the next larger
     graph, or eagerly when there is none. The reason is logged once. Errors of a step that is merely run are raised.
     """
@@ -213,33 +232,38 @@ class DecodeGraphs:
         run: Callable[[DecodeInputs], Tensor],
         batch_sizes: Sequence[int],
         make_static_inputs: Callable[[int], StaticInputs],
-        backend: GraphBackend,
-        works: Sequence[ReplayedWork] = (),
+        backend: GraphBackend | None,
+        works: Callable[[], Sequence[ReplayedWork]] = lambda: (),
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._run, self._make, self._backend, self._works = run, make_static_inputs, backend, tuple(works)
+        self._run, self._make, self._backend, self._works = run, make_static_inputs, backend, works
         self._captured: dict[int, _Captured] = {}
         self.reason: str | None = None  # why not all sizes were captured
         sizes = sorted(set(batch_sizes), reverse=True)  # the largest first: the others then fit into its memory
         if not sizes or sizes[-1] < 1:
             raise ValueError(f"batch sizes must be at least one and positive, got {list(batch_sizes)}")
-        self._device = self._capture_all(sizes, progress or (lambda done, total: None))
+        self._device = torch.device("cpu")
+        if backend is None:
+            self._captured = {size: _Captured(None, None, make_static_inputs(size), ()) for size in sizes}
+            self._device = self._captured[sizes[0]].static.device
+        else:
+            self._capture_all(sizes, backend, progress or (lambda done, total: None))
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Sizes that were captured."""
+        """Sizes that were captured, or that steps are padded to."""
         return tuple(sorted(self._captured))
 
-    def _capture_all(self, sizes: Sequence[int], progress: Callable[[int, int], None]) -> torch.device:
-        """Capture while it works. Returns the device of the inputs."""
-        began, device = time.perf_counter(), torch.device("cpu")
+    def _capture_all(self, sizes: Sequence[int], backend: GraphBackend, progress: Callable[[int, int], None]) -> None:
+        """Capture while it works."""
+        began = time.perf_counter()
         progress(0, len(sizes))
         for done, size in enumerate(sizes):
             static = self._make(size)
-            device = static.device
-            self._backend.warm_up(lambda inputs=static.inputs: self._run(inputs))  # type: ignore[misc]
+            self._device = static.device
+            backend.warm_up(lambda inputs=static.inputs: self._run(inputs))  # type: ignore[misc]
             try:
-                self._captured[size] = self._capture(static)
+                self._captured[size] = self._capture(static, backend)
             except RuntimeError as error:
                 self.reason = f"batch size {size}: {_first_line(error)}"
                 logger.warning("decode steps are not replayed as CUDA graphs from %s", self.reason)
@@ -248,13 +272,13 @@ class DecodeGraphs:
         if self._captured:
             names = ", ".join(str(size) for size in self.batch_sizes)
             logger.info("captured CUDA graphs for batch sizes %s in %.1f s", names, time.perf_counter() - began)
-        return device
 
-    def _capture(self, static: StaticInputs) -> _Captured:
-        for work in self._works:
+    def _capture(self, static: StaticInputs, backend: GraphBackend) -> _Captured:
+        works = self._works()
+        for work in works:
             work.captured()  # forget what a failed capture left
-        graph, logits = self._backend.capture(lambda: self._run(static.inputs))
-        return _Captured(graph, logits, static, tuple(work.captured() for work in self._works))
+        graph, logits = backend.capture(lambda: self._run(static.inputs))
+        return _Captured(graph, logits, static, tuple((work, work.captured()) for work in works))
 
     def _find(self, rows: int, seqs: int, pages: int) -> _Captured | None:
         fitting = (size for size in self.batch_sizes if size >= max(rows, seqs))
@@ -270,9 +294,12 @@ class DecodeGraphs:
         captured = self._find(inputs.num_rows, *inputs.block_table.shape)
         if captured is None:
             return self._run(inputs.to(self._device))
+        if self._backend is None or captured.graph is None or captured.logits is None:
+            captured.static.fill(inputs)
+            return self._run(captured.static.inputs)[: inputs.num_rows]
         self._backend.wait()  # the step before may still read its inputs and the number of its tokens
         captured.static.fill(inputs)
-        for work, count in zip(self._works, captured.counts, strict=True):
+        for work, count in captured.counts:
             work.expect(count, inputs.num_rows)
         captured.graph.replay()
         self._backend.replayed()

@@ -18,20 +18,22 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, distinct
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["StepLayout", "install_moves", "settle_buffers"]
+__all__ = ["StepLayout", "install_moves", "settle_buffers", "settle_homes"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
     """The devices of a step.
 
-    entry, last: where hidden states begin and end. devices: of all layers, each once. embedding: ids to hidden states.
+    entry, last: where hidden states begin and end. devices: of all layers, each once. embedding: ids to hidden states,
+    of so many columns (width).
     """
 
     entry: Device
     last: Device
     devices: tuple[Device, ...]
     embedding: nn.Module
+    width: int
 
     @classmethod
     def of(cls, plan: Plan, modules: Mapping[str, nn.Module], embedding: nn.Module) -> StepLayout:
@@ -40,13 +42,28 @@ class StepLayout:
         modules: the model's modules by name, and embedding one of them, as they were before the plan was applied.
         """
         key = next(name for name, module in modules.items() if module is embedding)
+        width = int(embedding.weight.shape[-1])  # type: ignore[index]
         homes = [plan.devices[home.device] for home in plan.homes] or [plan.devices["cpu"]]
-        return cls(homes[0], homes[-1], tuple(distinct(homes)), plan.operators.get(key, embedding))
+        return cls(homes[0], homes[-1], tuple(distinct(homes)), plan.operators.get(key, embedding), width)
+
+    def check_experts(self) -> None:
+        """Raise EngineError when experts failed on the CPU in a step, which is over."""
+        for device in self.devices:
+            for stream in device.expert_streams():
+                stream.check()
 
     @property
     def is_cpu(self) -> bool:
         """Whether no layer lives on a GPU, so that nothing moves at the edges of a step."""
         return not any(device.is_gpu for device in self.devices)
+
+
+def settle_homes(plan: Plan) -> None:
+    """Tell operators inside decoder layers on which device their layer's hidden states are."""
+    for key, operator in plan.operators.items():
+        home = plan.home_of(key)
+        if home is not None:
+            operator.home = plan.devices[home]
 
 
 def install_moves(modules: Mapping[str, nn.Module], plan: Plan) -> None:

@@ -20,7 +20,6 @@ from ktransformers.engine.context import paged_context
 from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.native import WorkerPool
-from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.context import ForwardContext
 from ktransformers.scheduler.records import PromptLogprobs, Row, RowResult, SequenceStart, StepPlan, StepResult
 
@@ -67,7 +66,8 @@ class _Kept:
 class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
-    mask_of: asked when a run starts, for what decides which tokens may come next (structured output).
+    expert_counts: see ExpertStats.totals; asked before and after a step. mask_of: asked when a run starts, for what
+    decides which tokens may come next (structured output).
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class PagedExecutor:
         cache: PagedCache,
         pool: WorkerPool,
         vocab_size: int,
-        expert_stats: ExpertStats | None = None,
+        expert_counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
         mask_of: Callable[[SequenceStart], TokenMask | None] | None = None,
     ):
         self._runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
-        self._expert_stats = expert_stats or ExpertStats()
+        self._expert_counts = expert_counts
         self._mask_of = mask_of or (lambda start: None)
         self._runs: dict[int, _Run] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
@@ -110,10 +110,6 @@ class PagedExecutor:
             seconds=seconds,
             experts=_difference(self._expert_counts(), before),
         )
-
-    def _expert_counts(self) -> tuple[int, int, int]:
-        stats = self._expert_stats
-        return stats.num_rows, stats.num_samples, stats.num_touched
 
     def _started(self, start: SequenceStart) -> _Run:
         try:

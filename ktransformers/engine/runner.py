@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ktransformers.cache.static import StaticCache
 from ktransformers.engine.context import static_context
+from ktransformers.engine.decode import DecodeSteps, StepInputs
 from ktransformers.engine.layout import StepLayout
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.kernels.native import WorkerPool
@@ -24,25 +24,14 @@ __all__ = ["ModelRunner", "StaticRunner", "StepInputs"]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """A step on the devices of the layers.
-
-    hidden_states: [1, T, H], what the embedding gave, and positions int64 [1, T], on the first layer's device; keep:
-    int64 [N] rows, on the last layer's. context: replicated on all of them.
-    """
-
-    hidden_states: torch.Tensor
-    positions: torch.Tensor
-    keep: torch.Tensor
-    context: ForwardContext
-
-
 class ModelRunner:
     """A loaded model, one flattened step at a time. Whose tokens they are is in the context.
 
-    layout: the devices of its layers; the CPU alone when None.
+    layout: the devices of its layers; the CPU alone when None. decode: how steps of few rows run on a GPU, once they
+    are prepared; like all others when None.
     """
+
+    decode: DecodeSteps | None = None
 
     def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None):
         self.layout = None if layout is None or layout.is_cpu else layout
@@ -58,12 +47,11 @@ class ModelRunner:
     ) -> torch.Tensor:
         """One flattened step of any sequences: int64 [T] ids and positions, int64 [N] rows to keep.
 
-        Everything comes and goes on the CPU. Returns their logits, fp32 [N, vocab_size]. Checks nothing: `forward`
-        does for one sequence.
+        Everything comes and goes on the CPU. Returns their logits, fp32 [N, vocab_size], valid until the next step.
+        Checks nothing: `forward` does for one sequence.
         """
         if self.layout is not None:
-            inputs = self.inputs_of(self.layout, token_ids, positions, context, keep)
-            return self.run(inputs).to("cpu", torch.float32)
+            return self._gpu_step(self.layout, token_ids, positions, context, keep)
         with self._math:
             output = self.model(
                 input_ids=token_ids[None],
@@ -73,6 +61,22 @@ class ModelRunner:
                 forward_context=context,
             )
         logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _gpu_step(
+        self,
+        layout: StepLayout,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+    ) -> torch.Tensor:
+        if self.decode is not None and len(token_ids) <= self.decode.max_rows:
+            hidden_states = layout.embedding(token_ids[None])[0]
+            logits = self.decode.step(hidden_states, positions, context, keep)
+        else:
+            logits = self.run(self.inputs_of(layout, token_ids, positions, context, keep)).to("cpu", torch.float32)
+        layout.check_experts()
         return logits
 
     @torch.inference_mode()

@@ -18,7 +18,7 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
-from ktransformers.operators.device import Devices
+from ktransformers.operators.device import Device, Devices
 from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["COMMON_KWARGS", "ExpertStats", "Operator", "OperatorConfig", "Placement", "Requirements"]
@@ -46,7 +46,8 @@ class ExpertStats:
     """How the routed experts of a model are used, counted as they run.
 
     num_rows: (token, expert) pairs computed. Every sample_every-th call of any layer is looked at closely:
-    num_samples of them, which touched num_touched distinct experts together.
+    num_samples of them, which touched num_touched distinct experts together. `totals` adds what runs in the order of a
+    GPU's stream, where every call is looked at.
     """
 
     SAMPLE_EVERY: ClassVar[int] = 61  # prime, so that all layers get their turn
@@ -60,6 +61,17 @@ class ExpertStats:
     def count(self, num_rows: int) -> None:
         """A layer's call whose ids are on a GPU: looking at them would make the host wait."""
         self.num_rows += num_rows
+
+    def totals(self, devices: Devices) -> tuple[int, int, int]:
+        """(num_rows, num_samples, num_touched) with those of the devices' expert streams."""
+        rows, samples, touched = self.num_rows, self.num_samples, self.num_touched
+        for stream in devices.expert_streams():
+            rows, samples, touched = (
+                rows + stream.num_pairs,
+                samples + stream.num_forwards,
+                touched + stream.num_touched,
+            )
+        return rows, samples, touched
 
     def note(self, topk_ids: torch.Tensor) -> None:
         """topk_ids int64 [T, K] of one layer's call."""
@@ -129,6 +141,7 @@ class Operator(nn.Module, ABC):
         self.config = config
         self.placement = placement or Placement()
         self.device = config.devices[self.placement.generate_device]
+        self.home: Device = self.device  # of its decoder layer, which is known when the plan is applied
 
     def op(self, phase: Phase) -> str:
         """The implementation that runs in `phase`, for the plan's table."""

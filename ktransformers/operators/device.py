@@ -11,11 +11,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ktransformers.kernels.cuda import CudaDriver, StreamDriver
+from ktransformers.kernels.expert_stream import StreamedExperts, StreamShape
+from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.linear import Workspace
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, uses_vector_path
 
-__all__ = ["CPU", "Device", "Devices", "cuda_memory", "distinct", "give_back", "use"]
+__all__ = ["CPU", "STREAM_ROWS", "Device", "Devices", "cuda_memory", "distinct", "give_back", "use"]
+
+STREAM_ROWS = 512
+"""Rows up to which experts on the CPU run in the order of a GPU's stream."""
 
 _LINEAR_ROWS = 64  # rows of activations above which no product splits its columns
 
@@ -25,13 +31,15 @@ class Device:
     """One device that operators run on.
 
     name: as placements spell it. torch_device: where its tensors are. dtype: of activations, dense weights and cache.
-    is_gpu: whether modules on it run on Triton kernels and torch rather than on the native CPU kernels.
+    is_gpu: whether modules on it run on Triton kernels and torch rather than on the native CPU kernels. make_driver:
+    access to its streams.
     """
 
     name: str
     torch_device: torch.device
     dtype: torch.dtype
     is_gpu: bool
+    make_driver: Callable[[torch.device], StreamDriver] = CudaDriver
     _scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -70,6 +78,18 @@ class Device:
             made = self._scratch[shape] = MoeWorkspace.allocate(x, top_k, experts, up, down)
         return made
 
+    def expert_stream(self, top_k: int, hidden_size: int, pool: WorkerPool) -> StreamedExperts:
+        """The hand-over of experts on the CPU to this GPU; kept, and shared by all layers of these sizes."""
+        shape = StreamShape(STREAM_ROWS, top_k, hidden_size, self.dtype)
+        made = self._scratch.get((shape, pool))
+        if not isinstance(made, StreamedExperts):
+            made = self._scratch[shape, pool] = StreamedExperts(pool, shape, self.make_driver(self.torch_device))
+        return made
+
+    def expert_streams(self) -> list[StreamedExperts]:
+        """All that were made."""
+        return [made for made in self._scratch.values() if isinstance(made, StreamedExperts)]
+
     def workspace_nbytes(self) -> int:
         """Bytes that a GPU holds beside weights and cache: workspaces of small steps, and room for a prefill step."""
         return _STEP_BYTES if self.is_gpu else 0
@@ -91,6 +111,15 @@ class Devices:
         if device is None:
             device = self._made[name] = self.gpu(name)
         return device
+
+    def expert_streams(self) -> list[StreamedExperts]:
+        """Those of all devices."""
+        return [stream for device in self._made.values() for stream in device.expert_streams()]
+
+    def close(self) -> None:
+        """Stop what runs beside them. Graphs must not be replayed any more."""
+        for stream in self.expert_streams():
+            stream.close()
 
 
 def use(device: torch.device) -> None:

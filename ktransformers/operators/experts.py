@@ -16,11 +16,12 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import native
+from ktransformers.kernels.expert_stream import StreamedExperts
 from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeight
 from ktransformers.kernels.quant import Fp8Matrix
 from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
-from ktransformers.operators.device import give_back
+from ktransformers.operators.device import STREAM_ROWS, give_back
 from ktransformers.operators.gpu_experts import GpuExperts, gpu_experts_nbytes, why_not_on_gpu
 from ktransformers.operators.relaid import relaid_experts, relaid_nbytes
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, WeightSource
@@ -32,13 +33,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A forward that was issued. For now the work is done when `submit` returns: there is nothing to overlap.
+    """A forward that was issued.
 
-    output: on the device of the experts; like: the input, which says where and in which type the result is wanted.
+    output: on the device of the experts, None while it is computed in the order of a stream; like: the input, which
+    says where and in which type the result is wanted.
     """
 
-    output: torch.Tensor
     like: torch.Tensor
+    output: torch.Tensor | None = None
+    stream: StreamedExperts | None = None
 
 
 def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
@@ -99,7 +102,8 @@ class KTransformersExperts(Operator):
     Runs on the CPU's SIMD units on the file's own blocks (KExpertsCPU), or, placed on a GPU by generate_device, on
     quantized weights there (KExpertsMarlin). An expert activation that no native kernel computes runs on the CPU as
     KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so. Inputs may be on another
-    device; results go back to it. `submit` and `collect` are the only places where devices meet.
+    device; results go back to it. `submit` and `collect` are the only places where devices meet: experts on the CPU
+    of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -139,6 +143,7 @@ class KTransformersExperts(Operator):
         self._gpu: GpuExperts | None = None
         self._kernel: native.MoeKernel | None = None
         self._weights: native.ExpertWeights | None = None
+        self._streams: dict[StreamedExperts, int] = {}  # and the layer's number in each
 
     def op(self, phase: Phase) -> str:
         if self.activation is None:
@@ -190,8 +195,10 @@ class KTransformersExperts(Operator):
             self._kernel = native.MoeKernel(self._weights, self.activation, self.config.require_pool())
 
     def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
-        """Issue the forward of [T, H]. The inputs must not change before `collect`."""
+        """Issue the forward of [T, H]. The inputs must not change before `collect`, which must come before the next."""
         device = self.device
+        if self._runs_in_order(hidden_states):
+            return self._submit_in_order(hidden_states, topk_ids, topk_weights)
         rows = device.take(hidden_states.reshape(-1, self.layout.hidden_size)).contiguous()
         ids, weights = device.move(topk_ids), topk_weights.to(device.torch_device, torch.float32).contiguous()
         if self._gpu is not None:
@@ -203,10 +210,32 @@ class KTransformersExperts(Operator):
                 output = self._kernel.forward(rows, ids.contiguous(), weights)
             else:
                 output = self._torch_forward(rows, ids, weights)
-        return Ticket(output.view(hidden_states.shape), hidden_states)
+        return Ticket(hidden_states, output.view(hidden_states.shape))
+
+    def _runs_in_order(self, hidden_states: torch.Tensor) -> bool:
+        home, most = self.home, STREAM_ROWS * self.layout.hidden_size
+        is_there = home.is_gpu and hidden_states.device == home.torch_device
+        return self._kernel is not None and is_there and hidden_states.numel() <= most
+
+    def _submit_in_order(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> Ticket:
+        """On the current stream of the layer's GPU: nothing waits, so that a graph can capture it."""
+        assert self._kernel is not None
+        stream = self.home.expert_stream(topk_ids.shape[-1], self.layout.hidden_size, self._kernel.pool)
+        if stream not in self._streams:
+            self._streams[stream] = stream.add_layer(self._kernel)
+        rows = hidden_states.reshape(-1, self.layout.hidden_size)
+        stream.submit(self._streams[stream], rows, topk_ids, topk_weights)
+        return Ticket(hidden_states, stream=stream)
 
     def collect(self, ticket: Ticket) -> torch.Tensor:
         """Wait for the result of `submit`: [T, H], where its input was and of its type."""
+        if ticket.stream is not None:
+            rows = ticket.like.reshape(-1, self.layout.hidden_size)
+            out = torch.empty(rows.shape, dtype=ticket.stream.shape.dtype, device=rows.device)
+            return give_back(ticket.stream.collect(out).view(ticket.like.shape), ticket.like)
+        assert ticket.output is not None
         return give_back(ticket.output, ticket.like)
 
     def forward(

@@ -6,6 +6,7 @@ the tolerance is that of tests/models/test_agreement.py: what is tested is what 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +14,14 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import SamplingParams
+from ktransformers.core import CAPTURING, SamplingParams
 from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
 from ktransformers.errors import CapacityError, ConfigError, RuleError, UnsupportedError
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from tests.models.test_gguf_models import dequantized
-from tests.support.fake_gpus import fake_hardware
+from tests.support.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model, write_safetensors
 
@@ -43,7 +44,7 @@ def gpu_engine(path: Path, num_gpus: int = 1, **settings: object) -> Engine:
 def logits_in_steps(engine: Engine, ids: list[int]) -> torch.Tensor:
     """Logits of all positions: a prefill, then a few steps of one row."""
     first = engine.runner.forward(ids[:-3], 0, range(len(ids) - 3))
-    rest = [engine.runner.forward([token], len(ids) - 3 + i, [0]) for i, token in enumerate(ids[-3:])]
+    rest = [engine.runner.forward([token], len(ids) - 3 + i, [0]).clone() for i, token in enumerate(ids[-3:])]
     return torch.cat([first, *rest])
 
 
@@ -187,6 +188,69 @@ def test_sequences_share_steps_on_the_gpu(tmp_path: Path) -> None:
     for i, ids in enumerate(prompts):
         want = model.generate(torch.tensor([ids]), max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)
         assert [first.results[i].token_id, second.results[i].token_id] == want[0, len(ids) :].tolist()
+
+
+def test_decode_steps_are_captured_and_change_nothing(tmp_path: Path) -> None:
+    """One sequence, with graphs and without: `==`, and one replay per token. Experts run in the order of the stream."""
+    model = tiny_model("qwen3_moe", seed=1)
+    ids = prompt(model.config.vocab_size)
+    write_safetensors(model, tmp_path)
+    config, graphs, seen = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1), FakeGraphs(), []
+    engine = build_engine(config, lambda *args: seen.append(args), fake_hardware(graphs=graphs))
+    assert graphs.captured == [1]
+    assert seen[-2:] == [(0, 1, CAPTURING), (1, 1, CAPTURING)]
+    got = logits_in_steps(engine, ids)
+    assert graphs.replays == 3
+    (stream,) = engine.plan.devices.expert_streams()
+    # Twice while capturing, once for the prompt and once per replay, in each of two layers.
+    assert stream.num_forwards == 2 * (2 + 1 + 3)
+    without = build_engine(replace(config, use_cuda_graph=False), hardware=fake_hardware(graphs=graphs))
+    assert torch.equal(logits_in_steps(without, ids), got)
+    assert graphs.replays == 3
+    engine.close()
+    without.close()
+
+
+def test_steps_of_a_batch_are_captured(tmp_path: Path) -> None:
+    """Three rows in a graph of four: tokens and counts of experts are those of steps that are not captured."""
+    write_safetensors(tiny_model("deepseek_v3", seed=1), tmp_path)
+    config, graphs = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1), FakeGraphs()
+    results = []
+    for use_cuda_graph in (True, False):
+        paged = build_paged_engine(
+            replace(config, use_cuda_graph=use_cuda_graph),
+            page_size=4,
+            max_batch_size=4,
+            hardware=fake_hardware(graphs=graphs),
+        )
+        starts = [sequence_start(i, [3 + i, 5, 8 - i]) for i in range(3)]
+        rows = [step_row(i, start.token_ids, 0, [i]) for i, start in enumerate(starts)]
+        first = paged.executor.execute(StepPlan(step_id=1, ended=[], starts=starts, rows=rows))
+        tables = [[i, 4 + i] for i in range(3)]
+        rows = [step_row(i, [first.results[i].token_id], 3, tables[i]) for i in range(3)]
+        second = paged.executor.execute(StepPlan(step_id=2, ended=[], starts=[], rows=rows))
+        results.append([result.token_id for result in (*first.results, *second.results)])
+        assert second.experts[0] > 0
+        assert second.experts[2] > 0
+        paged.close()
+    assert results[0] == results[1]
+    assert graphs.captured == [4, 2, 1]
+    assert graphs.replays == 1
+
+
+def test_reasons_not_to_capture(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A module that stays on the CPU would make the host wait."""
+    write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
+    match = "- match: {name: '^model.layers.1.self_attn.q_proj$'}\n"
+    rule = match + "  replace: {class: default, kwargs: {generate_device: cpu}}\n"
+    rules = rules_of("qwen3_moe", tmp_path, "- match", "- match", before=rule)
+    graphs = FakeGraphs()
+    config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1, optimize_config_path=rules)
+    with caplog.at_level(logging.INFO):
+        engine = build_engine(config, hardware=fake_hardware(graphs=graphs))
+    assert not graphs.captured
+    assert "without CUDA graphs: model.layers.1.self_attn.q_proj is on cpu" in caplog.text
+    engine.close()
 
 
 def test_what_does_not_fit_on_the_gpu_is_refused(tmp_path: Path) -> None:

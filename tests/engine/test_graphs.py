@@ -67,6 +67,11 @@ class FakeWork:
         self.expected.append((count, num_tokens))
 
 
+def tokens_of(inputs):
+    """A "hidden state" of these tests is the token's number."""
+    return inputs.hidden_states[:, 0].long().tolist()
+
+
 class CachedModel:
     """Writes tokens to slots; the logits of a row are counts of the tokens that it attends to. Notes batch sizes."""
 
@@ -78,7 +83,7 @@ class CachedModel:
         self.sizes.append(inputs.num_rows)
         if self.work is not None:
             self.work.count += 2
-        for token, slot in zip(inputs.token_ids.tolist(), inputs.slot_mapping.tolist(), strict=True):
+        for token, slot in zip(tokens_of(inputs), inputs.slot_mapping.tolist(), strict=True):
             if slot >= 0:
                 self.cache[slot] = token
         logits = torch.zeros(inputs.num_rows, VOCAB)
@@ -92,7 +97,9 @@ class CachedModel:
 
 def make_graphs(model, sizes=(1, 2, 4), backend=None, **options):
     backend = backend or FakeBackend()
-    return DecodeGraphs(model, sizes, lambda size: StaticInputs(size, 3, CPU), backend, **options), backend
+    return DecodeGraphs(
+        model, sizes, lambda size: StaticInputs(size, 3, CPU, 1, torch.float64), backend, **options
+    ), backend
 
 
 def decode_inputs(sequences, tables):
@@ -101,7 +108,7 @@ def decode_inputs(sequences, tables):
     rows = torch.arange(len(sequences), dtype=torch.int32)
     table = torch.tensor(tables, dtype=torch.int32)
     slots = table[rows.long(), ends // PAGE].long() * PAGE + ends % PAGE
-    tokens = torch.tensor([sequence[-1] for sequence in sequences])
+    tokens = torch.tensor([[sequence[-1]] for sequence in sequences], dtype=torch.float64)
     return DecodeInputs(tokens, ends, slots, rows, (ends + 1).int(), table)
 
 
@@ -137,7 +144,9 @@ def test_the_smallest_that_fits_is_replayed():
     work = FakeWork()
     model = CachedModel(work)
     progress = []
-    graphs, backend = make_graphs(model, works=[work], progress=lambda done, total: progress.append((done, total)))
+    graphs, backend = make_graphs(
+        model, works=lambda: [work], progress=lambda done, total: progress.append((done, total))
+    )
     assert model.sizes == [4, 4, 2, 2, 1, 1]  # each once to warm up and once captured, the largest first
     assert graphs.batch_sizes == (1, 2, 4)
     assert progress == [(0, 3), (1, 3), (2, 3), (3, 3)]
@@ -169,6 +178,16 @@ def test_what_cannot_be_captured_runs_without(fails_below, left, caplog):
     assert bool(left) == any(graph.replays for graph in backend.graphs.values())
 
 
+def test_steps_can_be_padded_without_being_captured():
+    model = CachedModel()
+    graphs = DecodeGraphs(model, (1, 4), lambda size: StaticInputs(size, 3, CPU, 1, torch.float64), None)
+    assert (graphs.batch_sizes, graphs.reason, model.sizes) == ((1, 4), None, [])
+    for rows, size in ((1, 1), (3, 4)):
+        logits = graphs.step(decode_inputs([[7]] * rows, [[s, 0, 0] for s in range(rows)]))
+        assert torch.equal(logits, torch.eye(VOCAB)[7].expand(rows, VOCAB))
+        assert model.sizes.pop() == size
+
+
 def test_an_error_of_the_model_is_no_matter_of_graphs():
     def broken(inputs):
         raise RuntimeError("no such weight")
@@ -178,26 +197,27 @@ def test_an_error_of_the_model_is_no_matter_of_graphs():
 
 
 def test_static_inputs():
-    static = StaticInputs(3, 2, CPU)
+    static = StaticInputs(3, 2, CPU, 3)
     assert static.inputs.slot_mapping.tolist() == [-1] * 3
     source = DecodeInputs(
-        torch.tensor([5, 1 << 40]), torch.tensor([1, 2]), torch.tensor([9, 1 << 33]),
+        torch.tensor([[0.5, 1, 2], [3, 4, 5]]), torch.tensor([1, 1 << 40]), torch.tensor([9, 1 << 33]),
         torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2, 3], dtype=torch.int32),
         torch.tensor([[4], [6]], dtype=torch.int32),
     )  # fmt: skip
-    address = static.inputs.token_ids.data_ptr()
+    address = static.inputs.hidden_states.data_ptr()
     for _ in range(2):
         static.fill(source)
         got = static.inputs
-        assert got.token_ids.tolist() == [5, 1 << 40, 0]
-        assert got.positions.tolist() == [1, 2, 0]
+        assert got.hidden_states.dtype is torch.bfloat16
+        assert got.hidden_states.tolist() == [[0.5, 1, 2], [3, 4, 5], [0, 0, 0]]
+        assert got.positions.tolist() == [1, 1 << 40, 0]
         assert got.slot_mapping.tolist() == [9, 1 << 33, -1]
         assert got.seq_ids.tolist() == [0, 1, 0]
         assert got.kv_lens.tolist() == [2, 3, 0]
         assert got.block_table.tolist() == [[4, 0], [6, 0], [0, 0]]
     static.pad()
     assert static.inputs.kv_lens.tolist() == [0, 0, 0]
-    assert static.inputs.token_ids.data_ptr() == address
+    assert static.inputs.hidden_states.data_ptr() == address
 
 
 class StreamBackend:
@@ -253,10 +273,14 @@ def test_experts_on_the_cpu_beside_the_graph(method):
         return x
 
     def embed(x, ids, inputs):
-        x.copy_(embedding[inputs.token_ids])
-        ids.copy_(inputs.token_ids[:, None] % experts)
+        tokens = inputs.hidden_states[:, 0].long()
+        x.copy_(embedding[tokens])
+        ids.copy_(tokens[:, None] % experts)
 
-    graphs = DecodeGraphs(run, (1, 2, 4), lambda size: StaticInputs(size, 3, CPU), StreamBackend(driver), [streamed])
+    def make(size):
+        return StaticInputs(size, 3, CPU, 1, torch.float64)
+
+    graphs = DecodeGraphs(run, (1, 2, 4), make, StreamBackend(driver), lambda: [streamed])
     for step in range(30):
         tokens = [(step * 7 + row) % VOCAB for row in range(1 + step % 4)]
         got = graphs.step(decode_inputs([[token] for token in tokens], [[0, 0, 0]] * len(tokens)))

@@ -5,18 +5,68 @@ tests/conftest.py chooses the interpreter. With a GPU there is none, and "cuda:N
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from ktransformers.engine.builder import Hardware
+from ktransformers.engine.graphs import CudaGraphs
+from ktransformers.kernels.cuda import CudaDriver
 from ktransformers.operators.device import Device, Devices
 from ktransformers.optimize.machine import Machine
+from tests.support.fake_stream import InstantDriver
 
 GIB = 1 << 30
 
 
-def fake_hardware(num_gpus: int = 1, dtype: torch.dtype = torch.float32, gpu_bytes: int = 4 * GIB) -> Hardware:
+class _Again:
+    """Work that is run again into the tensor of its first result."""
+
+    def __init__(self, work: Callable[[], Tensor]) -> None:
+        self.work, self.result = work, work().clone()
+
+    def replay(self) -> None:
+        self.result.copy_(self.work())
+
+
+class FakeGraphs:
+    """A GraphBackend without a device; notes what was captured and replayed, by number of rows."""
+
+    def __init__(self) -> None:
+        self.captured: list[int] = []
+        self.replays = 0
+
+    def __call__(self, device: torch.device) -> FakeGraphs:
+        return self
+
+    def warm_up(self, work: Callable[[], Tensor]) -> None:
+        work()
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[_Again, Tensor]:
+        graph = _Again(work)
+        self.captured.append(len(graph.result))
+        return graph, graph.result
+
+    def wait(self) -> None:
+        pass
+
+    def replayed(self) -> None:
+        self.replays += 1
+
+
+def fake_hardware(
+    num_gpus: int = 1,
+    dtype: torch.dtype = torch.float32,
+    gpu_bytes: int = 4 * GIB,
+    graphs: FakeGraphs | None = None,
+) -> Hardware:
     """A machine with GPUs that compute in `dtype`."""
     names = [f"cuda:{i}" for i in range(num_gpus)]
     machine = Machine(8 * GIB, 4 * GIB, {"cpu": 4 * GIB, **dict.fromkeys(names, gpu_bytes)})
-    where = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    return Hardware(machine, Devices(lambda name: Device(name, where, dtype, is_gpu=True)))
+    if torch.cuda.is_available():
+        devices = Devices(lambda name: Device(name, torch.device("cuda:0"), dtype, True, CudaDriver))
+        return Hardware(machine, devices, CudaGraphs)
+    where = torch.device("cpu")
+    devices = Devices(lambda name: Device(name, where, dtype, True, lambda device: InstantDriver()))
+    return Hardware(machine, devices, graphs or FakeGraphs())

@@ -1,0 +1,136 @@
+"""Decode steps of a model on one GPU: the same padded inputs, pages and kernels whether they are replayed or not.
+
+So that graphs change speed and nothing else: which kernels run, and in how many parts attention sums, depends on the
+shapes of a step's inputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.cache.paged import PagedCache
+from ktransformers.core import Phase
+from ktransformers.engine.graphs import DecodeGraphs, DecodeInputs, GraphBackend, StaticInputs, decode_batch_sizes
+from ktransformers.engine.layout import StepLayout
+from ktransformers.kernels.native import WorkerPool
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.optimize.plan import Plan
+
+__all__ = ["MAX_GRAPH_ROWS", "DecodeSteps", "StepInputs", "why_not_captured"]
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAPH_ROWS = 256
+"""Largest batch that is captured: above, launching kernels one by one costs little beside running them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step on the devices of the layers.
+
+    hidden_states: [1, T, H], what the embedding gave, and positions int64 [1, T], on the first layer's device; keep:
+    int64 [N] rows, on the last layer's. context: replicated on all of them.
+    """
+
+    hidden_states: Tensor
+    positions: Tensor
+    keep: Tensor
+    context: ForwardContext
+
+
+def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
+    """Why a step cannot be one CUDA graph, or None when nothing is known to speak against it."""
+    if len(layout.devices) > 1:
+        return "the layers live on several devices"
+    home = layout.entry.name
+    for entry in plan.entries:
+        place, operator = entry.placement.generate_device, plan.operators.get(entry.key)
+        is_inside = plan.home_of(entry.key) is not None or entry.key.endswith("lm_head")
+        if place == home or not is_inside or not entry.total_bytes:
+            continue
+        if not isinstance(operator, KTransformersExperts):
+            return f"{entry.key} is on {place}"
+        if operator.activation is None:
+            return f"{entry.key} runs as KExpertsTorch"
+    return None
+
+
+class DecodeSteps:
+    """Steps of up to max_batch_size rows.
+
+    run: the model's forward, from inputs on the GPU to logits there. num_pages: of the longest sequence. backend: None
+    runs steps without capturing them.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[StepInputs], Tensor],
+        layout: StepLayout,
+        cache: PagedCache,
+        pool: WorkerPool,
+        *,
+        max_batch_size: int,
+        num_pages: int,
+        backend: GraphBackend | None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._forward, self._layout, self._cache, self._pool = run, layout, cache, pool
+        device = layout.entry.torch_device
+        self.max_rows = min(max_batch_size, MAX_GRAPH_ROWS)
+        self._keep = torch.arange(self.max_rows, device=device)
+        self._host: Tensor | None = None
+        cuda: Any = torch.cuda  # parts of it have no types
+        # A thread that spins for the GPU would take a core from the experts.
+        self._done = cuda.Event(blocking=True) if device.type == "cuda" else None
+        self._graphs = DecodeGraphs(
+            self._run,
+            decode_batch_sizes(self.max_rows),
+            lambda size: StaticInputs(size, num_pages, device, layout.width, layout.entry.dtype),
+            backend,
+            layout.entry.expert_streams,
+            progress,
+        )
+
+    def _run(self, inputs: DecodeInputs) -> Tensor:
+        context = ForwardContext(
+            cache=self._cache,
+            pool=self._pool,
+            phase=Phase.GENERATE,
+            page_size=self._cache.page_size,
+            slot_mapping=inputs.slot_mapping,
+            seq_ids=inputs.seq_ids,
+            kv_lens=inputs.kv_lens,
+            block_table=inputs.block_table,
+        )
+        keep = self._keep[: inputs.num_rows]
+        hidden = self._layout.entry.take(inputs.hidden_states)
+        return self._forward(StepInputs(hidden[None], inputs.positions[None], keep, context)).float()
+
+    def step(self, hidden_states: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
+        """hidden_states [T, H] of the embedding, the rest on the CPU, T at most max_rows.
+
+        Returns fp32 logits [N, vocab_size] of the rows in `keep` on the CPU, valid until the next step.
+        """
+        inputs = DecodeInputs(
+            hidden_states, positions, context.slot_mapping, context.seq_ids, context.kv_lens, context.block_table
+        )
+        logits = self._to_host(self._graphs.step(inputs))
+        return logits if len(keep) == len(logits) else logits[keep]
+
+    def _to_host(self, logits: Tensor) -> Tensor:
+        if self._done is None:
+            return logits
+        if self._host is None:
+            self._host = torch.empty(self.max_rows, logits.shape[1], dtype=torch.float32, pin_memory=True)
+        host = self._host[: len(logits)]
+        host.copy_(logits, non_blocking=True)
+        self._done.record()
+        self._done.synchronize()
+        return host
