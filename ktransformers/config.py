@@ -40,8 +40,8 @@ class EngineConfig:
     chunk_size: most tokens one prefill step carries.
     cpu_quant: GGML type that experts from BF16, F16, F32 or FP8 are quantized to while loading.
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
-    use_cuda: whether modules that rules place on cuda go to a GPU; steps run eagerly there for now, without graphs.
-    use_cuda_graph: whether decode steps on a GPU are captured once and replayed. Without a GPU there are none.
+    use_cuda: whether modules that rules place on cuda go to a GPU; None where there is one.
+    use_cuda_graph: whether decode steps on a GPU are captured once and replayed; None where they are on one.
     """
 
     model_path: Path | None = None
@@ -55,8 +55,8 @@ class EngineConfig:
     gpu_memory: float = 0.0
     strict: bool = False
     trust_remote_code: bool = False
-    use_cuda: bool = False
-    use_cuda_graph: bool = True
+    use_cuda: bool | None = None
+    use_cuda_graph: bool | None = None
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:
         """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError.

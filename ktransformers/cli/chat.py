@@ -73,8 +73,6 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UnsupportedError(
             "--mode long_context is not supported; use --mode normal and a --cache_lens as long as the context you need"
         )
-    if args.use_cuda_graph:
-        _log.warning("--use_cuda_graph has no effect yet: steps on a GPU run eagerly")
 
 
 def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:

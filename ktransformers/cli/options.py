@@ -121,7 +121,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="most memory to use of each GPU; 0: all that is free (%(default)s)",
     )
-    add_toggle(group, "use_cuda", default=False, help="place modules on GPUs where rules say cuda (experimental; off)")
+    add_toggle(group, "use_cuda", default=None, help="place modules on GPUs where rules say cuda (on if there are any)")
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
     group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
     group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
@@ -142,7 +142,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         strict=args.strict,
         trust_remote_code=args.trust_remote_code,
         use_cuda=args.use_cuda,
-        use_cuda_graph=args.use_cuda_graph is not False,
+        use_cuda_graph=args.use_cuda_graph,
     )
 
 

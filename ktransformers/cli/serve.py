@@ -103,8 +103,6 @@ def _check_flags(args: argparse.Namespace) -> None:
                 _log.warning(
                     "--%s has no effect: the %s backend computes one request at a time", flag, args.backend_type
                 )
-    if args.use_cuda_graph:
-        _log.warning("--use_cuda_graph has no effect yet: steps on a GPU run eagerly")
     if args.model is not None and (args.model_path is not None or args.gguf_path is not None):
         raise ConfigError("give the model once: as the argument, or with --model_path and --gguf_path")
 

@@ -119,16 +119,20 @@ class Hardware:
 
     @classmethod
     def detect(cls, config: EngineConfig) -> Hardware:
-        """This machine; its GPUs only where the configuration asks for them."""
+        """This machine; its GPUs unless the configuration wants none."""
         machine = detect_machine()
         gpus = [name for name in machine.devices if name != "cpu"]
-        if gpus and not config.use_cuda:
-            logger.info("%s left alone: pass --use_cuda to place modules there", ", ".join(gpus))
+        if config.use_cuda is False:
             machine = replace(machine, devices={"cpu": machine.devices["cpu"]})
-        if config.gpu_memory and not config.use_cuda:
-            logger.warning("--gpu_memory has no effect without --use_cuda")
-        if config.use_cuda and not gpus:
-            logger.warning("--use_cuda: no GPU can be used on this machine; everything runs on the CPU")
+        if not gpus or config.use_cuda is False:
+            asked = {
+                "--use_cuda": config.use_cuda,
+                "--gpu_memory": config.gpu_memory,
+                "--use_cuda_graph": config.use_cuda_graph,
+            }
+            reason = "no GPU can be used on this machine" if not gpus else "--no_use_cuda"
+            for flag in (flag for flag, value in asked.items() if value):
+                logger.warning("%s has no effect (%s): everything runs on the CPU", flag, reason)
         return cls(machine)
 
 
@@ -305,7 +309,7 @@ class _Decoding:
         if layout is None:
             return None
         reason = why_not_captured(self.plan, layout)
-        if reason is None and not self.opened.config.use_cuda_graph:
+        if reason is None and self.opened.config.use_cuda_graph is False:
             reason = "--no_use_cuda_graph"
         if reason is None:
             backend = self.hardware.make_graphs(layout.entry.torch_device)

@@ -36,7 +36,9 @@ class EngineOptions(TypedDict, total=False):
     max_new_tokens: int
     cpu_infer: int
     cpu_quant: str | None
-    use_cuda: bool
+    gpu_memory: float
+    use_cuda: bool | None
+    use_cuda_graph: bool | None
     strict: bool
     trust_remote_code: bool
 

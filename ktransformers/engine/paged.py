@@ -99,7 +99,7 @@ class PagedExecutor:
             self._runs[start.run_id] = self._started(start)
         kept = self._kept(plan.rows)
         logits = self._forward(plan.rows, kept)
-        results = self._sample(plan.rows, logits[kept.sampled])
+        results = self._sample(plan.rows, _rows(logits, kept.sampled))
         self._previous = [0 if result.token_id is None else result.token_id for result in results]
         scored = [self._score(row, logits[at : at + count]) for row, at, count in kept.scored]
         seconds = time.perf_counter() - began
@@ -154,7 +154,9 @@ class PagedExecutor:
         samplers = [run.sampler for run in runs if run.sampler is not None]
         positions = [sampled[i].start + sampled[i].num_tokens for i in good]
         results = [RowResult(None, error=run.error) for run in runs]
-        for i, sampler, token in zip(good, samplers, sample_each(logits[good], samplers, positions), strict=True):
+        for i, sampler, token in zip(
+            good, samplers, sample_each(_rows(logits, good), samplers, positions), strict=True
+        ):
             if isinstance(token, KTransformersError):
                 results[i] = RowResult(None, error=str(token))
             else:
@@ -171,6 +173,11 @@ class PagedExecutor:
             token_logprobs(values, start.token_ids[row.start + 1 + i], count) for i, values in enumerate(logits)
         ]
         return PromptLogprobs(run_id=row.run_id, start=row.start + 1, entries=entries)
+
+
+def _rows(logits: torch.Tensor, wanted: list[int]) -> torch.Tensor:
+    """Rows in ascending order; no copy when they are all wanted."""
+    return logits if len(wanted) == len(logits) else logits[wanted]
 
 
 def _difference(now: tuple[int, int, int], before: tuple[int, int, int]) -> tuple[int, int, int]:

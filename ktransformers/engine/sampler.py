@@ -267,9 +267,10 @@ def sample_each(
             f"logits {tuple(logits.shape)} do not fit {len(requests)} requests, {len(positions)} positions"
         )
     rows = logits.detach().to("cpu", torch.float32).contiguous()
-    numbers = uniforms([request.seed for request in requests], positions)
-    each = list(zip(rows, requests, positions, map(float, numbers), strict=True))
-    is_long = sum(not request.params.is_greedy for request in requests) > 1 and logits.shape[1] >= _PARALLEL_VOCAB
+    num_random = sum(not request.params.is_greedy for request in requests)
+    numbers = uniforms([request.seed for request in requests], positions).tolist() if num_random else [0.0] * len(rows)
+    each = list(zip(rows, requests, positions, numbers, strict=True))
+    is_long = num_random > 1 and logits.shape[1] >= _PARALLEL_VOCAB
     if not is_long:
         return [_sample_one(*one) for one in each]
     return list(_threads().map(lambda one: _sample_one(*one), each))
@@ -285,9 +286,8 @@ def _sample_one(
     row: torch.Tensor, request: RequestSampler, position: int, uniform: float
 ) -> SampledToken | KTransformersError:
     values = row.numpy()
-    finite = np.isfinite(values)
-    if not finite.all():
-        bad = int(np.argmin(finite))
+    if not np.isfinite(values.min()) or not np.isfinite(values.max()):  # both pass NaN on; faster than asking each
+        bad = int(np.argmin(np.isfinite(values)))
         return KTransformersError(
             f"the model computed {values[bad]} as the logit of token {bad} at position {position}: "
             "its weights are damaged, or they do not fit its config"

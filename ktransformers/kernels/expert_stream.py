@@ -89,12 +89,13 @@ class StreamedExperts:
             raise TypeError(f"experts take bf16 or fp32, got {shape.dtype}")
         self.shape, self.method = shape, method or choose_hand_over(driver)
         self._driver, self._pool = driver, pool
-        self._hidden = driver.pinned((shape.max_tokens, shape.hidden_size), shape.dtype)
-        self._out = driver.pinned((shape.max_tokens, shape.hidden_size), shape.dtype)
-        self._ids = driver.pinned((shape.max_tokens, shape.top_k), torch.int32)
-        self._weights = driver.pinned((shape.max_tokens, shape.top_k), torch.float32)
-        self._num_tokens = driver.pinned((1,), torch.int32)
-        self._word = driver.pinned((1,), torch.int32)
+        with torch.inference_mode(False):  # which may be on in the first step, but not where they are written later
+            self._hidden = driver.pinned((shape.max_tokens, shape.hidden_size), shape.dtype)
+            self._out = driver.pinned((shape.max_tokens, shape.hidden_size), shape.dtype)
+            self._ids = driver.pinned((shape.max_tokens, shape.top_k), torch.int32)
+            self._weights = driver.pinned((shape.max_tokens, shape.top_k), torch.float32)
+            self._num_tokens = driver.pinned((1,), torch.int32)
+            self._word = driver.pinned((1,), torch.int32)
         self._word_address = driver.device_address(self._word) if self.method is HandOver.MEMORY else 0
         buffers = (self._hidden, self._ids, self._weights, self._out, self._num_tokens)
         is_bf16 = shape.dtype == torch.bfloat16

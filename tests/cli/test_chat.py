@@ -175,9 +175,7 @@ def test_errors_of_flags(chat: Chat) -> None:
     assert chat("", "--temperature", "-1", code=1)[1] == "error: temperature must be at least 0, got -1.0\n"
     assert "did you mean --cache_lens?" in chat("", "--cache-len", "5", code=2)[1]
     assert "expected one argument" in chat("", "--system", code=2)[1]
-    err = chat("", "--top_p", "0.5", "--use-cuda-graph")[1]
-    assert "--top_p: no effect at temperature 0" in err
-    assert "--use_cuda_graph has no effect" in err
+    assert "--top_p: no effect at temperature 0" in chat("", "--top_p", "0.5", "--use-cuda-graph")[1]
     assert chat("", "--no-use_cuda_graph", "--log_level", "error", "--top_p", "0.5")[1] == ""
 
 

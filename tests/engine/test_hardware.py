@@ -1,4 +1,4 @@
-"""GPUs are used where the configuration asks for them, and nothing about that is silent."""
+"""GPUs are used unless the configuration wants none, and nothing about that is silent."""
 
 from __future__ import annotations
 
@@ -12,25 +12,36 @@ from ktransformers.engine.builder import Hardware
 from ktransformers.optimize.machine import Machine
 
 
-def found(monkeypatch: pytest.MonkeyPatch, devices: dict[str, int], use_cuda: bool) -> dict[str, int]:
+def found(monkeypatch: pytest.MonkeyPatch, devices: dict[str, int], **settings: object) -> dict[str, int]:
     monkeypatch.setattr(builder, "detect_machine", lambda: Machine(8, 4, devices))
-    return dict(Hardware.detect(EngineConfig(use_cuda=use_cuda)).machine.devices)
+    return dict(Hardware.detect(EngineConfig(**settings)).machine.devices)  # type: ignore[arg-type]
 
 
-def test_gpus_are_left_alone_unless_asked_for(
+def test_gpus_are_used_unless_they_are_not_wanted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert found(monkeypatch, {"cpu": 4, "cuda:0": 2}, use_cuda=False) == {"cpu": 4}
-    assert "cuda:0 left alone: pass --use_cuda" in caplog.text
-    assert found(monkeypatch, {"cpu": 4, "cuda:0": 2}, use_cuda=True) == {"cpu": 4, "cuda:0": 2}
-    assert found(monkeypatch, {"cpu": 4}, use_cuda=True) == {"cpu": 4}
-    assert "--use_cuda: no GPU can be used" in caplog.text
+    both = {"cpu": 4, "cuda:0": 2}
+    assert found(monkeypatch, both) == both
+    assert found(monkeypatch, both, use_cuda=True) == both
+    assert found(monkeypatch, both, use_cuda=False) == {"cpu": 4}
+    assert found(monkeypatch, {"cpu": 4}) == {"cpu": 4}
+    assert not caplog.text
 
 
-def test_a_budget_without_gpus_is_said_to_be_idle(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"use_cuda": True}, "--use_cuda"),
+        ({"gpu_memory": 4.0}, "--gpu_memory"),
+        ({"use_cuda_graph": True}, "--use_cuda_graph"),
+    ],
+)
+def test_flags_without_a_gpu_are_said_to_be_idle(
+    settings: dict[str, object], flag: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(builder, "detect_machine", lambda: Machine(8, 4, {"cpu": 4}))
-    Hardware.detect(EngineConfig(gpu_memory=4.0))
-    assert "--gpu_memory has no effect without --use_cuda" in caplog.text
+    found(monkeypatch, {"cpu": 4}, **settings)
+    assert f"{flag} has no effect (no GPU can be used on this machine)" in caplog.text
+    if flag != "--use_cuda":
+        found(monkeypatch, {"cpu": 4, "cuda:0": 2}, use_cuda=False, **settings)
+        assert f"{flag} has no effect (--no_use_cuda)" in caplog.text
