@@ -153,7 +153,16 @@ WorkerPool::WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kerne
 
 WorkerPool::~WorkerPool() { close(); }
 
-void WorkerPool::keep_awake(std::chrono::nanoseconds time) { awake_until_.store(steady_ns() + time.count(), std::memory_order_relaxed); }
+void WorkerPool::keep_awake(std::chrono::nanoseconds time) { awake_until_.store(steady_ns() + time.count()); }
+
+void WorkerPool::wake() {
+  if (sleepers_.load() == 0) return;
+  {
+    // A worker between its last look at posted_ and awake_until_ and its wait hears the call then.
+    const std::lock_guard<std::mutex> lock(sleep_->mutex);
+  }
+  sleep_->wake.notify_all();
+}
 
 void WorkerPool::bind_caller() const { static_cast<void>(bind_to(places_.front().cpus)); }
 
@@ -299,13 +308,7 @@ void WorkerPool::run(const std::vector<int64_t>& ends, TaskFn fn, const void* co
   const uint64_t number = posted_.load(std::memory_order_relaxed) + 1;
   open_.store(number);
   posted_.store(number);
-  if (sleepers_.load() > 0) {
-    // Taking the mutex once makes sure that a worker between its last look at posted_ and its wait hears the call.
-    {
-      const std::lock_guard<std::mutex> lock(sleep_->mutex);
-    }
-    sleep_->wake.notify_all();
-  }
+  wake();
   work(0);
   open_.store(0);
   while (!spin_until([this] { return !any_busy(); })) std::this_thread::yield();
@@ -323,14 +326,14 @@ void WorkerPool::worker_main(int thread) {
   set_float_mode(kFloatMode);
   Slot& slot = slots_[static_cast<size_t>(thread)];
   uint64_t seen = 0;
+  const auto posted = [&] { return posted_.load() != seen; };
+  const auto is_kept_awake = [&] { return steady_ns() < awake_until_.load(); };
   for (;;) {
-    const auto posted = [&] { return posted_.load() != seen; };
-    bool is_posted = spin_until(posted);
-    while (!is_posted && steady_ns() < awake_until_.load(std::memory_order_relaxed)) is_posted = spin_until(posted);
-    if (!is_posted) {
+    while (!spin_until(posted)) {
+      if (is_kept_awake()) continue;
       std::unique_lock<std::mutex> lock(sleep_->mutex);
       sleepers_.fetch_add(1);
-      sleep_->wake.wait(lock, posted);
+      sleep_->wake.wait(lock, [&] { return posted() || is_kept_awake(); });
       sleepers_.fetch_sub(1);
     }
     if (stop_.load()) return;

@@ -61,8 +61,10 @@ class WorkerPool {
   int num_bound() const { return num_bound_.load(); }
   const KernelTable& kernels() const { return kernels_; }
 
-  // For this long, threads without work do not go to sleep: a job is coming.
+  // For this long (from now; 0: not longer than usual) threads without work do not go to sleep: a job is coming.
   void keep_awake(std::chrono::nanoseconds time);
+  // Those that sleep already get up, if they are to be awake.
+  void wake();
 
   // Binds the calling thread, which will be thread 0 of jobs, to the CPUs of that thread's place.
   void bind_caller() const;

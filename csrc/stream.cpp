@@ -243,8 +243,11 @@ bool ExpertStream::next(Work& work) {
       shared_->wake.wait(lock, is_called);
     }
     const uint64_t expects = num_expects_.load();
-    if (expects != seen) began = Clock::now();
+    if (expects == seen) continue;
+    began = Clock::now();
     seen = expects;
+    lock.unlock();
+    if (outstanding_.load() > 0) pool_.wake();  // while the GPU is before its first layer of experts
   }
 }
 
@@ -269,7 +272,7 @@ void ExpertStream::finish(const Work& work) {
     outstanding_.store(left);
     is_more = left > 0;
   }
-  if (is_more) pool_.keep_awake(kAwake);
+  pool_.keep_awake(is_more ? Clock::duration(kAwake) : Clock::duration(0));  // cores are for those who use the result
   if (work.call == nullptr) return clear_word();
   work.call->done.fetch_add(1);
   if (num_waiting_.load() == 0) return;

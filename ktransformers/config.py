@@ -36,7 +36,8 @@ class EngineConfig:
     model_path: folder with config.json and tokenizer (and, when gguf_path is absent, safetensors weights).
     gguf_path: a GGUF file, a folder of GGUF files, or a folder of safetensors. One of the two must be given.
     cache_lens: tokens the static cache holds; 0 lets the builder take min(model's context, 8192).
-    cpu_infer: worker threads of the native kernels; 0 means one per physical core.
+    cpu_infer: worker threads of the native kernels; 0 lets the builder take one per physical core, less one for the
+    thread that serves a GPU where there is one.
     chunk_size: most tokens one prefill step carries.
     cpu_quant: GGML type that experts from BF16, F16, F32 or FP8 are quantized to while loading.
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
@@ -84,6 +85,5 @@ class EngineConfig:
             self,
             model_path=None if self.model_path is None else Path(self.model_path),
             gguf_path=None if self.gguf_path is None else Path(self.gguf_path),
-            cpu_infer=self.cpu_infer or physical_cores(),
             cpu_quant=None if self.cpu_quant is None else self.cpu_quant.lower(),
         )

@@ -25,7 +25,7 @@ from ktransformers.cli.bench_kernels import machine_facts, shown_machine
 from ktransformers.cli.bench_llama_model import llama_model_peer
 from ktransformers.cli.bench_peer import PeerProcess, is_missing
 from ktransformers.cli.bench_work import ModelWork
-from ktransformers.config import EngineConfig
+from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine, build_paged_engine
 from ktransformers.errors import ConfigError
@@ -190,10 +190,10 @@ def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> None
 
     peers: of llama.cpp; one that is not installed is said and left out. Errors are those of `build_paged_engine`.
     """
-    config = replace(config, cache_lens=_num_slots(work)).resolved()
+    config = replace(config, cache_lens=_num_slots(work), use_cuda=False).resolved()
     assert config.gguf_path is not None
     gguf = open_gguf(config.gguf_path)
-    weights, threads = weights_of(gguf), config.cpu_infer
+    weights, threads = weights_of(gguf), config.cpu_infer or physical_cores()
     with ExitStack() as stack:
         children = _start_peers(peers, gguf.files[0].path, threads, weights, work)
         for child in children:

@@ -112,7 +112,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--chunk_size", type=int, default=config.chunk_size, help="most prompt tokens of one step (%(default)s)"
     )
     group.add_argument("--cache_lens", type=int, default=config.cache_lens, help="tokens in the cache; 0: automatic")
-    group.add_argument("--cpu_infer", type=int, default=config.cpu_infer, help="worker threads; 0: one per core")
+    group.add_argument(
+        "--cpu_infer", type=int, default=config.cpu_infer, help="worker threads; 0: one per core, less one with a GPU"
+    )
     group.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
     group.add_argument(
         "--gpu_memory",

@@ -15,7 +15,7 @@ import torch
 
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.cache.static import StaticCache
-from ktransformers.config import EngineConfig
+from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.core import CAPTURING
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
@@ -117,6 +117,15 @@ class Hardware:
     devices: Devices = field(default_factory=Devices)
     make_graphs: Callable[[torch.device], GraphBackend] = CudaGraphs
 
+    @property
+    def num_threads(self) -> int:
+        """Worker threads when nobody says how many. The thread that talks to a GPU gets a core of its own.
+
+        Where it must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers.
+        """
+        cores = physical_cores()
+        return cores - 1 if len(self.machine.devices) > 1 and cores > 2 else cores
+
     @classmethod
     def detect(cls, config: EngineConfig) -> Hardware:
         """This machine; its GPUs unless the configuration wants none."""
@@ -210,8 +219,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
     hardware: what to run on; this machine when None.
     """
     opened = open_model(config)
+    hardware = hardware or Hardware.detect(opened.config)
+    opened.config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
     with _new_pool(opened.config.cpu_infer) as pool:
-        hardware = hardware or Hardware.detect(opened.config)
         plan, shapes = _make_plan(opened, hardware, pool)
         max_len = cache_len_of(opened.config, opened.hf_config)
         plan = _with_cache(plan, shapes, max_len)
@@ -251,8 +261,9 @@ def build_paged_engine(
     opened: the model, when it is open already (a synthetic one, say); its config counts.
     """
     opened, expert_stats = opened or open_model(config), expert_stats or ExpertStats()
+    hardware = hardware or Hardware.detect(opened.config)
+    opened.config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
     with _new_pool(opened.config.cpu_infer) as pool:
-        hardware = hardware or Hardware.detect(opened.config)
         plan, shapes = _make_plan(opened, hardware, pool, expert_stats)
         num_pages = _num_pages(opened, plan, shapes, page_size, max_batch_size)
         plan = _with_cache(plan, shapes, num_pages * page_size)

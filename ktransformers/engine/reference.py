@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import torch
 
-from ktransformers.config import EngineConfig
+from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.engine.builder import Progress, cache_len_of
 from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.session import Session
@@ -114,7 +114,7 @@ def build_reference_engine(config: EngineConfig, progress: Progress | None = Non
     opened = open_model(config)
     _check_fits(opened.model)
     described = describe_model(opened)
-    torch.set_num_threads(opened.config.cpu_infer)
+    torch.set_num_threads(opened.config.cpu_infer or physical_cores())
     model = _from_safetensors(opened) if opened.gguf is None else _from_gguf(opened, progress)
     return ReferenceEngine(opened, model.eval(), described)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ktransformers.errors import KernelError
 from ktransformers.kernels.triton import runtime
-from ktransformers.kernels.triton.convert import convert_rows
+from ktransformers.kernels.triton.convert import convert_rows, wait_for_word
 
 __all__ = ["CudaDriver", "StreamDriver"]
 
@@ -90,7 +90,8 @@ def _load_driver() -> ctypes.CDLL:
 class CudaDriver:
     """The StreamDriver of a CUDA device. Raises KernelError when a call fails, with the driver's own words.
 
-    uses_kernels: whether one Triton kernel makes small copies, where there is Triton, rather than copy engines.
+    uses_kernels: whether Triton kernels make small copies and wait for values, where there is Triton, rather than copy
+    engines and the stream's own operation.
     """
 
     def __init__(self, device: torch.device | str, uses_kernels: bool = True) -> None:
@@ -125,6 +126,10 @@ class CudaDriver:
         self._call_on_stream("cuStreamWriteValue32_v2", address, value, 0)
 
     def wait_value(self, address: int, value: int) -> None:
+        if self._uses_kernels:
+            with torch.cuda.device(self.device):
+                wait_for_word(address, value)
+            return
         self._call_on_stream("cuStreamWaitValue32_v2", address, value, _WAIT_EQUAL)
 
     def memory_operations(self) -> str | None:

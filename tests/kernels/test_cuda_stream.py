@@ -91,22 +91,26 @@ def test_decode_graphs_equal_eager_steps(experts, kernels):
     device = torch.device("cuda", torch.cuda.current_device())
 
     def run(step: DecodeInputs) -> torch.Tensor:
-        x = embedding[step.token_ids]
-        ids = (step.token_ids[:, None] + torch.arange(TOP_K, device="cuda")) % EXPERTS
+        tokens = step.hidden_states[:, 0].long()
+        x = embedding[tokens]
+        ids = (tokens[:, None] + torch.arange(TOP_K, device="cuda")) % EXPERTS
         for layer in range(LAYERS):
             experts.submit(layer, x, ids, weights[: len(x)])
             shared = torch.tanh(x)  # what runs beside the CPU
             x = x + shared + experts.collect(torch.empty_like(x))
         return x.float()
 
-    graphs = DecodeGraphs(run, (1, 2, 4), lambda size: StaticInputs(size, 3, device), CudaGraphs(device), [experts])
+    def make(size: int) -> StaticInputs:
+        return StaticInputs(size, 3, device, 1, torch.float32)
+
+    graphs = DecodeGraphs(run, (1, 2, 4), make, CudaGraphs(device), lambda: [experts])
     assert graphs.reason is None
     assert graphs.batch_sizes == (1, 2, 4)
     for number in range(200):
         rows = 1 + number % 4
         tokens = (torch.arange(rows) * 7 + number) % 50
         row = torch.arange(rows, dtype=torch.int32)
-        step = DecodeInputs(tokens, tokens, tokens, row, row, torch.zeros(rows, 3, dtype=torch.int32))
+        step = DecodeInputs(tokens[:, None].float(), tokens, tokens, row, row, torch.zeros(rows, 3, dtype=torch.int32))
         got = graphs.step(step).clone()
         if number % 10 == 0:
             assert torch.equal(got, run(step.to(device)))
@@ -118,11 +122,11 @@ def test_a_step_that_synchronizes_is_not_captured():
     device = torch.device("cuda", torch.cuda.current_device())
 
     def run(step: DecodeInputs) -> torch.Tensor:
-        return torch.full((step.num_rows, 2), float(step.token_ids.sum().item()), device=device)
+        return torch.full((step.num_rows, 2), float(step.hidden_states.sum().item()), device=device)
 
-    graphs = DecodeGraphs(run, (1, 2), lambda size: StaticInputs(size, 1, device), CudaGraphs(device))
+    graphs = DecodeGraphs(run, (1, 2), lambda size: StaticInputs(size, 1, device, 1), CudaGraphs(device))
     assert graphs.batch_sizes == ()
     assert graphs.reason is not None
     row = torch.zeros(1, dtype=torch.int32)
-    step = DecodeInputs(torch.tensor([7]), torch.tensor([0]), torch.tensor([0]), row, row, torch.zeros(1, 1).int())
+    step = DecodeInputs(torch.tensor([[7.0]]), torch.tensor([0]), torch.tensor([0]), row, row, torch.zeros(1, 1).int())
     assert graphs.step(step).tolist() == [[7.0, 7.0]]
