@@ -19,9 +19,11 @@ from triton.compiler import ASTSource
 from ktransformers.kernels.native import Activation
 from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton import dequant
+from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.convert import convert_rows
 from ktransformers.kernels.triton.elementwise import add_rms_norm
 from ktransformers.kernels.triton.fp8 import fp8_linear, pack_fp8
+from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.moe import ExpertMatrices, moe
 from ktransformers.kernels.triton.packing import Layout, can_repack, layout_nbytes
@@ -116,6 +118,24 @@ def call_router(num_experts, hidden, tokens, spec):
     route_rows(x, torch.zeros(num_experts, hidden), spec, counters, bias)
 
 
+def call_attention(heads, kv_heads, dim, tokens, pages=64):
+    cache, ids = torch.zeros(256, kv_heads, dim, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
+    table, counters = torch.zeros(tokens, pages, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
+    q = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16)
+    attention(q, cache, cache, table, 256, ids, ids, 0.1, counters=counters)
+
+
+def call_latent(tokens, heads=128, rank=512, rotary=64, width=128, query=1536):
+    cos, slots = torch.zeros(tokens, rotary // 2), torch.zeros(tokens, dtype=torch.int64)
+    both = torch.zeros(tokens, query + rank + rotary, dtype=torch.bfloat16)
+    cache = torch.zeros(256, 1, rank + rotary, dtype=torch.bfloat16)
+    norms = (both[0, :rank], 1e-6), (both[0, :query], 1e-6)
+    norm_to_cache(both[:, query:], norms[0], (cos, cos, True), cache, slots, both[:, :query], norms[1])
+    q = torch.zeros(tokens, heads, width + rotary, dtype=torch.bfloat16)
+    absorbed = absorb(q, torch.zeros(heads, width, rank, dtype=torch.bfloat16), (cos, cos, True))
+    expand(absorbed[..., :rank].contiguous(), torch.zeros(heads, rank, width, dtype=torch.bfloat16))
+
+
 def call_norm(hidden, tokens):
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     add_rms_norm(x, x, x[0], 1e-6, more=x, gate=x[:, :1])
@@ -134,6 +154,8 @@ def call_convert(rows, hidden, num=3):
 def some():
     call_convert(4, 2048)
     call_convert(1, 2880, 1)
+    call_attention(32, 4, 128, 2)
+    call_latent(2)
     call_norm(7168, 2)
     call_router(128, 2048, 1, RouterSpec(8))
     call_router(256, 7168, 4, RouterSpec(8, "sigmoid", num_groups=8, topk_groups=4, scaling=2.5))

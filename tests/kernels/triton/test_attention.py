@@ -34,7 +34,7 @@ def case(rows, heads, kv_heads, dim_k, dim_v, dtype, device, page=PAGE, seed=0):
 
 def expected(arguments, scale, **options):
     cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
-    options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items() if k != "counters"}
     return reference.attention(*cpu, scale, **options)
 
 
@@ -59,6 +59,19 @@ def with_sinks(options, heads, device):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
 def test_options(options, rows, device):
     check(case(rows, 6, 2, 32, 48, torch.float32, device), 0.2, **with_sinks(options, 6, device))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
+def test_splits_weighed_in_the_same_launch(options, device):
+    arguments = case(DECODE, 6, 2, 32, 48, torch.float32, device)
+    options, counters = with_sinks(options, 6, device), torch.zeros(8, dtype=torch.int32, device=device)
+    check(arguments, 0.2, counters=counters, **options)
+    assert not counters.any()
+    out = torch.full((len(DECODE), 6, 48), float("nan"), device=device)
+    numel = workspace_size(1, 6, 2, 48, PAGES * PAGE, device)
+    attention(*arguments, 0.2, counters=counters, out=out, workspace=torch.empty(2 * numel, device=device), **options)
+    close = attention(*arguments, 0.2, **options)
+    torch.testing.assert_close(out, close, rtol=1e-6, atol=1e-6)  # the same parts, divided before they are added
 
 
 @pytest.mark.parametrize("rows", [DECODE, PREFILL], ids=["decode", "prefill"])
