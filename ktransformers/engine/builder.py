@@ -350,5 +350,6 @@ def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | No
     settle_homes(plan)
     install_moves(modules, plan)
     for operator in plan.operators.values():
+        operator.settle()
         operator.reserve(max_len)
     return StepLayout.of(plan, modules, embedding)

@@ -21,6 +21,7 @@ from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
 from ktransformers.operators.gpu_gqa import gqa_forward, recognize_gqa
+from ktransformers.operators.gpu_joined import JoinedLinears
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]
@@ -157,6 +158,12 @@ class KAttention(WrapperOperator):
         if getattr(self.inner, "kv_lora_rank", None) is not None:
             raise UnsupportedError(f"{self.key} is latent attention: use KDeepseekV2Attention (KMLAAttention) for it")
         self.spec = recognize_gqa(self.inner) if self.device.is_gpu else None
+        self._projections: JoinedLinears | None = None
+
+    def settle(self) -> None:
+        if self.spec is not None:
+            names = ("q_proj", "k_proj", "v_proj")
+            self._projections = JoinedLinears([self.inner.get_submodule(name) for name in names])
 
     def op(self, phase: Phase) -> str:
         if self.spec is not None:
@@ -165,8 +172,10 @@ class KAttention(WrapperOperator):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context, angles = kwargs.get("forward_context"), kwargs.get("position_embeddings")
-        if self.spec is None or context is None or not isinstance(angles, tuple) or args:
+        projections = self._projections
+        if self.spec is None or projections is None or context is None or not isinstance(angles, tuple) or args:
             return self.inner(*args, **kwargs)
         if kwargs.get("attention_mask") is not None:
             raise UnsupportedError(f"{self.key}: attention over the cache takes no mask")
-        return gqa_forward(self.inner, self.spec, kwargs["hidden_states"], angles, context), None
+        hidden_states = kwargs["hidden_states"]
+        return gqa_forward(self.inner, self.spec, hidden_states, angles, context, projections, self.device), None
