@@ -8,6 +8,7 @@ no mask: what a row may see follows from the ForwardContext.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,8 @@ from ktransformers.operators.gpu_joined import JoinedLinears
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]
+
+logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "ktransformers"
 
@@ -139,11 +142,21 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
 
+@functools.cache
+def _say_expanded(kind: str) -> None:
+    """Once for a kind of module, not for every layer."""
+    logger.warning(
+        "%s is latent attention: KAttention caches its keys and values expanded, which takes many times the memory; "
+        "KDeepseekV2Attention (KMLAAttention) caches the latent",
+        kind,
+    )
+
+
 class KAttention(WrapperOperator):
     """Attention module of any GQA family: its own forward on our cache and kernels.
 
     Works without a rule too, because the attention function is chosen for the whole model; the rule gives the
-    module its line in the plan and its device.
+    module its line in the plan and its device. Latent attention works, expanded, and a warning says so.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -156,7 +169,7 @@ class KAttention(WrapperOperator):
     def __init__(self, *args: Any, chunck_size: int | None = None, absorb_for_prefill: bool | None = None, **kw: Any):
         super().__init__(*args, **kw)
         if getattr(self.inner, "kv_lora_rank", None) is not None:
-            raise UnsupportedError(f"{self.key} is latent attention: use KDeepseekV2Attention (KMLAAttention) for it")
+            _say_expanded(type(self.inner).__name__)
         self.spec = recognize_gqa(self.inner) if self.device.is_gpu else None
         self._projections: JoinedLinears | None = None
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention on a GPU in three launches beside the one of its projections: norms, rotation and cache write in one.
+"""Grouped-query attention on a GPU: projections in one launch, norms, rotation and cache write in one, then attention.
 
 Which attention modules compute just that is found by asking them: a module's own forward runs on made-up projections,
 with an attention function that records what it is given. Knows no family names.
@@ -170,8 +170,8 @@ def gqa_forward(
     keys, values = context.cache.layer(module.layer_idx)
     here = context.on(keys.device)
     flat = projections(hidden_states[0])
-    q, k = flat[0].unflatten(1, (spec.num_heads, -1)), flat[1].unflatten(1, (spec.num_kv_heads, -1))
-    v = flat[2].unflatten(1, (spec.num_kv_heads, values.shape[-1]))
+    widths = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    q, k, v = (part.view(len(part), heads, -1) for part, heads in zip(flat, widths, strict=True))
     use(keys.device)
     cos, sin = (part[0, :, : spec.rotary_dim // 2] for part in position_embeddings)
     query = rope_to_cache(

@@ -66,9 +66,7 @@ class GpuLatent:
         """Whether the kernels for few rows take the step."""
         return step.compressed.shape[0] <= MAX_LATENT_ROWS
 
-    def cache_and_norm(
-        self, step: LatentStep, query: torch.Tensor, norm: tuple[torch.Tensor, float]
-    ) -> torch.Tensor:
+    def cache_and_norm(self, step: LatentStep, query: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
         """Write a small step's latents to the cache; returns its compressed queries [T, Q] normalized by `norm`."""
         use(step.cache.device)
         slots = step.context.slot_mapping

@@ -1,7 +1,7 @@
 """Decoder layers on a GPU one after another, each addition in the launch of the norm that follows it.
 
-A layer of Llama's arrangement (norm, attention, add, norm, feed-forward, add) ends with an addition, the next one begins
-with a norm: a run of such layers on one GPU is one module, `LayerStack`, which hands the addends over. Whether a layer
+A layer of Llama's arrangement (norm, attention, add, norm, feed-forward, add) ends with an addition, the next one
+begins with a norm: a run of such layers on one GPU is one module, `LayerStack`, which hands the addends over. Whether a layer
 is arranged so is found by asking it, with stand-ins in the places of its parts. Knows modules; not what they compute.
 """
 
@@ -152,9 +152,7 @@ def _feed_forward(module: nn.Module, rows: torch.Tensor) -> Addends:
     return Addends(output.reshape(rows.shape))
 
 
-def stack_gpu_layers(
-    model: Any, homes: Mapping[str, Device], watch: Callable[[nn.Module, Device], None]
-) -> int:
+def stack_gpu_layers(model: Any, homes: Mapping[str, Device], watch: Callable[[nn.Module, Device], None]) -> int:
     """Put LayerStacks in the places of a loaded model's decoder layers on GPUs; returns how many layers they compute.
 
     homes: devices of the layers by name, in order. watch: what else has to be done to a module that takes a layer's

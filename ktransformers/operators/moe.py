@@ -58,7 +58,6 @@ class KMoEBlock(WrapperOperator):
             )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        block: Any = self.inner
         output = self.addends(self.device.take(hidden_states.reshape(-1, hidden_states.shape[-1]))).total(self)
         return give_back(output, hidden_states).view(hidden_states.shape)
 

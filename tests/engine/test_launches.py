@@ -1,4 +1,4 @@
-"""How many kernels a decode step launches for a decoder layer on a GPU: each costs 2 to 3 us, however little it does."""
+"""How many kernels a decode step launches for a decoder layer on a GPU: each costs 2 us or more."""
 
 from __future__ import annotations
 

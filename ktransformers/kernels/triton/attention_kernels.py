@@ -147,7 +147,7 @@ def decode_kernel(
     in_group = head_block * HEADS + local
     keep = (local < HEADS) & (in_group < GROUP)
     heads = kv_head * GROUP + in_group
-    if FOLDED:
+    if FOLDED:  # noqa: SIM102 (decided while compiling)
         if length <= 0 and split == 0:  # a row that pads the batch
             out = out_ptr + row * out_row + heads * out_head
             _put(out, tl.zeros([BLOCK_M, DV0], tl.float32), keep, 0, DV if DV1 == 0 else DV0, DV0)

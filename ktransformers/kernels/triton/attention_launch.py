@@ -40,7 +40,7 @@ MAX_SHARES = 4
 """Programs that share a tile of rows of several sequences."""
 
 MAX_FOLDED = 2048
-"""Values (heads times width) of a split that the last of its programs adds to the others'; more of them take a launch."""
+"""Values (heads times width) of a split up to which the last program adds all splits; more of them take a launch."""
 
 MAX_HEADS = 64
 """Query heads of one tile at most."""
@@ -275,8 +275,9 @@ def _launch_splits(call: Call, tile: Tile, splits: int, workspace: Tensor) -> No
     is_folded = counters is not None and _is_foldable(call, constants["HEADS"], num_rows * tiles)
     decode_kernel[(num_rows, tiles, splits)](
         call.q, call.k_cache, call.v_cache, call.block_table, call.seq_ids, call.kv_lens, parts, lse,
-        out if call.sinks is None else call.sinks, out, counters if is_folded else call.kv_lens, *_strides(call),
-        out.stride(0), out.stride(1), *_scales(call), call.window, NUM_HEADS=num_heads, MAX_SPLITS=splits, MIN_CHUNK=tile.min_chunk, FOLDED=is_folded,
+        out if call.sinks is None else call.sinks, out, counters if is_folded else call.kv_lens,
+        *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.window,
+        NUM_HEADS=num_heads, MAX_SPLITS=splits, MIN_CHUNK=tile.min_chunk, FOLDED=is_folded,
         SPLITS_P2=_power_of_two(splits), HAS_SINKS=call.sinks is not None, **constants, **_constants(call),
     )  # fmt: skip
     if is_folded:

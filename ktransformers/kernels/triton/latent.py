@@ -3,8 +3,8 @@
     T rows, H heads, R rank of the latent, P rotary dimension, N other columns of a query head, V columns of a value
 
 `norm_to_cache`: both norms, the shared key's rotation and the cache write; `absorb`: each head's query times its key
-up-projection, and the rotation beside it; `expand`: each head's attended latent times its value up-projection. Angles as
-in rope.py. Meant for few rows: weights are read once for every 16 of them.
+up-projection, and the rotation beside it; `expand`: each head's attended latent times its value up-projection.
+Angles as in rope.py. Meant for few rows: weights are read once for every 16 of them.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def norm_to_cache(
         _norm_kernel[(rows, 1 if out is None else 2)](
             compressed, q, cache, q_out, slot_mapping, cos, sin, kv_norm[0], q_norm[0],
             compressed.stride(0), q.stride(0), cache.stride(0), q_out.stride(0), cos.stride(0), float(kv_norm[1]),
-            float(q_norm[1]), RANK=rank, RANK_P2=power_of_two(rank), HALF=rotary // 2, HALF_P2=power_of_two(rotary // 2),
-            Q_WIDTH=width, Q_P2=power_of_two(width), INTERLEAVED=is_interleaved, num_warps=4,
+            float(q_norm[1]), RANK=rank, RANK_P2=power_of_two(rank), HALF=rotary // 2,
+            HALF_P2=power_of_two(rotary // 2), Q_WIDTH=width, Q_P2=power_of_two(width), INTERLEAVED=is_interleaved, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -137,7 +137,7 @@ def _heads_kernel(
             acc.to(out.dtype.element_ty),
             mask=(t < T)[:, None] & (n < N)[None, :],
         )
-    if HALF > 0:
+    if HALF > 0:  # noqa: SIM102 (decided while compiling)
         if tl.program_id(2) == tiles:
             _rotate_rows(x + K, out + N, t, T, x_row, out_row, cos_ptr, sin_ptr, cos_row, HALF, HALF_P2, INTERLEAVED)
 
@@ -164,7 +164,8 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, angles: tuple[Tensor, Tensor
 def absorb(q: Tensor, k_b: Tensor, angles: tuple[Tensor, Tensor, bool]) -> Tensor:
     """Absorbed and rotated queries [T, H, R + P] of q [T, H, N + P], any row and head strides.
 
-    k_b: [H, N, R] of q's dtype, contiguous. angles: as in `norm_to_cache`. Raises ValueError for shapes that do not fit.
+    k_b: [H, N, R] of q's dtype, contiguous. angles: as in `norm_to_cache`. Raises ValueError for shapes that do not
+    fit.
     """
     heads, nope, rank = k_b.shape
     rotary = q.shape[2] - nope
