@@ -1,8 +1,8 @@
 """Decoder layers on a GPU one after another, each addition in the launch of the norm that follows it.
 
 A layer of Llama's arrangement (norm, attention, add, norm, feed-forward, add) ends with an addition, the next one
-begins with a norm: a run of such layers on one GPU is one module, `LayerStack`, which hands the addends over. Whether a layer
-is arranged so is found by asking it, with stand-ins in the places of its parts. Knows modules; not what they compute.
+begins with a norm: a run of such layers on one GPU is one module, `LayerStack`, which hands the addends over. Whether
+a layer is arranged so is found by asking it, with stand-ins in the places of its parts. Knows modules; not what they compute.
 """
 
 from __future__ import annotations

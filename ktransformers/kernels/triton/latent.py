@@ -91,7 +91,8 @@ def norm_to_cache(
             compressed, q, cache, q_out, slot_mapping, cos, sin, kv_norm[0], q_norm[0],
             compressed.stride(0), q.stride(0), cache.stride(0), q_out.stride(0), cos.stride(0), float(kv_norm[1]),
             float(q_norm[1]), RANK=rank, RANK_P2=power_of_two(rank), HALF=rotary // 2,
-            HALF_P2=power_of_two(rotary // 2), Q_WIDTH=width, Q_P2=power_of_two(width), INTERLEAVED=is_interleaved, num_warps=4,
+            HALF_P2=power_of_two(rotary // 2), Q_WIDTH=width, Q_P2=power_of_two(width), INTERLEAVED=is_interleaved,
+            num_warps=4,
         )  # fmt: skip
     return out
 
