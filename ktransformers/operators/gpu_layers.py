@@ -2,7 +2,8 @@
 
 A layer of Llama's arrangement (norm, attention, add, norm, feed-forward, add) ends with an addition, the next one
 begins with a norm: a run of such layers on one GPU is one module, `LayerStack`, which hands the addends over. Whether
-a layer is arranged so is found by asking it, with stand-ins in the places of its parts. Knows modules; not what they compute.
+a layer is arranged so is found by asking it, with stand-ins in the places of its parts. Knows modules; not what they
+compute.
 """
 
 from __future__ import annotations
