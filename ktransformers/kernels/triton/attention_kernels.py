@@ -10,6 +10,9 @@ with the running maximum and sum of Milakov and Gimelshein (arXiv 1805.02867) as
     COMPUTE the type of the products: the cache's own, but fp32 for bf16 in the interpreter, which cannot multiply it
     SHARED  latent attention: a value is the first DV0 columns of its key and is not loaded again
 
+The cache's strides are constants: Triton takes of an argument only whether it is a multiple of 16, and without knowing
+that 40 is one of 8 it reads keys two bytes at a time, which cannot be prefetched into shared memory.
+
 A chunk of KV in decode starts at a multiple of BLOCK_N and its size depends on the row's length and the table's width
 alone: what a row gives does not depend on the rows beside it.
 """
@@ -123,7 +126,8 @@ def _put(pointers, acc, keep, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl
 @jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["seq_ptr", "len_ptr", "lse_ptr"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, acc_ptr, lse_ptr, sink_ptr, out_ptr, counters,
-    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, out_row, out_head, scale, softcap, window,
+    q_row, q_head, k_slot: tl.constexpr, k_head: tl.constexpr, v_slot: tl.constexpr, v_head: tl.constexpr,
+    table_row, out_row, out_head, scale, softcap, window,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -307,7 +311,8 @@ def _prefill_run(
 @jit(do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=["seq_ptr", "len_ptr"])
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, sink_ptr, out_ptr,
-    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, out_row, out_head, scale, softcap, window, num_rows,
+    q_row, q_head, k_slot: tl.constexpr, k_head: tl.constexpr, v_slot: tl.constexpr, v_head: tl.constexpr,
+    table_row, out_row, out_head, scale, softcap, window, num_rows,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,

@@ -209,12 +209,23 @@ def _is_wide(call: Call) -> bool:
     return call.k_cache.element_size() * call.dim_k > 1280
 
 
+def _is_aligned(call: Call) -> bool:
+    """Whether rows of the cache begin where asynchronous copies of 4 bytes or more can."""
+    size = call.k_cache.element_size()
+    strides = [size * stride for cache in (call.k_cache, call.v_cache) for stride in (cache.stride(0), cache.stride(1))]
+    return all(s % 4 == 0 for s in strides) and call.k_cache.data_ptr() % 16 == call.v_cache.data_ptr() % 16 == 0
+
+
 def _fit(call: Call, block_m: int, num_warps: int) -> Tile:
     """As many positions per step as leave room: three tiles of keys and values (two under way, one in use) and the
     queries take at most 200 KB of shared memory.
 
-    A page is looked up before its keys are read, so two stages of the pipeline make one tile under way.
+    A page is looked up before its keys are read, so two stages of the pipeline make one tile under way. Keys that cannot
+    be copied asynchronously are not read ahead at all: read ahead behind their pages, they were the one difference of a
+    case that made an illegal access on an H200 with Triton 3.6 (20 heads on one KV head of 40 columns of fp16).
     """
+    if not _is_aligned(call):
+        return Tile(block_m, 32, num_warps, 1)
     room = 204800 - block_m * call.dim_k * call.k_cache.element_size()
     block_n = next((n for n in (64, 32) if 3 * n * call.position_bytes <= room), 16)
     return Tile(block_m, block_n, num_warps, 7 if block_n * call.position_bytes <= 16384 else 5)
