@@ -220,9 +220,10 @@ def _fit(call: Call, block_m: int, num_warps: int) -> Tile:
     """As many positions per step as leave room: three tiles of keys and values (two under way, one in use) and the
     queries take at most 200 KB of shared memory.
 
-    A page is looked up before its keys are read, so two stages of the pipeline make one tile under way. Keys that can
-    not be copied asynchronously are not read ahead at all: read ahead behind their pages, they were the one difference of a
-    case that made an illegal access on an H200 with Triton 3.6 (20 heads on one KV head of 40 columns of fp16).
+    A page is looked up before its keys are read, so two stages of the pipeline make one tile under way. Keys that
+    cannot be copied asynchronously are not read ahead at all: read ahead behind their pages, they were the one
+    difference of a case that made an illegal access on an H200 with Triton 3.6 (20 heads on one KV head of 40 columns
+    of fp16).
     """
     if not _is_aligned(call):
         return Tile(block_m, 32, num_warps, 1)
