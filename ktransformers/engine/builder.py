@@ -19,7 +19,7 @@ from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.core import CAPTURING
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
-from ktransformers.engine.layout import StepLayout, install_moves, settle_buffers, settle_homes
+from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers, settle_homes
 from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.runner import ModelRunner, StaticRunner
@@ -31,6 +31,7 @@ from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Devices
 from ktransformers.operators.fused import fuse_layers
+from ktransformers.operators.gpu_layers import stack_gpu_layers
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.fill import experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
@@ -343,9 +344,12 @@ class _Decoding:
 
 
 def _fuse(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], pool: WorkerPool) -> None:
-    """Layers in native calls, when every module is on the CPU."""
+    """Layers in native calls, when every module is on the CPU; else those on a GPU in as few launches as can be."""
     if all(entry.placement.generate_device == "cpu" for entry in plan.entries):
         fuse_layers(opened.model, shapes, pool)
+    else:
+        homes = {home.key: plan.devices[home.device] for home in plan.homes}
+        stack_gpu_layers(opened.model, homes, move_into)
 
 
 def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | None) -> StepLayout:
@@ -361,5 +365,6 @@ def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | No
     settle_homes(plan)
     install_moves(modules, plan)
     for operator in plan.operators.values():
+        operator.settle()
         operator.reserve(max_len)
     return StepLayout.of(plan, modules, embedding)

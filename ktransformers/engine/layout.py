@@ -18,7 +18,7 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, distinct
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["StepLayout", "install_moves", "settle_buffers", "settle_homes"]
+__all__ = ["StepLayout", "install_moves", "move_into", "settle_buffers", "settle_homes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def install_moves(modules: Mapping[str, nn.Module], plan: Plan) -> None:
         return
     homes = {home.key: home.device for home in plan.homes}
     for home in plan.homes:
-        _move_into(modules[home.key], plan.devices[home.device])
+        move_into(modules[home.key], plan.devices[home.device])
     for key in plan.kept:
         home_key = next((name for name in _above(key) if name in homes), None)
         if home_key is None or homes[home_key] != places[key]:
@@ -85,7 +85,7 @@ def _above(key: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 
 
-def _move_into(layer: nn.Module, home: Device) -> None:
+def move_into(layer: nn.Module, home: Device) -> None:
     """Hidden states, and what the model hands to all layers, come to the layer's home."""
 
     def hook(

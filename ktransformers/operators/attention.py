@@ -8,6 +8,7 @@ no mask: what a row may see follows from the ForwardContext.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -21,9 +22,12 @@ from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
 from ktransformers.operators.gpu_gqa import gqa_forward, recognize_gqa
+from ktransformers.operators.gpu_joined import JoinedLinears
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]
+
+logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "ktransformers"
 
@@ -138,11 +142,21 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
 
+@functools.cache
+def _say_expanded(kind: str) -> None:
+    """Once for a kind of module, not for every layer."""
+    logger.warning(
+        "%s is latent attention: KAttention caches its keys and values expanded, which takes many times the memory; "
+        "KDeepseekV2Attention (KMLAAttention) caches the latent",
+        kind,
+    )
+
+
 class KAttention(WrapperOperator):
     """Attention module of any GQA family: its own forward on our cache and kernels.
 
     Works without a rule too, because the attention function is chosen for the whole model; the rule gives the
-    module its line in the plan and its device.
+    module its line in the plan and its device. Latent attention works, expanded, and a warning says so.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -155,8 +169,14 @@ class KAttention(WrapperOperator):
     def __init__(self, *args: Any, chunck_size: int | None = None, absorb_for_prefill: bool | None = None, **kw: Any):
         super().__init__(*args, **kw)
         if getattr(self.inner, "kv_lora_rank", None) is not None:
-            raise UnsupportedError(f"{self.key} is latent attention: use KDeepseekV2Attention (KMLAAttention) for it")
+            _say_expanded(type(self.inner).__name__)
         self.spec = recognize_gqa(self.inner) if self.device.is_gpu else None
+        self._projections: JoinedLinears | None = None
+
+    def settle(self) -> None:
+        if self.spec is not None:
+            names = ("q_proj", "k_proj", "v_proj")
+            self._projections = JoinedLinears([self.inner.get_submodule(name) for name in names])
 
     def op(self, phase: Phase) -> str:
         if self.spec is not None:
@@ -165,8 +185,10 @@ class KAttention(WrapperOperator):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context, angles = kwargs.get("forward_context"), kwargs.get("position_embeddings")
-        if self.spec is None or context is None or not isinstance(angles, tuple) or args:
+        projections = self._projections
+        if self.spec is None or projections is None or context is None or not isinstance(angles, tuple) or args:
             return self.inner(*args, **kwargs)
         if kwargs.get("attention_mask") is not None:
             raise UnsupportedError(f"{self.key}: attention over the cache takes no mask")
-        return gqa_forward(self.inner, self.spec, kwargs["hidden_states"], angles, context), None
+        hidden_states = kwargs["hidden_states"]
+        return gqa_forward(self.inner, self.spec, hidden_states, angles, context, projections, self.device), None

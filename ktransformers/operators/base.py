@@ -159,6 +159,9 @@ class Operator(nn.Module, ABC):
     def load(self, source: WeightSource) -> None:
         """Read the tensors and lay them out. Called once, before the first forward."""
 
+    def settle(self) -> None:
+        """Called once, when all operators of the model are loaded: what they hold may be laid out anew, together."""
+
     def reserve(self, max_len: int) -> None:
         """Called once, after loading: no step will hold a position beyond max_len - 1."""
 

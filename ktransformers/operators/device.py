@@ -23,6 +23,7 @@ __all__ = ["CPU", "STREAM_ROWS", "Device", "Devices", "cuda_memory", "distinct",
 STREAM_ROWS = 512
 """Rows up to which experts on the CPU run in the order of a GPU's stream."""
 
+_COUNTERS = 1 << 14
 _LINEAR_ROWS = 64  # rows of activations above which no product splits its columns
 
 
@@ -64,6 +65,13 @@ class Device:
         made = self._scratch.get("linear")
         if not isinstance(made, Workspace):
             made = self._scratch["linear"] = Workspace.allocate(self.torch_device, _LINEAR_ROWS)
+        return made
+
+    def counters(self) -> torch.Tensor:
+        """int32, all 0 between launches, for kernels whose last program does something for all; one after another."""
+        made = self._scratch.get("counters")
+        if not isinstance(made, torch.Tensor):
+            made = self._scratch["counters"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.torch_device)
         return made
 
     def moe_workspace(

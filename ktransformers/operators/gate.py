@@ -22,7 +22,7 @@ from ktransformers.core import Phase
 from ktransformers.kernels import native
 from ktransformers.kernels.quant import RawTensor
 from ktransformers.kernels.routing import RouterSpec, route
-from ktransformers.kernels.triton.router import topk_router
+from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, route_rows, topk_router
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import use
 from ktransformers.operators.exact import NativeMathMode
@@ -80,11 +80,26 @@ class KMoEGate(WrapperOperator):
         """What moves the choice of experts, fp32 [E], or None."""
         return getattr(self.inner, "e_score_correction_bias", None)
 
-    def _route(self, rows: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self.device.is_gpu:
-            logits = functional.linear(rows, self.weight)
-            ids, weights = topk_router(logits, spec, self.bias)
+    def route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """(logits [T, E], weights [T, K], ids [T, K]) of rows [T, H] on its GPU, ids int32; None where no kernel does.
+
+        The rows may be of any float type: they are widened in registers.
+        """
+        if self.spec is None or not self.device.is_gpu or rows.device != self.device.torch_device:
+            return None
+        use(self.device.torch_device)
+        if rows.shape[0] <= MAX_ROUTED_ROWS:
+            logits, ids, weights = route_rows(rows, self.weight, self.spec, self.device.counters(), self.bias)
             return logits, weights, ids
+        logits = functional.linear(rows.float(), self.weight)
+        ids = torch.empty(len(rows), self.spec.top_k, dtype=torch.int32, device=rows.device)
+        ids, weights = topk_router(logits, self.spec, self.bias, ids)
+        return logits, weights, ids
+
+    def _route(self, rows: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        routed = self.route(rows)
+        if routed is not None:
+            return routed[0], routed[1], routed[2].to(torch.int64)  # modules of transformers index with them
         pool = self.config.require_pool()
         logits = native.linear(rows.contiguous(), RawTensor.from_tensor(self.weight), pool)
         ids, weights = route(logits, spec, pool, self.bias)

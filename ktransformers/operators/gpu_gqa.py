@@ -1,4 +1,4 @@
-"""Grouped-query attention on a GPU in three kernels beside its projections: norms, rotation and cache write in one.
+"""Grouped-query attention on a GPU: projections in one launch, norms, rotation and cache write in one, then attention.
 
 Which attention modules compute just that is found by asking them: a module's own forward runs on made-up projections,
 with an attention function that records what it is given. Knows no family names.
@@ -16,7 +16,8 @@ from torch import nn
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.context import ForwardContext
-from ktransformers.operators.device import use
+from ktransformers.operators.device import Device, use
+from ktransformers.operators.gpu_joined import JoinedLinears
 from ktransformers.operators.norm import computes_rms_norm, norm_epsilon
 
 __all__ = ["GqaSpec", "gqa_forward", "recognize_gqa"]
@@ -159,13 +160,18 @@ def gqa_forward(
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     context: ForwardContext,
+    projections: JoinedLinears,
+    device: Device,
 ) -> torch.Tensor:
-    """The module's attention of [1, T, hidden] on a GPU; cos and sin are [1, T, P], of any float type."""
+    """The module's attention of [1, T, hidden] on a GPU; cos and sin are [1, T, P], of any float type.
+
+    projections: the module's q_proj, k_proj and v_proj.
+    """
     keys, values = context.cache.layer(module.layer_idx)
     here = context.on(keys.device)
-    q = module.q_proj(hidden_states).view(-1, spec.num_heads, spec.head_dim)
-    k = module.k_proj(hidden_states).view(-1, spec.num_kv_heads, spec.head_dim)
-    v = module.v_proj(hidden_states).view(-1, spec.num_kv_heads, values.shape[-1])
+    flat = projections(hidden_states[0])
+    widths = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    q, k, v = (part.view(len(part), heads, -1) for part, heads in zip(flat, widths, strict=True))
     use(keys.device)
     cos, sin = (part[0, :, : spec.rotary_dim // 2] for part in position_embeddings)
     query = rope_to_cache(
@@ -193,6 +199,7 @@ def gqa_forward(
         spec.scale,
         window=spec.window,
         softcap=spec.softcap,
+        counters=device.counters(),
     )
     output: torch.Tensor = module.o_proj(out.view(1, out.shape[0], -1))
     return output

@@ -1,4 +1,4 @@
-"""Absorbed latent attention on a GPU: the two batched up-projections around the Triton kernels. See operators/mla.py.
+"""Absorbed latent attention on a GPU, in four launches for few rows and its own cache write. See operators/mla.py.
 
 T rows, H heads, R kv_lora_rank, P rotary dimension, N non-rotary dimension, V value dimension
 """
@@ -12,13 +12,14 @@ import torch
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.triton.latent import MAX_LATENT_ROWS, absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.rope import latent_to_cache
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.gpu_matrix import dense_tensor
 
-__all__ = ["GpuLatent", "check_gpu_shape"]
+__all__ = ["GpuLatent", "LatentStep", "check_gpu_shape"]
 
 
 def check_gpu_shape(key: str, rank: int, rope_dim: int) -> None:
@@ -28,6 +29,23 @@ def check_gpu_shape(key: str, rank: int, rope_dim: int) -> None:
             f"{key}: latent attention on a GPU needs a kv_lora_rank that is a power of two above qk_rope_head_dim, "
             f"got {rank} and {rope_dim}; place it on cpu"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentStep:
+    """What a step brings to one layer's attention, beside its queries.
+
+    compressed: [T, R + P], latent before its norm and shared key. norm: weight [R] and epsilon of the latent's RMSNorm.
+    angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. is_cached: the latents are in the cache.
+    """
+
+    compressed: torch.Tensor
+    norm: tuple[torch.Tensor, float]
+    angles: tuple[torch.Tensor, torch.Tensor, bool]
+    cache: torch.Tensor
+    context: ForwardContext
+    scale: float
+    is_cached: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,44 +61,56 @@ class GpuLatent:
         dense = [dense_tensor(part, device, pool).transpose(1, 2).contiguous() for part in (k_b, v_b)]
         return cls(dense[0], dense[1])
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        compressed: torch.Tensor,
-        norm: tuple[torch.Tensor, float | None],
-        angles: tuple[torch.Tensor, torch.Tensor, bool],
-        cache: torch.Tensor,
-        context: ForwardContext,
-        scale: float,
-    ) -> torch.Tensor:
-        """Latents [T, H, R] that the rows' queries attend to, after the rows' own latents were cached.
+    @staticmethod
+    def is_small(step: LatentStep) -> bool:
+        """Whether the kernels for few rows take the step."""
+        return step.compressed.shape[0] <= MAX_LATENT_ROWS
 
-        q: [T, H, N + P]. compressed: [T, R + P], latent before its norm and shared key. norm: weight [R] and epsilon
-        of the latent's RMSNorm. angles: cos and sin [T, P / 2], and whether pairs are interleaved.
-        """
-        use(cache.device)
+    def cache_and_norm(self, step: LatentStep, query: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
+        """Write a small step's latents to the cache; returns its compressed queries [T, Q] normalized by `norm`."""
+        use(step.cache.device)
+        slots = step.context.slot_mapping
+        normed = norm_to_cache(step.compressed, step.norm, step.angles, step.cache, slots, query, norm)
+        assert normed is not None, "there is a query"
+        return normed
+
+    def attend(self, q: torch.Tensor, step: LatentStep) -> torch.Tensor:
+        """Values [T, H, V] that the queries [T, H, N + P] attend to, the step's own latents included."""
+        use(step.cache.device)
+        context, is_small = step.context, self.is_small(step)
+        if is_small and not step.is_cached:
+            norm_to_cache(step.compressed, step.norm, step.angles, step.cache, context.slot_mapping)
+        query = absorb(q, self.k_b, step.angles) if is_small else self._absorbed(q, step)
+        latent = mla_attention(
+            query,
+            step.cache,
+            self.k_b.shape[2],
+            context.block_table,
+            context.page_size,
+            context.seq_ids,
+            context.kv_lens,
+            step.scale,
+        )
+        if is_small:
+            return expand(latent, self.v_b)
+        return torch.bmm(latent.transpose(0, 1), self.v_b).transpose(0, 1).contiguous()
+
+    def _absorbed(self, q: torch.Tensor, step: LatentStep) -> torch.Tensor:
+        """Absorbed and rotated queries [T, H, R + P] of many rows, whose latents are cached on the way."""
         num_rows, num_heads = q.shape[:2]
         nope_dim, rank = self.k_b.shape[1:]
-        query = torch.empty(num_rows, num_heads, cache.shape[-1], dtype=q.dtype, device=q.device)
+        query = torch.empty(num_rows, num_heads, step.cache.shape[-1], dtype=q.dtype, device=q.device)
         query[..., :rank] = torch.bmm(q[..., :nope_dim].transpose(0, 1), self.k_b).transpose(0, 1)
-        weight, eps = norm
-        cos, sin, is_interleaved = angles
+        cos, sin, is_interleaved = step.angles
         latent_to_cache(
             q[..., nope_dim:],
-            compressed,
-            weight,
-            eps or 0.0,
+            step.compressed,
+            *step.norm,
             cos,
             sin,
-            cache,
-            context.slot_mapping,
+            step.cache,
+            step.context.slot_mapping,
             is_interleaved=is_interleaved,
             q_out=query[..., rank:],
         )
-        return mla_attention(
-            query, cache, rank, context.block_table, context.page_size, context.seq_ids, context.kv_lens, scale
-        )
-
-    def expand(self, latent: torch.Tensor) -> torch.Tensor:
-        """Latents [T, H, R] -> values [T, H, V]."""
-        return torch.bmm(latent.transpose(0, 1), self.v_b).transpose(0, 1).contiguous()
+        return query

@@ -6,6 +6,7 @@ Knows block formats and devices; not modules or where bytes come from.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -62,7 +63,11 @@ class QuantizedMatrix:
         )
 
 
-GpuMatrix = DenseMatrix | QuantizedMatrix
+class GpuMatrix(Protocol):
+    """A matrix [N, K] on a GPU that multiplies."""
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        """x [T, K] -> [T, N]."""
 
 
 def stays_quantized(qtype: QuantType, is_dense_wanted: bool) -> bool:

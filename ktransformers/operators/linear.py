@@ -62,7 +62,7 @@ class KTransformersLinear(Operator):
         self.is_dense_wanted = self.placement.generate_op == "KLinearTorch"
         self.is_head = key.rpartition(".")[2] == "lm_head"
         self._weight: RawTensor | PackedTensor | None = None
-        self._gpu: GpuMatrix | None = None
+        self.matrix: GpuMatrix | None = None  # the weight on a GPU, once loaded; may be a share of a larger one
         self._bias: torch.Tensor | None = None
 
     def op(self, phase: Phase) -> str:
@@ -96,7 +96,7 @@ class KTransformersLinear(Operator):
         name, pool = f"{self.key}.weight", self.config.require_pool()
         self._bias = source.dense(f"{self.key}.bias") if self.has_bias else None
         if self.device.is_gpu:
-            self._gpu = gpu_matrix(source.tensor(name), self._bias, self.device, pool, self.is_dense_wanted)
+            self.matrix = gpu_matrix(source.tensor(name), self._bias, self.device, pool, self.is_dense_wanted)
         else:
             stored = source.fp8(name) if self._info(source).is_fp8 else source.tensor(name)
             self._weight = relaid(stored, pool)
@@ -104,8 +104,8 @@ class KTransformersLinear(Operator):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = self.device.take(hidden_states)
         rows = x.reshape(-1, self.in_features).contiguous()
-        if self._gpu is not None:
-            out = self._gpu(rows, torch.float32 if self.is_head else x.dtype)
+        if self.matrix is not None:
+            out = self.matrix(rows, torch.float32 if self.is_head else x.dtype)
         else:
             assert self._weight is not None, f"{self.key} is not loaded"
             out = native.linear(rows, self._weight, self.config.require_pool(), bias=self._bias)

@@ -13,6 +13,7 @@ v_b to the attention's result:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,8 +25,9 @@ from ktransformers.kernels import native
 from ktransformers.kernels.quant import QuantType, RawTensor
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
 from ktransformers.operators.context import ForwardContext
-from ktransformers.operators.gpu_latent import GpuLatent, check_gpu_shape
-from ktransformers.operators.norm import computes_rms_norm, norm_epsilon
+from ktransformers.operators.gpu_joined import JoinedLinears
+from ktransformers.operators.gpu_latent import GpuLatent, LatentStep, check_gpu_shape
+from ktransformers.operators.norm import KRMSNorm, computes_rms_norm, norm_epsilon
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.weights.source import TensorInfo, WeightSource
 
@@ -74,6 +76,8 @@ class KMLAAttention(WrapperOperator):
             int(getattr(module, name)) for name in needed[:-1]
         )
         self.layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+        self._compressions: JoinedLinears | None = None  # what reads hidden states: the query's and the latent's
+        self._query_norm: float | None = None  # epsilon of the compressed query's RMSNorm, where a kernel computes it
         self._gpu: GpuLatent | None = None
         if self.device.is_gpu:
             check_gpu_shape(key, self.rank, self.rope_dim)
@@ -129,6 +133,18 @@ class KMLAAttention(WrapperOperator):
             self._gpu = GpuLatent.of(self._k_b, self._v_b, self.device, self.config.require_pool())
             self._k_b = self._v_b = None
 
+    def settle(self) -> None:
+        if not self.device.is_gpu:
+            return
+        inner: Any = self.inner
+        if getattr(inner, "q_lora_rank", None) is None:
+            self._compressions = JoinedLinears([inner.q_proj, inner.kv_a_proj_with_mqa])
+            return
+        self._compressions = JoinedLinears([inner.q_a_proj, inner.kv_a_proj_with_mqa])
+        norm = inner.q_a_layernorm
+        if isinstance(norm, KRMSNorm) and norm.is_native and norm.device.name == self.device.name:
+            self._query_norm = norm.eps
+
     def _split(self, merged: RawTensor) -> tuple[RawTensor, RawTensor]:
         """k_b [H, R, N] and v_b [H, V, R] out of kv_b [H * (N + V), R]."""
         heads, nope, v_dim, rank = self.num_heads, self.nope_dim, self.v_dim, self.rank
@@ -181,19 +197,28 @@ class KMLAAttention(WrapperOperator):
         self, gpu: GpuLatent, hidden_states: torch.Tensor, position_embeddings: Any, forward_context: ForwardContext
     ) -> torch.Tensor:
         inner: Any = self.inner
-        cos, sin, is_interleaved = self._angles(position_embeddings)
+        angles = self._angles(position_embeddings)
         keys, _ = forward_context.cache.layer(self.layer_idx)
-        q = self._projected_query(hidden_states).to(keys.dtype)
-        latent = gpu.attend(
-            q,
-            inner.kv_a_proj_with_mqa(hidden_states)[0],
-            (inner.kv_a_layernorm.weight, norm_epsilon(inner.kv_a_layernorm)),
-            (cos, sin, is_interleaved),
+        assert self._compressions is not None, f"{self.key} is not settled"
+        query, compressed = self._compressions(hidden_states[0])
+        step = LatentStep(
+            compressed,
+            (inner.kv_a_layernorm.weight, norm_epsilon(inner.kv_a_layernorm) or 0.0),
+            angles,
             keys,
             forward_context.on(keys.device),
             float(inner.scaling),
         )
-        output: torch.Tensor = inner.o_proj(gpu.expand(latent).view(1, -1, self.num_heads * self.v_dim))
+        if getattr(inner, "q_lora_rank", None) is None:
+            q = query
+        elif self._query_norm is not None and gpu.is_small(step):
+            normed = gpu.cache_and_norm(step, query, (inner.q_a_layernorm.weight, self._query_norm))
+            q = inner.q_b_proj(normed)
+            step = replace(step, is_cached=True)
+        else:
+            q = inner.q_b_proj(inner.q_a_layernorm(query))
+        out = gpu.attend(q.view(-1, self.num_heads, self.nope_dim + self.rope_dim).to(keys.dtype), step)
+        output: torch.Tensor = inner.o_proj(out.view(1, -1, self.num_heads * self.v_dim))
         return output
 
     def _angles(self, position_embeddings: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:

@@ -13,6 +13,7 @@ from ktransformers.kernels.native import ActivationSpec
 from ktransformers.operators.activation import activate, recognize_activation
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import give_back
+from ktransformers.operators.gpu_joined import GatedLinears
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["KMLP"]
@@ -23,7 +24,7 @@ class KMLP(WrapperOperator):
 
     OPS: ClassVar[dict[str, str]] = {
         "KMLPNative": "activation and product fused in one native kernel",
-        "KMLPTriton": "activation and product fused in one Triton kernel",
+        "KMLPTriton": "gate, up, activation and product in one Triton kernel or two",
         "KMLPTorch": "the module's own forward (not gate, up and down)",
     }
     PARTS: ClassVar[frozenset[str]] = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
@@ -34,6 +35,7 @@ class KMLP(WrapperOperator):
         children = dict(module.named_children())
         if children.keys() == self.PARTS:
             self.spec = recognize_activation(children["act_fn"])
+        self._gated: GatedLinears | None = None
 
     def op(self, phase: Phase) -> str:
         if self.spec is None:
@@ -43,10 +45,18 @@ class KMLP(WrapperOperator):
     def bypassed(self) -> Iterable[nn.Module]:
         return () if self.spec is None else (self.inner.get_submodule("act_fn"),)
 
+    def settle(self) -> None:
+        if self.spec is not None and self.device.is_gpu:
+            gate, up = (self.inner.get_submodule(name) for name in ("gate_proj", "up_proj"))
+            self._gated = GatedLinears(gate, up, self.spec)
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         block, x = self.inner, self.device.take(hidden_states)
         if self.spec is None:
             return give_back(block(x), hidden_states)
+        if self._gated is not None:
+            rows = self._gated(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            return give_back(block.down_proj(rows), hidden_states)  # type: ignore[operator]
         gate = block.gate_proj(x)  # type: ignore[operator]
         up = block.up_proj(x)  # type: ignore[operator]
         acted = activate(self.spec, gate, up, self.device, self.config.pool, out=gate)

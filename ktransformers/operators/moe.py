@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,9 +13,25 @@ from ktransformers.operators.activation import sigmoid
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import give_back
 from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.operators.gate import KMoEGate
 from ktransformers.operators.wrapper import WrapperOperator
 
-__all__ = ["KMoEBlock"]
+__all__ = ["Addends", "KMoEBlock"]
+
+
+@dataclass(frozen=True, slots=True)
+class Addends:
+    """The results of a MoE block: routed + shared sigmoid(score), all of [T, H] but score, [T, 1]; None: not there."""
+
+    routed: torch.Tensor
+    shared: torch.Tensor | None = None
+    score: torch.Tensor | None = None
+
+    def total(self, block: KMoEBlock) -> torch.Tensor:
+        """Added up, on the kernels of the block's device."""
+        if self.shared is None:
+            return self.routed
+        return self.routed + (self.shared if self.score is None else block.weigh(self.shared, self.score))
 
 
 class KMoEBlock(WrapperOperator):
@@ -41,29 +58,35 @@ class KMoEBlock(WrapperOperator):
             )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        block: Any = self.inner
-        rows = self.device.take(hidden_states.reshape(-1, hidden_states.shape[-1]))
-        _, topk_weights, topk_ids = block.gate(rows)
-        experts = block.experts
-        if not isinstance(experts, KTransformersExperts):
-            routed, shared = experts(rows, topk_ids, topk_weights), self._shared(rows)
-        else:
-            ticket = experts.submit(rows, topk_ids, topk_weights)
-            shared = self._shared(rows)
-            routed = experts.collect(ticket)
-        output: torch.Tensor = routed if shared is None else routed + shared
+        output = self.addends(self.device.take(hidden_states.reshape(-1, hidden_states.shape[-1]))).total(self)
         return give_back(output, hidden_states).view(hidden_states.shape)
 
-    def _shared(self, rows: torch.Tensor) -> torch.Tensor | None:
+    def addends(self, rows: torch.Tensor) -> Addends:
+        """What the block computes of rows [T, H] on its device, not yet added up."""
+        block: Any = self.inner
+        experts, gate = block.experts, block.gate
+        is_ours = isinstance(experts, KTransformersExperts)
+        routed = gate.route(rows) if is_ours and isinstance(gate, KMoEGate) else None
+        _, topk_weights, topk_ids = gate(rows) if routed is None else routed
+        if not is_ours:
+            return Addends(experts(rows, topk_ids, topk_weights), *self._shared(rows))
+        ticket = experts.submit(rows, topk_ids, topk_weights)
+        shared, score = self._shared(rows)
+        return Addends(experts.collect(ticket), shared, score)
+
+    def weigh(self, shared: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+        """The shared expert's result [T, H] times the logistic function of its score [T, 1]."""
+        scale = torch.sigmoid(score) if self.device.is_gpu else sigmoid(score, self.config.require_pool())
+        return scale * shared
+
+    def _shared(self, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The shared experts' result [T, H] and the score [T, 1] that weighs it, where the family has them."""
         block: Any = self.inner
         shared = getattr(block, "shared_experts", None)
         if shared is not None:
-            output: torch.Tensor = shared(rows)
-            return output
+            return shared(rows), None
         shared = getattr(block, "shared_expert", None)
         if shared is None:
-            return None
+            return None, None
         score = block.shared_expert_gate(rows)
-        scale = torch.sigmoid(score) if self.device.is_gpu else sigmoid(score, self.config.require_pool())
-        weighted: torch.Tensor = scale * shared(rows)
-        return weighted
+        return shared(rows), score

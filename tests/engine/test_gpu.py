@@ -54,10 +54,10 @@ ATTENTION = {
     "mixtral": "KAttentionFused",
     "deepseek_v2": "KMLATriton",
     "deepseek_v3": "KMLATriton",
-    "llama": "torch",  # these have no attention rule: their own forward, on our attention function
-    "gpt_oss": "torch",
-    "glm4_moe": "torch",
-    "granitemoe": "torch",
+    "llama": "KAttentionFused",
+    "gpt_oss": "KAttentionTriton",  # it has sinks
+    "glm4_moe": "KAttentionFused",
+    "granitemoe": "KAttentionFused",
 }
 
 

@@ -43,13 +43,16 @@ def attention(
     softcap: float = 0.0,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv]. Arguments as in `native.attention`.
 
     q, out: fp16, bf16 or fp32; k_cache [slots, Hkv, Dk], v_cache [slots, Hkv, Dv]: one of these types, in which the
     products are taken (fp32 accumulators). seq_ids, kv_lens: int32 or int64. out: made like q when None.
     workspace: fp32 of `workspace_size`, made when None, at least for one row;
-    give it and `out` and nothing is allocated.
+    give it and `out` and nothing is allocated. counters: int32, all 0 before and after; with one for each row and KV
+    head, a decode step of few heads per KV head is one launch instead of two. Calls that share a workspace or counters
+    must run one after another on one stream.
     Up to 16 rows, or as many as the table has, take the split-KV kernel, each row on its own; more take the prefill
     kernel, where the rows of one sequence should lie side by side (any order is right, and slower). Lengths and pages
     are read on the device, so nothing checks them: a page outside the cache is an invalid read.
@@ -57,8 +60,9 @@ def attention(
     """
     result = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device) if out is None else out
     call = Call(
-        q, k_cache, v_cache, block_table, page_size, seq_ids, kv_lens, scale, result, window, sinks, float(softcap)
-    )
+        q, k_cache, v_cache, block_table, page_size, seq_ids, kv_lens, scale, result, window, sinks, float(softcap),
+        counters=counters,
+    )  # fmt: skip
     check_call(call)
     if q.shape[0] == 0:
         return result

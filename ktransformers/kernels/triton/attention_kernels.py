@@ -10,12 +10,16 @@ with the running maximum and sum of Milakov and Gimelshein (arXiv 1805.02867) as
     COMPUTE the type of the products: the cache's own, but fp32 for bf16 in the interpreter, which cannot multiply it
     SHARED  latent attention: a value is the first DV0 columns of its key and is not loaded again
 
+The cache's strides are constants: Triton takes of an argument only whether it is a multiple of 16, and without knowing
+that 40 is one of 8 it reads keys two bytes at a time, which cannot be prefetched into shared memory.
+
 A chunk of KV in decode starts at a multiple of BLOCK_N and its size depends on the row's length and the table's width
 alone: what a row gives does not depend on the rows beside it.
 """
 
 from __future__ import annotations
 
+from ktransformers.kernels.triton.matmul import arrive_last
 from ktransformers.kernels.triton.runtime import jit, tl
 
 __all__ = ["decode_kernel", "prefill_kernel", "reduce_kernel"]
@@ -121,18 +125,21 @@ def _put(pointers, acc, keep, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl
 
 @jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["seq_ptr", "len_ptr", "lse_ptr"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, acc_ptr, lse_ptr,
-    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, scale, softcap, window,
+    q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, acc_ptr, lse_ptr, sink_ptr, out_ptr, counters,
+    q_row, q_head, k_slot: tl.constexpr, k_head: tl.constexpr, v_slot: tl.constexpr, v_head: tl.constexpr,
+    table_row, out_row, out_head, scale, softcap, window,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
+    FOLDED: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, KV heads * HEAD_BLOCKS, MAX_SPLITS): one split of one row for HEADS heads.
 
     Writes the normalized result, fp32 [rows, NUM_HEADS, MAX_SPLITS, DV], and the logarithm of its denominator, fp32
     [rows, NUM_HEADS, MAX_SPLITS]. Splits without positions write nothing; the reduction does not read them.
+    FOLDED: the last split of a row and its heads to finish weighs them all, and there is no `reduce_kernel`.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     kv_head, head_block = tl.program_id(1) // HEAD_BLOCKS, tl.program_id(1) % HEAD_BLOCKS
@@ -140,12 +147,18 @@ def decode_kernel(
     first, chunk = _chunk(length, window, MAX_SPLITS, MIN_CHUNK, BLOCK_N)
     start = first + split * chunk
     stop = tl.minimum(start + chunk, length)
-    if start >= stop:
-        return
     local = tl.arange(0, BLOCK_M)
     in_group = head_block * HEADS + local
     keep = (local < HEADS) & (in_group < GROUP)
     heads = kv_head * GROUP + in_group
+    if FOLDED:  # noqa: SIM102 (decided while compiling)
+        if length <= 0 and split == 0:  # a row that pads the batch
+            out = out_ptr + row * out_row + heads * out_head
+            _put(out, tl.zeros([BLOCK_M, DV0], tl.float32), keep, 0, DV if DV1 == 0 else DV0, DV0)
+            if DV1 > 0:
+                _put(out, tl.zeros([BLOCK_M, DV1], tl.float32), keep, DV0, DV, DV1)
+    if start >= stop:
+        return
     q_base = q_ptr + row * q_row
     q0 = _tile(q_base, heads, q_head, keep, 0, DK if DK1 == 0 else DK0, DK0, True).to(COMPUTE)
     q1 = q0
@@ -168,6 +181,48 @@ def decode_kernel(
     _put(acc_ptr + slot * DV, acc0 / denominator[:, None], keep, 0, DV if DV1 == 0 else DV0, DV0)
     if DV1 > 0:
         _put(acc_ptr + slot * DV, acc1 / denominator[:, None], keep, DV0, DV, DV1)
+    if FOLDED:
+        active = tl.cdiv(length - first, chunk)
+        if arrive_last(counters + row * tl.num_programs(1) + tl.program_id(1), active):
+            slots = (row * NUM_HEADS + heads) * MAX_SPLITS
+            _weigh_splits(
+                acc_ptr + slots * DV, lse_ptr + slots, sink_ptr + heads, out_ptr + row * out_row + heads * out_head,
+                active, keep, DV, DV0, DV1, BLOCK_M, SPLITS_P2, HAS_SINKS,
+            )  # fmt: skip
+
+
+@jit
+def _weigh_splits(
+    parts, lses, sinks, out, active, keep, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
+    BLOCK_M: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """What `reduce_kernel` does, for BLOCK_M heads; the pointers [BLOCK_M] are those of each head's first split."""
+    splits = tl.arange(0, SPLITS_P2)
+    mask = keep[:, None] & (splits < active)[None, :]
+    lse = tl.load(lses[:, None] + splits[None, :], mask=mask, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(lse, 1)
+    if HAS_SINKS:
+        sink = tl.load(sinks, mask=keep, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(lse - shift[:, None])
+    total = tl.sum(weights, 1)
+    if HAS_SINKS:
+        total += tl.exp2(sink - shift)
+    weights /= tl.where(total == 0.0, 1.0, total)[:, None]
+    columns0, columns1 = tl.arange(0, DV0), DV0 + tl.arange(0, DV1 if DV1 > 0 else 1)
+    mask0, mask1 = keep[:, None] & (columns0 < DV)[None, :], keep[:, None] & (columns1 < DV)[None, :]
+    acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
+    acc1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32)
+    for split in tl.range(0, active, num_stages=4):
+        weight = tl.sum(tl.where(splits[None, :] == split, weights, 0.0), 1)[:, None]
+        at = parts[:, None] + split * DV
+        acc0 += weight * tl.load(at + columns0[None, :], mask=mask0, other=0.0, cache_modifier=".cg")
+        if DV1 > 0:
+            acc1 += weight * tl.load(at + columns1[None, :], mask=mask1, other=0.0, cache_modifier=".cg")
+    _put(out, acc0, keep, 0, DV if DV1 == 0 else DV0, DV0)
+    if DV1 > 0:
+        _put(out, acc1, keep, DV0, DV, DV1)
 
 
 @jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["lse_ptr", "len_ptr"])
@@ -256,7 +311,8 @@ def _prefill_run(
 @jit(do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=["seq_ptr", "len_ptr"])
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, sink_ptr, out_ptr,
-    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, out_row, out_head, scale, softcap, window, num_rows,
+    q_row, q_head, k_slot: tl.constexpr, k_head: tl.constexpr, v_slot: tl.constexpr, v_head: tl.constexpr,
+    table_row, out_row, out_head, scale, softcap, window, num_rows,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,

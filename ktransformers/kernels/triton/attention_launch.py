@@ -39,6 +39,9 @@ MAX_SPLITS = 32
 MAX_SHARES = 4
 """Programs that share a tile of rows of several sequences."""
 
+MAX_FOLDED = 2048
+"""Values (heads times width) of a split up to which the last program adds all splits; more of them take a launch."""
+
 MAX_HEADS = 64
 """Query heads of one tile at most."""
 
@@ -66,6 +69,8 @@ class Call:
     softcap: float = 0.0
     is_shared: bool = False
     """Values are the first columns of the keys."""
+    counters: Tensor | None = None
+    """int32, all 0 between calls: with them a decode step's splits are weighed in the launch that computes them."""
 
     @property
     def group(self) -> int:
@@ -115,7 +120,9 @@ def check_call(call: Call) -> None:
         raise ValueError(
             f"page_size {call.page_size} must be >= 1, window {call.window} and softcap {call.softcap} >= 0"
         )
-    others = (k, v, call.out, table, call.seq_ids, call.kv_lens, call.sinks)
+    others = (k, v, call.out, table, call.seq_ids, call.kv_lens, call.sinks, call.counters)
+    if call.counters is not None and (call.counters.dtype != torch.int32 or not call.counters.is_contiguous()):
+        raise TypeError(f"counters must be contiguous int32, got {call.counters.dtype}")
     if any(tensor is not None and tensor.device != q.device for tensor in others):
         raise ValueError(f"all tensors must be on q's device, {q.device}")
 
@@ -202,12 +209,24 @@ def _is_wide(call: Call) -> bool:
     return call.k_cache.element_size() * call.dim_k > 1280
 
 
+def _is_aligned(call: Call) -> bool:
+    """Whether rows of the cache begin where asynchronous copies of 4 bytes or more can."""
+    size = call.k_cache.element_size()
+    strides = [size * stride for cache in (call.k_cache, call.v_cache) for stride in (cache.stride(0), cache.stride(1))]
+    return all(s % 4 == 0 for s in strides) and call.k_cache.data_ptr() % 16 == call.v_cache.data_ptr() % 16 == 0
+
+
 def _fit(call: Call, block_m: int, num_warps: int) -> Tile:
     """As many positions per step as leave room: three tiles of keys and values (two under way, one in use) and the
     queries take at most 200 KB of shared memory.
 
-    A page is looked up before its keys are read, so two stages of the pipeline make one tile under way.
+    A page is looked up before its keys are read, so two stages of the pipeline make one tile under way. Keys that
+    cannot be copied asynchronously are not read ahead at all: read ahead behind their pages, they were the one
+    difference of a case that made an illegal access on an H200 with Triton 3.6 (20 heads on one KV head of 40 columns
+    of fp16).
     """
+    if not _is_aligned(call):
+        return Tile(block_m, 32, num_warps, 1)
     room = 204800 - block_m * call.dim_k * call.k_cache.element_size()
     block_n = next((n for n in (64, 32) if 3 * n * call.position_bytes <= room), 16)
     return Tile(block_m, block_n, num_warps, 7 if block_n * call.position_bytes <= 16384 else 5)
@@ -263,11 +282,18 @@ def _launch_splits(call: Call, tile: Tile, splits: int, workspace: Tensor) -> No
     num_lse = num_rows * num_heads * splits
     parts, lse = workspace[: num_lse * call.dim_v], workspace[num_lse * call.dim_v :]
     constants = _tile_constants(call, tile)
-    decode_kernel[(num_rows, call.k_cache.shape[1] * constants["HEAD_BLOCKS"], splits)](
+    tiles = call.k_cache.shape[1] * constants["HEAD_BLOCKS"]
+    counters, out = call.counters, call.out
+    is_folded = counters is not None and _is_foldable(call, constants["HEADS"], num_rows * tiles)
+    decode_kernel[(num_rows, tiles, splits)](
         call.q, call.k_cache, call.v_cache, call.block_table, call.seq_ids, call.kv_lens, parts, lse,
-        *_strides(call), *_scales(call), call.window,
-        NUM_HEADS=num_heads, MAX_SPLITS=splits, MIN_CHUNK=tile.min_chunk, **constants, **_constants(call),
+        out if call.sinks is None else call.sinks, out, counters if is_folded else call.kv_lens,
+        *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.window,
+        NUM_HEADS=num_heads, MAX_SPLITS=splits, MIN_CHUNK=tile.min_chunk, FOLDED=is_folded,
+        SPLITS_P2=_power_of_two(splits), HAS_SINKS=call.sinks is not None, **constants, **_constants(call),
     )  # fmt: skip
+    if is_folded:
+        return
     block_d = min(128, _power_of_two(call.dim_v))
     reduce_kernel[(num_rows, num_heads, -(-call.dim_v // block_d))](
         parts, lse, call.kv_lens, call.sinks, call.out, call.out.stride(0), call.out.stride(1), call.window,
@@ -275,6 +301,11 @@ def _launch_splits(call: Call, tile: Tile, splits: int, workspace: Tensor) -> No
         SPLITS_P2=_power_of_two(splits), MIN_CHUNK=tile.min_chunk, HAS_SINKS=call.sinks is not None,
         num_warps=4,
     )  # fmt: skip
+
+
+def _is_foldable(call: Call, heads: int, programs: int) -> bool:
+    """Whether one program can weigh the splits of a row's tile of heads in less time than a launch takes."""
+    return call.counters is not None and heads * call.dim_v <= MAX_FOLDED and programs <= call.counters.numel()
 
 
 def launch_prefill(call: Call, tile: Tile | None = None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ktransformers.kernels.native import Activation, ActivationSpec
 from ktransformers.kernels.triton.runtime import jit, tl
 
-__all__ = ["activate", "add_rms_norm", "check_float", "rms_norm", "silu_mul"]
+__all__ = ["activate", "activation_value", "add_rms_norm", "check_float", "rms_norm", "silu_mul"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -30,15 +30,21 @@ def check_float(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> Non
 
 @jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_row, residual_row, out_row, sum_row, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    x_ptr, residual_ptr, more_ptr, gate_ptr, weight_ptr, out_ptr, sum_ptr,
+    x_row, residual_row, more_row, gate_row, out_row, sum_row, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, HAS_MORE: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,): one row. ADDS: the residual is added first and the sum, as it is stored, is what is normalized."""
+    """Grid (rows,): one row. ADDS: what is to be added first; the sum, as it is stored, is what is normalized."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
     x = tl.load(x_ptr + row * x_row + columns, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
+        if HAS_MORE:
+            more = tl.load(more_ptr + row * more_row + columns, mask=mask, other=0.0).to(tl.float32)
+            if HAS_GATE:
+                more *= tl.sigmoid(tl.load(gate_ptr + row * gate_row).to(tl.float32))
+            x += more
         x += tl.load(residual_ptr + row * residual_row + columns, mask=mask, other=0.0).to(tl.float32)
         stored = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * sum_row + columns, stored, mask=mask)
@@ -53,16 +59,23 @@ def _block(width: int) -> int:
 
 
 def _launch_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    added: tuple[Tensor, Tensor | None, Tensor | None, Tensor] | None = None,
 ) -> None:
+    """added: residual, more, gate and where the sum goes."""
     rows, width = x.shape
     if rows == 0:
         return
+    residual, more, gate, total = added or (None, None, None, None)
     block = _block(width)
-    strides = [0 if each is None else each.stride(0) for each in (x, residual, out, total)]
+    strides = [0 if each is None else each.stride(0) for each in (x, residual, more, gate, out, total)]
     _rms_norm_kernel[(rows,)](
-        x, residual, weight, out, total, *strides, float(eps),
-        WIDTH=width, BLOCK=block, ADDS=residual is not None, num_warps=min(16, max(1, block // 512)),
+        x, residual, more, gate, weight, out, total, *strides, float(eps),
+        WIDTH=width, BLOCK=block, ADDS=residual is not None, HAS_MORE=more is not None, HAS_GATE=gate is not None,
+        num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
 
 
@@ -75,7 +88,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     check_float("weight", weight, (x.shape[1],))
     result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     check_float("out", result, tuple(x.shape))
-    _launch_norm(x, None, weight, eps, result, None)
+    _launch_norm(x, weight, eps, result)
     return result
 
 
@@ -86,20 +99,30 @@ def add_rms_norm(
     eps: float,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
+    *,
+    more: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(sum), sum) with sum = x + residual, rounded to the type of `residual_out` before it is normalized.
+    """(rms_norm(sum), sum) with sum = x + more sigmoid(gate) + residual, rounded to the type of `residual_out` first.
 
-    x, residual: [T, H]. weight: [H]. out: made like x when None; may be x. residual_out: made like residual when
-    None; may be residual, which makes the addition in place.
+    x, residual: [T, H]. more: [T, H], a third addend; gate: [T, 1], logits that weigh its rows (the shared expert of
+    qwen2_moe). weight: [H]. out: made like x when None; may be x. residual_out: made like residual when None; may be
+    residual, which makes the addition in place.
     """
     check_float("x", x, (None, None))
     check_float("residual", residual, tuple(x.shape))
     check_float("weight", weight, (x.shape[1],))
+    if more is not None:
+        check_float("more", more, tuple(x.shape))
+    if gate is not None:
+        if more is None:
+            raise ValueError("gate weighs the rows of more, which is None")
+        check_float("gate", gate, (x.shape[0], 1))
     result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     total = torch.empty_like(residual, memory_format=torch.contiguous_format) if residual_out is None else residual_out
     check_float("out", result, tuple(x.shape))
     check_float("residual_out", total, tuple(x.shape))
-    _launch_norm(x, residual, weight, eps, result, total)
+    _launch_norm(x, weight, eps, result, (residual, more, gate, total))
     return result, total
 
 
@@ -110,18 +133,8 @@ def _tanh(x):
 
 
 @jit
-def _activation_kernel(
-    gate_ptr, up_ptr, out_ptr, gate_row, up_row, out_row, alpha, limit,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_GATE: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows, cdiv(WIDTH, BLOCK)): BLOCK columns of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < WIDTH
-    up = tl.load(up_ptr + row * up_row + columns, mask=mask, other=0.0).to(tl.float32)
-    x = up
-    if HAS_GATE:
-        x = tl.load(gate_ptr + row * gate_row + columns, mask=mask, other=0.0).to(tl.float32)
+def activation_value(x, up, alpha, limit, KIND: tl.constexpr, HAS_GATE: tl.constexpr):
+    """act(x) * up, or act(x) without a gate; fp32."""
     if KIND == "SILU":
         y = x * tl.sigmoid(x)
     elif KIND == "GELU":
@@ -140,6 +153,23 @@ def _activation_kernel(
         y = x * tl.sigmoid(alpha * x)
     if HAS_GATE:
         y *= up
+    return y
+
+
+@jit
+def _activation_kernel(
+    gate_ptr, up_ptr, out_ptr, gate_row, up_row, out_row, alpha, limit,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_GATE: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, cdiv(WIDTH, BLOCK)): BLOCK columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    up = tl.load(up_ptr + row * up_row + columns, mask=mask, other=0.0).to(tl.float32)
+    x = up
+    if HAS_GATE:
+        x = tl.load(gate_ptr + row * gate_row + columns, mask=mask, other=0.0).to(tl.float32)
+    y = activation_value(x, up, alpha, limit, KIND, HAS_GATE)
     tl.store(out_ptr + row * out_row + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 

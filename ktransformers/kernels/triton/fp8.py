@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.bits import F8_E4M3_TYPE
-from ktransformers.kernels.triton.linear import Workspace, launch
+from ktransformers.kernels.triton.linear import Rows, Workspace, launch
 from ktransformers.kernels.triton.packing import ROW_MULTIPLE, Layout
 
 __all__ = ["Fp8Matrix", "fp8_linear", "pack_fp8"]
@@ -71,4 +71,5 @@ def fp8_linear(
     Up to VECTOR_ROWS rows of x weights times scale are fp32, above they are rounded to x's dtype.
     """
     layout = Layout.GPU if weight.packed else Layout.GGML
-    return launch(x, weight.data, F8_E4M3_TYPE, weight.rows, weight.cols, bias, out, layout, workspace)
+    rows = (Rows(weight.data, F8_E4M3_TYPE, weight.rows),)
+    return launch(x, rows, weight.cols, bias, out, layout, workspace)

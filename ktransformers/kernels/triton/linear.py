@@ -14,14 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.native import Activation
 from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton.bits import ONE
 from ktransformers.kernels.triton.dequant import check_matrix
+from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, vector_tile
 from ktransformers.kernels.triton.packing import Layout
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
-__all__ = ["VECTOR_ROWS", "Workspace", "launch", "linear"]
+__all__ = ["VECTOR_ROWS", "Rows", "Workspace", "gated_linear", "launch", "linear", "linear_pair"]
 
 #: Largest number of rows that the vector kernel takes.
 VECTOR_ROWS = 4
@@ -31,75 +33,132 @@ _MAX_SPLIT = 32
 
 
 @jit
-def _vector_kernel(x, stride, base, bias, out, parts, counters, T, one, TYPE: tl.constexpr, K: tl.constexpr,
-                   N: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr,
-                   HAS_BIAS: tl.constexpr):  # fmt: skip
-    tile, split = tl.program_id(0), tl.program_id(1)
+def _vector_rows(x, stride, base, bias, out, parts, counter, tile, one, TYPE: tl.constexpr, K: tl.constexpr,
+                 N: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr, M: tl.constexpr,
+                 SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
+    """Tile `tile` of a matrix of N rows, which are columns of `parts`, rows WIDTH apart; out and bias start with it."""
+    split = tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
     steps: tl.constexpr = (K // 32 + KS - 1) // KS
     first, last = split * steps // SPLIT, (split + 1) * steps // SPLIT
     r0, r1, r2, r3 = vector_tile(x, stride, base, n[None, :], n[None, :] < N, one, first, last, TYPE, K, N, KS, M)
     mask = n < N
     if SPLIT > 1:
-        at = parts + split * M * N + n
+        at = parts + split * M * WIDTH + n
         tl.store(at, r0, mask=mask)
         if M > 1:
-            tl.store(at + N, r1, mask=mask)
+            tl.store(at + WIDTH, r1, mask=mask)
         if M > 2:
-            tl.store(at + 2 * N, r2, mask=mask)
+            tl.store(at + 2 * WIDTH, r2, mask=mask)
         if M > 3:
-            tl.store(at + 3 * N, r3, mask=mask)
-        if arrive_last(counters + tile, SPLIT):
+            tl.store(at + 3 * WIDTH, r3, mask=mask)
+        if arrive_last(counter, SPLIT):
             for m in tl.static_range(M):
-                _add_parts(parts + m * N, bias, out + m * N, n, mask, M * N, SPLIT, HAS_BIAS)
+                _add_parts(parts + m * WIDTH, bias, out, m, n, N, M * WIDTH, WIDTH, BN, SPLIT, HAS_BIAS, ACT)
     else:
-        _store_row(r0, bias, out, n, mask, HAS_BIAS)
+        _store_row(r0, bias, out, 0, n, N, WIDTH, BN, HAS_BIAS, ACT)
         if M > 1:
-            _store_row(r1, bias, out + N, n, mask, HAS_BIAS)
+            _store_row(r1, bias, out, 1, n, N, WIDTH, BN, HAS_BIAS, ACT)
         if M > 2:
-            _store_row(r2, bias, out + 2 * N, n, mask, HAS_BIAS)
+            _store_row(r2, bias, out, 2, n, N, WIDTH, BN, HAS_BIAS, ACT)
         if M > 3:
-            _store_row(r3, bias, out + 3 * N, n, mask, HAS_BIAS)
+            _store_row(r3, bias, out, 3, n, N, WIDTH, BN, HAS_BIAS, ACT)
 
 
 @jit
-def _store_row(value, bias, out, n, mask, HAS_BIAS: tl.constexpr):
+def _store_row(value, bias, out, m, n, N: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
+               ACT: tl.constexpr):  # fmt: skip
+    """Row m of the result. ACT: rows 2 i and 2 i + 1 of the matrix are gate and up of one result."""
     if HAS_BIAS:
-        value += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + n, value.to(out.dtype.element_ty), mask=mask)
+        value += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    if ACT == "":
+        tl.store(out + m * WIDTH + n, value.to(out.dtype.element_ty), mask=n < N)
+    else:
+        gate, up = tl.split(tl.reshape(value, (BN // 2, 2)))
+        at, _ = tl.split(tl.reshape(n, (BN // 2, 2)))
+        acted = activation_value(gate, up, 0.0, 0.0, ACT, True)
+        tl.store(out + m * (WIDTH // 2) + at // 2, acted.to(out.dtype.element_ty), mask=at < N)
 
 
 @jit
-def _add_parts(parts, bias, out, n, mask, stride: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    total = tl.load(parts + n, mask=mask, other=0.0, cache_modifier=".cg")
+def _add_parts(parts, bias, out, m, n, N: tl.constexpr, stride: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
+               SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
+    total = tl.load(parts + n, mask=n < N, other=0.0, cache_modifier=".cg")
     for split in range(1, SPLIT):
-        total += tl.load(parts + split * stride + n, mask=mask, other=0.0, cache_modifier=".cg")
-    _store_row(total, bias, out, n, mask, HAS_BIAS)
+        total += tl.load(parts + split * stride + n, mask=n < N, other=0.0, cache_modifier=".cg")
+    _store_row(total, bias, out, m, n, N, WIDTH, BN, HAS_BIAS, ACT)
 
 
 @jit
-def _tile_kernel(x, stride, base, bias, out, parts, counters, T, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
-                 K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                 SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
-    tile_m, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    t = tile_m * BM + tl.arange(0, BM)[:, None]
-    n = tile_n * BN + tl.arange(0, BN)[None, :]
+def _vector_kernel(x, stride, base, second, bias, out, parts, counters, one, TYPE: tl.constexpr, TYPE2: tl.constexpr,
+                   K: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr,
+                   M: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
+    """Grid (tiles of the first matrix and, if N2 > 0, of the second, splits): the results lie side by side."""
+    tile = tl.program_id(0)
+    tiles: tl.constexpr = (N + BN - 1) // BN
+    if N2 == 0:
+        _vector_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, TYPE, K, N, N, BN, KS, M, SPLIT,
+                     HAS_BIAS, ACT)  # fmt: skip
+    elif tile < tiles:
+        _vector_rows(x, stride, base, bias, out, parts, counters + tile, tile, one, TYPE, K, N, N + N2, BN, KS, M,
+                     SPLIT, HAS_BIAS, ACT)  # fmt: skip
+    else:
+        _vector_rows(x, stride, second, bias + N, out + N, parts + N, counters + tile, tile - tiles, one, TYPE2, K, N2,
+                     N + N2, BN, KS, M, SPLIT, HAS_BIAS, ACT)  # fmt: skip
+
+
+@jit
+def _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
+               K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
+    """As `_vector_rows`, for BM rows of x."""
+    split = tl.program_id(2)
+    t = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
+    n = tile * BN + tl.arange(0, BN)[None, :]
     steps: tl.constexpr = (K + BK - 1) // BK
     first, last = split * steps // SPLIT, (split + 1) * steps // SPLIT
     acc = dot_tile(x + t.to(tl.int64) * stride, t < T, base, n, n < N, one, first, last, TYPE, LAYOUT, K, N, BK)
     mask = (t < T) & (n < N)
-    at = t.to(tl.int64) * N + n
     if SPLIT > 1:
-        part = T * N  # T = 1 is a constant; Workspace.allocate says why this is small
+        at = t.to(tl.int64) * WIDTH + n
+        part = T * WIDTH  # T = 1 is a constant; Workspace.allocate says why this is small
         tl.store(parts + split * part + at, acc, mask=mask)
-        is_last = arrive_last(counters + tile_m * tl.num_programs(1) + tile_n, SPLIT)
+        is_last = arrive_last(counter, SPLIT)
         mask = (t < tl.where(is_last, T, 0)) & (n < N)
         acc = tl.load(parts + at, mask=mask, other=0.0, cache_modifier=".cg")
         for other in range(1, SPLIT):
             acc += tl.load(parts + other * part + at, mask=mask, other=0.0, cache_modifier=".cg")
     if HAS_BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    if ACT == "":
+        tl.store(out + t.to(tl.int64) * WIDTH + n, acc.to(out.dtype.element_ty), mask=mask)
+    else:
+        gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+        half = tile * (BN // 2) + tl.arange(0, BN // 2)[None, :]
+        rows = t < (tl.where(is_last, T, 0) if SPLIT > 1 else T)
+        acted = activation_value(gate, up, 0.0, 0.0, ACT, True)
+        target = out + t.to(tl.int64) * (WIDTH // 2) + half
+        tl.store(target, acted.to(out.dtype.element_ty), mask=rows & (half < N // 2))
+
+
+@jit
+def _tile_kernel(x, stride, base, second, bias, out, parts, counters, T, one, TYPE: tl.constexpr, TYPE2: tl.constexpr,
+                 LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, BM: tl.constexpr,
+                 BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+                 ACT: tl.constexpr):  # fmt: skip
+    """Grid (tiles of x, tiles as in `_vector_kernel`, splits)."""
+    tile = tl.program_id(1)
+    tiles: tl.constexpr = (N + BN - 1) // BN
+    counter = counters + tl.program_id(0) * tl.num_programs(1) + tile
+    if N2 == 0:
+        _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, TYPE, LAYOUT, K, N, N, BM, BN, BK, SPLIT,
+                   HAS_BIAS, ACT)  # fmt: skip
+    elif tile < tiles:
+        _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, TYPE, LAYOUT, K, N, N + N2, BM, BN, BK,
+                   SPLIT, HAS_BIAS, ACT)  # fmt: skip
+    else:
+        _tile_rows(x, stride, second, bias + N, out + N, parts + N, counter, tile - tiles, T, one, TYPE2, LAYOUT, K, N2,
+                   N + N2, BM, BN, BK, SPLIT, HAS_BIAS, ACT)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,43 +279,102 @@ def linear(
     or ValueError for arguments that do not fit.
     """
     check_matrix(weight, qtype, rows, cols, layout)
-    return launch(x, weight, int(qtype), rows, cols, bias, out, layout, workspace)
+    return launch(x, (Rows(weight, int(qtype), rows),), cols, bias, out, layout, workspace)
+
+
+def linear_pair(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor],
+    qtypes: tuple[QuantType, QuantType],
+    rows: tuple[int, int],
+    cols: int,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """The products of x with two matrices side by side in one launch: [T, rows[0] + rows[1]].
+
+    Both matrices are in the GPU's layout, of types that may differ; rows in 8s. bias: [rows[0] + rows[1]]. The others
+    as in `linear`.
+    """
+    for weight, qtype, count in zip(weights, qtypes, rows, strict=True):
+        check_matrix(weight, qtype, count, cols, Layout.GPU)
+    parts = tuple(Rows(w, int(q), n) for w, q, n in zip(weights, qtypes, rows, strict=True))
+    return launch(x, parts, cols, bias, out, Layout.GPU, workspace)
+
+
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    qtype: QuantType,
+    rows: int,
+    cols: int,
+    kind: Activation,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """act(x gate^T) * (x up^T) in one launch: [T, rows / 2].
+
+    weight: row 2 i of the matrix [rows, cols] is gate's row i, row 2 i + 1 up's, in the GPU's layout; bias likewise.
+    kind: an activation without numbers of its own. What is activated is fp32, not rounded. The others as in `linear`.
+    """
+    check_matrix(weight, qtype, rows, cols, Layout.GPU)
+    if kind is Activation.SWIGLU_OAI:
+        raise ValueError("SWIGLU_OAI has numbers of its own: compute the product and activate it")
+    return launch(x, (Rows(weight, int(qtype), rows),), cols, bias, out, Layout.GPU, workspace, kind.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A matrix that has been checked, of `rows` rows and a type that dequant.py knows."""
+
+    data: Tensor
+    type_number: int
+    rows: int
 
 
 def launch(
     x: Tensor,
-    weight: Tensor,
-    type_number: int,
-    rows: int,
+    weights: tuple[Rows, ...],
     cols: int,
     bias: Tensor | None,
     out: Tensor | None,
     layout: Layout,
     workspace: Workspace | None,
+    act: str = "",
 ) -> Tensor:
-    """`linear` for a weight that has been checked, of a type that dequant.py knows."""
+    """`linear` for one or two matrices of one layout, or `gated_linear` when `act` is not empty."""
     check_rows("x", x, cols)
+    rows = sum(weight.rows for weight in weights)
     if bias is not None and (bias.shape != (rows,) or not bias.is_contiguous()):
         raise ValueError(f"bias must be contiguous [{rows}], got {tuple(bias.shape)}")
-    target = result(out, x, rows)
+    target = result(out, x, rows // 2 if act else rows)
     tokens = x.shape[0]
     if tokens == 0 or rows == 0:
         return target
+    first, second = weights[0], weights[-1]
+    second_rows = second.rows if len(weights) > 1 else 0
+    types = (first.type_number, second.type_number)
+    counts = (cols, first.rows, second_rows)
     bias_or_x = x if bias is None else bias
+    options = {"HAS_BIAS": bias is not None, "ACT": act}
     if layout == Layout.GPU and tokens <= VECTOR_ROWS:
         block, groups, split, warps = _vector_plan(rows, cols)
-        tiles = triton.cdiv(rows, block)
+        tiles = sum(triton.cdiv(weight.rows, block) for weight in weights)
         space = _space(workspace, x, split, tokens, rows, tiles)
         _vector_kernel[(tiles, split)](
-            x, x.stride(0), weight, bias_or_x, target, space.parts, space.counters, tokens, ONE, type_number, cols,
-            rows, BN=block, KS=groups, M=tokens, SPLIT=split, HAS_BIAS=bias is not None, num_warps=warps,
+            x, x.stride(0), first.data, second.data, bias_or_x, target, space.parts, space.counters, ONE, *types,
+            *counts, BN=block, KS=groups, M=tokens, SPLIT=split, num_warps=warps, **options,
         )  # fmt: skip
         return target
     block_m, block_n, block_k, split, warps = _tile_plan(tokens, rows, cols)
-    grid = (triton.cdiv(tokens, block_m), triton.cdiv(rows, block_n), split)
+    grid = (triton.cdiv(tokens, block_m), sum(triton.cdiv(weight.rows, block_n) for weight in weights), split)
     space = _space(workspace, x, split, tokens, rows, grid[0] * grid[1])
     _tile_kernel[grid](
-        x, x.stride(0), weight, bias_or_x, target, space.parts, space.counters, tokens, ONE, type_number, int(layout),
-        cols, rows, BM=block_m, BN=block_n, BK=block_k, SPLIT=split, HAS_BIAS=bias is not None, num_warps=warps,
+        x, x.stride(0), first.data, second.data, bias_or_x, target, space.parts, space.counters, tokens, ONE, *types,
+        int(layout), *counts, BM=block_m, BN=block_n, BK=block_k, SPLIT=split, num_warps=warps, **options,
     )  # fmt: skip
     return target

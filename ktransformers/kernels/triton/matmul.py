@@ -231,7 +231,7 @@ def dot_tile_pair(x_rows, x_mask, gate, up, n, mask, one, first, last, GATE: tl.
 
 
 @jit
-def arrive_last(counter, count: tl.constexpr):
+def arrive_last(counter, count):
     """Whether this program is the last of `count` to come here; the last one finds what the others stored before.
 
     The counter is 0 before and after. Loads of the others' results must bypass L1 (cache_modifier ".cg").

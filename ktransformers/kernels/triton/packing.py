@@ -32,7 +32,7 @@ from torch import Tensor
 from ktransformers.kernels.native import packed_nbytes as cpu_packed_nbytes
 from ktransformers.kernels.quant import QuantType, block_size, row_bytes
 
-__all__ = ["GPU_TYPES", "Layout", "can_repack", "layout_nbytes", "packed_nbytes", "repack"]
+__all__ = ["GPU_TYPES", "Layout", "can_repack", "join_rows", "layout_nbytes", "packed_nbytes", "repack"]
 
 #: The block formats that the Triton kernels read.
 GPU_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0})
@@ -175,3 +175,37 @@ def _write(piece: Tensor, qtype: QuantType, out: Tensor, rows: int, row: int) ->
         plane = out[:, at : at + nbytes].unflatten(1, (units, rows, element))
         plane[:, :, row : row + count] = values.reshape(len(out), count, units, element).transpose(1, 2)
         at += nbytes
+
+
+#: Of each type's planes: columns that one element stands for, and bytes of an element.
+_PLANES = {
+    QuantType.Q4_K: ((8, 4), (256, 4), (32, 2)),
+    QuantType.Q5_K: ((32, 20), (256, 4), (32, 2)),
+    QuantType.Q6_K: ((16, 12), (16, 1), (256, 2)),
+    QuantType.Q4_0: ((8, 4), (32, 2)),
+    QuantType.Q8_0: ((4, 4), (32, 2)),
+}
+
+
+def join_rows(parts: list[tuple[Tensor, int]], qtype: QuantType, cols: int, *, interleaved: bool = False) -> Tensor:
+    """Re-laid matrices of one type as one with all their rows, one part after another.
+
+    parts: (what `repack` gave, its rows). interleaved: parts of one size take turns, row by row. Raises ValueError for
+    sizes that do not fit.
+    """
+    counts = [rows for _, rows in parts]
+    for data, rows in parts:
+        if data.numel() != packed_nbytes(qtype, rows, cols) or (interleaved and rows != counts[0]):
+            raise ValueError(f"{data.numel()} bytes are not {rows} rows of {cols} columns of {qtype.name}")
+    planes, at = [], [0] * len(parts)
+    for columns, element in _PLANES[qtype]:
+        # Elements of several words are planes of words, one after another: [units, words, rows].
+        words, size = (element // 4, 4) if element > 4 else (1, element)
+        units = cols // columns * words
+        pieces = []
+        for i, (data, rows) in enumerate(parts):
+            pieces.append(data[at[i] : at[i] + units * rows * size].view(units, rows, size))
+            at[i] += units * rows * size
+        joined = torch.stack(pieces, dim=2).flatten(1, 2) if interleaved else torch.cat(pieces, dim=1)
+        planes.append(joined.reshape(-1))
+    return torch.cat(planes)

@@ -17,33 +17,40 @@ from torch import Tensor
 from ktransformers.kernels.triton.elementwise import check_float
 from ktransformers.kernels.triton.runtime import jit, tl
 
-__all__ = ["latent_to_cache", "rope_to_cache"]
+__all__ = [
+    "check_angles",
+    "check_ids",
+    "latent_to_cache",
+    "pair_columns",
+    "power_of_two",
+    "rope_to_cache",
+    "rotate_heads",
+]
 
 _HEADS_PER_PROGRAM = 4
 
 
 @jit
-def _pair(cos_ptr, sin_ptr, angle_row, HALF: tl.constexpr, HALF_P2: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Columns of the members of each pair, the pairs that exist, and their cosines and sines."""
+def pair_columns(HALF: tl.constexpr, HALF_P2: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Numbers of the pairs, the columns of their two members, and which pairs exist."""
     pair = tl.arange(0, HALF_P2)
-    exists = pair < HALF
-    cos = tl.load(cos_ptr + angle_row + pair, mask=exists, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle_row + pair, mask=exists, other=0.0).to(tl.float32)
     if INTERLEAVED:
         first, second = 2 * pair, 2 * pair + 1
     else:
         first, second = pair, pair + HALF
-    return pair, first, second, exists, cos, sin
+    return pair, first, second, pair < HALF
 
 
 @jit
-def _rotate_heads(
+def rotate_heads(
     source, target, heads, keep, source_head, target_head, weight_ptr, eps, cos_ptr, sin_ptr, angle_row,
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, REST_P2: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotation of some heads of one row, from `source` to `target`, where `keep`."""
-    pair, first, second, exists, cos, sin = _pair(cos_ptr, sin_ptr, angle_row, HALF, HALF_P2, INTERLEAVED)
+    pair, first, second, exists = pair_columns(HALF, HALF_P2, INTERLEAVED)
+    cos = tl.load(cos_ptr + angle_row + pair, mask=exists, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle_row + pair, mask=exists, other=0.0).to(tl.float32)
     mask = keep[:, None] & exists[None, :]
     at = source + heads[:, None] * source_head
     to = target + heads[:, None] * target_head
@@ -86,7 +93,7 @@ def _rope_kernel(
         angle = tl.load(position_ptr + row).to(tl.int64)
     if block < Q_PROGRAMS:
         heads = block * HEADS + tl.arange(0, HEADS)
-        _rotate_heads(
+        rotate_heads(
             q_ptr + row * q_row, q_out_ptr + row * out_row, heads, heads < NUM_HEADS, q_head, out_head, q_weight_ptr,
             eps, cos_ptr, sin_ptr, angle * cos_row, DIM, HALF, HALF_P2, REST_P2, INTERLEAVED, HAS_NORM,
         )  # fmt: skip
@@ -94,7 +101,7 @@ def _rope_kernel(
         heads = (block - Q_PROGRAMS) * HEADS + tl.arange(0, HEADS)
         slot = tl.load(slot_ptr + row).to(tl.int64)
         keep = heads < tl.where(slot >= 0, NUM_KV_HEADS, 0)
-        _rotate_heads(
+        rotate_heads(
             k_ptr + row * k_row, k_cache_ptr + slot * k_slot, heads, keep, k_head, k_slot_head, k_weight_ptr,
             eps, cos_ptr, sin_ptr, angle * cos_row, DIM, HALF, HALF_P2, REST_P2, INTERLEAVED, HAS_NORM,
         )  # fmt: skip
@@ -105,11 +112,11 @@ def _rope_kernel(
         tl.store(target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
 
 
-def _power_of_two(value: int) -> int:
+def power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def _check_angles(cos: Tensor, sin: Tensor, positions: Tensor | None, num_rows: int, rotary_dim: int) -> None:
+def check_angles(cos: Tensor, sin: Tensor, positions: Tensor | None, num_rows: int, rotary_dim: int) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         check_float(name, table, (None, None))
         if table.shape[1] < rotary_dim // 2 or (positions is None and table.shape[0] != num_rows):
@@ -117,10 +124,10 @@ def _check_angles(cos: Tensor, sin: Tensor, positions: Tensor | None, num_rows: 
     if cos.stride(0) != sin.stride(0):
         raise ValueError(f"cos and sin must have the same row stride, got {cos.stride(0)} and {sin.stride(0)}")
     if positions is not None:
-        _check_ids("positions", positions, num_rows)
+        check_ids("positions", positions, num_rows)
 
 
-def _check_ids(name: str, ids: Tensor, num_rows: int) -> None:
+def check_ids(name: str, ids: Tensor, num_rows: int) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}")
     if tuple(ids.shape) != (num_rows,) or not ids.is_contiguous():
@@ -164,8 +171,8 @@ def rope_to_cache(
     check_float("k_cache", k_cache, (None, num_kv_heads, dim))
     check_float("v_cache", v_cache, (None, num_kv_heads, dim_v))
     check_float("q_out", out, tuple(q.shape))
-    _check_angles(cos, sin, positions, num_rows, rotary)
-    _check_ids("slot_mapping", slot_mapping, num_rows)
+    check_angles(cos, sin, positions, num_rows, rotary)
+    check_ids("slot_mapping", slot_mapping, num_rows)
     for weight in norm_weights or ():
         check_float("norm_weights", weight, (dim,))
     if num_rows == 0:
@@ -177,8 +184,8 @@ def rope_to_cache(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1), cos.stride(0), float(eps),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=_HEADS_PER_PROGRAM, Q_PROGRAMS=q_programs,
-        DIM=dim, DIM_V=dim_v, V_P2=_power_of_two(dim_v), HALF=rotary // 2, HALF_P2=_power_of_two(rotary // 2),
-        REST_P2=_power_of_two(max(1, dim - rotary)), INTERLEAVED=is_interleaved,
+        DIM=dim, DIM_V=dim_v, V_P2=power_of_two(dim_v), HALF=rotary // 2, HALF_P2=power_of_two(rotary // 2),
+        REST_P2=power_of_two(max(1, dim - rotary)), INTERLEAVED=is_interleaved,
         HAS_POSITIONS=positions is not None, HAS_NORM=norm_weights is not None, num_warps=4,
     )  # fmt: skip
     return out
@@ -198,7 +205,7 @@ def _latent_kernel(
         angle = tl.load(position_ptr + row).to(tl.int64)
     heads = block * HEADS + tl.arange(0, HEADS)
     if block < Q_PROGRAMS:
-        _rotate_heads(
+        rotate_heads(
             q_ptr + row * q_row, q_out_ptr + row * out_row, heads, heads < NUM_HEADS, q_head, out_head, weight_ptr,
             eps, cos_ptr, sin_ptr, angle * cos_row, 2 * HALF, HALF, HALF_P2, 1, INTERLEAVED, False,
         )  # fmt: skip
@@ -212,7 +219,7 @@ def _latent_kernel(
         target = cache_ptr + slot * cache_slot
         tl.store(target + columns, x.to(cache_ptr.dtype.element_ty), mask=mask)
         one = heads - Q_PROGRAMS * HEADS
-        _rotate_heads(
+        rotate_heads(
             kv_ptr + row * kv_row + RANK, target + RANK, one, one < tl.where(slot >= 0, 1, 0), 0, 0, weight_ptr,
             eps, cos_ptr, sin_ptr, angle * cos_row, 2 * HALF, HALF, HALF_P2, 1, INTERLEAVED, False,
         )  # fmt: skip
@@ -247,8 +254,8 @@ def latent_to_cache(
     check_float("norm_weight", norm_weight, (rank,))
     check_float("cache", cache, (None, 1, rank + rotary))
     check_float("q_out", out, tuple(q_rot.shape))
-    _check_angles(cos, sin, positions, num_rows, rotary)
-    _check_ids("slot_mapping", slot_mapping, num_rows)
+    check_angles(cos, sin, positions, num_rows, rotary)
+    check_ids("slot_mapping", slot_mapping, num_rows)
     if num_rows == 0:
         return out
     heads_per_program = 16
@@ -257,8 +264,8 @@ def latent_to_cache(
         q_rot, compressed, out, cache, slot_mapping, positions, cos, sin, norm_weight,
         q_rot.stride(0), q_rot.stride(1), compressed.stride(0), out.stride(0), out.stride(1), cache.stride(0),
         cos.stride(0), float(eps),
-        NUM_HEADS=num_heads, HEADS=heads_per_program, Q_PROGRAMS=q_programs, RANK=rank, RANK_P2=_power_of_two(rank),
-        HALF=rotary // 2, HALF_P2=_power_of_two(rotary // 2), INTERLEAVED=is_interleaved,
+        NUM_HEADS=num_heads, HEADS=heads_per_program, Q_PROGRAMS=q_programs, RANK=rank, RANK_P2=power_of_two(rank),
+        HALF=rotary // 2, HALF_P2=power_of_two(rotary // 2), INTERLEAVED=is_interleaved,
         HAS_POSITIONS=positions is not None, num_warps=4,
     )  # fmt: skip
     return out

@@ -16,13 +16,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ktransformers.kernels.native import Activation
 from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton import dequant
+from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.convert import convert_rows
+from ktransformers.kernels.triton.elementwise import add_rms_norm
 from ktransformers.kernels.triton.fp8 import fp8_linear, pack_fp8
-from ktransformers.kernels.triton.linear import linear
+from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
+from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.moe import ExpertMatrices, moe
 from ktransformers.kernels.triton.packing import Layout, can_repack, layout_nbytes
+from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, RouterSpec, route_rows
 
 SHARED_BYTES = 227 * 1024  # of one program on an H100
 TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0)
@@ -41,6 +46,8 @@ def describe(value):
     """The type of an argument in a signature, and whether it is known to be a multiple of 16."""
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype], value.data_ptr() % 16 == 0
+    if isinstance(value, float):
+        return "fp32", False
     return "i32", value % 16 == 0
 
 
@@ -52,8 +59,9 @@ def compile_launch(self, *args, grid, warmup, num_warps=4, num_stages=3, **kwarg
     for index, parameter in enumerate(self.params):
         if parameter.is_constexpr:
             signature[parameter.name], constants[(index,)] = "constexpr", values[parameter.name]
-        elif type(values[parameter.name]) is int and values[parameter.name] == 1:  # Triton makes it a constant
-            signature[parameter.name], constants[(index,)] = "constexpr", 1
+        elif values[parameter.name] is None or (type(values[parameter.name]) is int and values[parameter.name] == 1):
+            # Triton makes them constants
+            signature[parameter.name], constants[(index,)] = "constexpr", values[parameter.name]
         else:
             signature[parameter.name], multiple = describe(values[parameter.name])
             if multiple:
@@ -83,6 +91,17 @@ def call_linear(qtype, rows, cols, tokens, layout=Layout.GPU, dtype=torch.bfloat
     linear(x, weights(qtype, rows, cols, layout), qtype, rows, cols, bias, layout=layout)
 
 
+def call_pair(types, rows, cols, tokens):
+    x = torch.zeros(tokens, cols, dtype=torch.bfloat16)
+    data = tuple(weights(qtype, count, cols, Layout.GPU) for qtype, count in zip(types, rows, strict=True))
+    linear_pair(x, data, types, rows, cols)
+
+
+def call_gated(qtype, rows, cols, tokens):
+    x = torch.zeros(tokens, cols, dtype=torch.bfloat16)
+    gated_linear(x, weights(qtype, rows, cols, Layout.GPU), qtype, rows, cols, Activation.SILU)
+
+
 def call_moe(types, hidden, width, tokens, layout=Layout.GPU, num=8, top_k=4, slots=False):
     first, second = types
     gate = ExpertMatrices(weights(first, width, hidden, layout, num), first, width, hidden, layout)
@@ -91,6 +110,35 @@ def call_moe(types, hidden, width, tokens, layout=Layout.GPU, num=8, top_k=4, sl
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     table = torch.zeros(num, dtype=torch.int32) if slots else None
     moe(x, ids, torch.zeros(tokens, top_k), gate, gate, down, expert_slots=table)
+
+
+def call_router(num_experts, hidden, tokens, spec):
+    x, counters = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(MAX_ROUTED_ROWS, dtype=torch.int32)
+    bias = torch.zeros(num_experts) if spec.scoring == "sigmoid" else None
+    route_rows(x, torch.zeros(num_experts, hidden), spec, counters, bias)
+
+
+def call_attention(heads, kv_heads, dim, tokens, pages=64):
+    cache, ids = torch.zeros(256, kv_heads, dim, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
+    table, counters = torch.zeros(tokens, pages, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
+    q = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16)
+    attention(q, cache, cache, table, 256, ids, ids, 0.1, counters=counters)
+
+
+def call_latent(tokens, heads=128, rank=512, rotary=64, width=128, query=1536):
+    cos, slots = torch.zeros(tokens, rotary // 2), torch.zeros(tokens, dtype=torch.int64)
+    both = torch.zeros(tokens, query + rank + rotary, dtype=torch.bfloat16)
+    cache = torch.zeros(256, 1, rank + rotary, dtype=torch.bfloat16)
+    norms = (both[0, :rank], 1e-6), (both[0, :query], 1e-6)
+    norm_to_cache(both[:, query:], norms[0], (cos, cos, True), cache, slots, both[:, :query], norms[1])
+    q = torch.zeros(tokens, heads, width + rotary, dtype=torch.bfloat16)
+    absorbed = absorb(q, torch.zeros(heads, width, rank, dtype=torch.bfloat16), (cos, cos, True))
+    expand(absorbed[..., :rank].contiguous(), torch.zeros(heads, rank, width, dtype=torch.bfloat16))
+
+
+def call_norm(hidden, tokens):
+    x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+    add_rms_norm(x, x, x[0], 1e-6, more=x, gate=x[:, :1])
 
 
 def call_fp8(rows, cols, tokens):
@@ -106,8 +154,16 @@ def call_convert(rows, hidden, num=3):
 def some():
     call_convert(4, 2048)
     call_convert(1, 2880, 1)
+    call_attention(32, 4, 128, 2)
+    call_latent(2)
+    call_norm(7168, 2)
+    call_router(128, 2048, 1, RouterSpec(8))
+    call_router(256, 7168, 4, RouterSpec(8, "sigmoid", num_groups=8, topk_groups=4, scaling=2.5))
     call_linear(QuantType.Q4_K, 2048, 4096, 1)
     call_linear(QuantType.Q6_K, 2048, 2048, 200)
+    call_pair((QuantType.Q4_K, QuantType.Q6_K), (4608, 512), 2048, 2)
+    call_gated(QuantType.Q4_K, 4096, 7168, 4)
+    call_gated(QuantType.Q4_K, 4096, 7168, 16)
     call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 1)
     call_moe((QuantType.Q4_K, QuantType.Q8_0), 2048, 1408, 40)
     call_moe((QuantType.Q4_0, QuantType.Q4_0), 32, 32, 1, layout=Layout.GGML, num=1, top_k=1)
@@ -129,6 +185,9 @@ def everything():
     call_linear(QuantType.Q4_K, 76032, 2048, 1)
     assert not can_repack(QuantType.Q4_K, 2052, 256)
     call_linear(QuantType.Q4_K, 2052, 256, 1, layout=Layout.GGML)
+    for tokens in (1, 3, 4, 16, 100):
+        call_pair((QuantType.Q4_K, QuantType.Q6_K), (4608, 512), 2048, tokens)
+        call_gated(QuantType.Q4_K, 4096, 7168, tokens)
     for types in ((QuantType.Q4_K, QuantType.Q6_K), (QuantType.Q5_K, QuantType.Q5_K), (QuantType.Q8_0, QuantType.Q4_0)):
         for tokens in (2, 17, 40, 100, 600):
             call_moe(types, 512, 768, tokens, slots=True)

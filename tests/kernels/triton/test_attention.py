@@ -34,7 +34,7 @@ def case(rows, heads, kv_heads, dim_k, dim_v, dtype, device, page=PAGE, seed=0):
 
 def expected(arguments, scale, **options):
     cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
-    options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items() if k != "counters"}
     return reference.attention(*cpu, scale, **options)
 
 
@@ -48,7 +48,7 @@ DECODE = [(0, 300), (1, 1), (2, 0), (3, 129)]
 # Two chunks of different sequences, a decode row, a padding row; tiles hold the ends of several of them.
 PREFILL = [(0, n) for n in range(180, 205)] + [(1, n) for n in range(1, 9)] + [(2, 70), (3, 0)]
 OPTIONS = [{}, {"window": 50}, {"softcap": 3.0}, {"sinks": True}, {"window": 7, "sinks": True, "softcap": 5.0}]
-HEADS = [(4, 2, 64), (3, 1, 80), (2, 2, 96), (8, 1, 128), (2, 1, 192), (2, 1, 256), (20, 1, 40)]
+HEADS = [(4, 2, 64), (3, 1, 80), (2, 2, 96), (8, 1, 128), (2, 1, 192), (2, 1, 256), (20, 1, 40), (4, 2, 33)]
 
 
 def with_sinks(options, heads, device):
@@ -59,6 +59,19 @@ def with_sinks(options, heads, device):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
 def test_options(options, rows, device):
     check(case(rows, 6, 2, 32, 48, torch.float32, device), 0.2, **with_sinks(options, 6, device))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
+def test_splits_weighed_in_the_same_launch(options, device):
+    arguments = case(DECODE, 6, 2, 32, 48, torch.float32, device)
+    options, counters = with_sinks(options, 6, device), torch.zeros(8, dtype=torch.int32, device=device)
+    check(arguments, 0.2, counters=counters, **options)
+    assert not counters.any()
+    out = torch.full((len(DECODE), 6, 48), float("nan"), device=device)
+    numel = workspace_size(1, 6, 2, 48, PAGES * PAGE, device)
+    attention(*arguments, 0.2, counters=counters, out=out, workspace=torch.empty(2 * numel, device=device), **options)
+    close = attention(*arguments, 0.2, **options)
+    torch.testing.assert_close(out, close, rtol=1e-6, atol=1e-6)  # the same parts, divided before they are added
 
 
 @pytest.mark.parametrize("rows", [DECODE, PREFILL], ids=["decode", "prefill"])

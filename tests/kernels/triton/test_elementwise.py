@@ -51,6 +51,19 @@ def test_add_rms_norm(dtype, device):
     assert torch.equal(residual, total)
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_add_rms_norm_of_three(is_gated, device):
+    x, residual, more = (normal(3, 96, device=device, seed=seed) for seed in (0, 1, 2))
+    gate = normal(3, 1, device=device, seed=3) if is_gated else None
+    weight = normal(96, device=device, seed=4)
+    out, total = add_rms_norm(x, residual, weight, 1e-6, more=more, gate=gate)
+    share = more.double() * (1 if gate is None else torch.sigmoid(gate.double()))
+    close(total, x.double() + share + residual.double())
+    close(out, reference.rms_norm(total.cpu(), weight.cpu(), 1e-6))
+    with pytest.raises(ValueError, match="more, which is None"):
+        add_rms_norm(x, residual, weight, 1e-6, gate=normal(3, 1, device=device))
+
+
 def oracle(kind, x):
     return {
         Activation.SILU: functional.silu,

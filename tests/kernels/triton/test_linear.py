@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from torch.nn import functional
 
+from ktransformers.kernels.native import Activation
 from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton import runtime
 from tests.kernels.triton.quant_cases import TYPES, random_matrix
@@ -13,7 +17,15 @@ if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.triton import packing
-from ktransformers.kernels.triton.linear import VECTOR_ROWS, Workspace, _tile_plan, _vector_plan, linear
+from ktransformers.kernels.triton.linear import (
+    VECTOR_ROWS,
+    Workspace,
+    _tile_plan,
+    _vector_plan,
+    gated_linear,
+    linear,
+    linear_pair,
+)
 from ktransformers.kernels.triton.packing import Layout
 
 # Errors are measured against sum_k |x w|. The vector kernel keeps weights in fp32 within 2^-14 |s| (test_dequant), and
@@ -60,6 +72,55 @@ def test_bf16_and_a_width_of_odd_blocks(tokens, device):
     assert out.dtype == torch.bfloat16
     # The result is rounded to bf16, 2^-9 of |out| <= sum |x w|; the interpreter cuts off: twice as much for both.
     check(out, x, values, None, 2 * (ROUNDED[torch.bfloat16] + 2**-9))
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
+def test_joined_matrices_are_the_matrix_of_all_rows(qtype, device):
+    raws = [random_matrix(qtype, rows, 512, seed)[0].to(device) for seed, rows in enumerate((16, 24))]
+    parts = [(packing.repack(raw, qtype, len(raw), 512), len(raw)) for raw in raws]
+    whole = packing.repack(torch.cat(raws), qtype, 40, 512)
+    assert torch.equal(packing.join_rows(parts, qtype, 512), whole)
+    twice = torch.stack([raws[0], raws[0].flip(0)], dim=1).flatten(0, 1)
+    pair = [parts[0], (packing.repack(raws[0].flip(0), qtype, 16, 512), 16)]
+    joined = packing.join_rows(pair, qtype, 512, interleaved=True)
+    assert torch.equal(joined, packing.repack(twice, qtype, 32, 512))
+    with pytest.raises(ValueError, match="are not 24 rows"):
+        packing.join_rows(parts, qtype, 512, interleaved=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 6])
+@pytest.mark.parametrize("cols", [512, 2048])
+def test_two_matrices_of_two_types_in_one_launch(tokens, cols, device):
+    types, rows = (QuantType.Q4_K, QuantType.Q6_K), (40, 24)
+    cases = [random_matrix(qtype, count, cols) for qtype, count in zip(types, rows, strict=True)]
+    packed = [packing.repack(case[0].to(device), *each, cols) for case, *each in zip(cases, types, rows, strict=True)]
+    x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).half().to(device)
+    bias = torch.randn(64, generator=torch.Generator().manual_seed(2)).to(device)
+    space = Workspace.allocate(device, 8)
+    out = torch.full((tokens, 64), torch.nan, device=device)
+    assert linear_pair(x, tuple(packed), types, rows, cols, bias, out, workspace=space) is out
+    tolerance = VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16]
+    check(out, x, torch.cat([values for _, values in cases]), bias, tolerance)
+    assert not space.counters.any()
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 6])
+@pytest.mark.parametrize("kind", [Activation.SILU, Activation.GELU_TANH], ids=lambda k: k.name)
+def test_gate_up_and_activation_in_one_launch(tokens, kind, device):
+    raw, values = random_matrix(QuantType.Q4_K, 64, 1024)
+    weight = packing.repack(raw.to(device), QuantType.Q4_K, 64, 1024)
+    x = (torch.randn(tokens, 1024, generator=torch.Generator().manual_seed(1)) / 8).half().to(device)
+    out = torch.full((tokens, 32), torch.nan, device=device)
+    gated_linear(x, weight, QuantType.Q4_K, 64, 1024, kind, out=out, workspace=Workspace.allocate(device, 8))
+    wide, values = x.cpu().double(), values.double()
+    gate, up = wide @ values[0::2].T, wide @ values[1::2].T
+    size = wide.abs() @ values.abs().T
+    act = functools.partial(functional.gelu, approximate="tanh") if kind is Activation.GELU_TANH else functional.silu
+    tolerance = VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16]
+    # |act'| <= 1.13 and |act(g)| <= |g|: what the two products are off by, and a few ulps of fp32 for the rest.
+    bound = tolerance * (1.13 * size[:, 0::2] * up.abs() + gate.abs() * size[:, 1::2]) + 1e-6 * (1 + up.abs())
+    bound = bound + 1.13 * tolerance**2 * size[:, 0::2] * size[:, 1::2]
+    assert ((out.cpu().double() - act(gate) * up).abs() <= bound).all()
 
 
 def test_a_row_does_not_depend_on_the_others_and_a_workspace_can_be_used_again(device):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.router import RouterSpec, topk_router
+from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, RouterSpec, route_rows, topk_router
 
 
 def oracle(logits, spec, bias=None):
@@ -101,3 +101,25 @@ def test_bad_arguments_are_named(device):
         topk_router(logits, RouterSpec(2), weights=torch.zeros(2, 2, dtype=torch.float16, device=device))
     with pytest.raises(ValueError, match="bias must have shape"):
         topk_router(logits, RouterSpec(2), logits[0, :3])
+
+
+@pytest.mark.parametrize(("name", "num_rows"), [("deepseek_v3", 1), ("qwen3", 2), ("mixtral", 3), ("one", 9)])
+def test_product_and_choice_in_one_launch(name, num_rows, device):
+    num_experts, spec = SPECS[name]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_rows, 1100, generator=generator).half()
+    weight = torch.randn(num_experts, 1100, generator=generator) / 1100**0.5
+    bias = 0.1 * torch.randn(num_experts, generator=generator) if spec.scoring == "sigmoid" else None
+    counters = torch.zeros(MAX_ROUTED_ROWS, dtype=torch.int32, device=device)
+    on_device = None if bias is None else bias.to(device)
+    logits, ids, weights = route_rows(x.to(device), weight.to(device), spec, counters, on_device)
+    # fp32 sums of 1,100 products: the order moves them by some ulps of sum |x w|.
+    size = x.double().abs() @ weight.double().abs().T
+    assert ((logits.cpu().double() - x.double() @ weight.double().T).abs() <= 2**-20 * size).all()
+    want_ids, want_weights = oracle(logits.cpu(), spec, bias)
+    assert ids.dtype is torch.int32
+    assert torch.equal(ids.cpu().long(), want_ids)
+    torch.testing.assert_close(weights.cpu(), want_weights, rtol=1e-5, atol=1e-6)
+    assert not counters.any()
+    alone = route_rows(x[-1:].to(device), weight.to(device), spec, counters, on_device)
+    assert torch.equal(alone[0][0], logits[-1])  # of one row or of many: the same sum

@@ -1,0 +1,185 @@
+"""Linear layers that read the same rows, in one launch instead of one each: q, k and v; gate and up with activation.
+
+Matrices of one type become one matrix, those of two types share a launch. The layers that gave their matrices away
+still work, on the joined one. What cannot be joined (layers elsewhere, of three types, dense beside quantized) runs one
+by one. Knows linear operators and matrices on GPUs; not attention or layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktransformers.kernels.native import Activation, ActivationSpec
+from ktransformers.kernels.triton import elementwise
+from ktransformers.kernels.triton.linear import gated_linear, linear_pair
+from ktransformers.kernels.triton.packing import Layout, join_rows
+from ktransformers.operators.device import use
+from ktransformers.operators.gpu_matrix import DenseMatrix, GpuMatrix, QuantizedMatrix
+from ktransformers.operators.linear import KTransformersLinear
+
+__all__ = ["GatedLinears", "JoinedLinears"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairMatrix:
+    """Two matrices of two types, side by side in one launch. bias: fp32 of both, or None."""
+
+    first: QuantizedMatrix
+    second: QuantizedMatrix
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        """x [T, K] -> [T, N1 + N2]."""
+        first, second = self.first, self.second
+        return linear_pair(
+            x.to(first.device.matmul_dtype),
+            (first.data, second.data),
+            (first.qtype, second.qtype),
+            (first.rows, second.rows),
+            first.cols,
+            self.bias,
+            torch.empty(x.shape[0], first.rows + second.rows, dtype=out_dtype, device=x.device),
+            workspace=first.device.linear_workspace(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsOf:
+    """What one layer's product is of a joined matrix's. columns: its share of the joined result."""
+
+    whole: GpuMatrix
+    columns: slice
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        return self.whole(x, out_dtype)[:, self.columns].contiguous()
+
+
+def _quantized(modules: Sequence[nn.Module]) -> list[QuantizedMatrix] | None:
+    """The matrices of linear operators on one GPU in the layout of its kernels; None if they are anything else."""
+    found = [m.matrix for m in modules if isinstance(m, KTransformersLinear)]
+    quantized = [m for m in found if isinstance(m, QuantizedMatrix) and m.layout is Layout.GPU]
+    if len(quantized) < len(modules) or len({(m.cols, m.device.name) for m in quantized}) > 1:
+        return None
+    return quantized
+
+
+def _dense(modules: Sequence[nn.Module]) -> list[DenseMatrix] | None:
+    found = [m.matrix for m in modules if isinstance(m, KTransformersLinear)]
+    dense = [m for m in found if isinstance(m, DenseMatrix)]
+    if len(dense) < len(modules) or len({(m.weight.shape[1], m.weight.device, m.weight.dtype) for m in dense}) > 1:
+        return None
+    return dense
+
+
+def _biases(parts: Sequence[tuple[torch.Tensor | None, int]], like: torch.Tensor) -> torch.Tensor | None:
+    """All biases (each with its number of rows) as one, zeros for those that are missing; None when all are."""
+    given = [bias for bias, _ in parts if bias is not None]
+    if not given:
+        return None
+    dtype = given[0].dtype
+    return torch.cat([like.new_zeros(n, dtype=dtype) if bias is None else bias for bias, n in parts])
+
+
+def _joined(parts: Sequence[QuantizedMatrix], *, interleaved: bool = False) -> QuantizedMatrix:
+    """Matrices of one type as one. The bias follows the rows."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    data = join_rows([(p.data, p.rows) for p in parts], first.qtype, first.cols, interleaved=interleaved)
+    bias = _biases([(p.bias, p.rows) for p in parts], data)
+    if interleaved and bias is not None:
+        bias = bias.view(len(parts), -1).T.reshape(-1)
+    return replace(first, data=data, rows=sum(p.rows for p in parts), bias=bias)
+
+
+def _slices(counts: Sequence[int]) -> list[slice]:
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _side_by_side(parts: list[QuantizedMatrix]) -> tuple[GpuMatrix, list[slice]] | None:
+    """All in one launch, and the columns of each part; None for three types."""
+    types = list(dict.fromkeys(part.qtype for part in parts))
+    if len(types) > 2:
+        return None
+    order = sorted(range(len(parts)), key=lambda i: types.index(parts[i].qtype))
+    columns = dict(zip(order, _slices([parts[i].rows for i in order]), strict=True))
+    groups = [_joined([part for part in parts if part.qtype == kind]) for kind in types]
+    whole: GpuMatrix = groups[0]
+    if len(groups) == 2:
+        bias = _biases([(group.bias, group.rows) for group in groups], groups[0].data)
+        whole = PairMatrix(groups[0], groups[1], bias)
+    return whole, [columns[i] for i in range(len(parts))]
+
+
+class JoinedLinears:
+    """Linear layers on the same rows: [T, K] in, a [T, N] for each layer out (columns of one result, or their own)."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self.modules = tuple(modules)
+        self._whole: GpuMatrix | None = None
+        self._columns: list[slice] = []
+        quantized, dense = _quantized(modules), _dense(modules)
+        if quantized is not None:
+            made = _side_by_side(quantized)
+            if made is not None:
+                self._whole, self._columns = made
+        elif dense is not None:
+            bias = _biases([(m.bias, m.weight.shape[0]) for m in dense], dense[0].weight)
+            self._whole = DenseMatrix(torch.cat([m.weight for m in dense]), bias)
+            self._columns = _slices([m.weight.shape[0] for m in dense])
+        if self._whole is not None:
+            _give_away(self.modules, self._whole, self._columns)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether one launch computes them all."""
+        return self._whole is not None
+
+    def __call__(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        if self._whole is None:
+            return [module(rows) for module in self.modules]
+        use(rows.device)
+        result = self._whole(rows, rows.dtype)
+        return [result[:, columns] for columns in self._columns]
+
+
+def _give_away(modules: Sequence[nn.Module], whole: GpuMatrix, columns: Sequence[slice]) -> None:
+    for module, share in zip(modules, columns, strict=True):
+        assert isinstance(module, KTransformersLinear)
+        module.matrix = ColumnsOf(whole, share)
+
+
+class GatedLinears:
+    """act(gate(x)) * up(x): [T, K] in, [T, I] out, in one launch where both are quantized in one type."""
+
+    def __init__(self, gate: nn.Module, up: nn.Module, spec: ActivationSpec):
+        self.spec = spec
+        self._gated: QuantizedMatrix | None = None
+        self._joined: JoinedLinears | None = None
+        quantized = _quantized([gate, up])
+        is_one_type = quantized is not None and quantized[0].qtype == quantized[1].qtype
+        if quantized is not None and is_one_type and spec.kind is not Activation.SWIGLU_OAI:
+            self._gated = _joined(quantized, interleaved=True)
+            _give_away([gate, up], self._gated, [slice(0, None, 2), slice(1, None, 2)])
+        else:
+            self._joined = JoinedLinears([gate, up])
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        use(rows.device)
+        if self._gated is None:
+            assert self._joined is not None
+            gate, up = self._joined(rows)
+            return elementwise.activate(self.spec, gate, up)
+        matrix = self._gated
+        out = torch.empty(rows.shape[0], matrix.rows // 2, dtype=rows.dtype, device=rows.device)
+        x = rows.to(matrix.device.matmul_dtype)
+        space: Any = matrix.device.linear_workspace()
+        return gated_linear(
+            x, matrix.data, matrix.qtype, matrix.rows, matrix.cols, self.spec.kind, matrix.bias, out, workspace=space
+        )

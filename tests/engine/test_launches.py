@@ -1,0 +1,90 @@
+"""How many kernels a decode step launches for a decoder layer on a GPU: each costs 2 us or more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.operators.gpu_layers import LayerStack, _feed_forward_name, _is_plain
+from tests.engine.test_gpu import gpu_engine
+from tests.support.launches import counted_launches
+from tests.support.tiny_models import tiny_config, tiny_model, write_safetensors
+
+pytest.importorskip("triton")
+
+# Norm (with the addition before it), q k v, rotation and cache write, attention, o_proj, norm, router.
+QWEN3_MOE = {
+    "_rms_norm_kernel": 2,
+    "torch linear": 2,
+    "_rope_kernel": 1,
+    "decode_kernel": 1,
+    "_product_kernel": 1,
+}
+# Norm, both compressions, their norms and the cache write, q_b, k_b and rotation, attention and its reduction, v_b,
+# o_proj, norm, router, gate and up of the shared expert (with the activation, where they are quantized), down.
+DEEPSEEK_V3 = {
+    "_rms_norm_kernel": 2,
+    "torch linear": 5,
+    "_norm_kernel": 1,
+    "_heads_kernel": 2,
+    "decode_kernel": 1,
+    "reduce_kernel": 1,
+    "_product_kernel": 1,
+    "_activation_kernel": 1,
+}
+# As qwen3_moe, and the shared expert: its gate and up, activation, down, and the score that weighs it.
+QWEN2_MOE = {**QWEN3_MOE, "torch linear": 5, "_activation_kernel": 1}
+
+
+def launches_of_a_step(model_type: str, layers: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of one row, without the routed experts."""
+    folder.mkdir()
+    write_safetensors(tiny_model(model_type, seed=1, layers=layers), folder)
+    engine = gpu_engine(folder)
+    engine.runner.forward([1, 2, 3], 0, [2])
+    with counted_launches(monkeypatch) as counts:
+        engine.runner.forward([4], 3, [0])
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"), [("qwen3_moe", QWEN3_MOE), ("deepseek_v3", DEEPSEEK_V3), ("qwen2_moe", QWEN2_MOE)]
+)
+def test_launches_for_a_layer(
+    model_type: str, expected: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KTransformersExperts, "submit", lambda self, hidden_states, ids, weights: hidden_states)
+    monkeypatch.setattr(KTransformersExperts, "collect", lambda self, ticket: ticket)
+    fewer = launches_of_a_step(model_type, 2, tmp_path / "fewer", monkeypatch)
+    more = launches_of_a_step(model_type, 3, tmp_path / "more", monkeypatch)
+    assert dict(more - fewer) == expected
+
+
+def layer_of(model_type: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        layer: torch.nn.Module = AutoModelForCausalLM.from_config(tiny_config(model_type)).model.layers[1]
+    return layer
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepseek_v3", "mixtral", "glm4_moe", "gpt_oss"])
+def test_usual_layers_are_recognized(model_type: str) -> None:
+    layer = layer_of(model_type)
+    name = _feed_forward_name(layer)
+    assert name == "mlp"
+    # gpt_oss takes its router's scores beside the result of its feed-forward part.
+    assert _is_plain(layer, name) == (model_type != "gpt_oss")
+
+
+def test_other_layers_are_left_alone(tmp_path: Path) -> None:
+    layer = layer_of("granitemoe")  # multiplies what it adds
+    name = _feed_forward_name(layer)
+    assert name is None or not _is_plain(layer, name)
+    write_safetensors(tiny_model("granitemoe", seed=1), tmp_path)
+    modules = gpu_engine(tmp_path).runner.model.modules()
+    assert not any(isinstance(module, LayerStack) for module in modules)
