@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktransformers.errors import ConfigError
 
-__all__ = ["CPU_QUANT_TYPES", "DEMO_MODEL_PATH", "EngineConfig", "physical_cores"]
+__all__ = ["CPU_QUANT_TYPES", "DEMO_MODEL_PATH", "EngineConfig", "physical_cores", "user_cache_dir"]
 
 DEMO_MODEL_PATH = Path(__file__).resolve().parent / "assets" / "demo"
 
@@ -27,6 +29,20 @@ def physical_cores() -> int:
         except OSError:
             return len(allowed)
     return max(len(cores), 1)
+
+
+def user_cache_dir(system: str = sys.platform, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this user's programs keep what they can make again; ours is below it. It need not exist.
+
+    XDG_CACHE_HOME or ~/.cache (freedesktop.org's base directories), ~/Library/Caches on macOS, LOCALAPPDATA on Windows.
+    """
+    home = Path.home()
+    if system == "darwin":
+        return home / "Library" / "Caches" / "ktransformers"
+    if system == "win32":
+        return Path(environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "ktransformers" / "Cache"
+    named = environ.get("XDG_CACHE_HOME", "")
+    return (Path(named) if named and Path(named).is_absolute() else home / ".cache") / "ktransformers"
 
 
 @dataclass(frozen=True, slots=True)

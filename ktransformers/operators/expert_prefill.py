@@ -20,7 +20,7 @@ T tokens, K experts per token, E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -236,15 +236,9 @@ class ExpertPrefill:
         waiting: Sequence[tuple[int, ...]],
     ) -> torch.Tensor:
         """Launch the GPU's part: copies as buffers become free, products as copies arrive."""
-        num_experts, pairs = self.shape.num_experts, ranks.numel()
+        num_experts = self.shape.num_experts
         rows = hidden.to(self.device.matmul_dtype).contiguous()
-        block = block_rows(pairs, num_experts)
-        space = MoeWorkspace(
-            self._inner[: pairs * self.shape.intermediate_size].view(pairs, -1),
-            self._parts[: pairs * self.shape.hidden_size].view(pairs, -1),
-            self._counter,
-            moe_align(ranks, num_experts, block, self._tables.slots),
-        )
+        space, block = self._workspace(ranks)
         arriving, left, first = deque(groups), deque(waiting), 0
         while arriving or left:
             while left and len(arriving) < self._staging.size.num_buffers:
@@ -257,6 +251,58 @@ class ExpertPrefill:
             first = end
         out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         return moe_sum(ranks, out, space, num_experts)
+
+    def _workspace(self, ranks: torch.Tensor) -> tuple[MoeWorkspace, int]:
+        """Memory for a step, its pairs sorted by rank, and the rows of a block."""
+        pairs = ranks.numel()
+        block = block_rows(pairs, self.shape.num_experts)
+        space = MoeWorkspace(
+            self._inner[: pairs * self.shape.intermediate_size].view(pairs, -1),
+            self._parts[: pairs * self.shape.hidden_size].view(pairs, -1),
+            self._counter,
+            moe_align(ranks, self.shape.num_experts, block, self._tables.slots),
+        )
+        return space, block
+
+    def group_size(self, layer: int) -> int:
+        """Experts of a full group."""
+        host = self._layers[layer].host
+        return min(self._staging.capacity(host), host.num_experts)
+
+    def copy_seconds(self, layer: int, num_groups: int, meanwhile: Callable[[Callable[[], bool]], None]) -> float:
+        """The time that an expert's copy takes. meanwhile: called while num_groups groups are copied, with a function
+        that says whether they are done."""
+        host, count = self._layers[layer].host, self.group_size(layer)
+        first = self._copies.mark()
+        for number in range(num_groups):
+            start = number * count % (host.num_experts - count + 1)
+            last = self._staging.bring(host, range(start, start + count)).ready
+        meanwhile(lambda: self._copies.is_done(last))
+        self._copies.synchronize(last)
+        return self._copies.seconds_between(first, last) / (num_groups * count)
+
+    def gpu_seconds(self, layer: int, repeats: int = 3) -> float:
+        """The GPU's time for one (token, expert) pair of a step of many rows; the first run of all compiles."""
+        shape, host, count = self.shape, self._layers[layer].host, self.group_size(layer)
+        group = self._staging.bring(host, range(count))
+        tokens = min(shape.max_rows, 64 * shape.num_experts // shape.top_k)
+        where = self.device.torch_device
+        ids = (torch.arange(tokens * shape.top_k, dtype=torch.int32, device=where) % count).view(tokens, -1)
+        rows = torch.zeros(tokens, shape.hidden_size, dtype=self.device.matmul_dtype, device=where)
+        weights = torch.ones(ids.shape, device=where)
+        self._tables.fill([group.experts])
+        self._copies.compute_waits(group.ready)
+        best, counts = float("inf"), np.bincount(ids.cpu().numpy().ravel(), minlength=count)
+        for _ in range(repeats):
+            space, block = self._workspace(self._tables.ranks(ids))
+            span = (0, int((-(-counts // block)).sum()))
+            begin = self._copies.compute_mark()
+            moe_blocks(rows, weights, *group.matrices, space, span, shape.num_experts)
+            end = self._copies.compute_mark()
+            self._copies.synchronize(end)
+            best = min(best, self._copies.seconds_between(begin, end))
+        self._staging.done(group)
+        return best / ids.numel()
 
     def _copy_ahead(self, layer: int, num_copied: int) -> None:
         """Put copies for the next layer: of as many experts as it will surely use."""

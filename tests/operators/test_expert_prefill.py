@@ -25,6 +25,7 @@ from tests.support.inline_device import EagerCopies, InlineDriver, LazyCopies
 
 pytest.importorskip("triton")
 
+from ktransformers.engine.prefill import cuda_tools, open_prefill
 from ktransformers.kernels.triton.moe import ExpertMatrices, moe
 from ktransformers.kernels.triton.packing import Layout
 from ktransformers.operators import expert_prefill
@@ -35,6 +36,9 @@ E, K, H, INNER, T = 6, 2, 64, 32, 9
 FLAT = CpuRate((1,), (1e-3,))
 RATES = PrefillRates(1e-3, 0.0, FLAT, FLAT)
 DEVICE = Device("cuda:0", torch.device("cpu"), torch.float32, is_gpu=True)
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +86,7 @@ class Rig:
         self.splits: list[Split] = []
         chooser = expert_prefill.choose_split
 
-        def choose(
-            counts: np.ndarray, rates: PrefillRates, there: list[int], ahead: float
-        ) -> Split:
+        def choose(counts: np.ndarray, rates: PrefillRates, there: list[int], ahead: float) -> Split:
             made = chooser(counts, rates, there, ahead)
             if self.split is not None:
                 kept = tuple(there) if set(there) <= set(self.split) else ()
@@ -134,6 +136,7 @@ def check(got: torch.Tensor, kernel: MoeKernel, x: torch.Tensor, ids: torch.Tens
     assert (got - want).norm() <= 2e-2 * want.norm()
 
 
+@interpreted
 @pytest.mark.parametrize("split", [(0, 1, 2, 3, 4), (1, 3), (2,)])
 @pytest.mark.parametrize("group", [1, 4])
 def test_a_split_is_the_sum_of_its_sides(
@@ -153,6 +156,7 @@ def test_a_split_is_the_sum_of_its_sides(
     assert rig.stats.num_rows == 3 * T * K
 
 
+@interpreted
 def test_all_on_the_cpu_is_the_kernel(pool: WorkerPool, copies: EagerCopies, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(pool, monkeypatch, copies, 2)
     rig.split = ()
@@ -161,6 +165,7 @@ def test_all_on_the_cpu_is_the_kernel(pool: WorkerPool, copies: EagerCopies, mon
     assert copies.num_bytes == 0
 
 
+@interpreted
 def test_the_choosers_own_split_copies_activated_experts_only(
     pool: WorkerPool, copies: EagerCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +177,7 @@ def test_the_choosers_own_split_copies_activated_experts_only(
     assert copies.num_bytes == len(split.copied) * HostExperts(rig.kernels[2].weights).expert_nbytes
 
 
+@interpreted
 def test_experts_are_copied_ahead_and_used(
     pool: WorkerPool, copies: EagerCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +197,7 @@ def test_experts_are_copied_ahead_and_used(
     assert rig.splits[-1].there == ()
 
 
+@interpreted
 def test_neighbours_in_memory_are_one_copy(
     pool: WorkerPool, copies: EagerCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +207,7 @@ def test_neighbours_in_memory_are_one_copy(
     assert copies.num_copies == 6
 
 
+@interpreted
 def test_which_steps_it_takes(pool: WorkerPool, copies: EagerCopies, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(pool, monkeypatch, copies, 2)
     assert rig.layers[0].submit(*inputs(rows=1)) is None
@@ -208,6 +216,7 @@ def test_which_steps_it_takes(pool: WorkerPool, copies: EagerCopies, monkeypatch
     assert rig.layers[0].submit(*inputs()) is None
 
 
+@interpreted
 def test_ids_out_of_range(pool: WorkerPool, copies: EagerCopies, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(pool, monkeypatch, copies, 2)
     x, ids, weights = inputs()
@@ -216,6 +225,7 @@ def test_ids_out_of_range(pool: WorkerPool, copies: EagerCopies, monkeypatch: py
         rig.layers[0].submit(x, ids, weights)
 
 
+@interpreted
 def test_a_failure_on_the_cpu_is_raised_by_collect(
     pool: WorkerPool, copies: EagerCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +264,37 @@ def test_no_room_is_a_capacity_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(CapacityError, match="prefill_device: cpu"):
         Staging(StagingSize(2, 100), torch.device("cpu"), EagerCopies())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_buffers", [3, 8])
+def test_on_a_device(num_buffers: int, pool: WorkerPool) -> None:
+    """Real streams: copies that come too late, or too early, would be seen in some of many steps."""
+    device = Device("cuda:0", torch.device("cuda:0"), torch.bfloat16, is_gpu=True)
+    tools = cuda_tools(device)
+    assert tools is not None
+    kernels = [make_kernel(pool, seed) for seed in range(4)]
+    nbytes = HostExperts(kernels[0].weights).expert_nbytes
+    shape, size = PrefillShape(E, K, H, INNER, 64), StagingSize(num_buffers, 2 * (nbytes + 3 * 256))
+    stream = open_prefill(device, kernels, shape, size, tools, pool, remembers=False)
+    assert stream is not None
+    assert stream.pinned.nbytes >= 4 * E * nbytes
+    slow = CpuRate((1,), (100.0,))
+    stream.prefill.threshold = 2
+    for rates in (RATES, PrefillRates(1e-3, 0.0, slow, slow), PrefillRates(900.0, 0.0, FLAT, FLAT)):
+        stream.prefill.rates = rates
+        for step in range(30):
+            x, ids, weights = inputs(step, rows=2 + 2 * step)
+            for number, kernel in enumerate(kernels):
+                layer = PrefillLayer(stream.prefill, number)
+                moved = x.cuda().bfloat16()
+                ticket = layer.submit(moved, ids.cuda(), weights.cuda())
+                assert ticket is not None
+                got = layer.collect(ticket, moved).float().cpu()
+                stream.prefill.check()
+                check(got, kernel, moved.float().cpu(), ids, weights)
+    stream.close()
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 100 << 20, 1 << 30, 1 << 40])

@@ -168,9 +168,9 @@ def _down_vector(hidden, ids, slots, weights, down, parts, counters, out, one, T
 
 
 @jit(do_not_specialize=["first"])
-def _gate_up_tile(x, stride, pair_ids, block_slots, gate, up, hidden, P, first, one, GATE: tl.constexpr, UP: tl.constexpr,
-                  GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
-                  N: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def _gate_up_tile(x, stride, pair_ids, block_slots, gate, up, hidden, P, first, one, GATE: tl.constexpr,
+                  UP: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, LAYOUT: tl.constexpr,
+                  K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                   BK: tl.constexpr):  # fmt: skip
     block = first + tl.program_id(0)
     slot = tl.load(block_slots + block).to(tl.int64)
@@ -185,9 +185,9 @@ def _gate_up_tile(x, stride, pair_ids, block_slots, gate, up, hidden, P, first, 
 
 
 @jit(do_not_specialize=["first"])
-def _down_tile(hidden, pair_ids, block_slots, weights, down, parts, P, first, one, TYPE: tl.constexpr, BYTES: tl.constexpr,
-               LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-               BK: tl.constexpr):  # fmt: skip
+def _down_tile(hidden, pair_ids, block_slots, weights, down, parts, P, first, one, TYPE: tl.constexpr,
+               BYTES: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
+               BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     block = first + tl.program_id(0)
     slot = tl.load(block_slots + block).to(tl.int64)
     if slot >= 0:
