@@ -5,8 +5,8 @@
 
 Random weights in the shapes of Qwen3-30B-A3B and DeepSeek-V3, Q4_K and, for down projections, Q6_K; even routing,
 another one for each layer. Printed per layer, in milliseconds: all experts on the CPU, all copied, the calibrated
-split, and what each side needs at least, by the rates measured for it. between_us: how long the GPU is busy with something
-else between two layers, as with attention. Results of the split are compared with the CPU's.
+split, and what each side needs at least, by the rates measured for it. between_us: how long the GPU is busy with
+something else between two layers, as with attention. Results of the split are compared with the CPU's.
 """
 
 from __future__ import annotations
