@@ -19,11 +19,14 @@ from ktransformers.kernels.expert_stream import StreamedExperts, StreamShape
 from ktransformers.kernels.native import MoeKernel, WorkerPool
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
-from ktransformers.operators.expert_prefill import ExpertPrefill, PrefillShape
+from ktransformers.operators.expert_prefill import ExpertPrefill, PrefillLayer, PrefillShape
 from ktransformers.operators.expert_rates import RatesFile, calibrate, cpu_name
+from ktransformers.operators.experts import KTransformersExperts
 from ktransformers.operators.staging import HostExperts, Staging, StagingSize
+from ktransformers.optimize.plan import Plan
+from ktransformers.optimize.streaming import Streaming
 
-__all__ = ["PrefillDriver", "PrefillStream", "PrefillTools", "cuda_tools", "open_prefill"]
+__all__ = ["PrefillDriver", "PrefillStream", "PrefillTools", "cuda_tools", "open_prefill", "stream_prefill"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +48,6 @@ class PrefillTools:
     name: str
 
 
-ToolsOf = Callable[[Device], PrefillTools | None]
-
-
 def cuda_tools(device: Device) -> PrefillTools | None:
     """Those of a CUDA device, None for another."""
     if device.torch_device.type != "cuda":
@@ -62,6 +62,10 @@ class PrefillStream:
 
     prefill: ExpertPrefill
     pinned: PinnedRanges
+
+    def check(self) -> None:
+        """Raise EngineError when the CPU's part failed in a step, which is over."""
+        self.prefill.check()
 
     def close(self) -> None:
         """Wait for the device and give the pinned memory back. Nothing may be submitted afterwards."""
@@ -116,3 +120,25 @@ def open_prefill(
         pinned.close()
         raise
     return PrefillStream(prefill, pinned)
+
+
+def stream_prefill(
+    plan: Plan, streamings: Sequence[Streaming], tools_of: Callable[[Device], PrefillTools | None], pool: WorkerPool
+) -> None:
+    """Let the loaded experts of a plan be streamed. Errors as `open_prefill`; `Devices.close` ends it."""
+    for streaming in streamings:
+        device = plan.devices[streaming.device]
+        tools = tools_of(device)
+        operators = [plan.operators[key] for key in streaming.keys]
+        experts = [operator for operator in operators if isinstance(operator, KTransformersExperts)]
+        kernels = [one.kernel for one in experts if one.kernel is not None]
+        if tools is None or len(kernels) != len(operators):
+            logger.info("experts are not streamed to %s: it is no CUDA device", device.name)
+            continue
+        stats = experts[0].config.expert_stats
+        stream = open_prefill(device, kernels, streaming.shape, streaming.size, tools, pool, stats)
+        if stream is None:
+            continue
+        device.besides.append(stream)
+        for number, one in enumerate(experts):
+            one.prefill = PrefillLayer(stream.prefill, number)

@@ -8,47 +8,20 @@ an empty buffer.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
-import torch
-
-HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+from tests.support.fake_stream import InstantDriver
 
 
-class InlineDriver:
-    """A StreamDriver over CPU tensors, which waits where a device would go on."""
+class InlineDriver(InstantDriver):
+    """A StreamDriver over CPU tensors, which waits where a device would go on, and pins nothing."""
 
     def __init__(self) -> None:
+        super().__init__("there is no device")
         self.capturing = False
         self.pinned_ranges: dict[int, int] = {}
 
     def is_capturing(self) -> bool:
         return self.capturing
-
-    def launch_host_func(self, function: int, argument: int) -> None:
-        HostFunction(function)(argument)
-
-    def write_value(self, address: int, value: int) -> None:
-        raise AssertionError("not without memory operations")
-
-    def wait_value(self, address: int, value: int) -> None:
-        raise AssertionError("not without memory operations")
-
-    def memory_operations(self) -> str | None:
-        return "there is no device"
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(tuple(shape), dtype=dtype)
-
-    def device_address(self, tensor: torch.Tensor) -> int:
-        return int(tensor.data_ptr())
-
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-    def synchronize(self) -> None:
-        pass
 
     def pin(self, address: int, nbytes: int) -> None:
         self.pinned_ranges[address] = nbytes
