@@ -112,7 +112,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--chunk_size",
         type=int,
         default=config.chunk_size,
-        help="most prompt tokens of one step; 0: 512 on the CPU, up to 4096 on a GPU if its memory allows (%(default)s)",
+        help="most prompt tokens of one step; 0: 512 on the CPU, up to 4096 on a GPU, as memory allows (%(default)s)",
     )
     group.add_argument("--cache_lens", type=int, default=config.cache_lens, help="tokens in the cache; 0: automatic")
     group.add_argument("--cpu_infer", type=int, default=config.cpu_infer, help="worker threads; 0: one per core")

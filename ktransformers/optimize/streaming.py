@@ -130,7 +130,7 @@ def plan_streaming(plan: Plan, source: WeightSource, hf_config: Any, chunk_size:
 
 
 def with_streaming(plan: Plan, streamings: tuple[Streaming, ...]) -> tuple[Plan, tuple[Streaming, ...]]:
-    """`plan` with their memory and with what its table says of prefill; and those that have experts on the CPU in it."""
+    """`plan` with their memory and with what its table says of prefill; and those that it leaves something to do."""
     on_cpu = {entry.key for entry in plan.entries if entry.placement.generate_device == "cpu"}
     kept = [replace(each, keys=tuple(key for key in each.keys if key in on_cpu)) for each in streamings]
     kept = [each for each in kept if each.keys]
