@@ -1,12 +1,13 @@
 """Layers of routed experts in prefill: the CPU alone, PCIe and the GPU alone, both together. The last line is JSON.
 
     python benchmarks/streamed_prefill.py [--shapes qwen3-30b deepseek-v3] [--tokens 32 128 ...] [--threads N]
-                                          [--layers N] [--milliseconds 300] [--between_us 0]
+                                          [--milliseconds 300] [--between_us 0] [--engine_copies]
 
 Random weights in the shapes of Qwen3-30B-A3B and DeepSeek-V3, Q4_K and, for down projections, Q6_K; even routing,
 another one for each layer. Printed per layer, in milliseconds: all experts on the CPU, all copied, the calibrated
 split, and what each side needs at least, by the rates measured for it. between_us: how long the GPU is busy with
-something else between two layers, as with attention. Results of the split are compared with the CPU's.
+something else between two layers, as with attention. engine_copies: hidden states and results are copied by copy
+engines rather than kernels. Results of the split are compared with the CPU's.
 """
 
 from __future__ import annotations
@@ -153,12 +154,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--milliseconds", type=float, default=300.0)
     parser.add_argument("--between_us", type=float, default=0.0)
+    parser.add_argument("--engine_copies", action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     torch.set_grad_enabled(False)
     pool = WorkerPool(args.threads)
     device = Device("cuda:0", torch.device("cuda:0"), torch.bfloat16, is_gpu=True)
-    tools = cuda_tools(device)
+    tools = cuda_tools(device, 0) if args.engine_copies else cuda_tools(device)
     assert tools is not None
     rows, rates = [], {}
     for name in args.shapes:
@@ -193,6 +195,7 @@ def main() -> None:
                 "threads": args.threads,
                 "isa": pool.isa.value,
                 "between_us": args.between_us,
+                "engine_copies": args.engine_copies,
                 "rates": rates,
                 "rows": rows,
             }

@@ -48,11 +48,18 @@ class PrefillTools:
     name: str
 
 
-def cuda_tools(device: Device) -> PrefillTools | None:
-    """Those of a CUDA device, None for another."""
+_ANY_ROWS = 1 << 30
+
+
+def cuda_tools(device: Device, kernel_rows: int = _ANY_ROWS) -> PrefillTools | None:
+    """Those of a CUDA device, None for another.
+
+    kernel_rows: of hidden states and results, up to which kernels copy them: a copy engine may finish the experts that
+    are queued for the next layer before it turns to a result that this one waits for.
+    """
     if device.torch_device.type != "cuda":
         return None
-    driver = CudaDriver(device.torch_device)
+    driver = CudaDriver(device.torch_device, kernel_rows=kernel_rows)
     return PrefillTools(driver, CudaCopies(driver), torch.cuda.get_device_name(device.torch_device))
 
 

@@ -82,7 +82,8 @@ class CudaCopies:
         return event
 
     def compute_mark(self) -> Mark:
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        # Whoever waits for it sleeps: a thread that spins would take a core from the CPU's experts.
+        event: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._driver.device))
         return event
 

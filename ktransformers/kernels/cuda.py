@@ -95,14 +95,15 @@ def _load_driver() -> ctypes.CDLL:
 class CudaDriver:
     """The StreamDriver of a CUDA device. Raises KernelError when a call fails, with the driver's own words.
 
-    uses_kernels: whether one Triton kernel makes small copies, where there is Triton, rather than copy engines.
+    uses_kernels: whether one Triton kernel makes small copies, where there is Triton, rather than copy engines; up to
+    kernel_rows rows.
     """
 
-    def __init__(self, device: torch.device | str, uses_kernels: bool = True) -> None:
+    def __init__(self, device: torch.device | str, uses_kernels: bool = True, kernel_rows: int = _KERNEL_ROWS) -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise KernelError(f"{self.device} is no CUDA device")
-        self._library = _load_driver()
+        self._library, self._kernel_rows = _load_driver(), kernel_rows
         self._uses_kernels = uses_kernels and runtime.available() is None and not runtime.is_interpreted()
         torch.cuda.synchronize(self.device)  # makes the device's context current in this thread
 
@@ -177,7 +178,7 @@ class CudaDriver:
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         rows = sources[0].shape[0]
-        if self._uses_kernels and rows <= _KERNEL_ROWS:
+        if self._uses_kernels and rows <= self._kernel_rows:
             with torch.cuda.device(self.device):
                 convert_rows(targets, sources)
             return
