@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktransformers.errors import ConfigError
 
-__all__ = ["CPU_QUANT_TYPES", "DEMO_MODEL_PATH", "EngineConfig", "physical_cores"]
+__all__ = [
+    "CPU_QUANT_TYPES",
+    "DEFAULT_CHUNK_SIZE",
+    "DEMO_MODEL_PATH",
+    "EngineConfig",
+    "physical_cores",
+    "user_cache_dir",
+]
 
 DEMO_MODEL_PATH = Path(__file__).resolve().parent / "assets" / "demo"
 
 CPU_QUANT_TYPES = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 """Types that `--cpu_quant` accepts, by their GGML names in lower case."""
+
+
+DEFAULT_CHUNK_SIZE = 512
+"""Tokens of a prefill step on the CPU when nothing is said."""
 
 
 def physical_cores() -> int:
@@ -29,6 +42,20 @@ def physical_cores() -> int:
     return max(len(cores), 1)
 
 
+def user_cache_dir(system: str = sys.platform, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this user's programs keep what they can make again; ours is below it. It need not exist.
+
+    XDG_CACHE_HOME or ~/.cache (freedesktop.org's base directories), ~/Library/Caches on macOS, LOCALAPPDATA on Windows.
+    """
+    home = Path.home()
+    if system == "darwin":
+        return home / "Library" / "Caches" / "ktransformers"
+    if system == "win32":
+        return Path(environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "ktransformers" / "Cache"
+    named = environ.get("XDG_CACHE_HOME", "")
+    return (Path(named) if named and Path(named).is_absolute() else home / ".cache") / "ktransformers"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine needs to know before it reads a model.
@@ -38,7 +65,7 @@ class EngineConfig:
     cache_lens: tokens the static cache holds; 0 lets the builder take min(model's context, 8192).
     cpu_infer: worker threads of the native kernels; 0 lets the builder take one per physical core, less one for the
     thread that serves a GPU where there is one.
-    chunk_size: most tokens one prefill step carries.
+    chunk_size: most tokens one prefill step carries; 0 lets the builder choose: 512 on the CPU, up to 4096 on a GPU.
     cpu_quant: GGML type that experts from BF16, F16, F32 or FP8 are quantized to while loading.
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
     use_cuda: whether modules that rules place on cuda go to a GPU; None where there is one.
@@ -49,7 +76,7 @@ class EngineConfig:
     gguf_path: Path | None = None
     optimize_config_path: Path | None = None
     cache_lens: int = 0
-    chunk_size: int = 512
+    chunk_size: int = 0
     max_new_tokens: int = 1000
     cpu_infer: int = 0
     cpu_quant: str | None = None
@@ -74,7 +101,7 @@ class EngineConfig:
                 )
         if self.model_path is not None and not Path(self.model_path).is_dir():
             raise ConfigError(f"--model_path {self.model_path} must be a folder that holds config.json")
-        for flag, least in (("cache_lens", 0), ("chunk_size", 1), ("max_new_tokens", 1), ("cpu_infer", 0)):
+        for flag, least in (("cache_lens", 0), ("chunk_size", 0), ("max_new_tokens", 1), ("cpu_infer", 0)):
             if getattr(self, flag) < least:
                 raise ConfigError(f"--{flag} must be at least {least}, got {getattr(self, flag)}")
         if not 0 <= self.gpu_memory < float("inf"):

@@ -109,7 +109,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--max_new_tokens", type=int, default=config.max_new_tokens, help="most tokens of an answer (%(default)s)"
     )
     group.add_argument(
-        "--chunk_size", type=int, default=config.chunk_size, help="most prompt tokens of one step (%(default)s)"
+        "--chunk_size",
+        type=int,
+        default=config.chunk_size,
+        help="most prompt tokens of one step; 0: 512 on the CPU, up to 4096 on a GPU, as memory allows (%(default)s)",
     )
     group.add_argument("--cache_lens", type=int, default=config.cache_lens, help="tokens in the cache; 0: automatic")
     group.add_argument(

@@ -22,6 +22,7 @@ from ktransformers.engine.graphs import CudaGraphs, GraphBackend
 from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers, settle_homes
 from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.paged import PagedExecutor
+from ktransformers.engine.prefill import PrefillTools, cuda_tools, stream_prefill
 from ktransformers.engine.runner import ModelRunner, StaticRunner
 from ktransformers.engine.skeleton import cache_shapes, restore_buffers
 from ktransformers.engine.threads import settle_torch_threads
@@ -29,7 +30,7 @@ from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.base import ExpertStats, OperatorConfig
-from ktransformers.operators.device import Devices
+from ktransformers.operators.device import Device, Devices
 from ktransformers.operators.fused import fuse_layers
 from ktransformers.operators.gpu_layers import stack_gpu_layers
 from ktransformers.optimize.apply import apply_plan, load_plan
@@ -37,6 +38,7 @@ from ktransformers.optimize.fill import experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Plan, make_plan
 from ktransformers.optimize.rules import load_rules
+from ktransformers.optimize.streaming import Streaming, chunk_size_for, plan_streaming, step_nbytes, with_streaming
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = [
@@ -112,11 +114,15 @@ def cache_len_of(config: EngineConfig, hf_config: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on a GPU."""
+    """What an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on a GPU.
+
+    prefill_tools: for streaming experts to a device, None where that is not possible.
+    """
 
     machine: Machine
     devices: Devices = field(default_factory=Devices)
     make_graphs: Callable[[torch.device], GraphBackend] = CudaGraphs
+    prefill_tools: Callable[[Device], PrefillTools | None] = cuda_tools
 
     @property
     def num_threads(self) -> int:
@@ -172,22 +178,40 @@ def _make_plan(
     return plan, cache_shapes(model, plan.operators, homes or None)
 
 
-def _with_cache(plan: Plan, shapes: list[LayerShape], num_slots: int) -> Plan:
-    extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
-    used = {entry.placement.generate_device for entry in plan.entries}
-    workspace = {name: plan.devices[name].workspace_nbytes() for name in sorted(used) if plan.devices[name].is_gpu}
-    return replace(plan, extra_bytes={**extra, "workspace": workspace} if workspace else extra)
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A plan with all that it holds. chunk_size: tokens of a prefill step."""
+
+    plan: Plan
+    chunk_size: int
+    streamings: tuple[Streaming, ...]
 
 
-def _fill_gpus(opened: OpenedModel, plan: Plan, again: Callable[[Mapping[str, str]], Plan]) -> Plan:
-    """`plan`, or, when the user has no rule file, the one in which experts fill what is left of the GPUs.
+def _with_extras(
+    opened: OpenedModel,
+    plan: Plan,
+    shapes: list[LayerShape],
+    num_slots: int,
+    again: Callable[[Mapping[str, str]], Plan],
+) -> _Planned:
+    """`plan` with its cache and its workspaces, and with experts in what is left of the GPUs if that is ours to decide.
 
     again: makes the plan anew with some modules moved.
     """
-    if opened.config.optimize_config_path is not None or all(device == "cpu" for device in plan.capacity):
-        return plan
-    moved = experts_for_gpus(plan, opened.source)
-    return replace(again(moved), extra_bytes=plan.extra_bytes) if moved else plan
+    chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.hf_config)
+    extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
+    used = sorted({entry.placement.generate_device for entry in plan.entries})
+    step = step_nbytes(opened.hf_config, chunk_size)
+    gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]
+    if gpus:
+        extra["workspace"] = {gpu.name: max(gpu.workspace_nbytes(), step) for gpu in gpus}
+    plan = replace(plan, extra_bytes=extra)
+    plan, streamings = with_streaming(plan, plan_streaming(plan, opened.source, opened.hf_config, chunk_size))
+    if opened.config.optimize_config_path is None and gpus:
+        moved = experts_for_gpus(plan, opened.source)
+        if moved:
+            plan, streamings = with_streaming(replace(again(moved), extra_bytes=plan.extra_bytes), streamings)
+    return _Planned(plan, chunk_size, streamings)
 
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
@@ -198,8 +222,12 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     opened = opened or open_model(config)
     hardware = hardware or Hardware.detect(opened.config)
     plan, shapes = _make_plan(opened, hardware, pool=None)
-    plan = _with_cache(plan, shapes, cache_len_of(opened.config, opened.hf_config))
-    return _fill_gpus(opened, plan, lambda moved: _make_plan(opened, hardware, None, moved=moved)[0])
+    num_slots = cache_len_of(opened.config, opened.hf_config)
+
+    def again(moved: Mapping[str, str]) -> Plan:
+        return _make_plan(opened, hardware, None, moved=moved)[0]
+
+    return _with_extras(opened, plan, shapes, num_slots, again).plan
 
 
 @contextmanager
@@ -225,17 +253,20 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
     with _new_pool(opened.config.cpu_infer) as pool:
         plan, shapes = _make_plan(opened, hardware, pool)
         max_len = cache_len_of(opened.config, opened.hf_config)
-        plan = _with_cache(plan, shapes, max_len)
-        plan = _fill_gpus(opened, plan, lambda moved: _make_plan(opened, hardware, pool, moved=moved)[0])
+        planned = _with_extras(
+            opened, plan, shapes, max_len, lambda moved: _make_plan(opened, hardware, pool, moved=moved)[0]
+        )
+        plan = planned.plan
         plan.check_fits()
         model = describe_model(opened)
         layout = _load(opened, plan, max_len, progress)
         _fuse(opened, plan, shapes, pool)
+        stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool)
         runner = StaticRunner(opened.model, StaticCache(shapes, max_len), pool, model.vocab_size, layout)
         prepare = _Decoding(opened, plan, hardware, progress)
         runner.decode = prepare(runner, runner.cache, max_batch_size=1, num_pages=1)
     return Engine(
-        config=replace(opened.config, cache_lens=max_len),
+        config=replace(opened.config, cache_lens=max_len, chunk_size=planned.chunk_size),
         hf_config=opened.hf_config,
         plan=plan,
         runner=runner,
@@ -267,19 +298,26 @@ def build_paged_engine(
     with _new_pool(opened.config.cpu_infer) as pool:
         plan, shapes = _make_plan(opened, hardware, pool, expert_stats)
         num_pages = _num_pages(opened, plan, shapes, page_size, max_batch_size)
-        plan = _with_cache(plan, shapes, num_pages * page_size)
-        plan = _fill_gpus(opened, plan, lambda moved: _make_plan(opened, hardware, pool, expert_stats, moved)[0])
+        planned = _with_extras(
+            opened,
+            plan,
+            shapes,
+            num_pages * page_size,
+            lambda moved: _make_plan(opened, hardware, pool, expert_stats, moved)[0],
+        )
+        plan = planned.plan
         plan.check_fits()
         model = describe_model(opened)
         layout = _load(opened, plan, num_pages * page_size, progress)
         _fuse(opened, plan, shapes, pool)
+        stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool)
         cache = PagedCache(shapes, num_pages, page_size)
         runner = ModelRunner(opened.model, pool, layout)
         longest = -(-int(getattr(opened.hf_config, "max_position_embeddings", 0) or cache.num_slots) // page_size)
         prepare = _Decoding(opened, plan, hardware, progress)
         runner.decode = prepare(runner, cache, max_batch_size=max_batch_size, num_pages=min(longest, num_pages))
     return PagedEngine(
-        config=replace(opened.config, cache_lens=cache.num_slots),
+        config=replace(opened.config, cache_lens=cache.num_slots, chunk_size=planned.chunk_size),
         plan=plan,
         executor=PagedExecutor(runner, cache, pool, model.vocab_size, lambda: expert_stats.totals(plan.devices)),
         cache=cache,

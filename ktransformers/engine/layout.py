@@ -49,8 +49,8 @@ class StepLayout:
     def check_experts(self) -> None:
         """Raise EngineError when experts failed on the CPU in a step, which is over."""
         for device in self.devices:
-            for stream in device.expert_streams():
-                stream.check()
+            for beside in (*device.expert_streams(), *device.besides):
+                beside.check()
 
     @property
     def is_cpu(self) -> bool:

@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import torch
 
-from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.config import DEFAULT_CHUNK_SIZE, EngineConfig, physical_cores
 from ktransformers.engine.builder import Progress, cache_len_of
 from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.session import Session
@@ -99,7 +99,7 @@ class ReferenceEngine:
         """A conversation on this engine."""
         return Session(
             self.runner,
-            chunk_size=self.config.chunk_size,
+            chunk_size=self.config.chunk_size or DEFAULT_CHUNK_SIZE,
             eos_token_ids=self.eos_token_ids,
             tokenizer=self.tokenizer,
         )

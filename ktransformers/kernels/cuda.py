@@ -1,4 +1,5 @@
-"""What torch has no call for: host functions and memory operations on a CUDA stream. The only ctypes on CUDA.
+"""What torch has no call for: host functions and memory operations on a CUDA stream, memory that is pinned where it is.
+The only ctypes on CUDA.
 
 Calls go to the driver's own library, which every machine with a driver has, so no toolkit is needed to build or run.
 Knows streams and addresses; not experts, graphs or models.
@@ -21,6 +22,7 @@ __all__ = ["CudaDriver", "StreamDriver"]
 
 _ATTRIBUTE_64_BIT_MEMORY_OPERATIONS = 122  # of the second version of these calls, which needs no module parameter
 _WAIT_EQUAL = 1
+_FOR_ALL_CONTEXTS = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _KERNEL_ROWS = 64  # copied by one kernel, which starts sooner than three copy engines; these are faster for more
 
 
@@ -78,6 +80,9 @@ def _load_driver() -> ctypes.CDLL:
         "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
         "cuDeviceGetAttribute": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int),
         "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+        "cuMemHostRegister_v2": (pointer, ctypes.c_size_t, number),
+        "cuMemHostUnregister": (pointer,),
+        "cuMemcpyHtoDAsync_v2": (address, pointer, ctypes.c_size_t, pointer),
     }
     for name, arguments in signatures.items():
         function = getattr(library, name, None)
@@ -90,15 +95,15 @@ def _load_driver() -> ctypes.CDLL:
 class CudaDriver:
     """The StreamDriver of a CUDA device. Raises KernelError when a call fails, with the driver's own words.
 
-    uses_kernels: whether Triton kernels make small copies and wait for values, where there is Triton, rather than copy
-    engines and the stream's own operation.
+    uses_kernels: whether Triton kernels make small copies, up to kernel_rows rows, and wait for values, where there is
+    Triton, rather than copy engines and the stream's own operation.
     """
 
-    def __init__(self, device: torch.device | str, uses_kernels: bool = True) -> None:
+    def __init__(self, device: torch.device | str, uses_kernels: bool = True, kernel_rows: int = _KERNEL_ROWS) -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise KernelError(f"{self.device} is no CUDA device")
-        self._library = _load_driver()
+        self._library, self._kernel_rows = _load_driver(), kernel_rows
         self._uses_kernels = uses_kernels and runtime.available() is None and not runtime.is_interpreted()
         torch.cuda.synchronize(self.device)  # makes the device's context current in this thread
 
@@ -177,7 +182,7 @@ class CudaDriver:
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         rows = sources[0].shape[0]
-        if self._uses_kernels and rows <= _KERNEL_ROWS:
+        if self._uses_kernels and rows <= self._kernel_rows:
             with torch.cuda.device(self.device):
                 convert_rows(targets, sources)
             return
@@ -188,3 +193,17 @@ class CudaDriver:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Lock memory that is there already, so that copies from it run at full speed beside everything else."""
+        with torch.cuda.device(self.device):
+            self._call("cuMemHostRegister_v2", address, nbytes, _FOR_ALL_CONTEXTS)
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`. No copy may be under way."""
+        with torch.cuda.device(self.device):
+            self._call("cuMemHostUnregister", address)
+
+    def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Put a copy from pinned memory on a stream, given by its handle."""
+        self._call("cuMemcpyHtoDAsync_v2", target, source, nbytes, stream)

@@ -123,13 +123,15 @@ class Operator(nn.Module, ABC):
     it is here; an empty map means that there is only one. KWARGS are keyword arguments beyond the common ones, passed
     to the constructor. OWNED_CHILDREN are direct children that `load` reads itself: the planner does not visit them;
     all others stay in the tree and are planned for themselves. KEEPS_BUFFERS: the wrapped module's own buffers stay
-    on the CPU, because its forward runs there whatever the operator's device.
+    on the CPU, because its forward runs there whatever the operator's device. PREFILLS_AT_HOME: a rule that names no
+    prefill_device means the layer's home, not the generate_device.
     """
 
     OPS: ClassVar[dict[str, str]] = {}
     KWARGS: ClassVar[frozenset[str]] = frozenset()
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset()
     KEEPS_BUFFERS: ClassVar[bool] = False
+    PREFILLS_AT_HOME: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         """Take over `module`, whose dotted name in the Hugging Face tree is `key`. Reads no weights.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -18,7 +19,7 @@ from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.linear import Workspace
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, uses_vector_path
 
-__all__ = ["CPU", "STREAM_ROWS", "Device", "Devices", "cuda_memory", "distinct", "give_back", "use"]
+__all__ = ["CPU", "STREAM_ROWS", "Beside", "Device", "Devices", "cuda_memory", "distinct", "give_back", "use"]
 
 STREAM_ROWS = 512
 """Rows up to which experts on the CPU run in the order of a GPU's stream."""
@@ -27,13 +28,25 @@ _COUNTERS = 1 << 14
 _LINEAR_ROWS = 64  # rows of activations above which no product splits its columns
 
 
+class Beside(Protocol):
+    """Something that works beside a device for the operators there."""
+
+    def check(self) -> None:
+        """Raise EngineError for what failed in a step, which is over."""
+        ...
+
+    def close(self) -> None:
+        """Stop, once nothing uses it any more."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One device that operators run on.
 
     name: as placements spell it. torch_device: where its tensors are. dtype: of activations, dense weights and cache.
     is_gpu: whether modules on it run on Triton kernels and torch rather than on the native CPU kernels. make_driver:
-    access to its streams.
+    access to its streams. besides: what else works for it, expert_streams aside.
     """
 
     name: str
@@ -41,6 +54,7 @@ class Device:
     dtype: torch.dtype
     is_gpu: bool
     make_driver: Callable[[torch.device], StreamDriver] = CudaDriver
+    besides: list[Beside] = field(default_factory=list, compare=False, repr=False)
     _scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -126,6 +140,9 @@ class Devices:
 
     def close(self) -> None:
         """Stop what runs beside them. Graphs must not be replayed any more."""
+        for device in self._made.values():
+            while device.besides:
+                device.besides.pop().close()
         for stream in self.expert_streams():
             stream.close()
 

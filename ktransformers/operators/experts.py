@@ -22,7 +22,8 @@ from ktransformers.kernels.quant import Fp8Matrix
 from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back
-from ktransformers.operators.gpu_experts import GpuExperts, gpu_experts_nbytes, why_not_on_gpu
+from ktransformers.operators.expert_prefill import PrefillLayer, PrefillTicket
+from ktransformers.operators.gpu_experts import GpuExperts, can_be_copied, gpu_experts_nbytes, why_not_on_gpu
 from ktransformers.operators.relaid import relaid_experts, relaid_nbytes
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, WeightSource
 
@@ -35,13 +36,15 @@ logger = logging.getLogger(__name__)
 class Ticket:
     """A forward that was issued.
 
-    output: on the device of the experts, None while it is computed in the order of a stream; like: the input, which
+    output: on the device of the experts, None while it is computed in the order of a stream, or by GPU and CPU
+    together in a large step (prefill); like: the input, which
     says where and in which type the result is wanted.
     """
 
     like: torch.Tensor
     output: torch.Tensor | None = None
     stream: StreamedExperts | None = None
+    prefill: PrefillTicket | None = None
 
 
 def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
@@ -103,7 +106,8 @@ class KTransformersExperts(Operator):
     quantized weights there (KExpertsMarlin). An expert activation that no native kernel computes runs on the CPU as
     KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so. Inputs may be on another
     device; results go back to it. `submit` and `collect` are the only places where devices meet: experts on the CPU
-    of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more.
+    of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more. Where
+    `prefill` is set (engine/prefill.py does), steps from its threshold on are run by GPU and CPU together.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -113,6 +117,7 @@ class KTransformersExperts(Operator):
     }
     KWARGS: ClassVar[frozenset[str]] = frozenset({"backend"})
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn"})  # fused into the kernel
+    PREFILLS_AT_HOME: ClassVar[bool] = True
     BACKENDS: ClassVar[tuple[str, ...]] = ("llamafile", "AMXBF16", "AMXInt8")
 
     def __init__(
@@ -144,6 +149,7 @@ class KTransformersExperts(Operator):
         self._kernel: native.MoeKernel | None = None
         self._weights: native.ExpertWeights | None = None
         self._streams: dict[StreamedExperts, int] = {}  # and the layer's number in each
+        self.prefill: PrefillLayer | None = None
 
     def op(self, phase: Phase) -> str:
         if self.activation is None:
@@ -185,6 +191,21 @@ class KTransformersExperts(Operator):
         except UnsupportedError:
             return None  # a type that no kernel reads: they stay on the CPU
 
+    def streamed_nbytes(self, source: WeightSource) -> int | None:
+        """Bytes of one expert on the CPU, or None when they cannot be streamed to a GPU from there."""
+        if self.device.is_gpu or why_not_on_gpu(self.layout, self.activation) is not None:
+            return None
+        info = self._info(source)
+        parts = [part for part in (info.gate, info.up, info.down) if part is not None]
+        if not all(can_be_copied(part.resident_type) for part in parts):
+            return None
+        return sum(relaid_nbytes(part) for part in parts) // self.num_experts
+
+    @property
+    def kernel(self) -> native.MoeKernel | None:
+        """The native kernel of experts that are loaded on the CPU; None for others."""
+        return self._kernel
+
     def load(self, source: WeightSource) -> None:
         weights = source.experts(self.key, self.layout, self.config.cpu_quant)
         if self.device.is_gpu:
@@ -197,6 +218,10 @@ class KTransformersExperts(Operator):
     def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
         """Issue the forward of [T, H]. The inputs must not change before `collect`, which must come before the next."""
         device = self.device
+        if self.prefill is not None:
+            large = self.prefill.submit(hidden_states, topk_ids, topk_weights)
+            if large is not None:
+                return Ticket(hidden_states, prefill=large)
         if self._runs_in_order(hidden_states):
             return self._submit_in_order(hidden_states, topk_ids, topk_weights)
         rows = device.take(hidden_states.reshape(-1, self.layout.hidden_size)).contiguous()
@@ -231,6 +256,8 @@ class KTransformersExperts(Operator):
 
     def collect(self, ticket: Ticket) -> torch.Tensor:
         """Wait for the result of `submit`: [T, H], where its input was and of its type."""
+        if ticket.prefill is not None and self.prefill is not None:
+            return self.prefill.collect(ticket.prefill, ticket.like)
         if ticket.stream is not None:
             rows = ticket.like.reshape(-1, self.layout.hidden_size)
             out = torch.empty(rows.shape, dtype=ticket.stream.shape.dtype, device=rows.device)

@@ -13,13 +13,13 @@ import torch
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
 from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights
-from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, RawTensor
+from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, RawTensor, WeightType
 from ktransformers.kernels.triton.moe import ExpertMatrices, moe
 from ktransformers.kernels.triton.packing import GPU_TYPES, Layout, can_repack, packed_nbytes, repack
 from ktransformers.operators.device import Device
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout
 
-__all__ = ["GpuExperts", "gpu_experts_nbytes", "why_not_on_gpu"]
+__all__ = ["GpuExperts", "can_be_copied", "gpu_experts_nbytes", "why_not_on_gpu"]
 
 _AT_ONCE = 64 << 20  # bytes of experts that are re-laid together
 
@@ -31,6 +31,11 @@ def why_not_on_gpu(layout: ExpertsLayout, activation: ActivationSpec | None) -> 
     if activation is None or activation.kind is not Activation.SILU:
         return "their activation is not SiLU"
     return None
+
+
+def can_be_copied(qtype: WeightType) -> bool:
+    """Whether the kernels read experts of this type in the layout of the CPU's kernels."""
+    return qtype in GPU_TYPES and qtype in native.PACKED_TYPES
 
 
 def gpu_experts_nbytes(key: str, info: ExpertsInfo) -> int:

@@ -314,7 +314,9 @@ class _Planner:
     def _wanted(self, rule: Rule, key: str) -> tuple[str, str, str]:
         named = rule.devices
         generate = named.get("generate_device", named.get("prefill_device", self.homes.default_device(key)))
-        return generate, named.get("prefill_device", generate), named.get("out_device", generate)
+        is_at_home = rule.operator is not None and rule.operator.PREFILLS_AT_HOME
+        prefill = self.homes.default_device(key) if is_at_home else generate
+        return generate, named.get("prefill_device", prefill), named.get("out_device", generate)
 
     def _device(self, named: str, rule: Rule, key: str) -> str:
         device = self.homes.resolve(named, key)

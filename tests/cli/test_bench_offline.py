@@ -141,7 +141,7 @@ def test_a_model_of_files(capsys: pytest.CaptureFixture[str]) -> None:
         (["--decode", "0"], "--decode must be positive numbers"),
         (["--prompt_len", "0"], "--prompt_len must be at least 1"),
         (["--seconds", "-1"], "--seconds must be at least 0"),
-        (["--synthetic", "tiny", "--chunk_size", "0"], "--chunk_size must be at least 1"),
+        (["--synthetic", "tiny", "--chunk_size", "-1"], "--chunk_size must be at least 0"),
         (["--synthetic", "tiny", "--cache_lens", "100"], "--cache_lens 100 is too small: these figures need 2048"),
         (["--synthetic", "tiny", "--optimize_config_path", "nowhere"], "--optimize_config_path nowhere does not exist"),
         (["--synthetic", "tiny", "--prompt_len", "500"], "beyond the model's context of 512 tokens"),

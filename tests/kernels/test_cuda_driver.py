@@ -20,6 +20,9 @@ NAMES = (
     "cuDeviceGet",
     "cuDeviceGetAttribute",
     "cuGetErrorString",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemcpyHtoDAsync_v2",
 )
 
 

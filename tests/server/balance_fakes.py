@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+from ktransformers.config import DEFAULT_CHUNK_SIZE
 from ktransformers.errors import CapacityError
 from ktransformers.scheduler.records import StepPlan, StepResult
 from ktransformers.server.balance.engine_process import LoadedEngine, Progress
@@ -41,6 +42,7 @@ def facts(options: EngineOptions) -> EngineFacts:
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS,),
         max_model_len=MODEL_LEN,
+        chunk_size=options.config.chunk_size or DEFAULT_CHUNK_SIZE,
     )
 
 

@@ -26,7 +26,16 @@ from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_
 from ktransformers.kernels.triton.packing import Layout, layout_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
-__all__ = ["VECTOR_TOKENS", "ExpertMatrices", "MoeWorkspace", "moe", "moe_partial", "moe_sum"]
+__all__ = [
+    "VECTOR_TOKENS",
+    "ExpertMatrices",
+    "MoeWorkspace",
+    "block_rows",
+    "moe",
+    "moe_blocks",
+    "moe_partial",
+    "moe_sum",
+]
 
 #: Largest number of tokens for which every pair is computed on its own.
 VECTOR_TOKENS = 16
@@ -158,12 +167,12 @@ def _down_vector(hidden, ids, slots, weights, down, parts, counters, out, one, T
         tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=mask)
 
 
-@jit
-def _gate_up_tile(x, stride, pair_ids, block_slots, gate, up, hidden, P, one, GATE: tl.constexpr, UP: tl.constexpr,
-                  GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr,
-                  N: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+@jit(do_not_specialize=["first"])
+def _gate_up_tile(x, stride, pair_ids, block_slots, gate, up, hidden, P, first, one, GATE: tl.constexpr,
+                  UP: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, LAYOUT: tl.constexpr,
+                  K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                   BK: tl.constexpr):  # fmt: skip
-    block = tl.program_id(0)
+    block = first + tl.program_id(0)
     slot = tl.load(block_slots + block).to(tl.int64)
     if slot >= 0:
         n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
@@ -175,11 +184,11 @@ def _gate_up_tile(x, stride, pair_ids, block_slots, gate, up, hidden, P, one, GA
         tl.store(hidden + pair.to(tl.int64) * N + n, value, mask=(pair < P) & (n < N))
 
 
-@jit
-def _down_tile(hidden, pair_ids, block_slots, weights, down, parts, P, one, TYPE: tl.constexpr, BYTES: tl.constexpr,
-               LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-               BK: tl.constexpr):  # fmt: skip
-    block = tl.program_id(0)
+@jit(do_not_specialize=["first"])
+def _down_tile(hidden, pair_ids, block_slots, weights, down, parts, P, first, one, TYPE: tl.constexpr,
+               BYTES: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
+               BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    block = first + tl.program_id(0)
     slot = tl.load(block_slots + block).to(tl.int64)
     if slot >= 0:
         n = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
@@ -228,20 +237,29 @@ def _tiles(
     x: Tensor, ids: Tensor, weights: Tensor, expert_slots: Tensor | None, num_experts: int,
     matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace,
 ) -> None:  # fmt: skip
-    gate, up, down = matrices
-    pairs, top_k = ids.numel(), ids.shape[1]
+    pairs = ids.numel()
     block = block_rows(pairs, num_experts)
     aligned = moe_align(ids, num_experts, block, expert_slots, space.aligned)
-    blocks = max_blocks(pairs, num_experts, block)
+    _blocks(x, weights, aligned, (0, max_blocks(pairs, num_experts, block)), block, matrices, space)
+
+
+def _blocks(
+    x: Tensor, weights: Tensor, aligned: AlignedPairs, span: tuple[int, int], block: int,
+    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace,
+) -> None:  # fmt: skip
+    """The blocks span[0] .. span[1] - 1, of `block` rows each."""
+    gate, up, down = matrices
+    pairs, top_k = weights.numel(), weights.shape[1]
+    first, blocks = span[0], span[1] - span[0]
     warps = 8 if block == 128 else 4
     _gate_up_tile[(blocks, triton.cdiv(up.rows, 64))](
-        x, x.stride(0), aligned.pair_ids, aligned.block_slots, gate.data, up.data, space.hidden, pairs, ONE,
+        x, x.stride(0), aligned.pair_ids, aligned.block_slots, gate.data, up.data, space.hidden, pairs, first, ONE,
         int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes, int(up.layout), up.cols, up.rows, TOP_K=top_k, BM=block,
         BN=64, BK=64, num_warps=warps,
     )  # fmt: skip
     block_n = 128 if block == 128 else 64
     _down_tile[(blocks, triton.cdiv(down.rows, block_n))](
-        space.hidden, aligned.pair_ids, aligned.block_slots, weights, down.data, space.parts, pairs, ONE,
+        space.hidden, aligned.pair_ids, aligned.block_slots, weights, down.data, space.parts, pairs, first, ONE,
         int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,
         BM=block, BN=block_n, BK=64, num_warps=warps,
     )  # fmt: skip
@@ -324,6 +342,28 @@ def moe_partial(
     workspace.check(topk_ids.numel(), up.rows, down.rows)
     if topk_ids.numel():
         _tiles(x, topk_ids, topk_weights, expert_slots, expert_slots.numel(), (gate, up, down), workspace)
+
+
+def moe_blocks(
+    x: Tensor,
+    topk_weights: Tensor,
+    gate: ExpertMatrices,
+    up: ExpertMatrices,
+    down: ExpertMatrices,
+    workspace: MoeWorkspace,
+    span: tuple[int, int],
+    num_experts: int,
+) -> None:
+    """`moe_partial` for a caller who sorted the pairs once for all turns and knows which blocks are whose.
+
+    workspace.aligned: of `moe_align` with blocks of block_rows(pairs, num_experts). span: first block of this turn, and
+    the one after its last. Other arguments as in `moe`.
+    """
+    assert workspace.aligned is not None, "the workspace was not allocated in_turns"
+    workspace.check(topk_weights.numel(), up.rows, down.rows)
+    block = block_rows(topk_weights.numel(), num_experts)
+    if span[1] > span[0]:
+        _blocks(x, topk_weights, workspace.aligned, span, block, (gate, up, down), workspace)
 
 
 def moe_sum(

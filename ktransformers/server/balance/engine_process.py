@@ -60,6 +60,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         vocab_size=engine.model.vocab_size,
         eos_token_ids=engine.model.eos_token_ids,
         max_model_len=engine.model.context_len,
+        chunk_size=engine.config.chunk_size,
     )
     return facts, engine.executor
 

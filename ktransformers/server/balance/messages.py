@@ -126,6 +126,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int | None
+    chunk_size: int  # most tokens of a step
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag=True):

@@ -192,7 +192,7 @@ class Supervisor:
         options = SchedulerOptions(
             num_pages=facts.num_pages,
             page_size=facts.page_size,
-            chunk_size=config.engine.chunk_size,
+            chunk_size=facts.chunk_size,
             max_batch_size=config.max_batch_size,
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,

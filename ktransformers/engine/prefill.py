@@ -1,0 +1,151 @@
+"""Sets up what streams routed experts to the GPUs in large prefill steps: pinned memory, buffers, rates.
+
+Knows plans, loaded operators and devices; not steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ktransformers.errors import KernelError
+from ktransformers.kernels.copies import CopyQueue, CudaCopies, PinnedRanges
+from ktransformers.kernels.cuda import CudaDriver, StreamDriver
+from ktransformers.kernels.expert_stream import StreamedExperts, StreamShape
+from ktransformers.kernels.native import MoeKernel, WorkerPool
+from ktransformers.operators.base import ExpertStats
+from ktransformers.operators.device import Device
+from ktransformers.operators.expert_prefill import ExpertPrefill, PrefillLayer, PrefillShape
+from ktransformers.operators.expert_rates import RatesFile, calibrate, cpu_name
+from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.operators.staging import HostExperts, Staging, StagingSize
+from ktransformers.optimize.plan import Plan
+from ktransformers.optimize.streaming import Streaming
+
+__all__ = ["PrefillDriver", "PrefillStream", "PrefillTools", "cuda_tools", "open_prefill", "stream_prefill"]
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillDriver(StreamDriver, Protocol):
+    """A StreamDriver that also pins memory in place."""
+
+    def pin(self, address: int, nbytes: int) -> None: ...
+
+    def unpin(self, address: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTools:
+    """What is called CUDA here; tests have their own. name: of the device, as people know it."""
+
+    driver: PrefillDriver
+    copies: CopyQueue
+    name: str
+
+
+_ANY_ROWS = 1 << 30
+
+
+def cuda_tools(device: Device, kernel_rows: int = _ANY_ROWS) -> PrefillTools | None:
+    """Those of a CUDA device, None for another.
+
+    kernel_rows: of hidden states and results, up to which kernels copy them: a copy engine may finish the experts that
+    are queued for the next layer before it turns to a result that this one waits for.
+    """
+    if device.torch_device.type != "cuda":
+        return None
+    driver = CudaDriver(device.torch_device, kernel_rows=kernel_rows)
+    return PrefillTools(driver, CudaCopies(driver), torch.cuda.get_device_name(device.torch_device))
+
+
+@dataclass(slots=True)
+class PrefillStream:
+    """The experts of one GPU's layers, ready to be streamed to it."""
+
+    prefill: ExpertPrefill
+    pinned: PinnedRanges
+
+    def check(self) -> None:
+        """Raise EngineError when the CPU's part failed in a step, which is over."""
+        self.prefill.check()
+
+    def close(self) -> None:
+        """Wait for the device and give the pinned memory back. Nothing may be submitted afterwards."""
+        self.prefill.close()
+        self.pinned.close()
+
+
+def open_prefill(
+    device: Device,
+    kernels: Sequence[MoeKernel],
+    shape: PrefillShape,
+    size: StagingSize,
+    tools: PrefillTools,
+    pool: WorkerPool,
+    stats: ExpertStats | None = None,
+    *,
+    remembers: bool = True,
+) -> PrefillStream | None:
+    """Pin the experts of some layers, in the order in which steps run them, and calibrate.
+
+    remembers: whether rates are read from the user's cache folder and kept there. Returns None, with a logged warning,
+    where memory cannot be pinned. Raises CapacityError when the buffers do not fit.
+    """
+    hosts = [HostExperts(kernel.weights) for kernel in kernels]
+    try:
+        pieces = {piece for host in hosts for piece in host.pieces()}
+        pinned = PinnedRanges(tools.driver, pieces, hosts)
+    except KernelError as error:
+        logger.warning("experts are not streamed to %s: their memory cannot be pinned (%s)", device.name, error)
+        return None
+    cpu: StreamedExperts | None = None
+    try:
+        staging = Staging(size, device.torch_device, tools.copies)
+        dtype = torch.bfloat16 if device.dtype is torch.bfloat16 else torch.float32
+        cpu = StreamedExperts(pool, StreamShape(shape.max_rows, shape.top_k, shape.hidden_size, dtype), tools.driver)
+        prefill = ExpertPrefill(device, shape, staging, cpu, tools.driver, stats)
+        for kernel in kernels:
+            prefill.add_layer(kernel)
+        key = {
+            "gpu": tools.name,
+            "cpu": cpu_name(),
+            "isa": pool.isa.value,
+            "threads": pool.num_threads,
+            "experts": [shape.num_experts, shape.top_k],
+            "projections": [[int(p.qtype), p.rows, p.cols] for p in hosts[0].projections],
+            "staging": [size.num_buffers, size.nbytes],
+        }
+        calibrate(prefill, kernels[0], hosts[0].expert_nbytes, RatesFile(key) if remembers else None)
+    except BaseException:
+        if cpu is not None:
+            cpu.close()
+        pinned.close()
+        raise
+    return PrefillStream(prefill, pinned)
+
+
+def stream_prefill(
+    plan: Plan, streamings: Sequence[Streaming], tools_of: Callable[[Device], PrefillTools | None], pool: WorkerPool
+) -> None:
+    """Let the loaded experts of a plan be streamed. Errors as `open_prefill`; `Devices.close` ends it."""
+    for streaming in streamings:
+        device = plan.devices[streaming.device]
+        tools = tools_of(device)
+        operators = [plan.operators[key] for key in streaming.keys]
+        experts = [operator for operator in operators if isinstance(operator, KTransformersExperts)]
+        kernels = [one.kernel for one in experts if one.kernel is not None]
+        if tools is None or len(kernels) != len(operators):
+            logger.info("experts are not streamed to %s: it is no CUDA device", device.name)
+            continue
+        stats = experts[0].config.expert_stats
+        stream = open_prefill(device, kernels, streaming.shape, streaming.size, tools, pool, stats)
+        if stream is None:
+            continue
+        device.besides.append(stream)
+        for number, one in enumerate(experts):
+            one.prefill = PrefillLayer(stream.prefill, number)

@@ -1,0 +1,339 @@
+"""Prefill of routed experts that rest in the CPU's memory, by the GPU and the CPU together.
+
+A step with many rows touches every expert of a layer, and a copy to the GPU costs the same however many rows there are.
+So experts with many rows are copied over PCIe, group by group, and computed there from the bytes as they lie in memory,
+while the CPU computes the others where they are:
+
+    host      ids ── choice ─┬─ hand-over to the CPU ─┬─ groups ...            ─┬─ first groups of the next layer
+    copies    (ahead: some of this layer's experts)   │ A  B  C  D ...          │  A' B' ...
+    GPU       attention, router ── wait for the ids   │    A  B  C  D ── sum ── wait for the CPU ── add, next layer
+    CPU                      └─ experts that stay ────┴───────────────────────┘
+
+The host waits once a layer, for the router; copies for the next layer are put before that, so that the copy engine
+works on meanwhile: of the experts that had most rows in the layer's last step, which nearly always get some again.
+The CPU's part is handed over in the stream's order (kernels/expert_stream.py): no thread of Python's, and hidden states
+and results cross in the type of the stream's buffers and are converted by all cores. Knows nothing of models.
+
+T tokens, K experts per token, E experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ktransformers.errors import CapacityError
+from ktransformers.kernels.copies import CopyQueue
+from ktransformers.kernels.cuda import StreamDriver
+from ktransformers.kernels.expert_stream import StreamedExperts
+from ktransformers.kernels.native import MoeKernel
+from ktransformers.kernels.triton.align import moe_align
+from ktransformers.kernels.triton.moe import MoeWorkspace, block_rows, moe_blocks, moe_sum
+from ktransformers.operators.base import ExpertStats
+from ktransformers.operators.device import Device
+from ktransformers.operators.expert_split import NEVER, PrefillRates, Split, choose_split
+from ktransformers.operators.staging import Group, HostExperts, Staging
+
+__all__ = ["ExpertPrefill", "PrefillLayer", "PrefillShape", "PrefillTicket"]
+
+_AHEAD = 0.5
+"""Of the experts that a layer copies, what is copied ahead for the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """Sizes that all layers of one ExpertPrefill share."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    max_rows: int
+
+    def workspace_nbytes(self) -> int:
+        """Bytes on the GPU between the products of a step: values of 2 bytes."""
+        return self.max_rows * self.top_k * (self.hidden_size + self.intermediate_size) * 2
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTicket:
+    """A forward that was issued. of_gpu: its part [T, H], None when it has none; has_cpu: whether the CPU has one."""
+
+    of_gpu: torch.Tensor | None
+    has_cpu: bool
+    like: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Layer:
+    """number: of the CPU's kernel. counts: rows of each expert in the last step."""
+
+    host: HostExperts
+    number: int
+    counts: npt.NDArray[np.int64] | None = None
+
+
+class _Tables:
+    """What the GPU needs to know of a choice: int32 [2, E + 1] on both sides.
+
+    First the rank of each expert in the order in which the GPU computes them, E for one that the CPU keeps (and for id
+    E); then the slot of each rank, -1 behind the last.
+    """
+
+    def __init__(self, num_experts: int, driver: StreamDriver, device: torch.device) -> None:
+        self.num_experts = num_experts
+        self._host = driver.pinned((2, num_experts + 1), torch.int32)
+        self._device = torch.zeros(2, num_experts + 1, dtype=torch.int32, device=device)
+
+    def fill(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Nothing may be under way that reads what was filled in before."""
+        host = self._host.numpy()
+        host[0], host[1] = self.num_experts, -1
+        experts = [expert for group in groups for expert in group]
+        host[0, experts] = np.arange(len(experts))
+        host[1, : len(experts)] = [slot for group in groups for slot in range(len(group))]
+        self._device.copy_(self._host, non_blocking=True)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self._device[1, : self.num_experts]
+
+    def ranks(self, ids: torch.Tensor) -> torch.Tensor:
+        """int32 [T, K] -> int32 [T, K]"""
+        return self._device[0].index_select(0, ids.flatten()).view(ids.shape)
+
+
+class ExpertPrefill:
+    """The routed experts of the layers that live on one GPU, for steps of many rows.
+
+    One set of buffers serves all layers: calls are made on one stream, one layer after another.
+    threshold: fewest rows of a step that it takes. Raises CapacityError when the workspace does not fit.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        shape: PrefillShape,
+        staging: Staging,
+        cpu: StreamedExperts,
+        driver: StreamDriver,
+        stats: ExpertStats | None = None,
+    ) -> None:
+        self.device, self.shape, self._staging, self._cpu = device, shape, staging, cpu
+        self.rates: PrefillRates | None = None
+        self.threshold = NEVER
+        self._driver, self._stats = driver, stats or ExpertStats()
+        self._copies: CopyQueue = staging.copies
+        self._layers: list[_Layer] = []
+        self._ahead: tuple[int, list[Group]] = (-1, [])
+        self._ids = driver.pinned((shape.max_rows, shape.top_k), torch.int32)
+        self._tables = _Tables(shape.num_experts, driver, device.torch_device)
+        pairs, where = shape.max_rows * shape.top_k, device.torch_device
+        try:
+            self._inner = torch.empty(pairs * shape.intermediate_size, dtype=device.matmul_dtype, device=where)
+            self._parts = torch.empty(pairs * shape.hidden_size, dtype=device.matmul_dtype, device=where)
+            self._counter = torch.zeros(1, dtype=torch.int32, device=where)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"the workspace of {shape.workspace_nbytes()} bytes for prefill steps of {shape.max_rows} tokens does "
+                f"not fit on {device.name}: lower --chunk_size, or set prefill_device: cpu for experts"
+            ) from error
+        self.last_split: Split | None = None
+
+    def add_layer(self, kernel: MoeKernel) -> int:
+        """The number under which `submit` knows a layer; layers are added in the order in which steps run them."""
+        self._layers.append(_Layer(HostExperts(kernel.weights), self._cpu.add_layer(kernel)))
+        return len(self._layers) - 1
+
+    def takes(self, num_rows: int) -> bool:
+        """Whether a step of so many rows is run here."""
+        return self.threshold <= num_rows <= self.shape.max_rows and not self._driver.is_capturing()
+
+    def submit(
+        self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> PrefillTicket:
+        """Issue a layer's forward: [T, H], [T, K], [T, K] on the device. Waits for what was launched before it.
+
+        Raises EngineError when the CPU's part of an earlier one failed, IndexError for ids out of range.
+        """
+        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
+        counts = self._counts(ids)
+        self._cpu.check()
+        groups = self._take_ahead(layer)
+        split = self._choose(counts, groups)
+        self.last_split = split
+        if not split.there:
+            groups = []
+        waiting = _cut(split.copied, self._staging.capacity(self._layers[layer].host))
+        self._tables.fill([*(group.experts for group in groups), *waiting])
+        ranks = self._tables.ranks(ids)
+        of_cpu = int(counts.sum() - counts[list(split.on_gpu)].sum())
+        if of_cpu or not split.on_gpu:
+            kept = torch.where(ranks < self.shape.num_experts, self.shape.num_experts, ids)
+            self._cpu.submit(self._layers[layer].number, hidden, kept, weights)
+        of_gpu = None
+        if split.on_gpu:
+            of_gpu = self._compute(layer, hidden, ranks, weights, counts, groups, waiting)
+        self._layers[layer].counts = counts
+        self._copy_ahead(layer + 1, len(split.on_gpu))
+        return PrefillTicket(of_gpu, bool(of_cpu) or not split.on_gpu, hidden)
+
+    def collect(self, ticket: PrefillTicket) -> torch.Tensor:
+        """The result [T, H] of the last `submit`, in the type of its input. Its stream waits for the CPU."""
+        like = ticket.like
+        if not ticket.has_cpu:
+            assert ticket.of_gpu is not None
+            return ticket.of_gpu
+        out = torch.empty(like.shape, dtype=self._cpu.shape.dtype, device=like.device)
+        self._cpu.collect(out)
+        self._cpu.check()
+        return out.to(like.dtype) if ticket.of_gpu is None else ticket.of_gpu.add_(out)
+
+    def check(self) -> None:
+        """Raise EngineError for a failure on the CPU since the last check. See the step's end first."""
+        self._cpu.check()
+
+    def close(self) -> None:
+        """Wait for the device and stop the CPU's thread."""
+        self._cpu.close()
+
+    def _counts(self, ids: torch.Tensor) -> npt.NDArray[np.int64]:
+        """Rows of each expert, on the host: the one wait of a layer."""
+        host = self._ids[: ids.shape[0]]
+        host.copy_(ids, non_blocking=True)
+        self._copies.synchronize(self._copies.compute_mark())
+        self._stats.note(host)
+        counts = np.bincount(host.numpy().ravel(), minlength=self.shape.num_experts + 1)
+        if len(counts) > self.shape.num_experts + 1:
+            raise IndexError(f"an expert id is {len(counts) - 1}, but there are {self.shape.num_experts} experts")
+        return counts[: self.shape.num_experts].astype(np.int64)
+
+    def _take_ahead(self, layer: int) -> list[Group]:
+        ahead, groups = self._ahead
+        self._ahead = (-1, [])
+        return groups if ahead == layer else []  # others are given up: their copies run, but nobody reads them
+
+    def _choose(self, counts: npt.NDArray[np.int64], groups: Sequence[Group]) -> Split:
+        if self.rates is None:
+            raise RuntimeError("submit before rates are known")
+        there = [expert for group in groups for expert in group.experts]
+        coming = sum(len(group.experts) for group in groups if not self._copies.is_done(group.ready))
+        return choose_split(counts, self.rates, there, coming * self.rates.copy)
+
+    def _compute(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        ranks: torch.Tensor,
+        weights: torch.Tensor,
+        counts: npt.NDArray[np.int64],
+        groups: Sequence[Group],
+        waiting: Sequence[tuple[int, ...]],
+    ) -> torch.Tensor:
+        """Launch the GPU's part: copies as buffers become free, products as copies arrive."""
+        num_experts = self.shape.num_experts
+        rows = hidden.to(self.device.matmul_dtype).contiguous()
+        space, block = self._workspace(ranks)
+        arriving, left, first = deque(groups), deque(waiting), 0
+        while arriving or left:
+            while left and len(arriving) < self._staging.size.num_buffers:
+                arriving.append(self._staging.bring(self._layers[layer].host, left.popleft()))
+            group = arriving.popleft()
+            self._copies.compute_waits(group.ready)
+            end = first + int((-(-counts[list(group.experts)] // block)).sum())
+            moe_blocks(rows, weights, *group.matrices, space, (first, end), num_experts)
+            self._staging.done(group)
+            first = end
+        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        return moe_sum(ranks, out, space, num_experts)
+
+    def _workspace(self, ranks: torch.Tensor) -> tuple[MoeWorkspace, int]:
+        """Memory for a step, its pairs sorted by rank, and the rows of a block."""
+        pairs = ranks.numel()
+        block = block_rows(pairs, self.shape.num_experts)
+        space = MoeWorkspace(
+            self._inner[: pairs * self.shape.intermediate_size].view(pairs, -1),
+            self._parts[: pairs * self.shape.hidden_size].view(pairs, -1),
+            self._counter,
+            moe_align(ranks, self.shape.num_experts, block, self._tables.slots),
+        )
+        return space, block
+
+    def group_size(self, layer: int) -> int:
+        """Experts of a full group."""
+        host = self._layers[layer].host
+        return min(self._staging.capacity(host), host.num_experts)
+
+    def copy_seconds(self, layer: int, num_groups: int, meanwhile: Callable[[Callable[[], bool]], None]) -> float:
+        """The time that an expert's copy takes. meanwhile: called while num_groups groups are copied, with a function
+        that says whether they are done."""
+        host, count = self._layers[layer].host, self.group_size(layer)
+        first = self._copies.mark()
+        for number in range(num_groups):
+            start = number * count % (host.num_experts - count + 1)
+            last = self._staging.bring(host, range(start, start + count)).ready
+        meanwhile(lambda: self._copies.is_done(last))
+        self._copies.synchronize(last)
+        return self._copies.seconds_between(first, last) / (num_groups * count)
+
+    def gpu_seconds(self, layer: int, repeats: int = 3) -> float:
+        """The GPU's time for one (token, expert) pair of a step of many rows; the first run of all compiles."""
+        shape, host, count = self.shape, self._layers[layer].host, self.group_size(layer)
+        group = self._staging.bring(host, range(count))
+        tokens = min(shape.max_rows, 64 * shape.num_experts // shape.top_k)
+        where = self.device.torch_device
+        ids = (torch.arange(tokens * shape.top_k, dtype=torch.int32, device=where) % count).view(tokens, -1)
+        rows = torch.zeros(tokens, shape.hidden_size, dtype=self.device.matmul_dtype, device=where)
+        weights = torch.ones(ids.shape, device=where)
+        self._tables.fill([group.experts])
+        self._copies.compute_waits(group.ready)
+        best, counts = float("inf"), np.bincount(ids.cpu().numpy().ravel(), minlength=count)
+        for _ in range(repeats):
+            space, block = self._workspace(self._tables.ranks(ids))
+            span = (0, int((-(-counts // block)).sum()))
+            begin = self._copies.compute_mark()
+            moe_blocks(rows, weights, *group.matrices, space, span, shape.num_experts)
+            end = self._copies.compute_mark()
+            self._copies.synchronize(end)
+            best = min(best, self._copies.seconds_between(begin, end))
+        self._staging.done(group)
+        return best / ids.numel()
+
+    def _copy_ahead(self, layer: int, num_copied: int) -> None:
+        """Put copies for the next layer: of as many experts as it will surely use."""
+        if layer >= len(self._layers):
+            return
+        known, host = self._layers[layer].counts, self._layers[layer].host
+        capacity = self._staging.capacity(host)
+        count = min(int(num_copied * _AHEAD), (self._staging.size.num_buffers - 1) * capacity)
+        order = np.arange(host.num_experts) if known is None else np.argsort(-known, kind="stable")
+        chosen = _cut(sorted(order[:count].tolist()), capacity)
+        self._ahead = (layer, [self._staging.bring(host, experts) for experts in chosen])
+
+
+def _cut(experts: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(experts[at : at + size]) for at in range(0, len(experts), size)]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLayer:
+    """One layer of an ExpertPrefill, as its experts operator holds it."""
+
+    prefill: ExpertPrefill
+    number: int
+
+    def submit(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> PrefillTicket | None:
+        """See ExpertPrefill.submit; None for a step that is not run here. hidden: [..., H] on the layer's home."""
+        rows = hidden.view(-1, hidden.shape[-1])
+        if rows.device != self.prefill.device.torch_device or not self.prefill.takes(rows.shape[0]):
+            return None
+        return self.prefill.submit(self.number, rows.contiguous(), topk_ids, topk_weights)
+
+    def collect(self, ticket: PrefillTicket, like: torch.Tensor) -> torch.Tensor:
+        """The result in the shape of `like`."""
+        return self.prefill.collect(ticket).view(like.shape)

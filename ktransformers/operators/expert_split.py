@@ -1,0 +1,142 @@
+"""Which experts of a layer a GPU computes from weights that are copied to it, and which the CPU computes meanwhile.
+
+Pure: counts and rates in, a choice out. The copies and the CPU work at the same time, so a layer takes as long as the
+longer of the two; experts with many rows are copied, for a copy costs the same whatever the rows, and the others stay.
+Knows no devices, weights or tensors.
+
+E experts of a layer. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["NEVER", "CpuRate", "PrefillRates", "Split", "choose_split", "even_counts", "threshold_of"]
+
+NEVER = 1 << 30
+"""A threshold that no step reaches."""
+
+_STEP_COST = 3e-4
+"""What the host adds to a layer whose experts are copied: it waits for the router's ids and launches more kernels."""
+_MIN_GAIN = 0.05
+_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+
+_Floats = npt.NDArray[np.float64]
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRate:
+    """What one expert costs the CPU when many are computed together, by its number of rows.
+
+    rows: increasing, from 1. seconds: for so many rows. Between two points on a straight line, behind the last on the
+    line through the last two, and never less for more rows: reading the weights costs the same for few rows, the
+    products grow with them.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        is_ordered = all(a < b for a, b in itertools.pairwise(self.rows))
+        if not self.rows or len(self.rows) != len(self.seconds) or self.rows[0] < 1 or not is_ordered:
+            raise ValueError(f"rows must increase from at least 1, one time each: {self.rows}, {self.seconds}")
+        if min(self.seconds) <= 0.0 or not np.isfinite(self.seconds).all():
+            raise ValueError(f"times must be positive: {self.seconds}")
+
+    def of(self, counts: _Ints) -> _Floats:
+        """Seconds of experts with `counts` rows; nothing for an expert without rows."""
+        xs = np.asarray(self.rows, dtype=np.float64)
+        ys = np.maximum.accumulate(np.asarray(self.seconds))
+        times = np.interp(counts, xs, ys)
+        if len(xs) > 1:
+            slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
+            times = np.where(counts > xs[-1], ys[-1] + slope * (counts - xs[-1]), times)
+        else:
+            times = ys[0] * np.maximum(counts / xs[0], 1.0)
+        return np.where(counts > 0, times, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRates:
+    """What a machine needs for the experts of one shape.
+
+    copy: to bring one expert to the GPU. gpu_row: the GPU's time for one (token, expert) pair. cpu: on the CPU alone;
+    shared_cpu: while copies take their part of the memory's bandwidth.
+    """
+
+    copy: float
+    gpu_row: float
+    cpu: CpuRate
+    shared_cpu: CpuRate
+
+    def __post_init__(self) -> None:
+        if not (0.0 < self.copy < 1e3 and 0.0 <= self.gpu_row < 1e3):
+            raise ValueError(f"no rates: copy {self.copy}, gpu_row {self.gpu_row}")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The GPU's experts (those that are there first, then those to copy, in order of their numbers); the rest is the
+    CPU's. seconds: what the layer is expected to take."""
+
+    there: tuple[int, ...]
+    copied: tuple[int, ...]
+    seconds: float
+
+    @property
+    def on_gpu(self) -> tuple[int, ...]:
+        return self.there + self.copied
+
+
+def choose_split(counts: _Ints, rates: PrefillRates, there: Sequence[int] = (), ahead: float = 0.0) -> Split:
+    """The fastest split by the rates among those that give the GPU the experts with most rows.
+
+    counts: int64 [E], rows of each expert. there: experts that are on the GPU, or on their way, which takes `ahead`
+    more seconds; they are used, or nothing is. So the choice is never slower, by the same rates, than copying every
+    expert that has rows, or than leaving all to the CPU.
+    """
+    busy = rates.shared_cpu.of(counts)
+    ready = np.asarray(there, dtype=np.int64)
+    is_left = counts > 0
+    is_left[ready] = False
+    left = np.flatnonzero(is_left)
+    left = left[np.argsort(-counts[left], kind="stable")]
+    steps = np.arange(len(left) + 1)
+    copying = ahead + steps * rates.copy
+    computing = rates.gpu_row * (counts[ready].sum() + np.concatenate(([0], np.cumsum(counts[left]))))
+    cpu_left = np.concatenate((np.cumsum(busy[left][::-1])[::-1], [0.0]))
+    times = np.maximum(np.maximum(copying, computing), cpu_left)
+    best = int(times.argmin())
+    alone = float(rates.cpu.of(counts).sum())
+    if alone <= times[best]:
+        return Split((), (), alone)
+    return Split(tuple(there), tuple(sorted(left[:best].tolist())), float(times[best]))
+
+
+def even_counts(num_tokens: int, top_k: int, num_experts: int) -> _Ints:
+    """Rows of each expert when num_tokens take top_k experts each as evenly as chance spreads them: the quantiles of
+    the Poisson distribution that has the same mean."""
+    mean = num_tokens * top_k / num_experts
+    most = int(mean + 8.0 * mean**0.5 + 8.0)
+    logs = np.concatenate(([0.0], np.log(np.arange(1, most + 1)))).cumsum()
+    mass = np.exp(np.arange(most + 1) * np.log(max(mean, 1e-9)) - mean - logs)
+    at = (np.arange(num_experts) + 0.5) / num_experts
+    return np.minimum(np.searchsorted(mass.cumsum(), at), most).astype(np.int64)
+
+
+def threshold_of(rates: PrefillRates, top_k: int, num_experts: int) -> int:
+    """Fewest rows of a step from which copying some experts is worth it; NEVER when it never is."""
+    threshold = NEVER
+    for num_tokens in reversed(_SIZES):
+        counts = even_counts(num_tokens, top_k, num_experts)
+        alone = float(rates.cpu.of(counts).sum())
+        if choose_split(counts, rates).seconds + _STEP_COST > (1.0 - _MIN_GAIN) * alone:
+            break
+        threshold = num_tokens
+    return threshold

@@ -1,0 +1,149 @@
+"""Which experts on the CPU are streamed to a GPU in large prefill steps, what that takes of its memory, and how many
+tokens a step should carry.
+
+A layer's experts qualify when its home is a GPU, the rule's prefill_device is that GPU (or is not said: then it is),
+and GPU kernels read their type. Pure: reads headers only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ktransformers.config import DEFAULT_CHUNK_SIZE
+from ktransformers.operators.expert_prefill import PrefillShape
+from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.operators.staging import StagingSize
+from ktransformers.optimize.plan import Plan, format_bytes
+from ktransformers.weights.source import WeightSource
+
+__all__ = ["STAGING", "Streaming", "chunk_size_for", "plan_streaming", "step_nbytes", "with_streaming"]
+
+logger = logging.getLogger(__name__)
+
+STAGING = "expert staging"
+"""What the plan's table calls the memory that streamed experts pass through."""
+
+_CHUNK_SIZES = (4096, 2048, 1024)
+_SHARE_OF_STEP = 0.25  # of a GPU's memory, for the activations of a step
+_SHARE_OF_STAGING = 0.5  # of what weights, cache and activations leave
+_OP = "KExpertsMarlin"
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """The experts that are streamed to one GPU. keys: their modules, in the order of layers."""
+
+    device: str
+    keys: tuple[str, ...]
+    shape: PrefillShape
+    size: StagingSize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the GPU."""
+        return self.size.total_nbytes + self.shape.workspace_nbytes()
+
+    @property
+    def host_nbytes(self) -> int:
+        """Pinned bytes, and those in which the CPU converts: hidden states and results, 2 and 4 bytes each."""
+        return self.shape.max_rows * self.shape.hidden_size * 12
+
+
+def _experts_per_token(hf_config: Any) -> int:
+    """0 when the config does not say."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
+    found = (getattr(hf_config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), 0)
+
+
+def step_nbytes(hf_config: Any, num_rows: int) -> int:
+    """Bytes that the activations of a step of so many rows take on a GPU, generously: values of 2 bytes."""
+
+    def number(name: str) -> int:
+        value = getattr(hf_config, name, None)
+        return value if isinstance(value, int) else 0
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    if number("kv_lora_rank"):  # absorbed latent attention: queries, their latent form, and the results
+        rank, rope = number("kv_lora_rank"), number("qk_rope_head_dim")
+        of_head = 2 * (number("qk_nope_head_dim") + rope) + 2 * rank + rope + 2 * number("v_head_dim")
+    else:
+        of_head = 4 * (number("head_dim") or hidden // max(heads, 1))
+    of_row = 8 * hidden + heads * of_head + 3 * number("intermediate_size")
+    return num_rows * of_row * 2
+
+
+def chunk_size_for(asked: int, plan: Plan, hf_config: Any) -> int:
+    """Most tokens of a prefill step: what is asked for, or else more on a GPU than on the CPU alone, as far as
+    activations leave room; the weights that a step reads, over PCIe perhaps, cost the same for all its tokens."""
+    gpus = {home.device for home in plan.homes if plan.devices[home.device].is_gpu}
+    if asked or not gpus:
+        return asked or DEFAULT_CHUNK_SIZE
+    free = min(plan.capacity.get(gpu, 0) for gpu in gpus)
+    fitting = (size for size in _CHUNK_SIZES if step_nbytes(hf_config, size) <= _SHARE_OF_STEP * free)
+    return next(fitting, DEFAULT_CHUNK_SIZE)
+
+
+def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[tuple[str, KTransformersExperts, int]]]:
+    """{device: (module, operator, bytes of an expert)} of layers whose experts can be streamed."""
+    found: dict[str, list[tuple[str, KTransformersExperts, int]]] = {}
+    for entry in plan.entries:
+        operator, home = plan.operators.get(entry.key), plan.home_of(entry.key)
+        if not isinstance(operator, KTransformersExperts) or home is None or not plan.devices[home].is_gpu:
+            continue
+        place = entry.placement
+        nbytes = operator.streamed_nbytes(source)
+        if place.generate_device == "cpu" and place.prefill_device == home and nbytes:
+            found.setdefault(home, []).append((entry.key, operator, nbytes))
+    return found
+
+
+def plan_streaming(plan: Plan, source: WeightSource, hf_config: Any, chunk_size: int) -> tuple[Streaming, ...]:
+    """What is streamed to each GPU beside what `plan` holds there; nothing where there is too little room."""
+    top_k, made = _experts_per_token(hf_config), list[Streaming]()
+    for device, found in _candidates(plan, source).items() if top_k else ():
+        layouts = [operator.layout for _, operator, _ in found]
+        shape = PrefillShape(
+            layouts[0].num_experts, top_k, layouts[0].hidden_size, layouts[0].intermediate_size, chunk_size
+        )
+        if any(layout != layouts[0] for layout in layouts):
+            logger.info("experts are not streamed to %s: layers have experts of several shapes", device)
+            continue
+        left = plan.capacity.get(device, 0) - plan.total_bytes.get(device, 0)
+        budget = int(_SHARE_OF_STAGING * left) - shape.workspace_nbytes()
+        largest = max(nbytes for _, _, nbytes in found)
+        size = StagingSize.of(largest, shape.num_experts, budget)
+        if size is None:
+            wanted = format_bytes(3 * largest + shape.workspace_nbytes())
+            logger.info(
+                "experts are not streamed to %s: that takes at least %s there, and %s are left to share",
+                device,
+                wanted,
+                format_bytes(max(left, 0)),
+            )
+            continue
+        made.append(Streaming(device, tuple(key for key, _, _ in found), shape, size))
+    return tuple(made)
+
+
+def with_streaming(plan: Plan, streamings: tuple[Streaming, ...]) -> tuple[Plan, tuple[Streaming, ...]]:
+    """`plan` with their memory and with what its table says of prefill; and those that it leaves something to do."""
+    on_cpu = {entry.key for entry in plan.entries if entry.placement.generate_device == "cpu"}
+    kept = [replace(each, keys=tuple(key for key in each.keys if key in on_cpu)) for each in streamings]
+    kept = [each for each in kept if each.keys]
+    extra = {what: nbytes for what, nbytes in plan.extra_bytes.items() if what != STAGING}
+    if not kept:
+        return replace(plan, extra_bytes=extra), ()
+    streamed = {key: each.device for each in kept for key in each.keys}
+    entries = tuple(
+        replace(entry, prefill_op=_OP, note=f"streamed to {streamed[entry.key]} in large steps")
+        if entry.key in streamed
+        else entry
+        for entry in plan.entries
+    )
+    staging = {each.device: each.nbytes for each in kept}
+    staging["cpu"] = sum(each.host_nbytes for each in kept)
+    return replace(plan, entries=entries, extra_bytes={**extra, STAGING: staging}), tuple(kept)

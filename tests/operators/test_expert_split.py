@@ -1,0 +1,107 @@
+"""The choice between copying an expert and leaving it to the CPU, by its own model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ktransformers.operators.expert_split import (
+    NEVER,
+    CpuRate,
+    PrefillRates,
+    choose_split,
+    even_counts,
+    threshold_of,
+)
+
+seconds = st.floats(1e-6, 1e-2)
+
+
+@st.composite
+def rates(draw: st.DrawFn) -> PrefillRates:
+    rows = (1, 8, 64)
+    cpu = draw(st.tuples(seconds, seconds, seconds))
+    more = draw(st.floats(1.0, 2.0))
+    return PrefillRates(
+        copy=draw(seconds),
+        gpu_row=draw(st.floats(0.0, 1e-5)),
+        cpu=CpuRate(rows, cpu),
+        shared_cpu=CpuRate(rows, tuple(more * each for each in cpu)),
+    )
+
+
+@given(
+    counts=st.lists(st.integers(0, 300), min_size=1, max_size=40),
+    rates=rates(),
+    ahead=st.floats(0.0, 1e-2),
+    data=st.data(),
+)
+def test_no_extreme_is_faster(counts: list[int], rates: PrefillRates, ahead: float, data: st.DataObject) -> None:
+    array = np.array(counts)
+    there = data.draw(st.lists(st.integers(0, len(counts) - 1), unique=True, max_size=len(counts)))
+    split = choose_split(array, rates, there, ahead)
+    on_gpu = set(split.on_gpu)
+    assert len(on_gpu) == len(split.on_gpu)
+    assert split.there in ((), tuple(there))
+    assert all(counts[e] > 0 for e in split.copied)
+    # Its own time, added up anew.
+    rest = [e for e in range(len(counts)) if e not in on_gpu]
+    if on_gpu or split.there:
+        copying = ahead + len(split.copied) * rates.copy
+        computing = rates.gpu_row * sum(counts[e] for e in on_gpu)
+        cpu = float(rates.shared_cpu.of(array[rest]).sum())
+        assert split.seconds == pytest.approx(max(copying, computing, cpu))
+    # Never slower than the extremes.
+    assert split.seconds <= float(rates.cpu.of(array).sum()) * (1 + 1e-9)
+    to_copy = sum(1 for e, n in enumerate(counts) if n and e not in there)
+    everything = max(ahead + to_copy * rates.copy, rates.gpu_row * sum(counts))
+    assert split.seconds <= everything * (1 + 1e-9)
+    # An expert that is copied has at least the rows of one that is not.
+    if split.copied:
+        assert min(counts[e] for e in split.copied) >= max((counts[e] for e in rest), default=0)
+
+
+def test_an_equal_share_when_both_are_equally_fast() -> None:
+    flat = CpuRate((1,), (1e-4,))
+    split = choose_split(np.ones(10, dtype=np.int64), PrefillRates(1e-4, 0.0, flat, flat))
+    assert len(split.copied) == 5
+    assert split.seconds == pytest.approx(5e-4)
+
+
+def test_rates_between_and_behind_their_points() -> None:
+    rate = CpuRate((1, 11, 21), (1.0, 0.5, 3.0))  # the second point is noise: less for more rows
+    assert rate.of(np.array([0, 1, 6, 11, 16, 21, 31])).tolist() == [0.0, 1.0, 1.0, 1.0, 2.0, 3.0, 5.0]
+    assert CpuRate((2,), (4.0,)).of(np.array([1, 2, 4])).tolist() == [4.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize("points", [((), ()), ((1, 1), (1.0, 1.0)), ((0,), (1.0,)), ((1,), (0.0,)), ((1, 2), (1.0,))])
+def test_nonsense_is_no_rate(points: tuple[tuple[int, ...], tuple[float, ...]]) -> None:
+    with pytest.raises(ValueError, match=r"rows|times"):
+        CpuRate(*points)
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(1, 8, 128), (64, 8, 256), (4096, 8, 128)])
+def test_even_routing_is_what_chance_gives(num_tokens: int, top_k: int, num_experts: int) -> None:
+    counts = even_counts(num_tokens, top_k, num_experts)
+    rng = np.random.default_rng(0)
+    drawn = [
+        np.bincount(
+            np.concatenate([rng.permutation(num_experts)[:top_k] for _ in range(num_tokens)]), minlength=num_experts
+        )
+        for _ in range(3)
+    ]
+    mean = num_tokens * top_k / num_experts
+    assert counts.sum() == pytest.approx(mean * num_experts, rel=0.05, abs=2)
+    touched = np.mean([(one > 0).sum() for one in drawn])
+    assert (counts > 0).sum() == pytest.approx(touched, rel=0.15, abs=3)
+
+
+def test_the_threshold_moves_with_the_rates() -> None:
+    cpu = CpuRate((1, 64), (2e-5, 1e-4))
+    fast, slow = PrefillRates(5e-5, 0.0, cpu, cpu), PrefillRates(1.0, 0.0, cpu, cpu)
+    assert threshold_of(slow, 8, 128) == NEVER
+    assert 8 <= threshold_of(fast, 8, 128) < 512
+    faster = PrefillRates(1e-5, 0.0, cpu, cpu)
+    assert threshold_of(faster, 8, 128) <= threshold_of(fast, 8, 128)
