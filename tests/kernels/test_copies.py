@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ktransformers.errors import KernelError
-from ktransformers.kernels.copies import CudaCopies, PinnedRanges, page_ranges
-from ktransformers.kernels.cuda import CudaDriver
+from ktransformers.kernels.copies import PinnedRanges, page_ranges
 
 
 class FakePinner:
@@ -53,32 +51,3 @@ def test_all_or_nothing() -> None:
     with pytest.raises(KernelError, match="no more memory"):
         PinnedRanges(pinner, [(0, 1), (8192, 1)])
     assert pinner.pinned == {}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_copies_on_a_device_wait_for_compute_and_compute_for_copies() -> None:
-    driver = CudaDriver("cuda")
-    source = torch.arange(1 << 20, dtype=torch.int32)
-    nbytes = source.numel() * 4
-    pinned = PinnedRanges(driver, [(source.data_ptr(), nbytes)], [source])
-    copies = CudaCopies(driver)
-    target = torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
-    result = torch.zeros_like(target)
-    busy = torch.randn(4096, 4096, device="cuda")
-    for round_number in range(20):
-        source.fill_(round_number)
-        for _ in range(3):
-            busy = busy @ busy.T / 4096  # the compute stream is late
-        copies.wait(copies.compute_mark())
-        copies.copy(target.data_ptr(), source.data_ptr(), nbytes)
-        mark = copies.mark()
-        copies.compute_waits(mark)
-        result.copy_(target)
-        target.fill_(-1)
-        torch.cuda.synchronize()
-        assert copies.is_done(mark)
-        assert bool((result == round_number).all())
-    pinned.close()
-    with pytest.raises(KernelError, match="cuMemHostUnregister"):
-        driver.unpin(source.data_ptr() // 4096 * 4096)
