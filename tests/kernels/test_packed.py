@@ -101,3 +101,14 @@ def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(ValueError, match="give one type"):
         MoeKernel(ExpertWeights(None, mixed, mixed), ActivationSpec(), pool)
     pool.close()
+
+
+def test_re_laid_weights_share_no_page_with_anything_else(pool):
+    """A page of theirs may be pinned for a GPU, which must not touch other memory."""
+    made = [native.empty_bytes(nbytes, pool) for nbytes in (1, 100, 4096, 5000) for _ in range(4)]
+    pages = [{address // 4096 for address in (d.data_ptr(), d.data_ptr() + d.numel() - 1)} for d in made]
+    assert len(set().union(*pages)) == sum(len(each) for each in pages)
+    for data in made:
+        start = data.untyped_storage().data_ptr()
+        assert data.data_ptr() // 4096 * 4096 >= start
+        assert -(-(data.data_ptr() + data.numel()) // 4096) * 4096 <= start + data.untyped_storage().nbytes()
