@@ -112,11 +112,14 @@ class Pinner(Protocol):
 
 
 def page_ranges(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The whole pages under pieces of memory, (address, bytes) each, as few ranges that share no page."""
+    """The whole pages under pieces of memory, (address, bytes) each, as few ranges, with pages between them.
+
+    A copy may reach over neighbouring pieces, but not from one pinned range into the next.
+    """
     ranges: list[tuple[int, int]] = []
     for address, nbytes in sorted(pieces):
         first, end = address // _PAGE * _PAGE, -(-(address + nbytes) // _PAGE) * _PAGE
-        if ranges and first < ranges[-1][1]:
+        if ranges and first <= ranges[-1][1]:
             ranges[-1] = (ranges[-1][0], max(ranges[-1][1], end))
         elif end > first:
             ranges.append((first, end))

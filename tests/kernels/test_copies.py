@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,12 +36,13 @@ def test_every_byte_is_in_one_range(pieces: list[tuple[int, int]]) -> None:
     pages = {page for address, n in pieces for page in range(address // 4096, (address + n - 1) // 4096 + 1)}
     ranges = page_ranges(pieces)
     assert [page for first, n in ranges for page in range(first // 4096, (first + n) // 4096)] == sorted(pages)
+    assert all(first + n < after for (first, n), (after, _) in pairwise(ranges))  # copies over neighbours stay in one
 
 
 def test_pinned_until_closed() -> None:
     pinner = FakePinner()
     ranges = PinnedRanges(pinner, [(5000, 10), (9000, 8000), (40960, 4096)])
-    assert pinner.pinned == {4096: 4096, 8192: 12288, 40960: 4096}
+    assert pinner.pinned == {4096: 16384, 40960: 4096}
     assert ranges.nbytes == 20480
     ranges.close()
     ranges.close()
