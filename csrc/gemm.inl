@@ -187,7 +187,7 @@ template <class F, int C> inline void dot32(const uint8_t* w, const int8_t* cons
   if constexpr (F::is_signed) {
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c]);
-#pragma GCC unroll 2  // unrolled further, GCC multiplies everything first and spills
+#pragma GCC unroll kStepUnroll
     for (int step = 0; step < 8; ++step) {
       const wb column = load_wb(w + 64 * step);
 #pragma GCC unroll 16
@@ -197,7 +197,7 @@ template <class F, int C> inline void dot32(const uint8_t* w, const int8_t* cons
     uacc u[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) u[c] = uacc_zero();
-#pragma GCC unroll 2  // unrolled further, GCC multiplies everything first and spills
+#pragma GCC unroll kStepUnroll
     for (int step = 0; step < 8; ++step) {  // at most 8 * 2 * 15 * 127 in an int16
       const wb column = load_wb(w + 64 * step);
 #pragma GCC unroll 16
@@ -317,16 +317,33 @@ template <class F> void stage_q256(const uint8_t* const* rows, int64_t block, Qu
   interleave(unpacked, kTileCols, st.w);
 }
 
-template <class F, int C> inline void dot256(const QuantStage& st, const int8_t* const* y, vi* total) {
+// Whether sums in int16 begin with what the offset of Q6_K makes of them, instead of zero. |w y01 + w y23| <= 2 * 63 * 127 fits
+// in an int16, the sum of 4 steps does not; but that of (w - 32) y does, for 4 * 2 * 32 * 127 = 32512, and int16 sums wrap
+// around. So the sum begins with -32 times that of the activations, is exact after 4 steps (a sub-block), whatever it was
+// in between, and needs no minimum.
+template <class F> constexpr bool kIsCentred = kNarrowSums && !F::has_min;
+
+template <class F> constexpr int steps_of_sum() {
   constexpr int sub_steps = 64 / F::subs;
-  constexpr int steps = kNarrowSums && F::narrow_steps < sub_steps ? F::narrow_steps : sub_steps;
+  if constexpr (kNarrowSums && F::has_min) return F::narrow_steps < sub_steps ? F::narrow_steps : sub_steps;
+  return sub_steps;
+}
+
+// pairs: see ActForm::Q256; read when the format is centred.
+template <class F, int C> inline void dot256(const QuantStage& st, const int8_t* const* y, const int16_t* const* pairs, vi* total) {
+  constexpr int sub_steps = 64 / F::subs, steps = steps_of_sum<F>();
 #pragma GCC unroll 16
   for (int c = 0; c < C; ++c) total[c] = set1i(0);
   for (int first = 0; first < 64; first += steps) {
     uacc u[C];
 #pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) u[c] = uacc_zero();
-#pragma GCC unroll 2  // unrolled further, GCC multiplies everything first and spills
+    for (int c = 0; c < C; ++c) {
+      if constexpr (kIsCentred<F>)
+        u[c] = uacc_pair(pairs[c] + 2 * (first / 4));
+      else
+        u[c] = uacc_zero();
+    }
+#pragma GCC unroll kStepUnroll
     for (int step = 0; step < steps; ++step) {
       const wb column = load_wb(st.w + 64 * (first + step));
 #pragma GCC unroll 16
@@ -348,16 +365,21 @@ template <class F> inline vf add_super(vf acc, vf d, vf dmin, vf da, vi isum, vi
 template <class F, int C> void q256_tokens(const TileArgs& a, const QuantStage& st, int64_t block, int t) {
   for (; t + C <= a.num_tokens; t += C) {
     const int8_t* y[C];
+    const int16_t* pairs[C];
     vi total[C];
-    for (int c = 0; c < C; ++c) y[c] = a.act.q + token_row(a, t + c) * a.act.ldq + block * 256;
-    dot256<F, C>(st, y, total);
+    for (int c = 0; c < C; ++c) {
+      y[c] = a.act.q + token_row(a, t + c) * a.act.ldq + block * 256;
+      pairs[c] = a.act.sums + token_row(a, t + c) * a.act.lds + block * kSumsPerSuper + kPairSums;
+    }
+    dot256<F, C>(st, y, pairs, total);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
       const int64_t row = token_row(a, t + c);
       const int16_t* sums = a.act.sums + row * a.act.lds + block * kSumsPerSuper + (F::has_min ? 16 : 0);
       const vf da = set1(a.act.d[row * a.act.ldd + block]);
       vi low = set1i(0);
-      for (int s = 0; s < F::subs / 2; ++s) low = pair_dot(low, loadi(st.m + 16 * s), sums + 2 * s);
+      if constexpr (!kIsCentred<F>)
+        for (int s = 0; s < F::subs / 2; ++s) low = pair_dot(low, loadi(st.m + 16 * s), sums + 2 * s);
       store(a.acc + (t + c) * 16,
             add_super<F>(load(a.acc + (t + c) * 16), load(st.d), load(st.dmin), da, total[c], low));
     }

@@ -100,15 +100,14 @@ inline void packed_lines(const uint8_t* p, int g, const int8_t* const* y, uacc* 
 }
 
 template <class P, int C, int I> inline void packed_group(const uint8_t* p, int g, const int8_t* const* y, vi* total) {
-  constexpr int sub_steps = 64 / P::F::subs;  // 8 or 4
-  constexpr int steps = kNarrowSums && P::F::narrow_steps < sub_steps ? P::F::narrow_steps : sub_steps;
+  constexpr int steps = 64 / P::F::subs;  // of a sub-block: 8 or 4
   if constexpr (I < 8) {
     uacc lo[C], hi[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) lo[c] = hi[c] = uacc_zero();
     packed_lines<P, C, I, I + steps>(p, g, y, lo, hi);
     vi low_scale, high_scale;
-    if constexpr (sub_steps == 8) {  // sub-blocks 2 g and 2 g + 1
+    if constexpr (steps == 8) {  // sub-blocks 2 g and 2 g + 1
       const vi pair = load_scales<P>(p, g);
       low_scale = scale_low(pair);
       high_scale = scale_high(pair);
@@ -123,7 +122,8 @@ template <class P, int C, int I> inline void packed_group(const uint8_t* p, int 
   }
 }
 
-// C tokens from t on, over all blocks of the tile; every lane's operations are those of (3) and (4) in gemm.inl.
+// C tokens from t on, over all blocks of the tile; every lane's operations are those of (3) and (4) in gemm.inl. For tiers
+// that sum in int32; the others have narrow.inl.
 template <class P, int C> void packed256_few(const TileArgs& a, int t) {
   using F = typename P::F;
   const int64_t blocks = a.k / 256;
@@ -183,28 +183,23 @@ template <int C> void packed_signed_few(const TileArgs& a, int t) {
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) total[c] = set1i(0);
     for (int g = 0; g < 4; ++g) {
-      vi low[C], high[C];
-#pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) {
-        low[c] = sdot_init(sums[c][2 * g]);
-        high[c] = sdot_init(sums[c][2 * g + 1]);
-      }
-#pragma GCC unroll 2
-      for (int i = 0; i < 8; ++i) {
-        const uint8_t* at = p + P::lines + 64 * (8 * g + i);
-        const wb line = load_wb(at);
-        __builtin_prefetch(at + kAheadPacked);
-        const wb first = lookup16(low_nibbles(line), kIq4Staged.v), second = lookup16(high_nibbles(line), kIq4Staged.v);
-#pragma GCC unroll 16
-        for (int c = 0; c < C; ++c) {
-          low[c] = sdot(low[c], first, y[c] + 4 * (16 * g + i));
-          high[c] = sdot(high[c], second, y[c] + 4 * (16 * g + 8 + i));
-        }
-      }
       const vi pair = load_scales<P>(p, g);
-      const vi low_scale = lane_scale_low(pair), high_scale = lane_scale_high(pair);
+      for (int half = 0; half < 2; ++half) {  // the low nibbles of 8 lines, then the high ones
+        vi isum[C];
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) total[c] = add_times(add_times(total[c], low[c], low_scale), high[c], high_scale);
+        for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c][2 * g + half]);
+#pragma GCC unroll kStepUnroll
+        for (int i = 0; i < 8; ++i) {
+          const uint8_t* at = p + P::lines + 64 * (8 * g + i);
+          if (half == 0) __builtin_prefetch(at + kAheadPacked);
+          const wb line = load_wb(at), w = lookup16(half == 0 ? low_nibbles(line) : high_nibbles(line), kIq4Staged.v);
+#pragma GCC unroll 16
+          for (int c = 0; c < C; ++c) isum[c] = sdot(isum[c], w, y[c] + 4 * (16 * g + 8 * half + i));
+        }
+        const vi scale = half == 0 ? lane_scale_low(pair) : lane_scale_high(pair);
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) total[c] = add_times(total[c], isum[c], scale);
+      }
     }
     const vf d = block_d(a.packed, b);
 #pragma GCC unroll 16
@@ -215,11 +210,6 @@ template <int C> void packed_signed_few(const TileArgs& a, int t) {
     }
   }
   for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
-}
-
-template <int C> void packed_signed(const TileArgs& a, int t) {
-  for (; t + C <= a.num_tokens; t += C) packed_signed_few<C>(a, t);
-  if constexpr (C > 1) packed_signed<C - 1>(a, t);
 }
 
 template <class P, int I> inline void stage_group(const uint8_t* p, int g, uint8_t* w) {
@@ -380,20 +370,47 @@ template <class P> void packed32_many(const TileArgs& a) {
 // Up to here a tile is read again for every few tokens (it stays in the first two caches) rather than staged.
 constexpr int kFewPacked = 2 * kPackedTokens;
 
-template <class P, int C> void packed256(const TileArgs& a, int t) {
-  for (; t + C <= a.num_tokens; t += C) packed256_few<P, C>(a, t);
-  if constexpr (C > 1) packed256<P, C - 1>(a, t);
+template <class P, int C> void narrow256_few(const TileArgs& a, int t);  // narrow.inl, for kNarrowSums
+
+template <class P> struct Few256 {
+  template <int C> static void run(const TileArgs& a, int t) {
+    if constexpr (kNarrowSums)
+      narrow256_few<P, C>(a, t);
+    else
+      packed256_few<P, C>(a, t);
+  }
+};
+template <class P> struct Few32 {
+  template <int C> static void run(const TileArgs& a, int t) { packed32_few<P, C>(a, t); }
+};
+struct FewSigned {
+  template <int C> static void run(const TileArgs& a, int t) { packed_signed_few<C>(a, t); }
+};
+
+template <class Few, int C> void run_few(const TileArgs& a, int t, int count) {
+  if constexpr (C == 1) {
+    Few::template run<1>(a, t);
+  } else {
+    if (count == C) return Few::template run<C>(a, t);
+    run_few<Few, C - 1>(a, t, count);
+  }
 }
-template <class P, int C> void packed32(const TileArgs& a, int t) {
-  for (; t + C <= a.num_tokens; t += C) packed32_few<P, C>(a, t);
-  if constexpr (C > 1) packed32<P, C - 1>(a, t);
+
+// All tokens, in parts as equal as possible: one token alone would cost almost as much as two.
+template <class Few> void in_few_parts(const TileArgs& a) {
+  for (int t = 0; t < a.num_tokens;) {
+    const int left = a.num_tokens - t, parts = (left + kPackedTokens - 1) / kPackedTokens, count = (left + parts - 1) / parts;
+    run_few<Few, kPackedTokens>(a, t, count);
+    t += count;
+  }
 }
+
 template <class P> void packed256_tile(const TileArgs& a) {
-  if (a.num_tokens <= kFewPacked) return packed256<P, kPackedTokens>(a, 0);
+  if (a.num_tokens <= kFewPacked) return in_few_parts<Few256<P>>(a);
   packed256_many<P>(a);
 }
 template <class P> void packed32_tile(const TileArgs& a) {
-  if (a.num_tokens <= kFewPacked) return packed32<P, kPackedTokens>(a, 0);
+  if (a.num_tokens <= kFewPacked) return in_few_parts<Few32<P>>(a);
   packed32_many<P>(a);
 }
 
@@ -408,7 +425,7 @@ void packed_tile(const TileArgs& a) {
     case QType::Q4_K: return packed256_tile<PackedQ4K>(a);
     case QType::Q5_K: return packed256_tile<PackedQ5K>(a);
     case QType::Q6_K: return packed256_tile<PackedQ6K>(a);
-    case QType::IQ4_XS: return packed_signed<kPackedTokens>(a, 0);
+    case QType::IQ4_XS: return in_few_parts<FewSigned>(a);
     case QType::FP8_BLOCK: return fp8_tile(a);
     default: return;  // make_packed refuses the others
   }

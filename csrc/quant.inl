@@ -47,7 +47,7 @@ struct FormatQ5K {
   }
 };
 struct FormatQ6K {
-  static constexpr int bytes = 210, subs = 16, narrow_steps = 2;  // 2 * 2 * 63 * 127
+  static constexpr int bytes = 210, subs = 16;  // narrow sums are centred, see gemm.inl
   static constexpr bool has_min = false;
   template <int S> static vb chunk(const uint8_t* p) {
     constexpr int part = S % 4;
@@ -61,7 +61,7 @@ struct FormatQ6K {
 
 // Indices into its table.
 struct FormatIQ4XS {
-  static constexpr int bytes = 136, subs = 8, narrow_steps = 8;
+  static constexpr int bytes = 136, subs = 8;
   static constexpr bool has_min = false;
   template <int S> static vb chunk(const uint8_t* p) { return nibbles16(p + 8 + 16 * S); }
 };
@@ -223,6 +223,12 @@ void quantize_row(ActForm form, const float* x, int64_t k, int8_t* q, float* d, 
     d[b] = quantize_block<256>(x + 256 * b, q + 256 * b);
     for (int j = 0; j < 16; ++j) s[j] = static_cast<int16_t>(sum_int8(block + 16 * j, 16));
     for (int j = 0; j < 8; ++j) s[16 + j] = static_cast<int16_t>(s[2 * j] + s[2 * j + 1]);
+    for (int j = 0; j < 16; ++j) {  // |sum| <= 8 * 127
+      int first = 0;
+      for (int i = 16 * j; i < 16 * (j + 1); i += 4) first += block[i] + block[i + 1];
+      s[kPairSums + 2 * j] = static_cast<int16_t>(-32 * first);
+      s[kPairSums + 2 * j + 1] = static_cast<int16_t>(-32 * (s[j] - first));
+    }
   }
 }
 

@@ -12,7 +12,8 @@ namespace {
 
 constexpr bool kNarrowSums = true;  // uacc holds int16: flushed before it can overflow
 constexpr uint8_t kSignFlip = 0;
-constexpr int kFloatTokens = 3, kQuantTokens = 3, kPackedTokens = 2, kQueryTokens = 6, kFp8Few = 1, kFp8Staged = 6;
+constexpr int kFloatTokens = 3, kQuantTokens = 4, kPackedTokens = 5, kQueryTokens = 6, kFp8Few = 1, kFp8Staged = 6;
+constexpr int kStepUnroll = 8;  // of loops over the steps of a block
 
 struct vf { __m256 a, b; };
 struct vi { __m256i a, b; };
@@ -179,10 +180,16 @@ inline __m256i broadcast4(const void* p) {
   std::memcpy(&word, p, 4);
   return _mm256_set1_epi32(word);
 }
+inline uacc uacc_pair(const int16_t* pair) { return {broadcast4(pair), broadcast4(pair)}; }
 inline uacc uacc_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+// GCC would re-associate sums: multiply everything first and spill the products. This makes it add them as written.
+inline uacc in_order(uacc acc) {
+  asm("" : "+x"(acc.a), "+x"(acc.b));
+  return acc;
+}
 inline uacc udot(uacc acc, wb w, const int8_t* y) {
   const __m256i yy = broadcast4(y);
-  return {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, yy)), _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, yy))};
+  return in_order({_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, yy)), _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, yy))});
 }
 inline vi flush_scaled(vi total, uacc acc, vi scale) {
   return {_mm256_add_epi32(total.a, _mm256_madd_epi16(acc.a, scale.a)),
@@ -201,7 +208,7 @@ inline __m256i sdot_half(__m256i acc, __m256i w, __m256i y) {
 }
 inline vi sdot(vi acc, wb w, const int8_t* y) {
   const __m256i yy = broadcast4(y);
-  return {sdot_half(acc.a, w.a, yy), sdot_half(acc.b, w.b, yy)};
+  return in_order({sdot_half(acc.a, w.a, yy), sdot_half(acc.b, w.b, yy)});
 }
 inline vi reduce_rows(const vp* p) { return {reduce8(p), reduce8(p + 8)}; }
 

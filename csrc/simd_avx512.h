@@ -13,6 +13,7 @@ namespace {
 constexpr bool kNarrowSums = false;
 constexpr uint8_t kSignFlip = 0x80;  // vpdpbusd wants unsigned weights: Q8_0 is staged as q + 128, see sdot_init
 constexpr int kFloatTokens = 6, kQuantTokens = 8, kPackedTokens = 4, kQueryTokens = 12, kFp8Few = 4, kFp8Staged = 12;
+constexpr int kStepUnroll = 2;  // of loops over the steps of a block
 
 struct vf { __m512 v; };
 struct vi { __m512i v; };
@@ -147,6 +148,7 @@ inline __m512i broadcast4(const void* p) {
   return _mm512_set1_epi32(word);
 }
 inline uacc uacc_zero() { return {_mm512_setzero_si512()}; }
+inline uacc uacc_pair(const int16_t*) { return uacc_zero(); }  // for narrow sums
 inline uacc udot(uacc acc, wb w, const int8_t* y) { return {_mm512_dpbusd_epi32(acc.v, w.v, broadcast4(y))}; }
 inline vi flush_scaled(vi total, uacc acc, vi scale) {
   return {_mm512_add_epi32(total.v, _mm512_mullo_epi32(acc.v, scale.v))};

@@ -16,6 +16,7 @@ using namespace kt;
 constexpr bool kNarrowSums = false;  // uacc holds int32: any number of steps between two flushes
 constexpr uint8_t kSignFlip = 0;     // Q8_0 weights are staged as they are
 constexpr int kFloatTokens = 2, kQuantTokens = 2, kPackedTokens = 2, kQueryTokens = 2, kFp8Few = 2, kFp8Staged = 2;
+constexpr int kStepUnroll = 2;  // of loops over the steps of a block
 
 struct vf { float v[16]; };
 struct vi { int32_t v[16]; };
@@ -174,6 +175,7 @@ inline void split_products(wb x, int offset, vi m, wb* low, wb* high) {
 // Bytes 0 .. 15 to what a table of 16 bytes holds for them.
 inline wb lookup16(wb x, const uint8_t* table) { for (uint8_t& b : x.v) b = table[b]; return x; }
 inline uacc uacc_zero() { return uacc{}; }
+inline uacc uacc_pair(const int16_t*) { return uacc{}; }  // for narrow sums
 inline uacc udot(uacc acc, wb w, const int8_t* y) {
   KT_LANES for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<int32_t>(w.v[4 * i + j]) * y[j];
   return acc;

@@ -6,6 +6,7 @@
 #include "quant.inl"
 #include "gemm.inl"
 #include "packed.inl"
+#include "narrow.inl"
 #include "packing.inl"
 #include "fp8.inl"
 #include "rows.inl"

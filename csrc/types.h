@@ -20,14 +20,16 @@ enum class ActKind : int32_t { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2
 // What a weight type wants its activations to be.
 //   Float: fp32 as given.
 //   Q32:   int8 with one fp32 scale and one int16 sum per 32 values.
-//   Q256:  int8 with one fp32 scale per 256 values, and 16 sums of 16 values, then 8 sums of 32 values, as int16.
+//   Q256:  int8 with one fp32 scale per 256 values, and as int16: 16 sums of 16 values, 8 sums of 32 values, and for every
+//          16 values a pair: -32 times the sums of those whose index mod 4 is 0 or 1, and 2 or 3.
 enum class ActForm : int32_t { Float = 0, Q32 = 1, Q256 = 2 };
 
 constexpr int kTileRows = 16;     // outputs that one tile computes side by side, one per lane
 constexpr int kTileCols = 256;    // columns of weights that are staged at a time
 constexpr int kFloatCols = 512;    // the same for unquantized weights, 8 rows at a time
 constexpr int kFp8Block = 128;     // rows and columns of FP8 weights that share a scale
-constexpr int kSumsPerSuper = 24; // 16 + 8, see ActForm::Q256
+constexpr int kPairSums = 24;     // 16 + 8 sums come before the pairs, see ActForm::Q256
+constexpr int kSumsPerSuper = kPairSums + 32;
 
 struct QTypeInfo {
   QType type;
