@@ -65,6 +65,33 @@ def test_packing_costs_at_most_three_percent(qtype: QuantType) -> None:
 
 
 @pytest.mark.parametrize("isa", TIERS)
+@pytest.mark.parametrize("qtype", TYPES)
+def test_largest_products_do_not_saturate(isa: native.Isa, qtype: QuantType) -> None:
+    """Rows of all ones or all zeros in every field but the scale of the block, times activations of -127 and 127."""
+    pool, scalar, cols = WorkerPool(1, isa), WorkerPool(1, Isa.SCALAR), 512
+    extremes = RawTensor(wild_weight(qtype, 32, cols).data.clone(), qtype, (32, cols))
+    ones = extremes.data.view(32, -1, type_size(qtype))
+    head = 1 if qtype is QuantType.MXFP4 else 2
+    scale = ones[0, 0, 208:210].clone() if qtype is QuantType.Q6_K else ones[0, 0, :head].clone()
+    ones[::2], ones[1::2] = 0xFF, 0
+    at = 208 if qtype is QuantType.Q6_K else 0
+    ones[..., at : at + len(scale)] = scale
+    if qtype in (QuantType.Q4_K, QuantType.Q5_K):
+        ones[..., 2:4] = scale
+    steps = torch.arange(cols)
+    signs = [1 - 2 * (steps // period % 2) for period in (1, 2, 3, 4, 16, 32, 1024)]
+    x = torch.stack([sign.float() for sign in (*signs, *(-one for one in signs))])
+    packed = native.pack(extremes, pool)
+    want = native.linear(x, extremes, scalar)
+    assert want.isfinite().all() and (want != 0).any()
+    for tokens in (1, 4, len(x)):
+        assert torch.equal(native.linear(x[:tokens], packed, pool), want[:tokens]), tokens
+        assert torch.equal(native.linear(x[:tokens], extremes, pool), want[:tokens]), tokens
+    pool.close()
+    scalar.close()
+
+
+@pytest.mark.parametrize("isa", TIERS)
 @pytest.mark.parametrize(
     "kinds",
     [
