@@ -4,18 +4,8 @@
 // - The low nibbles of 8 lines are multiplied first, then the high ones, so that the sums of four tokens, the weights of a
 //   step and the products fit in registers. A line is read twice, the second time from the first-level cache.
 // - Q6_K is centred (kIsCentred in gemm.inl).
-// - Every byte of the stream is prefetched, also those of scales and upper bits.
 
 namespace {
-
-// Lines of a block that are asked for with one of its four groups of 8 lines: the whole block in order.
-template <class P> constexpr int kGroupLines = static_cast<int>((P::bytes / 64 + 3) / 4);
-
-template <class P, int I> inline void prefetch_ahead(const uint8_t* p, int g) {
-  constexpr int lines = kGroupLines<P>;
-#pragma GCC unroll 4
-  for (int l = lines * I / 8; l < lines * (I + 1) / 8; ++l) __builtin_prefetch(p + kAheadPacked + 64 * (lines * g + l));
-}
 
 // Steps I .. N - 1 of the low or the high nibbles of group g.
 template <class P, int C, bool IS_HIGH, int I, int N>
@@ -51,9 +41,8 @@ inline void narrow_half(const uint8_t* p, int g, const int8_t* const* y, const i
 
 template <class P, int C> void narrow256_few(const TileArgs& a, int t) {
   using F = typename P::F;
-  const int64_t blocks = a.k / 256, head = F::has_min ? 0 : head_bytes(blocks);
-  const uint8_t* p = a.packed + head;
-  for (int64_t o = 0; o < head; o += 64) __builtin_prefetch(a.packed + o + kAheadPacked);
+  const int64_t blocks = a.k / 256;
+  const uint8_t* p = first_block<P>(a.packed, blocks);
   const int8_t* y[C];
   const float* da[C];
   const int16_t *sums[C], *pairs[C];

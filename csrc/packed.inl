@@ -83,12 +83,28 @@ template <class P> inline vi load_minima(const uint8_t* p, int j) {
   return times32(pairs_s8(p + P::minima + 32 * j));
 }
 
+// Every line of the stream is asked for in order, also those of scales and upper bits.
+// Lines of a block that are asked for with one of its four groups of 8 lines: the whole block in order.
+template <class P> constexpr int kGroupLines = static_cast<int>((P::bytes / 64 + 3) / 4);
+
+template <class P, int I> inline void prefetch_ahead(const uint8_t* p, int g) {
+  constexpr int lines = kGroupLines<P>;
+#pragma GCC unroll 4
+  for (int l = lines * I / 8; l < lines * (I + 1) / 8; ++l) __builtin_prefetch(p + kAheadPacked + 64 * (lines * g + l));
+}
+
+template <class P> inline const uint8_t* first_block(const uint8_t* tile, int64_t blocks) {
+  const int64_t head = P::F::has_min ? 0 : head_bytes(blocks);
+  for (int64_t o = 0; o < head; o += 64) __builtin_prefetch(tile + o + kAheadPacked);
+  return tile + head;
+}
+
 // Steps 16 g + I, 16 g + 8 + I of `count` lines, then the scales: recursion, because the bits' places are immediates.
 template <class P, int C, int I, int N>
 inline void packed_lines(const uint8_t* p, int g, const int8_t* const* y, uacc* lo, uacc* hi) {
   if constexpr (I < N) {
     const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
-    __builtin_prefetch(p + P::lines + 64 * (8 * g + I) + kAheadPacked);
+    prefetch_ahead<P, I>(p, g);
     const wb first = P::template low<I>(p, g, line), second = P::template high<I>(p, g, line);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
@@ -127,7 +143,7 @@ template <class P, int C, int I> inline void packed_group(const uint8_t* p, int 
 template <class P, int C> void packed256_few(const TileArgs& a, int t) {
   using F = typename P::F;
   const int64_t blocks = a.k / 256;
-  const uint8_t* p = a.packed + (F::has_min ? 0 : head_bytes(blocks));
+  const uint8_t* p = first_block<P>(a.packed, blocks);
   const int8_t* y[C];
   const float* da[C];
   const int16_t* sums[C];
@@ -166,7 +182,7 @@ template <class P, int C> void packed256_few(const TileArgs& a, int t) {
 template <int C> void packed_signed_few(const TileArgs& a, int t) {
   using P = PackedIQ4XS;
   const int64_t blocks = a.k / 256;
-  const uint8_t* p = a.packed + head_bytes(blocks);
+  const uint8_t* p = first_block<P>(a.packed, blocks);
   const int8_t* y[C];
   const float* da[C];
   const int16_t* sums[C];
@@ -215,6 +231,7 @@ template <int C> void packed_signed_few(const TileArgs& a, int t) {
 template <class P, int I> inline void stage_group(const uint8_t* p, int g, uint8_t* w) {
   if constexpr (I < 8) {
     const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
+    prefetch_ahead<P, I>(p, g);
     store_wb(w + 64 * (16 * g + I), P::template low<I>(p, g, line));
     store_wb(w + 64 * (16 * g + 8 + I), P::template high<I>(p, g, line));
     stage_group<P, I + 1>(p, g, w);
@@ -224,7 +241,7 @@ template <class P, int I> inline void stage_group(const uint8_t* p, int g, uint8
 template <class P> void packed256_many(const TileArgs& a) {
   using F = typename P::F;
   const int64_t blocks = a.k / 256;
-  const uint8_t* p = a.packed + (F::has_min ? 0 : head_bytes(blocks));
+  const uint8_t* p = first_block<P>(a.packed, blocks);
   QuantStage st;
   for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
     for (int g = 0; g < 4; ++g) stage_group<P, 0>(p, g, st.w);
@@ -359,6 +376,7 @@ template <class P> void packed32_many(const TileArgs& a) {
     const int count = static_cast<int>(blocks - first < 8 ? blocks - first : 8);
     for (int b = 0; b < count; ++b, p += P::bytes) {
       wb steps[8];
+      for (int64_t o = 0; o < P::bytes; o += 64) __builtin_prefetch(p + o + kAheadPacked);
       P::unpack(p, steps);
       for (int i = 0; i < 8; ++i) store_wb(st.w + 512 * b + 64 * i, steps[i]);
       store(st.d + 16 * b, P::scale(a.packed, first + b));
