@@ -18,9 +18,9 @@ struct Unit {
   int64_t begin, end;  // positions that any of its rows sees, begin rounded down to a span
 };
 
-std::vector<Unit> make_units(const AttentionArgs& a) {
-  std::vector<Unit> units;
+Span<Unit> make_units(WorkerPool::Session& session, const AttentionArgs& a) {
   const int group = a.num_heads / a.num_kv_heads, heads = std::min(group, kMaxHeads);
+  Span<Unit> units = {session.scratch<Unit>(a.num_rows * a.num_kv_heads * ((group + heads - 1) / heads)), 0};
   for (int64_t row = 0; row < a.num_rows;) {
     const int64_t limit = std::min(a.num_rows, row + kMaxQueries / heads);
     int64_t next = row, begin = INT64_MAX, end = 0;
@@ -31,7 +31,7 @@ std::vector<Unit> make_units(const AttentionArgs& a) {
     }
     for (int kv = 0; kv < a.num_kv_heads; ++kv)
       for (int h = 0; h < group; h += heads)
-        units.push_back({row, static_cast<int>(next - row), kv * group + h, std::min(heads, group - h), kv, begin, end});
+        units[units.count++] = {row, static_cast<int>(next - row), kv * group + h, std::min(heads, group - h), kv, begin, end};
     row = next;
   }
   return units;
@@ -97,14 +97,15 @@ void finish(const KernelTable& kernels, const AttentionArgs& a, const Unit& u, c
 }
 
 // Every unit is one task that walks its spans.
-void run_by_unit(WorkerPool::Session& session, const AttentionArgs& a, const std::vector<Unit>& units) {
+void run_by_unit(WorkerPool::Session& session, const AttentionArgs& a, Span<Unit> units) {
   const int64_t size = partial_size(kMaxQueries, a.dim_v);
-  session.run(static_cast<int64_t>(units.size()), [&](int64_t i) {
-    const Unit& u = units[static_cast<size_t>(i)];
+  float* of_threads = session.scratch<float>(session.num_threads() * 2 * size);
+  session.run(units.count, [&](int64_t i, int thread) {
+    const Unit& u = units[i];
     const int64_t queries = static_cast<int64_t>(u.num_rows) * u.num_heads;
-    std::vector<float> memory(static_cast<size_t>(2 * size));
-    const Partial total = partial_at(memory.data(), queries);
-    const Partial part = partial_at(memory.data() + size, queries);
+    float* memory = of_threads + thread * 2 * size;
+    const Partial total = partial_at(memory, queries);
+    const Partial part = partial_at(memory + size, queries);
     clear(total, queries);
     for (int64_t begin = u.begin; begin < u.end; begin += kPositionSplit) {
       session.kernels().attention_span(a, span_of(u, begin), part.max, part.sum, part.out);
@@ -115,35 +116,38 @@ void run_by_unit(WorkerPool::Session& session, const AttentionArgs& a, const std
 }
 
 // Every span is a task; then every unit merges its spans.
-void run_by_span(WorkerPool::Session& session, const AttentionArgs& a, const std::vector<Unit>& units) {
+void run_by_span(WorkerPool::Session& session, const AttentionArgs& a, Span<Unit> units) {
   struct Piece {
-    size_t unit;
-    int64_t begin, offset;
+    int64_t unit, begin, offset;
   };
-  std::vector<Piece> pieces;
-  std::vector<size_t> first_piece;
+  int64_t most = 0;
+  for (const Unit& u : units) most += std::max<int64_t>(0, u.end - u.begin) / kPositionSplit + 1;
+  Span<Piece> pieces = {session.scratch<Piece>(most), 0};
+  const Span<int64_t> first_piece = session.span<int64_t>(units.count + 1);
   int64_t offset = 0;
-  for (size_t i = 0; i < units.size(); ++i) {
-    first_piece.push_back(pieces.size());
+  for (int64_t i = 0; i < units.count; ++i) {
+    first_piece[i] = pieces.count;
     const int64_t size = partial_size(static_cast<int64_t>(units[i].num_rows) * units[i].num_heads, a.dim_v);
-    for (int64_t begin = units[i].begin; begin < units[i].end; begin += kPositionSplit, offset += size) pieces.push_back({i, begin, offset});
+    for (int64_t begin = units[i].begin; begin < units[i].end; begin += kPositionSplit, offset += size)
+      pieces[pieces.count++] = {i, begin, offset};
   }
-  first_piece.push_back(pieces.size());
+  first_piece[units.count] = pieces.count;
   float* memory = session.scratch<float>(offset);
+  const int64_t own_size = partial_size(kMaxQueries, a.dim_v);
+  float* of_threads = session.scratch<float>(session.num_threads() * own_size);
   const auto queries_of = [&](const Unit& u) { return static_cast<int64_t>(u.num_rows) * u.num_heads; };
-  session.run(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
-    const Piece& piece = pieces[static_cast<size_t>(i)];
+  session.run(pieces.count, [&](int64_t i) {
+    const Piece& piece = pieces[i];
     const Unit& u = units[piece.unit];
     const Partial part = partial_at(memory + piece.offset, queries_of(u));
     session.kernels().attention_span(a, span_of(u, piece.begin), part.max, part.sum, part.out);
   });
-  session.run(static_cast<int64_t>(units.size()), [&](int64_t i) {
-    const Unit& u = units[static_cast<size_t>(i)];
+  session.run(units.count, [&](int64_t i, int thread) {
+    const Unit& u = units[i];
     const int64_t queries = queries_of(u);
-    std::vector<float> own(static_cast<size_t>(partial_size(queries, a.dim_v)));
-    const Partial total = partial_at(own.data(), queries);
+    const Partial total = partial_at(of_threads + thread * own_size, queries);
     clear(total, queries);
-    for (size_t p = first_piece[static_cast<size_t>(i)]; p < first_piece[static_cast<size_t>(i) + 1]; ++p)
+    for (int64_t p = first_piece[i]; p < first_piece[i + 1]; ++p)
       merge(session.kernels(), total, partial_at(memory + pieces[p].offset, queries), queries, a.dim_v);
     finish(session.kernels(), a, u, total);
   });
@@ -154,13 +158,13 @@ void run_by_span(WorkerPool::Session& session, const AttentionArgs& a, const std
 void attention(WorkerPool& pool, const AttentionArgs& args) {
   check_pages(args);
   WorkerPool::Session session(pool);
-  const std::vector<Unit> units = make_units(args);
+  const Span<Unit> units = make_units(session, args);
   int64_t longest = 0, partials = 0;
   for (const Unit& u : units) {
     longest = std::max(longest, u.end - u.begin);
     partials += ((u.end - u.begin) / kPositionSplit + 1) * partial_size(kMaxQueries, args.dim_v);
   }
-  const bool enough_units = static_cast<int64_t>(units.size()) >= 4 * session.num_threads();
+  const bool enough_units = units.count >= 4 * session.num_threads();
   if (enough_units || session.num_threads() == 1 || longest <= kPositionSplit || partials > kMaxPartials)
     run_by_unit(session, args, units);
   else

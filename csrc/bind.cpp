@@ -2,15 +2,18 @@
 // native.py checks shapes, types and ranges, and keeps every tensor alive during a call.
 #include "bind.h"
 
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <stdexcept>
 #include <tuple>
 
+#include "allocations.h"
 #include "stream.h"
 
 namespace nb = nanobind;
@@ -199,11 +202,9 @@ void bind_stream(nb::module_& m) {
 // all in elements; table: rows, columns, stride of the block table, page size.
 void bind_attention(nb::module_& m) {
   m.def("attention",
-        [](kt::WorkerPool& pool, Address q, Address k, Address v, Address out, const std::vector<int64_t>& sizes,
-           const std::vector<int64_t>& strides, Address block_table, const std::vector<int64_t>& table, Address seq_ids,
+        [](kt::WorkerPool& pool, Address q, Address k, Address v, Address out, const std::array<int64_t, 6>& sizes,
+           const std::array<int64_t, 6>& strides, Address block_table, const std::array<int64_t, 4>& table, Address seq_ids,
            Address kv_lens, float scale, float softcap, int64_t window, Address sinks) {
-          if (sizes.size() != 6 || strides.size() != 6 || table.size() != 4)
-            throw std::invalid_argument("attention wants 6 sizes, 6 strides and 4 numbers about the block table");
           kt::AttentionArgs a{};
           a.q = at<const float>(q);
           a.k = at<const float>(k);
@@ -270,6 +271,7 @@ NB_MODULE(_native, m) {
   });
   m.attr("FP8_BLOCK") = static_cast<int>(kt::QType::FP8_BLOCK);
   m.attr("MAX_THREADS") = kt::kMaxThreads;
+  m.def("num_allocations", &kt::num_allocations);
   bind_pool(m);
   bind_linear(m);
   bind_rows(m);

@@ -18,38 +18,40 @@ constexpr int64_t kScratchFloats = int64_t{48} << 20;  // of intermediate and ou
 
 // Pairs of one chunk of tokens, sorted by expert, in token order within an expert.
 struct Routing {
-  std::vector<int32_t> token;    // [pairs] row of the input
-  std::vector<int64_t> pair_of;  // [tokens * top_k] position in `token`, or -1
+  Span<int32_t> token;    // [pairs] row of the input
+  Span<int64_t> pair_of;  // [tokens * top_k] position in `token`, or -1
   struct Group {
     int64_t expert, first, count;  // pairs first .. first + count - 1
     int64_t tasks_before;          // chunks of all groups before this one
   };
-  std::vector<Group> groups;
+  Span<Group> groups;
   int64_t chunks = 0;
 };
 
-Routing route(const int64_t* ids, int64_t tokens, int64_t top_k, int64_t num_experts) {
+Routing route(WorkerPool::Session& session, const int64_t* ids, int64_t tokens, int64_t top_k, int64_t num_experts) {
   Routing r;
-  std::vector<int64_t> next(static_cast<size_t>(num_experts) + 1, 0);
+  const Span<int64_t> next = session.span<int64_t>(num_experts + 1);
+  std::fill(next.begin(), next.end(), 0);
   for (int64_t i = 0; i < tokens * top_k; ++i)
-    if (ids[i] < num_experts) ++next[static_cast<size_t>(ids[i]) + 1];
+    if (ids[i] < num_experts) ++next[ids[i] + 1];
+  r.groups.data = session.scratch<Routing::Group>(num_experts);
   for (int64_t e = 0; e < num_experts; ++e) {
-    const int64_t count = next[static_cast<size_t>(e) + 1], first = next[static_cast<size_t>(e)];
-    next[static_cast<size_t>(e) + 1] = first + count;
+    const int64_t count = next[e + 1], first = next[e];
+    next[e + 1] = first + count;
     if (count == 0) continue;
-    r.groups.push_back({e, first, count, r.chunks});
+    r.groups[r.groups.count++] = {e, first, count, r.chunks};
     r.chunks += (count + kPairChunk - 1) / kPairChunk;
   }
-  r.token.resize(static_cast<size_t>(next[static_cast<size_t>(num_experts)]));
-  r.pair_of.resize(static_cast<size_t>(tokens * top_k));
+  r.token = session.span<int32_t>(next[num_experts]);
+  r.pair_of = session.span<int64_t>(tokens * top_k);
   for (int64_t i = 0; i < tokens * top_k; ++i) {
     if (ids[i] >= num_experts) {
-      r.pair_of[static_cast<size_t>(i)] = -1;
+      r.pair_of[i] = -1;
       continue;
     }
-    const int64_t pair = next[static_cast<size_t>(ids[i])]++;
-    r.pair_of[static_cast<size_t>(i)] = pair;
-    r.token[static_cast<size_t>(pair)] = static_cast<int32_t>(i / top_k);
+    const int64_t pair = next[ids[i]]++;
+    r.pair_of[i] = pair;
+    r.token[pair] = static_cast<int32_t>(i / top_k);
   }
   return r;
 }
@@ -66,11 +68,11 @@ PairChunk chunk_at(const Routing& r, int64_t i) {
 }
 
 // The tokens of every chunk: rows of the input, or of the pairs.
-std::vector<TokenGroup> token_groups(const Routing& r, bool is_input) {
-  std::vector<TokenGroup> groups;
+Span<TokenGroup> token_groups(WorkerPool::Session& session, const Routing& r, bool is_input) {
+  const Span<TokenGroup> groups = session.span<TokenGroup>(r.chunks);
   for (int64_t i = 0; i < r.chunks; ++i) {
     const PairChunk c = chunk_at(r, i);
-    groups.push_back({is_input ? r.token.data() + c.first : nullptr, c.first, c.count});
+    groups[i] = {is_input ? r.token.data + c.first : nullptr, c.first, c.count};
   }
   return groups;
 }
@@ -124,8 +126,7 @@ class MoeRun {
          const ActSpec& act, const Routing& routing)
       : session_(session), kernels_(session.kernels()), gate_(gate), up_(up), down_(down), act_(act), routing_(routing),
         has_gate_(!gate.experts.empty()),
-        is_grouped_(!routing.groups.empty() &&
-                    static_cast<int64_t>(routing.token.size()) >= kGroupedTokens * static_cast<int64_t>(routing.groups.size())) {}
+        is_grouped_(!routing.groups.empty() && routing.token.count >= kGroupedTokens * routing.groups.count) {}
 
   void run(const float* x, int64_t tokens, const float* weights, int64_t top_k, float* out) {
     Activations inputs(session_, x, tokens, up_.cols, up_.cols);
@@ -133,7 +134,7 @@ class MoeRun {
     if (has_gate_) inputs.require(gate_.type);
     up_rows_ = inputs.form_of(up_.type);
     if (has_gate_) gate_rows_ = inputs.form_of(gate_.type);
-    const std::vector<TokenGroup> groups = token_groups(routing_, true);
+    const Span<TokenGroup> groups = token_groups(session_, routing_, true);
     if (up_.is_packed) up_blocks_ = make_blocks(session_, up_rows_, up_.type, up_.cols, groups);
     is_same_form_ = has_gate_ && gate_rows_.q == up_rows_.q;
     if (has_gate_ && gate_.is_packed && !is_same_form_) gate_blocks_ = make_blocks(session_, gate_rows_, gate_.type, gate_.cols, groups);
@@ -153,13 +154,13 @@ class MoeRun {
     TileArgs args[kTileGroup] = {};
     for (int j = 0; j < count; ++j) {
       args[j] = tile_args(up_.view(c.expert), tile + j, up_rows_, c.count, acc[j]);
-      if (!up_blocks_.empty()) args[j].blocks = &up_blocks_[static_cast<size_t>(chunk)];
+      if (!up_blocks_.empty()) args[j].blocks = &up_blocks_[chunk];
       if (!has_gate_) continue;
       args[count + j] = tile_args(gate_.view(c.expert), tile + j, gate_rows_, c.count, acc[count + j]);
-      const std::vector<TokenBlocks>& blocks = is_same_form_ ? up_blocks_ : gate_blocks_;
-      if (!blocks.empty()) args[count + j].blocks = &blocks[static_cast<size_t>(chunk)];
+      const Span<TokenBlocks>& blocks = is_same_form_ ? up_blocks_ : gate_blocks_;
+      if (!blocks.empty()) args[count + j].blocks = &blocks[chunk];
     }
-    for (TileArgs& one : args) one.token_ids = routing_.token.data() + c.first;
+    for (TileArgs& one : args) one.token_ids = routing_.token.data + c.first;
     run_tiles(kernels_, args, has_gate_ ? 2 * count : count);
     for (int j = 0; j < count; ++j) {
       const int64_t first = (tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, up_.rows - first);
@@ -170,7 +171,7 @@ class MoeRun {
     }
   }
 
-  int64_t pairs() const { return static_cast<int64_t>(routing_.token.size()); }
+  int64_t pairs() const { return routing_.token.count; }
 
   void run_up() {
     const int64_t width = up_.rows;
@@ -210,8 +211,8 @@ class MoeRun {
 
   void run_down() {
     const int64_t hidden = down_.rows;
-    std::vector<TokenBlocks> blocks;
-    if (down_.is_packed) blocks = make_blocks(session_, down_rows_, down_.type, down_.cols, token_groups(routing_, false));
+    Span<TokenBlocks> blocks;
+    if (down_.is_packed) blocks = make_blocks(session_, down_rows_, down_.type, down_.cols, token_groups(session_, routing_, false));
     outputs_ = session_.scratch<float>(pairs() * hidden);
     const bool is_streamed = pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
     const TileTasks tasks((hidden + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup : 1, routing_.chunks, session_.num_nodes());
@@ -223,7 +224,7 @@ class MoeRun {
       for (int j = 0; j < task.count; ++j) {
         args[j] = tile_args(down_.view(c.expert), task.tile + j, down_rows_, c.count, acc[j]);
         args[j].first_token = c.first;
-        if (!blocks.empty()) args[j].blocks = &blocks[static_cast<size_t>(task.chunk)];
+        if (!blocks.empty()) args[j].blocks = &blocks[task.chunk];
       }
       run_tiles(kernels_, args, task.count);
       for (int j = 0; j < task.count; ++j) {
@@ -245,7 +246,7 @@ class MoeRun {
       float row_weights[kMaxTopK];
       int count = 0;
       for (int64_t k = 0; k < top_k; ++k) {
-        const int64_t pair = routing_.pair_of[static_cast<size_t>(t * top_k + k)];
+        const int64_t pair = routing_.pair_of[t * top_k + k];
         if (pair < 0) continue;
         rows[count] = outputs_ + pair * hidden;
         row_weights[count++] = weights[t * top_k + k];
@@ -262,7 +263,7 @@ class MoeRun {
   const bool has_gate_, is_grouped_;
   bool is_same_form_ = false;
   ActRows up_rows_, gate_rows_, down_rows_;
-  std::vector<TokenBlocks> up_blocks_, gate_blocks_;
+  Span<TokenBlocks> up_blocks_, gate_blocks_;
   float* outputs_ = nullptr;
 };
 
@@ -297,7 +298,7 @@ void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_
 
 void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids, const float* weights,
                         int64_t top_k, float* out) const {
-  const Routing routing = route(ids, tokens, top_k, num_experts());
+  const Routing routing = route(session, ids, tokens, top_k, num_experts());
   MoeRun(session, gate_, up_, down_, act_, routing).run(x, tokens, weights, top_k, out);
 }
 

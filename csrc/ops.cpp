@@ -156,17 +156,18 @@ QuantizedRows quantized_rows(WorkerPool::Session& session, QType type, int64_t r
 
 TileTasks::TileTasks(int64_t num_tiles, int64_t group_size, int64_t chunks, int num_nodes)
     : tiles(num_tiles), group(group_size), nodes(num_nodes) {
+  ends.count = nodes;
   int64_t end = 0;
   for (int n = 0; n < nodes; ++n) {
     end += chunks * ((first_tile(n + 1) - first_tile(n) + group - 1) / group);
-    ends.push_back(end);
+    ends.ends[static_cast<size_t>(n)] = end;
   }
 }
 
 TileTasks::Task TileTasks::at(int64_t i) const {
   int node = 0;
-  while (i >= ends[static_cast<size_t>(node)]) ++node;
-  if (node > 0) i -= ends[static_cast<size_t>(node) - 1];
+  while (i >= ends.ends[static_cast<size_t>(node)]) ++node;
+  if (node > 0) i -= ends.ends[static_cast<size_t>(node) - 1];
   const int64_t first = first_tile(node), end = first_tile(node + 1), per_chunk = (end - first + group - 1) / group;
   const int64_t tile = first + i % per_chunk * group;
   return {i / per_chunk, tile, static_cast<int>(std::min(group, end - tile))};
@@ -193,23 +194,23 @@ void copy_piece(const ActRows& act, ActForm form, const TokenGroup& group, int64
 
 }  // namespace
 
-std::vector<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, QType type, int64_t cols,
-                                     const std::vector<TokenGroup>& groups) {
+Span<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, QType type, int64_t cols, Span<TokenGroup> groups) {
   const ActForm form = form_for(type);
   const int least = session.kernels().min_block_tokens;
   if (least == 0 || form == ActForm::Float) return {};
   const int64_t pieces = (cols + kPiece - 1) / kPiece;
-  std::vector<TokenBlocks> made(groups.size());
-  std::vector<size_t> filled;
-  for (size_t i = 0; i < groups.size(); ++i) {
+  const Span<TokenBlocks> made = session.span<TokenBlocks>(groups.count);
+  Span<int64_t> filled = {session.scratch<int64_t>(groups.count), 0};
+  for (int64_t i = 0; i < groups.count; ++i) {
+    made[i] = {};
     if (groups[i].count < least) continue;
     const int64_t rows = (groups[i].count + 15) / 16 * 16;  // a kernel may read whole tiles
     made[i] = {session.scratch<int8_t>(pieces * rows * kPiece), session.scratch<int16_t>(pieces * rows * 8),
                session.scratch<float>(pieces * rows * 8), rows};
-    filled.push_back(i);
+    filled[filled.count++] = i;
   }
-  session.run(static_cast<int64_t>(filled.size()) * pieces, [&](int64_t i) {
-    const size_t group = filled[static_cast<size_t>(i / pieces)];
+  session.run(filled.count * pieces, [&](int64_t i) {
+    const int64_t group = filled[i / pieces];
     copy_piece(act, form, groups[group], i % pieces, cols, made[group]);
   });
   return made;
@@ -227,18 +228,18 @@ struct PartTasks {
   const LinearPart* part;
   int64_t row_tiles, group, groups;
   int64_t tasks_before;
-  std::vector<TokenBlocks> blocks;
+  Span<TokenBlocks> blocks;
 };
 
 }  // namespace
 
-void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, const std::vector<LinearPart>& parts) {
+void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initializer_list<LinearPart> parts) {
   WorkerPool::Session session(pool);
-  Activations act(session, x, tokens, parts[0].weight.cols, parts[0].weight.cols);
-  std::vector<PartTasks> jobs;
+  Activations act(session, x, tokens, parts.begin()->weight.cols, parts.begin()->weight.cols);
+  Span<PartTasks> jobs = {session.scratch<PartTasks>(static_cast<int64_t>(parts.size())), 0};
   const int64_t chunk = std::min(tokens, kTokenChunk), chunks = chunk > 0 ? (tokens + chunk - 1) / chunk : 0;
-  std::vector<TokenGroup> token_groups;
-  for (int64_t t = 0; t < tokens; t += chunk) token_groups.push_back({nullptr, t, static_cast<int>(std::min(chunk, tokens - t))});
+  const Span<TokenGroup> token_groups = session.span<TokenGroup>(chunks);
+  for (int64_t i = 0; i < chunks; ++i) token_groups[i] = {nullptr, i * chunk, static_cast<int>(std::min(chunk, tokens - i * chunk))};
   int64_t tasks = 0;
   for (const LinearPart& part : parts) {
     act.require(part.weight.type);
@@ -247,18 +248,18 @@ void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, const std::v
     const int64_t enough = int64_t{4} * kTileGroup * session.num_threads();
     const int64_t group = chunk >= kGroupedTokens && row_tiles * chunks >= enough ? kTileGroup : 1;
     const int64_t groups = (row_tiles + group - 1) / group;
-    jobs.push_back({&part, row_tiles, group, groups, tasks, {}});
+    PartTasks& job = jobs[jobs.count++];
+    job = {&part, row_tiles, group, groups, tasks, {}};
     tasks += groups * chunks;
     if (part.weight.tile_bytes == 0) continue;
     const ActRows rows = act.form_of(part.weight.type);
-    for (size_t i = 0; i + 1 < jobs.size() && jobs.back().blocks.empty(); ++i)
-      if (act.form_of(jobs[i].part->weight.type).q == rows.q) jobs.back().blocks = jobs[i].blocks;
-    if (jobs.back().blocks.empty())
-      jobs.back().blocks = make_blocks(session, rows, part.weight.type, part.weight.cols, token_groups);
+    for (const PartTasks& other : jobs)
+      if (job.blocks.empty() && act.form_of(other.part->weight.type).q == rows.q) job.blocks = other.blocks;
+    if (job.blocks.empty()) job.blocks = make_blocks(session, rows, part.weight.type, part.weight.cols, token_groups);
   }
   session.run(tasks, [&](int64_t task) {
     alignas(64) float acc[kTileGroup][kTokenChunk * kTileRows];
-    size_t number = jobs.size() - 1;
+    int64_t number = jobs.count - 1;
     while (jobs[number].tasks_before > task) --number;
     const PartTasks& job = jobs[number];
     const int64_t i = task - job.tasks_before, tile = i / chunks * job.group, token = i % chunks * chunk;
@@ -273,7 +274,7 @@ void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, const std::v
       args[j].first_token = token;
       args[j].num_tokens = static_cast<int>(std::min(chunk, tokens - token));
       args[j].acc = acc[j];
-      if (!job.blocks.empty()) args[j].blocks = &job.blocks[static_cast<size_t>(i % chunks)];
+      if (!job.blocks.empty()) args[j].blocks = &job.blocks[i % chunks];
     }
     run_tiles(session.kernels(), args, count);
     for (int j = 0; j < count; ++j) {

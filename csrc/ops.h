@@ -1,7 +1,7 @@
 // Whole operations over a worker pool: what to split, what to prepare, which kernel to call. No arithmetic here.
 #pragma once
 #include <cstdint>
-#include <vector>
+#include <initializer_list>
 
 #include "pool.h"
 
@@ -67,8 +67,7 @@ struct TokenGroup {
 
 // The activations of each group as TokenBlocks, if the tier's kernels for `type` want them; otherwise empty.
 // A group that is too small for them has rows 0.
-std::vector<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, QType type, int64_t cols,
-                                     const std::vector<TokenGroup>& groups);
+Span<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, QType type, int64_t cols, Span<TokenGroup> groups);
 
 // Rows of int8 that are quantized piece by piece, in the form that a type wants.
 struct QuantizedRows {
@@ -85,7 +84,7 @@ struct QuantizedRows {
 QuantizedRows quantized_rows(WorkerPool::Session& session, QType type, int64_t rows, int64_t cols);
 
 // Groups of tiles of 16 rows for every chunk of tokens. Tiles are spread over the nodes of the machine in order, as
-// `pack` lays them out; tasks of one node are neighbours, ends[n] is the first behind those of node n.
+// `pack` lays them out; tasks of one node are neighbours.
 struct TileTasks {
   struct Task { int64_t chunk, tile; int count; };
   TileTasks(int64_t num_tiles, int64_t group_size, int64_t chunks, int num_nodes);
@@ -94,7 +93,7 @@ struct TileTasks {
 
   int64_t tiles, group;
   int nodes;
-  std::vector<int64_t> ends;
+  NodeEnds ends;
 };
 
 // Row tiles of a job and chunks of tokens within it.
@@ -112,7 +111,7 @@ struct LinearPart {
   const float* bias;  // or nullptr
   float* out;         // [tokens, rows]
 };
-void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, const std::vector<LinearPart>& parts);
+void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initializer_list<LinearPart> parts);
 
 // out[t, b, n] = sum_k x[t, b, k] weight[b, n, k]; x and out contiguous.
 void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight, float* out);

@@ -1,6 +1,8 @@
 // See pool.h.
 #include "pool.h"
 
+#include "allocations.h"
+
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -31,6 +33,7 @@ constexpr int64_t kHugePage = int64_t{2} << 20;
 char* allocate(int64_t bytes) {
   const bool is_large = bytes >= 2 * kHugePage;
   const int64_t align = is_large ? kHugePage : 64;
+  note_allocation();
   char* p = static_cast<char*>(std::aligned_alloc(static_cast<size_t>(align), static_cast<size_t>((bytes + align - 1) / align * align)));
 #if defined(MADV_HUGEPAGE)
   if (p != nullptr && is_large) static_cast<void>(madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE));  // a wish only
@@ -88,19 +91,29 @@ BlockedSignals::~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &old_, nullptr)
 
 void WorkerPool::FreeDeleter::operator()(void* p) const { std::free(p); }
 
-std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends, const std::vector<ThreadPlace>& places) {
-  std::vector<std::pair<int64_t, int64_t>> shares;
+namespace {
+
+// Calls share(thread, first, end) for every thread.
+template <class Share> void share_out(const int64_t* ends, int num_nodes, const std::vector<ThreadPlace>& places, const Share& share) {
   // One range of tasks is for all threads, whatever their nodes.
-  const auto belongs = [&](size_t thread, size_t node) { return ends.size() == 1 || places[thread].node == static_cast<int>(node); };
+  const auto belongs = [&](size_t thread, int node) { return num_nodes == 1 || places[thread].node == node; };
   int64_t first = 0;
-  for (size_t node = 0, thread = 0; node < ends.size(); ++node) {
+  size_t thread = 0;
+  for (int node = 0; node < num_nodes; ++node) {
     size_t last = thread;
     while (last < places.size() && belongs(last, node)) ++last;
     const auto count = static_cast<int64_t>(last - thread), tasks = ends[node] - first;
-    for (int64_t i = 0; i < count; ++i) shares.emplace_back(first + tasks * i / count, first + tasks * (i + 1) / count);
+    for (int64_t i = 0; i < count; ++i, ++thread) share(thread, first + tasks * i / count, first + tasks * (i + 1) / count);
     first = ends[node];
-    thread = last;
   }
+}
+
+}  // namespace
+
+std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends, const std::vector<ThreadPlace>& places) {
+  std::vector<std::pair<int64_t, int64_t>> shares;
+  share_out(ends.data(), static_cast<int>(ends.size()), places,
+            [&](size_t, int64_t first, int64_t end) { shares.emplace_back(first, end); });
   return shares;
 }
 
@@ -131,6 +144,7 @@ std::vector<ThreadPlace> checked(std::vector<ThreadPlace> places) {
     node = place.node;
   }
   if (places.front().node != 0) throw std::invalid_argument("nodes are numbered from 0");
+  if (node >= kMaxNodes) throw std::invalid_argument("there may be " + std::to_string(kMaxNodes) + " nodes at most");
   return places;
 }
 
@@ -273,7 +287,7 @@ void WorkerPool::work(int thread) {
   int64_t task = 0;
   while ((take(slot, task) || steal(thread, task)) && !is_cancelled_.load(std::memory_order_relaxed)) {
     try {
-      job.fn(job.context, task);
+      job.fn(job.context, task, thread);
     } catch (...) {
       const std::lock_guard<std::mutex> lock(error_mutex_);
       if (!error_) error_ = std::current_exception();
@@ -288,23 +302,18 @@ bool WorkerPool::any_busy() const {
   return false;
 }
 
-void WorkerPool::run(const std::vector<int64_t>& ends, TaskFn fn, const void* context) {
-  const int64_t count = ends.back();
+void WorkerPool::run(const int64_t* ends, int num_nodes, TaskFn fn, const void* context) {
+  const int64_t count = ends[num_nodes - 1];
   if (count <= 0) return;
   if (count == 1 || num_threads_ == 1) {
-    for (int64_t i = 0; i < count; ++i) fn(context, i);
+    for (int64_t i = 0; i < count; ++i) fn(context, i, 0);
     return;
   }
   if (count >= kMaxTasks) throw std::length_error("a job of " + std::to_string(count) + " tasks is too long");
   job_ = {fn, context};
-  if (ends.size() == 1) {
-    for (int64_t i = 0; i < num_threads_; ++i)
-      slots_[static_cast<size_t>(i)].range.store(make_range(count * i / num_threads_, count * (i + 1) / num_threads_), std::memory_order_relaxed);
-  } else {
-    const auto shares = share_tasks(ends, places_);
-    for (size_t i = 0; i < slots_.size(); ++i)
-      slots_[i].range.store(make_range(shares[i].first, shares[i].second), std::memory_order_relaxed);
-  }
+  share_out(ends, num_nodes, places_, [&](size_t thread, int64_t first, int64_t end) {
+    slots_[thread].range.store(make_range(first, end), std::memory_order_relaxed);
+  });
   const uint64_t number = posted_.load(std::memory_order_relaxed) + 1;
   open_.store(number);
   posted_.store(number);

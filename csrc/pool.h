@@ -1,5 +1,6 @@
 // A pool of threads that run one job at a time. The caller is worker 0.
 #pragma once
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -8,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -18,6 +20,24 @@
 namespace kt {
 
 constexpr int kMaxThreads = 1024;
+constexpr int kMaxNodes = 64;
+
+// Part of an array that somebody else owns; here mostly scratch memory of a session.
+template <class T> struct Span {
+  T* data = nullptr;
+  int64_t count = 0;
+
+  bool empty() const { return count == 0; }
+  T& operator[](int64_t i) const { return data[i]; }
+  T* begin() const { return data; }
+  T* end() const { return data + count; }
+};
+
+// The first task behind those of each node.
+struct NodeEnds {
+  std::array<int64_t, kMaxNodes> ends;
+  int count;
+};
 
 // Tells the core that this is a spinning loop.
 void cpu_pause();
@@ -50,7 +70,7 @@ class WorkerPool {
  public:
   // places: one per thread, the caller's first; its CPUs are ignored, for the caller is not ours to pin. Nodes must be
   // numbered from 0, each with a thread, in ascending order. Throws std::invalid_argument otherwise, and for less than 1
-  // or more than kMaxThreads threads.
+  // or more than kMaxThreads threads or kMaxNodes nodes.
   WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
@@ -82,31 +102,36 @@ class WorkerPool {
     Session& operator=(const Session&) = delete;
 
     // Calls task(i) for every i in [0, count), each once, on any thread, and returns when all are done. An exception
-    // in a task cancels those not begun and is thrown here.
-    template <class Task> void run(int64_t count, const Task& task) {
-      pool_.run({count}, [](const void* context, int64_t i) { (*static_cast<const Task*>(context))(i); }, &task);
-    }
-    // The same where tasks belong to nodes: ends[n] is the first behind those of node n. Threads of other nodes take
-    // them only when they have nothing left to do.
-    template <class Task> void run_on_nodes(const std::vector<int64_t>& ends, const Task& task) {
-      pool_.run(ends, [](const void* context, int64_t i) { (*static_cast<const Task*>(context))(i); }, &task);
+    // in a task cancels those not begun and is thrown here. A task may also take the number of the thread that runs it.
+    template <class Task> void run(int64_t count, const Task& task) { pool_.run(&count, 1, call<Task>, &task); }
+    // The same where tasks belong to nodes. Threads of other nodes take them only when they have nothing left to do.
+    template <class Task> void run_on_nodes(const NodeEnds& ends, const Task& task) {
+      pool_.run(ends.ends.data(), ends.count, call<Task>, &task);
     }
 
-    // Memory for this session, 64-byte aligned, uninitialized. Each call takes the next part.
+    // Memory for this session, 64-byte aligned, uninitialized. Each call takes the next part. Not from within tasks.
     template <class T> T* scratch(int64_t count) { return static_cast<T*>(pool_.scratch(count * static_cast<int64_t>(sizeof(T)))); }
+    template <class T> Span<T> span(int64_t count) { return {scratch<T>(count), count}; }
 
     const KernelTable& kernels() const { return pool_.kernels_; }
     int num_threads() const { return pool_.num_threads_; }
     int num_nodes() const { return pool_.num_nodes(); }
 
    private:
+    template <class Task> static void call(const void* context, int64_t i, int thread) {
+      const Task& task = *static_cast<const Task*>(context);
+      if constexpr (std::is_invocable_v<const Task&, int64_t, int>)
+        task(i, thread);
+      else
+        task(i), static_cast<void>(thread);
+    }
     WorkerPool& pool_;
     std::unique_lock<std::mutex> lock_;
     unsigned caller_mode_;
   };
 
  private:
-  using TaskFn = void (*)(const void* context, int64_t i);
+  using TaskFn = void (*)(const void* context, int64_t i, int thread);
 
   // How a job is handed over. The caller fills job_ and the ranges while no job is open and no worker is busy, then
   // publishes its number in open_. A worker says that it is busy BEFORE it looks at open_, so that either it sees the job
@@ -124,7 +149,7 @@ class WorkerPool {
     std::atomic<bool> is_busy{false};
   };
 
-  void run(const std::vector<int64_t>& ends, TaskFn fn, const void* context);
+  void run(const int64_t* ends, int num_nodes, TaskFn fn, const void* context);
   void work(int thread);
   bool take(Slot& slot, int64_t& task);
   bool steal(int thread, int64_t& task);

@@ -8,6 +8,7 @@ MAX_THREADS: int
 def available_isas() -> list[str]: ...
 def quant_types() -> dict[str, tuple[int, int, int]]: ...
 def activation_kinds() -> dict[str, int]: ...
+def num_allocations() -> int: ...
 
 class WorkerPool:
     def __init__(self, places: list[tuple[int, list[int]]], isa: str) -> None: ...
@@ -65,10 +66,10 @@ def attention(
     k: int,
     v: int,
     out: int,
-    sizes: list[int],
-    strides: list[int],
+    sizes: tuple[int, int, int, int, int, int],
+    strides: tuple[int, int, int, int, int, int],
     block_table: int,
-    table: list[int],
+    table: tuple[int, int, int, int],
     seq_ids: int,
     kv_lens: int,
     scale: float,

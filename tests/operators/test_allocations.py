@@ -1,0 +1,26 @@
+"""A decode step takes no memory from the heap in native code once it is warm."""
+
+from __future__ import annotations
+
+import pytest
+
+from ktransformers.kernels.native_base import extension
+from tests.operators.test_families import random_ids
+from tests.operators.test_fused import fused_runner
+from tests.support.tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif(extension.num_allocations() < 0, reason="allocations are not counted on this system")
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss"])
+def test_a_warm_step_allocates_nothing(family: str, rows: int) -> None:
+    began = extension.num_allocations()
+    runner = fused_runner(tiny_model(family))
+    ids = random_ids(runner.vocab_size, 4 * rows)
+    for step in range(3):  # memory of a session is made one block when it ends, and kept
+        runner.forward(ids[step * rows : (step + 1) * rows], step * rows, range(rows))
+    warm = extension.num_allocations()
+    assert warm > began  # they are counted
+    runner.forward(ids[3 * rows :], 3 * rows, range(rows))
+    assert extension.num_allocations() == warm
