@@ -228,7 +228,7 @@ void bind_attention(nb::module_& m) {
           a.table_stride = table[2];
           a.page_size = table[3];
           a.seq_ids = at<const int32_t>(seq_ids);
-          a.kv_lens = at<const int64_t>(kv_lens);
+          a.kv_lens = at<const int32_t>(kv_lens);
           a.scale = scale;
           a.softcap = softcap;
           a.window = window;

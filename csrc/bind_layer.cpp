@@ -74,19 +74,28 @@ void bind_layer(nb::module_& m) {
              step.page_size = std::get<4>(sizes);
              step.num_slots = std::get<5>(sizes);
              step.seq_ids = at<const int32_t>(seq_ids);
-             step.kv_lens = at<const int64_t>(kv_lens);
+             step.kv_lens = at<const int32_t>(kv_lens);
              kt::attention_block(pool, self, step, at<float>(x), buffers);
            },
            nb::arg("pool"), nb::arg("buffers"), nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("keys"), nb::arg("values"),
            nb::arg("slots"), nb::arg("block_table"), nb::arg("seq_ids"), nb::arg("kv_lens"), nb::arg("sizes"),
            nb::call_guard<nb::gil_scoped_release>());
+  // shared: gate, up, down of the shared experts, or none; then what they are scored by, or none
   nb::class_<kt::MoeBlock>(m, "MoeBlock")
       .def("__init__",
            [](kt::MoeBlock* self, const NormTuple& norm, const WeightTuple& router, Address bias, const RouterTuple& spec,
-              const kt::Moe& experts) {
-             new (self) kt::MoeBlock{norm_of(norm), weight_of(router), at<const float>(bias), router_of(spec), &experts};
+              const kt::Moe& experts, const std::vector<WeightTuple>& shared, int kind, float alpha, float limit) {
+             if (!shared.empty() && shared.size() != 3 && shared.size() != 4)
+               throw std::invalid_argument("shared experts have 3 weights, or 4 with a score");
+             kt::MoeBlock block{norm_of(norm), weight_of(router), at<const float>(bias), router_of(spec), &experts, {}};
+             if (!shared.empty())
+               block.shared = {true, weight_of(shared[0]), weight_of(shared[1]), weight_of(shared[2]), kt::act_spec(kind, alpha, limit),
+                               shared.size() == 4, {}};
+             if (shared.size() == 4) block.shared.score = weight_of(shared[3]);
+             new (self) kt::MoeBlock(block);
            },
-           nb::arg("norm"), nb::arg("router"), nb::arg("bias"), nb::arg("spec"), nb::arg("experts"), nb::keep_alive<1, 6>())
+           nb::arg("norm"), nb::arg("router"), nb::arg("bias"), nb::arg("spec"), nb::arg("experts"), nb::arg("shared"), nb::arg("kind"),
+           nb::arg("alpha"), nb::arg("limit"), nb::keep_alive<1, 6>())
       .def("forward",
            [](const kt::MoeBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, int64_t rows, Address x, Address ids) {
              kt::moe_block(pool, self, rows, at<float>(x), at<int64_t>(ids), buffers);

@@ -170,15 +170,36 @@ void attention_block(WorkerPool& pool, const AttentionBlock& block, const Attent
 }
 
 void moe_block(WorkerPool& pool, const MoeBlock& block, int64_t rows, float* x, int64_t* ids, LayerBuffers& buffers) {
-  const int64_t hidden = block.router.cols, experts = block.router.rows;
+  const SharedExperts& shared = block.shared;
+  const int64_t hidden = block.router.cols, experts = block.router.rows, width = shared.exists ? shared.up.rows : 0;
   float* normed = at_least(buffers.a, rows * hidden);
-  float* logits = at_least(buffers.b, rows * experts);
+  float* logits = at_least(buffers.b, rows * (experts + 2 * width + 1));
+  float *up = logits + rows * experts, *gate = up + rows * width, *scores = gate + rows * width;
   float* out = at_least(buffers.c, rows * hidden);
   float* weights = at_least(buffers.d, rows * block.spec.top_k);
   norm_rows(pool, block.norm, x, rows, hidden, normed);
-  linear(pool, normed, rows, block.router, nullptr, logits);
+  const LinearPart router = {block.router, nullptr, logits}, shared_gate = {shared.gate, nullptr, gate},
+                   shared_up = {shared.up, nullptr, up}, score = {shared.score, nullptr, scores};
+  if (!shared.exists)
+    linear_parts(pool, normed, rows, {router});
+  else if (!shared.has_score)
+    linear_parts(pool, normed, rows, {router, shared_gate, shared_up});
+  else
+    linear_parts(pool, normed, rows, {router, score, shared_gate, shared_up});
   route(pool, block.spec, logits, block.bias, rows, experts, ids, weights);
   block.experts->forward(pool, normed, rows, ids, weights, block.spec.top_k, out);
+  if (shared.exists) {
+    activate(pool, shared.act, gate, up, rows * width, up);
+    if (shared.has_score) activate(pool, {ActKind::Sigmoid, 0, 0}, nullptr, scores, rows, scores);
+    float* second = at_least(buffers.e, rows * hidden);
+    linear(pool, up, rows, shared.down, nullptr, second);
+    for_rows(pool, rows, [&](int64_t r, const KernelTable& kernels) {
+      float* row = second + r * hidden;
+      if (shared.has_score)
+        for (int64_t i = 0; i < hidden; ++i) row[i] *= scores[r];
+      kernels.add_row(out + r * hidden, row, hidden);
+    });
+  }
   add_rows(pool, x, out, rows, hidden);
 }
 

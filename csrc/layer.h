@@ -46,23 +46,33 @@ struct AttentionStep {
   const int32_t* block_table;
   int64_t num_seqs, max_pages, table_stride, page_size, num_slots;
   const int32_t* seq_ids;
-  const int64_t* kv_lens;
+  const int32_t* kv_lens;
 };
 
 // Buffers of a model's layers, which take turns.
 struct LayerBuffers {
-  std::vector<float> a, b, c, d;
+  std::vector<float> a, b, c, d, e;
 };
 
 void attention_block(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* x, LayerBuffers& buffers);
 
-// Norm, router, routed experts; adds to the rows.
+// Experts that see every token: down(act(gate) * up), times the sigmoid of score (one row) where there is one.
+struct SharedExperts {
+  bool exists;
+  WeightView gate, up, down;
+  ActSpec act;
+  bool has_score;
+  WeightView score;
+};
+
+// Norm, router, routed experts plus shared ones; adds to the rows.
 struct MoeBlock {
   NormSpec norm;
   WeightView router;
   const float* bias;
   RouterSpec spec;
   const Moe* experts;
+  SharedExperts shared;
 };
 // ids [rows, top_k] is filled with the experts chosen.
 void moe_block(WorkerPool& pool, const MoeBlock& block, int64_t rows, float* x, int64_t* ids, LayerBuffers& buffers);

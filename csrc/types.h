@@ -93,7 +93,7 @@ struct AttentionArgs {
   int64_t page_size;
   int64_t num_slots;                 // of the cache: every slot used is below
   const int32_t* seq_ids;            // [T]
-  const int64_t* kv_lens;            // [T]
+  const int32_t* kv_lens;            // [T]
   int64_t num_rows;
   int num_heads, num_kv_heads, dim_k, dim_v;
   float scale, softcap;              // softcap 0: none

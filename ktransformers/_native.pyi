@@ -110,7 +110,18 @@ class AttentionBlock:
     ) -> None: ...
 
 class MoeBlock:
-    def __init__(self, norm: _Norm, router: _Weight, bias: int, spec: _Router, experts: Moe) -> None: ...
+    def __init__(
+        self,
+        norm: _Norm,
+        router: _Weight,
+        bias: int,
+        spec: _Router,
+        experts: Moe,
+        shared: list[_Weight],
+        kind: int,
+        alpha: float,
+        limit: float,
+    ) -> None: ...
     def forward(self, pool: WorkerPool, buffers: LayerBuffers, rows: int, x: int, ids: int) -> None: ...
 
 class MlpBlock:

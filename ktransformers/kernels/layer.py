@@ -17,7 +17,17 @@ from ktransformers.kernels.native_base import WorkerPool, check_tensor, check_we
 from ktransformers.kernels.quant import PackedTensor, RawTensor
 from ktransformers.kernels.routing import RouterSpec
 
-__all__ = ["AttentionLayer", "AttentionStep", "LayerBuffers", "MlpLayer", "MoeLayer", "Norm", "Projection"]
+__all__ = [
+    "AttentionLayer",
+    "AttentionStep",
+    "GatedMlp",
+    "LayerBuffers",
+    "MlpLayer",
+    "MoeLayer",
+    "Norm",
+    "Projection",
+    "SharedExperts",
+]
 
 LayerBuffers = extension.LayerBuffers
 """Memory between the kernels of a layer; one for all layers of a model, which take turns."""
@@ -39,7 +49,11 @@ class Projection:
     bias: Tensor | None = None
 
 
-def _weight(weight: RawTensor | PackedTensor) -> tuple[int, int, bool, int, int]:
+_NativeWeight = tuple[int, int, bool, int, int]
+"""Address, type, whether it is re-laid, rows, columns."""
+
+
+def _weight(weight: RawTensor | PackedTensor) -> _NativeWeight:
     check_weight("weight", weight, 2)
     rows, cols = weight.shape
     return (weight.data.data_ptr(), int(weight.qtype), isinstance(weight, PackedTensor), rows, cols)
@@ -62,7 +76,7 @@ def _bias(part: Projection) -> int:
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
     """Rows of a step. cos, sin fp32 [T, D_rot]; slots int64 [T]; block_table int32 [S, P]; seq_ids int32 [T];
-    kv_lens int64 [T]: see operators.context.ForwardContext."""
+    kv_lens int32 [T]: see operators.context.ForwardContext."""
 
     cos: Tensor
     sin: Tensor
@@ -119,7 +133,7 @@ class AttentionLayer:
         for name, numbers, dtype in (
             ("slots", step.slots, torch.int64),
             ("seq_ids", step.seq_ids, torch.int32),
-            ("kv_lens", step.kv_lens, torch.int64),
+            ("kv_lens", step.kv_lens, torch.int32),
         ):
             check_tensor(name, numbers, (rows,), dtype)
         table = step.block_table
@@ -132,11 +146,55 @@ class AttentionLayer:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(act(gate(x)) * up(x)); gate, up [I, H], down [H, I]. Raises ValueError when they do not fit together."""
+
+    gate: RawTensor | PackedTensor
+    up: RawTensor | PackedTensor
+    down: RawTensor | PackedTensor
+    activation: ActivationSpec
+
+    def __post_init__(self) -> None:
+        width, hidden = self.up.shape
+        if self.gate.shape != self.up.shape or self.down.shape != (hidden, width):
+            raise ValueError("gate and up must be [I, H], down [H, I]")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.up.shape[1]
+
+    @property
+    def native(self) -> tuple[_NativeWeight, _NativeWeight, _NativeWeight]:
+        return (_weight(self.gate), _weight(self.up), _weight(self.down))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExperts:
+    """Experts that see every token, times sigmoid(score(x)) where there is a score [1, H]."""
+
+    mlp: GatedMlp
+    score: RawTensor | PackedTensor | None = None
+
+    @property
+    def native(self) -> list[_NativeWeight]:
+        return [*self.mlp.native, *([] if self.score is None else [_weight(self.score)])]
+
+
 class MoeLayer:
-    """x += experts(norm(x)), chosen by `router` [E, H] (fp32) and `spec`; bias fp32 [E] or None moves the choice."""
+    """x += experts(norm(x)) + shared(norm(x)), experts chosen by `router` [E, H] (fp32) and `spec`.
+
+    bias: fp32 [E] or None, moves the choice. Raises ValueError when shapes do not fit.
+    """
 
     def __init__(
-        self, norm: Norm, router: RawTensor, spec: RouterSpec, experts: MoeKernel, bias: Tensor | None = None
+        self,
+        norm: Norm,
+        router: RawTensor,
+        spec: RouterSpec,
+        experts: MoeKernel,
+        bias: Tensor | None = None,
+        shared: SharedExperts | None = None,
     ) -> None:
         spec.check(experts.num_experts)
         if router.shape != (experts.num_experts, experts.hidden_size):
@@ -144,10 +202,21 @@ class MoeLayer:
         if bias is not None:
             check_tensor("bias", bias, (experts.num_experts,))
         self.hidden_size, self.top_k = experts.hidden_size, spec.top_k
-        self._kept: Any = (norm, router, experts, bias)
+        if shared is not None and shared.mlp.hidden_size != self.hidden_size:
+            raise ValueError(f"shared experts must have hidden size {self.hidden_size}, got {shared.mlp.hidden_size}")
+        if shared is not None and shared.score is not None and shared.score.shape != (1, self.hidden_size):
+            raise ValueError(f"the score must have shape {[1, self.hidden_size]}, got {shared.score.shape}")
+        self._kept: Any = (norm, router, experts, bias, shared)
         address = 0 if bias is None else bias.data_ptr()
+        activation = ActivationSpec() if shared is None else shared.mlp.activation
         self._block = extension.MoeBlock(
-            _norm(norm, self.hidden_size), _weight(router), address, spec.native, experts.handle
+            _norm(norm, self.hidden_size),
+            _weight(router),
+            address,
+            spec.native,
+            experts.handle,
+            [] if shared is None else shared.native,
+            *activation.native,
         )
 
     def forward(self, x: Tensor, pool: WorkerPool, buffers: Any) -> Tensor:
@@ -159,24 +228,12 @@ class MoeLayer:
 
 
 class MlpLayer:
-    """x += down(act(gate(norm(x))) * up(norm(x))); gate, up [I, H], down [H, I]."""
+    """x += mlp(norm(x))."""
 
-    def __init__(
-        self,
-        norm: Norm,
-        gate: RawTensor | PackedTensor,
-        up: RawTensor | PackedTensor,
-        down: RawTensor | PackedTensor,
-        activation: ActivationSpec,
-    ) -> None:
-        width, self.hidden_size = up.shape
-        if gate.shape != up.shape or down.shape != (self.hidden_size, width):
-            raise ValueError("gate and up must be [I, H], down [H, I]")
-        self._kept: Any = (norm, gate, up, down)
-        kind = (int(activation.kind), activation.alpha, activation.limit)
-        self._block = extension.MlpBlock(
-            _norm(norm, self.hidden_size), _weight(gate), _weight(up), _weight(down), *kind
-        )
+    def __init__(self, norm: Norm, mlp: GatedMlp) -> None:
+        self.hidden_size = mlp.hidden_size
+        self._kept: Any = (norm, mlp)
+        self._block = extension.MlpBlock(_norm(norm, self.hidden_size), *mlp.native, *mlp.activation.native)
 
     def forward(self, x: Tensor, pool: WorkerPool, buffers: Any) -> None:
         """Changes x."""

@@ -273,6 +273,11 @@ class ActivationSpec:
     alpha: float = 1.702
     limit: float = 7.0
 
+    @property
+    def native(self) -> tuple[int, float, float]:
+        """As the extension takes it."""
+        return (int(self.kind), float(self.alpha), float(self.limit))
+
 
 def activate(
     spec: ActivationSpec, gate: Tensor | None, up: Tensor, pool: WorkerPool, out: Tensor | None = None
@@ -435,11 +440,13 @@ def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         raise ValueError(f"{q.shape[1]} query heads cannot share {num_kv_heads} KV heads")
 
 
-def _row_numbers(name: str, values: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+def _row_numbers(name: str, values: Tensor, num_rows: int) -> Tensor:
     if values.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
-    converted = values.to(dtype)
-    check_tensor(name, converted, (num_rows,), dtype)
+    converted = values.to(torch.int32)
+    check_tensor(name, converted, (num_rows,), torch.int32)
+    if values.dtype is torch.int64 and not torch.equal(converted.to(torch.int64), values):
+        raise ValueError(f"{name} holds a number that no int32 can hold")
     return converted
 
 
@@ -476,8 +483,8 @@ def attention(
     slots, num_kv_heads, dim_v = v_cache.shape
     if page_size < 1 or window < 0 or softcap < 0:
         raise ValueError(f"page_size {page_size} must be >= 1, window {window} and softcap {softcap} >= 0")
-    seqs = _row_numbers("seq_ids", seq_ids, num_rows, torch.int32)
-    lens = _row_numbers("kv_lens", kv_lens, num_rows, torch.int64)
+    seqs = _row_numbers("seq_ids", seq_ids, num_rows)
+    lens = _row_numbers("kv_lens", kv_lens, num_rows)
     if sinks is not None:
         check_tensor("sinks", sinks, (num_heads,))
     result = output(out, (num_rows, num_heads, dim_v), q)

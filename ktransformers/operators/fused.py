@@ -19,11 +19,13 @@ from ktransformers.core import Phase
 from ktransformers.kernels.layer import (
     AttentionLayer,
     AttentionStep,
+    GatedMlp,
     LayerBuffers,
     MlpLayer,
     MoeLayer,
     Norm,
     Projection,
+    SharedExperts,
 )
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import RawTensor
@@ -90,19 +92,30 @@ def _attention(layer: Any, rotary_dims: int) -> AttentionLayer:
 def _moe(layer: Any, block: KMoEBlock) -> tuple[MoeLayer, ExpertStats]:
     inner: Any = block.inner
     gate, experts = inner.gate, inner.experts
-    if any(getattr(inner, name, None) is not None for name in ("shared_experts", "shared_expert")):
-        raise _DoesNotFit("shared experts")
     if not isinstance(gate, KMoEGate) or gate.spec is None:
         raise _DoesNotFit("a router of its own")
     if not isinstance(experts, KTransformersExperts) or experts._kernel is None:
         raise _DoesNotFit("experts that run on torch")
     router = RawTensor.from_tensor(gate.weight)
     norm = _norm(layer.post_attention_layernorm)
-    return MoeLayer(norm, router, gate.spec, experts._kernel, gate.bias), experts.config.expert_stats
+    stats = experts.config.expert_stats
+    return MoeLayer(norm, router, gate.spec, experts._kernel, gate.bias, _shared_experts(inner)), stats
 
 
-def _mlp(layer: Any) -> MlpLayer:
-    inner: Any = layer.mlp.inner if isinstance(layer.mlp, KMLP) else layer.mlp
+def _shared_experts(block: Any) -> SharedExperts | None:
+    several, one = (getattr(block, name, None) for name in ("shared_experts", "shared_expert"))
+    if several is not None:
+        return SharedExperts(_gated_mlp(several))
+    if one is None:
+        return None
+    score = _projection(block.shared_expert_gate)
+    if score.bias is not None:
+        raise _DoesNotFit("a score with a bias")
+    return SharedExperts(_gated_mlp(one), score.weight)
+
+
+def _gated_mlp(module: Any) -> GatedMlp:
+    inner: Any = module.inner if isinstance(module, KMLP) else module
     if {name for name, _ in inner.named_children()} != KMLP.PARTS:
         raise _DoesNotFit("not gate, up and down")
     act_fn = inner.act_fn
@@ -111,7 +124,7 @@ def _mlp(layer: Any) -> MlpLayer:
     if activation is None or any(part.bias is not None for part in parts):
         raise _DoesNotFit("biases, or an activation of its own")
     gate, up, down = (part.weight for part in parts)
-    return MlpLayer(_norm(layer.post_attention_layernorm), gate, up, down, activation)
+    return GatedMlp(gate, up, down, activation)
 
 
 class FusedLayer(nn.Module):
@@ -161,7 +174,7 @@ class FusedLayer(nn.Module):
         cos, sin = kwargs["position_embeddings"]
         step = AttentionStep(
             cos[0], sin[0], context.slot_mapping, context.block_table, context.page_size, context.seq_ids,
-            context.kv_lens.to(torch.int64),
+            context.kv_lens,
         )  # fmt: skip
         keys, values = context.cache.layer(self.layer_idx)
         self.attention.forward(rows, keys, values, step, self.pool, self.memory)
@@ -183,8 +196,8 @@ def _fused(layer: Any, pool: WorkerPool, buffers: Any, rotary_dims: int) -> Fuse
         if isinstance(layer.mlp, KMoEBlock):
             feed_forward, stats = _moe(layer, layer.mlp)
         else:
-            feed_forward = _mlp(layer)
-    except (_DoesNotFit, AttributeError) as error:
+            feed_forward = MlpLayer(_norm(layer.post_attention_layernorm), _gated_mlp(layer.mlp))
+    except (_DoesNotFit, AttributeError, ValueError) as error:
         logger.debug("layer %s keeps its feed-forward module: %s", type(layer).__name__, error)
     if attention is None and feed_forward is None:
         return None

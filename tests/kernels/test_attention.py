@@ -147,3 +147,9 @@ def test_bad_arguments_are_named(pool):
         run(window=-1)
     with pytest.raises(ValueError, match="sinks must have shape"):
         run(sinks=torch.zeros(5))
+
+
+def test_lengths_beyond_int32_are_refused(pools):
+    q, k, v, table, seq_ids, kv_lens = case(4, 2, 32, 32)
+    with pytest.raises(ValueError, match="kv_lens holds a number"):
+        attention(q, k, v, table, PAGE, seq_ids, kv_lens.to(torch.int64) + 2**32, 0.2, pools[0])

@@ -18,8 +18,8 @@ NATIVE = {
     "qwen3": (True, MlpLayer),
     "mixtral": (True, MoeLayer),
     "qwen3_moe": (True, MoeLayer),
-    "qwen2_moe": (True, None),  # shared experts
-    "deepseek_v3": (False, None),
+    "qwen2_moe": (True, MoeLayer),  # a shared expert with a score
+    "deepseek_v3": (False, MoeLayer),  # shared experts
     "gpt_oss": (False, None),  # sinks, and a router with a bias
 }
 
@@ -51,7 +51,7 @@ def test_fused_layers_agree_with_transformers(family: str) -> None:
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "llama"])
 def test_a_row_does_not_depend_on_the_rows_beside_it(family: str) -> None:
     runner = fused_runner(tiny_model(family))
     assert all(isinstance(layer, FusedLayer) for layer in layers_of(runner))
