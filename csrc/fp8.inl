@@ -47,7 +47,7 @@ template <int C> void fp8_few(const TileArgs& a, int t) {
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) s[c][j] = zero();
     for (int k = 0; k < cols; k += 4, p += 64) {
-      __builtin_prefetch(p + kAheadPacked);
+      prefetch_line(p + kAheadPacked);
 #pragma GCC unroll 2
       for (int j = 0; j < 4; j += 2) {
         vf even, odd;
@@ -76,7 +76,7 @@ struct Fp8Stage {
 
 inline const uint8_t* stage_fp8(const uint8_t* p, int cols, Fp8Stage& st) {
   for (int i = 0; i < cols / 4; ++i, p += 64) {
-    __builtin_prefetch(p + kAheadPacked);
+    prefetch_line(p + kAheadPacked);
 #pragma GCC unroll 2
     for (int j = 0; j < 4; j += 2) {
       vf even, odd;

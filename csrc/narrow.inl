@@ -12,7 +12,7 @@ template <class P, int C, bool IS_HIGH, int I, int N>
 inline void narrow_lines(const uint8_t* p, int g, const int8_t* const* y, uacc* sum) {
   if constexpr (I < N) {
     const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
-    if constexpr (!IS_HIGH) prefetch_ahead<P, I>(p, g);
+    prefetch_ahead<P, (IS_HIGH ? 8 : 0) + I, 16>(p, g);
     const wb w = IS_HIGH ? P::template high<I>(p, g, line) : P::template low<I>(p, g, line);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) sum[c] = udot(sum[c], w, y[c] + 4 * (16 * g + (IS_HIGH ? 8 : 0) + I));

@@ -87,15 +87,16 @@ template <class P> inline vi load_minima(const uint8_t* p, int j) {
 // Lines of a block that are asked for with one of its four groups of 8 lines: the whole block in order.
 template <class P> constexpr int kGroupLines = static_cast<int>((P::bytes / 64 + 3) / 4);
 
-template <class P, int I> inline void prefetch_ahead(const uint8_t* p, int g) {
+// Part I of PARTS of a group's.
+template <class P, int I, int PARTS> inline void prefetch_ahead(const uint8_t* p, int g) {
   constexpr int lines = kGroupLines<P>;
 #pragma GCC unroll 4
-  for (int l = lines * I / 8; l < lines * (I + 1) / 8; ++l) __builtin_prefetch(p + kAheadPacked + 64 * (lines * g + l));
+  for (int l = lines * I / PARTS; l < lines * (I + 1) / PARTS; ++l) prefetch_line(p + kAheadPacked + 64 * (lines * g + l));
 }
 
 template <class P> inline const uint8_t* first_block(const uint8_t* tile, int64_t blocks) {
   const int64_t head = P::F::has_min ? 0 : head_bytes(blocks);
-  for (int64_t o = 0; o < head; o += 64) __builtin_prefetch(tile + o + kAheadPacked);
+  for (int64_t o = 0; o < head; o += 64) prefetch_line(tile + o + kAheadPacked);
   return tile + head;
 }
 
@@ -104,7 +105,7 @@ template <class P, int C, int I, int N>
 inline void packed_lines(const uint8_t* p, int g, const int8_t* const* y, uacc* lo, uacc* hi) {
   if constexpr (I < N) {
     const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
-    prefetch_ahead<P, I>(p, g);
+    prefetch_ahead<P, I, 8>(p, g);
     const wb first = P::template low<I>(p, g, line), second = P::template high<I>(p, g, line);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
@@ -207,7 +208,7 @@ template <int C> void packed_signed_few(const TileArgs& a, int t) {
 #pragma GCC unroll kStepUnroll
         for (int i = 0; i < 8; ++i) {
           const uint8_t* at = p + P::lines + 64 * (8 * g + i);
-          if (half == 0) __builtin_prefetch(at + kAheadPacked);
+          if (half == 0) prefetch_line(at + kAheadPacked);
           const wb line = load_wb(at), w = lookup16(half == 0 ? low_nibbles(line) : high_nibbles(line), kIq4Staged.v);
 #pragma GCC unroll 16
           for (int c = 0; c < C; ++c) isum[c] = sdot(isum[c], w, y[c] + 4 * (16 * g + 8 * half + i));
@@ -231,7 +232,7 @@ template <int C> void packed_signed_few(const TileArgs& a, int t) {
 template <class P, int I> inline void stage_group(const uint8_t* p, int g, uint8_t* w) {
   if constexpr (I < 8) {
     const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
-    prefetch_ahead<P, I>(p, g);
+    prefetch_ahead<P, I, 8>(p, g);
     store_wb(w + 64 * (16 * g + I), P::template low<I>(p, g, line));
     store_wb(w + 64 * (16 * g + 8 + I), P::template high<I>(p, g, line));
     stage_group<P, I + 1>(p, g, w);
@@ -339,7 +340,7 @@ template <class P, int C> void packed32_few(const TileArgs& a, int t) {
     acc[c] = load(a.acc + (t + c) * 16);
   }
   for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
-    for (int64_t o = 0; o < P::bytes; o += 64) __builtin_prefetch(p + o + kAheadPacked);
+    for (int64_t o = 0; o < P::bytes; o += 64) prefetch_line(p + o + kAheadPacked);
     wb steps[8];
     P::unpack(p, steps);
     vi isum[C];
@@ -376,7 +377,7 @@ template <class P> void packed32_many(const TileArgs& a) {
     const int count = static_cast<int>(blocks - first < 8 ? blocks - first : 8);
     for (int b = 0; b < count; ++b, p += P::bytes) {
       wb steps[8];
-      for (int64_t o = 0; o < P::bytes; o += 64) __builtin_prefetch(p + o + kAheadPacked);
+      for (int64_t o = 0; o < P::bytes; o += 64) prefetch_line(p + o + kAheadPacked);
       P::unpack(p, steps);
       for (int i = 0; i < 8; ++i) store_wb(st.w + 512 * b + 64 * i, steps[i]);
       store(st.d + 16 * b, P::scale(a.packed, first + b));

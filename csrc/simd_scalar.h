@@ -127,6 +127,7 @@ inline void transpose16(const uint8_t* const* src, uint8_t* dst) {
     for (int r = 0; r < 16; ++r) std::memcpy(dst + (c * 16 + r) * 4, src[r] + c * 4, 4);
 }
 
+inline void prefetch_line(const uint8_t* p) { __builtin_prefetch(p); }
 inline wb load_wb(const uint8_t* p) { wb r; std::memcpy(r.v, p, 64); return r; }
 inline void store_wb(uint8_t* p, wb x) { std::memcpy(p, x.v, 64); }
 inline void storei(int32_t* p, vi x) { std::memcpy(p, x.v, sizeof x.v); }

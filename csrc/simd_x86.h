@@ -18,6 +18,10 @@ using vb = __m256i;
 using vp = __m256i;
 using vs = __m256i;
 
+// Compilers may reorder __builtin_prefetch. Zen 3 reads Q6_K with 20 instead of 14 GB/s a core when lines are asked for in
+// ascending order.
+inline void prefetch_line(const uint8_t* p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
+
 inline vb loadb(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline void storeb(uint8_t* p, vb x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
 inline vb andb(vb x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(mask))); }
