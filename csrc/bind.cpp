@@ -62,6 +62,7 @@ void bind_pool(nb::module_& m) {
            nb::arg("places"), nb::arg("isa"))
       .def_prop_ro("num_nodes", &kt::WorkerPool::num_nodes)
       .def_prop_ro("num_bound", &kt::WorkerPool::num_bound)
+      .def_prop_ro("num_jobs", &kt::WorkerPool::num_jobs)
       .def_prop_ro("num_threads", &kt::WorkerPool::num_threads)
       .def_prop_ro("isa", [](const kt::WorkerPool& self) { return std::string(self.kernels().name); })
       .def("close", &kt::WorkerPool::close, nb::call_guard<nb::gil_scoped_release>())

@@ -3,6 +3,8 @@
 #include "moe.h"
 
 #include <algorithm>
+#include <atomic>
+#include <new>
 #include <stdexcept>
 
 #if defined(KT_X86)
@@ -119,6 +121,21 @@ bool is_quantized(QType type) { return qtype_info(type).form != ActForm::Float; 
 constexpr int64_t kFusedTiles = 16;                     // 256 columns of the intermediate rows: a block of any type
 constexpr int64_t kStreamBytes = int64_t{16} << 20;     // outputs of this size do not stay in caches
 
+constexpr int64_t kMergedTokens = 32;                   // up to here whoever finishes a part of the output combines it
+
+// How many tasks of each part of a job are left. Who finishes the last one sees what all of them wrote and goes on with the
+// part, instead of a job of its own for that: handing a job over costs microseconds.
+class Countdown {
+ public:
+  Countdown(WorkerPool::Session& session, int64_t parts, int64_t tasks) : left_(session.scratch<std::atomic<int64_t>>(parts)) {
+    for (int64_t i = 0; i < parts; ++i) new (left_ + i) std::atomic<int64_t>(tasks);
+  }
+  bool finishes(int64_t part, int64_t tasks) const { return left_[part].fetch_sub(tasks, std::memory_order_acq_rel) == tasks; }
+
+ private:
+  std::atomic<int64_t>* left_;
+};
+
 // One call of the layer for one chunk of tokens.
 class MoeRun {
  public:
@@ -144,8 +161,11 @@ class MoeRun {
       run_up_fused();
     else
       run_up();
-    run_down();
-    combine(tokens, weights, top_k, out);
+    combining_ = {tokens, top_k, weights, out};
+    // With few tokens, whoever finishes the last expert's tile combines its columns.
+    if (tokens <= kMergedTokens && !is_grouped_ && routing_.chunks > 0) return run_down(true);
+    run_down(false);
+    session_.run(tokens, [&](int64_t t) { combine(t, 0, down_.rows); });
   }
 
  private:
@@ -177,6 +197,10 @@ class MoeRun {
     const int64_t width = up_.rows;
     float* intermediate = session_.scratch<float>(pairs() * width);
     const TileTasks tasks((width + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, routing_.chunks, session_.num_nodes());
+    // With few tokens, whoever finishes the last tile of an expert quantizes its rows.
+    const bool is_merged = !is_grouped_ && is_quantized(down_.type);
+    const QuantizedRows rows = is_merged ? quantized_rows(session_, down_.type, pairs(), width) : QuantizedRows{};
+    const Countdown left(session_, routing_.chunks, tasks.tiles);
     session_.run_on_nodes(tasks.ends, [&](int64_t i) {
       alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
       const TileTasks::Task task = tasks.at(i);
@@ -186,7 +210,13 @@ class MoeRun {
         const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, width - first);
         copy_rows(acc[j], c.count, lanes, intermediate + c.first * width + first, width);
       }
+      if (is_merged && left.finishes(task.chunk, task.count))
+        for (int64_t pair = c.first; pair < c.first + c.count; ++pair) rows.quantize(kernels_, intermediate + pair * width, pair, 0, width);
     });
+    if (is_merged) {
+      down_rows_ = rows.view();
+      return;
+    }
     Activations inner(session_, intermediate, pairs(), width, width);
     inner.require(down_.type);
     down_rows_ = inner.form_of(down_.type);
@@ -209,13 +239,14 @@ class MoeRun {
     down_rows_ = rows.view();
   }
 
-  void run_down() {
+  void run_down(bool is_merged) {
     const int64_t hidden = down_.rows;
     Span<TokenBlocks> blocks;
     if (down_.is_packed) blocks = make_blocks(session_, down_rows_, down_.type, down_.cols, token_groups(session_, routing_, false));
     outputs_ = session_.scratch<float>(pairs() * hidden);
     const bool is_streamed = pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
     const TileTasks tasks((hidden + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup : 1, routing_.chunks, session_.num_nodes());
+    const Countdown left(session_, tasks.tiles, routing_.chunks);
     session_.run_on_nodes(tasks.ends, [&](int64_t i) {
       alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
       const TileTasks::Task task = tasks.at(i);
@@ -235,24 +266,25 @@ class MoeRun {
           stream_rows(acc[j], c.count, to, hidden);
         else
           copy_rows(acc[j], c.count, lanes, to, hidden);
+        if (is_merged && left.finishes(task.tile + j, 1))
+          for (int64_t t = 0; t < combining_.tokens; ++t) combine(t, first, lanes);
       }
     });
   }
 
-  void combine(int64_t tokens, const float* weights, int64_t top_k, float* out) const {
+  // Columns first .. first + cols - 1 of a token's result; every column is a sum of its own.
+  void combine(int64_t t, int64_t first, int64_t cols) const {
     const int64_t hidden = down_.rows;
-    session_.run(tokens, [&](int64_t t) {
-      const float* rows[kMaxTopK];
-      float row_weights[kMaxTopK];
-      int count = 0;
-      for (int64_t k = 0; k < top_k; ++k) {
-        const int64_t pair = routing_.pair_of[t * top_k + k];
-        if (pair < 0) continue;
-        rows[count] = outputs_ + pair * hidden;
-        row_weights[count++] = weights[t * top_k + k];
-      }
-      kernels_.combine_row(rows, row_weights, count, hidden, out + t * hidden);
-    });
+    const float* rows[kMaxTopK];
+    float row_weights[kMaxTopK];
+    int count = 0;
+    for (int64_t i = t * combining_.top_k; i < (t + 1) * combining_.top_k; ++i) {
+      const int64_t pair = routing_.pair_of[i];
+      if (pair < 0) continue;
+      rows[count] = outputs_ + pair * hidden + first;
+      row_weights[count++] = combining_.weights[i];
+    }
+    kernels_.combine_row(rows, row_weights, count, cols, combining_.out + t * hidden + first);
   }
 
   WorkerPool::Session& session_;
@@ -265,6 +297,11 @@ class MoeRun {
   ActRows up_rows_, gate_rows_, down_rows_;
   Span<TokenBlocks> up_blocks_, gate_blocks_;
   float* outputs_ = nullptr;
+  struct Combining {
+    int64_t tokens, top_k;
+    const float* weights;
+    float* out;
+  } combining_ = {};
 };
 
 }  // namespace

@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as functional
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights, MoeKernel, activate, linear
+from ktransformers.kernels.native import (
+    Activation,
+    ActivationSpec,
+    ExpertWeights,
+    MoeKernel,
+    WorkerPool,
+    activate,
+    linear,
+)
 from ktransformers.kernels.quant import QuantType
 
 # (gate and up, down, hidden, width): widths that are no multiple of 16, of 32, of 256.
@@ -157,3 +165,21 @@ def test_bad_arguments_are_named(make_weight, pool):
         MoeKernel(ExpertWeights(None, [], []), ActivationSpec(), pool)
     with pytest.raises(ValueError, match="there is no gate"):
         MoeKernel(ExpertWeights(None, up, down, gate_bias=torch.zeros(2, 8)), ActivationSpec(), pool)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_few_tokens_take_two_hand_overs(make_weight, tokens):
+    """One for gate and up, one for down: quantizing between them and combining behind them is done within."""
+    gate, up, down = (
+        [make_weight(QuantType.Q4_K, 256, 256, seed=100 * part + e) for e in range(EXPERTS)] for part in range(3)
+    )
+    pool, alone = WorkerPool(4), WorkerPool(1)
+    x, (ids, weights) = torch.randn(tokens, 256), routing(tokens, 3, seed=5)
+    want = MoeKernel(ExpertWeights(gate, up, down), ActivationSpec(), alone).forward(x, ids, weights)
+    kernel = MoeKernel(ExpertWeights(gate, up, down), ActivationSpec(), pool)
+    for _ in range(50):  # another thread may be the last every time
+        before = pool.handle.num_jobs
+        assert torch.equal(kernel.forward(x, ids, weights), want)
+        assert pool.handle.num_jobs - before == 2
+    pool.close()
+    alone.close()
