@@ -223,12 +223,8 @@ void quantize_row(ActForm form, const float* x, int64_t k, int8_t* q, float* d, 
     d[b] = quantize_block<256>(x + 256 * b, q + 256 * b);
     for (int j = 0; j < 16; ++j) s[j] = static_cast<int16_t>(sum_int8(block + 16 * j, 16));
     for (int j = 0; j < 8; ++j) s[16 + j] = static_cast<int16_t>(s[2 * j] + s[2 * j + 1]);
-    for (int j = 0; j < 16; ++j) {  // |sum| <= 8 * 127
-      int first = 0;
-      for (int i = 16 * j; i < 16 * (j + 1); i += 4) first += block[i] + block[i + 1];
-      s[kPairSums + 2 * j] = static_cast<int16_t>(-32 * first);
-      s[kPairSums + 2 * j + 1] = static_cast<int16_t>(-32 * (s[j] - first));
-    }
+    if constexpr (kNarrowSums)
+      for (int j = 0; j < 8; ++j) pair_sums32(block + 32 * j, s + kPairSums + 4 * j);
   }
 }
 

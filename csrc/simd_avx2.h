@@ -180,6 +180,15 @@ inline __m256i broadcast4(const void* p) {
   std::memcpy(&word, p, 4);
   return _mm256_set1_epi32(word);
 }
+// The pairs of 32 values, see ActForm::Q256: |sum| <= 8 * 127, so that -32 times it fits.
+inline void pair_sums32(const int8_t* q, int16_t* out) {
+  __m256i x = _mm256_maddubs_epi16(_mm256_set1_epi8(1), load32(q));
+  x = _mm256_add_epi16(x, _mm256_srli_si256(x, 8));
+  x = _mm256_add_epi16(x, _mm256_srli_si256(x, 4));
+  x = _mm256_sub_epi16(_mm256_setzero_si256(), _mm256_slli_epi16(x, 5));
+  const int32_t pairs[2] = {_mm256_extract_epi32(x, 0), _mm256_extract_epi32(x, 4)};
+  std::memcpy(out, pairs, 8);
+}
 inline uacc uacc_pair(const int16_t* pair) { return {broadcast4(pair), broadcast4(pair)}; }
 inline uacc uacc_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 // GCC would re-associate sums: multiply everything first and spill the products. This makes it add them as written.

@@ -148,6 +148,7 @@ inline __m512i broadcast4(const void* p) {
   return _mm512_set1_epi32(word);
 }
 inline uacc uacc_zero() { return {_mm512_setzero_si512()}; }
+inline void pair_sums32(const int8_t*, int16_t*) {}            // for narrow sums
 inline uacc uacc_pair(const int16_t*) { return uacc_zero(); }  // for narrow sums
 inline uacc udot(uacc acc, wb w, const int8_t* y) { return {_mm512_dpbusd_epi32(acc.v, w.v, broadcast4(y))}; }
 inline vi flush_scaled(vi total, uacc acc, vi scale) {

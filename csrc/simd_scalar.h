@@ -176,6 +176,7 @@ inline void split_products(wb x, int offset, vi m, wb* low, wb* high) {
 // Bytes 0 .. 15 to what a table of 16 bytes holds for them.
 inline wb lookup16(wb x, const uint8_t* table) { for (uint8_t& b : x.v) b = table[b]; return x; }
 inline uacc uacc_zero() { return uacc{}; }
+inline void pair_sums32(const int8_t*, int16_t*) {}            // for narrow sums
 inline uacc uacc_pair(const int16_t*) { return uacc{}; }  // for narrow sums
 inline uacc udot(uacc acc, wb w, const int8_t* y) {
   KT_LANES for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<int32_t>(w.v[4 * i + j]) * y[j];

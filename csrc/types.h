@@ -21,7 +21,7 @@ enum class ActKind : int32_t { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2
 //   Float: fp32 as given.
 //   Q32:   int8 with one fp32 scale and one int16 sum per 32 values.
 //   Q256:  int8 with one fp32 scale per 256 values, and as int16: 16 sums of 16 values, 8 sums of 32 values, and for every
-//          16 values a pair: -32 times the sums of those whose index mod 4 is 0 or 1, and 2 or 3.
+//          16 values a pair: -32 times the sums of those whose index mod 4 is 0 or 1, and 2 or 3 (tiers that sum in int16).
 enum class ActForm : int32_t { Float = 0, Q32 = 1, Q256 = 2 };
 
 constexpr int kTileRows = 16;     // outputs that one tile computes side by side, one per lane
