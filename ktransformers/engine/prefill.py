@@ -89,12 +89,14 @@ def open_prefill(
     pool: WorkerPool,
     stats: ExpertStats | None = None,
     *,
+    least_rows: int = 2,
     remembers: bool = True,
 ) -> PrefillStream | None:
     """Pin the experts of some layers, in the order in which steps run them, and calibrate.
 
-    remembers: whether rates are read from the user's cache folder and kept there. Returns None, with a logged warning,
-    where memory cannot be pinned. Raises CapacityError when the buffers do not fit.
+    least_rows: see ExpertPrefill. remembers: whether rates are read from the user's cache folder and kept there.
+    Returns None, with a logged warning, where memory cannot be pinned. Raises CapacityError when the buffers do not
+    fit.
     """
     hosts = [HostExperts(kernel.weights) for kernel in kernels]
     try:
@@ -108,7 +110,7 @@ def open_prefill(
         staging = Staging(size, device.torch_device, tools.copies)
         dtype = torch.bfloat16 if device.dtype is torch.bfloat16 else torch.float32
         cpu = StreamedExperts(pool, StreamShape(shape.max_rows, shape.top_k, shape.hidden_size, dtype), tools.driver)
-        prefill = ExpertPrefill(device, shape, staging, cpu, tools.driver, stats)
+        prefill = ExpertPrefill(device, shape, staging, cpu, tools.driver, stats, least_rows)
         for kernel in kernels:
             prefill.add_layer(kernel)
         key = {
@@ -130,9 +132,16 @@ def open_prefill(
 
 
 def stream_prefill(
-    plan: Plan, streamings: Sequence[Streaming], tools_of: Callable[[Device], PrefillTools | None], pool: WorkerPool
+    plan: Plan,
+    streamings: Sequence[Streaming],
+    tools_of: Callable[[Device], PrefillTools | None],
+    pool: WorkerPool,
+    max_batch_size: int,
 ) -> None:
-    """Let the loaded experts of a plan be streamed. Errors as `open_prefill`; `Devices.close` ends it."""
+    """Let the loaded experts of a plan be streamed, in steps of more rows than decode steps have.
+
+    Errors as `open_prefill`; `Devices.close` ends it.
+    """
     for streaming in streamings:
         device = plan.devices[streaming.device]
         tools = tools_of(device)
@@ -143,7 +152,8 @@ def stream_prefill(
             logger.info("experts are not streamed to %s: it is no CUDA device", device.name)
             continue
         stats = experts[0].config.expert_stats
-        stream = open_prefill(device, kernels, streaming.shape, streaming.size, tools, pool, stats)
+        shape, size, least = streaming.shape, streaming.size, max_batch_size + 1
+        stream = open_prefill(device, kernels, shape, size, tools, pool, stats, least_rows=least)
         if stream is None:
             continue
         device.besides.append(stream)
