@@ -22,8 +22,8 @@ using kt::Address;
 using kt::at;
 using kt::weight_at;
 
-// (type, rows, cols, addresses of the experts, address of the bias or 0)
-using ProjectionTuple = std::tuple<int, int64_t, int64_t, std::vector<Address>, Address, bool>;
+// (type, rows, cols, addresses of the experts, address of the bias or 0, layout)
+using ProjectionTuple = std::tuple<int, int64_t, int64_t, std::vector<Address>, Address, int>;
 
 kt::ExpertProjection projection(const ProjectionTuple& source) {
   kt::ExpertProjection p;
@@ -32,7 +32,7 @@ kt::ExpertProjection projection(const ProjectionTuple& source) {
   p.cols = std::get<2>(source);
   for (Address address : std::get<3>(source)) p.experts.push_back(at<const uint8_t>(address));
   p.bias = at<const float>(std::get<4>(source));
-  p.is_packed = std::get<5>(source);
+  p.layout = kt::layout_of(std::get<5>(source));
   return p;
 }
 
@@ -60,6 +60,7 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("num_nodes", &kt::WorkerPool::num_nodes)
       .def_prop_ro("num_bound", &kt::WorkerPool::num_bound)
       .def_prop_ro("num_threads", &kt::WorkerPool::num_threads)
+      .def_prop_ro("has_bf16", [](const kt::WorkerPool& self) { return self.kernels().bf16_tiles != nullptr; })
       .def_prop_ro("isa", [](const kt::WorkerPool& self) { return std::string(self.kernels().name); })
       .def("close", &kt::WorkerPool::close, nb::call_guard<nb::gil_scoped_release>())
       // For tests: runs `count` tasks, of which number `failing` throws.
@@ -75,11 +76,11 @@ void bind_pool(nb::module_& m) {
 
 void bind_linear(nb::module_& m) {
   m.def("linear",
-        [](kt::WorkerPool& pool, Address x, int64_t tokens, Address weight, int type, bool is_packed, int64_t rows, int64_t cols,
+        [](kt::WorkerPool& pool, Address x, int64_t tokens, Address weight, int type, int layout, int64_t rows, int64_t cols,
            Address bias, Address out) {
-          kt::linear(pool, at<const float>(x), tokens, weight_at(weight, type, rows, cols, is_packed), at<const float>(bias), at<float>(out));
+          kt::linear(pool, at<const float>(x), tokens, weight_at(weight, type, rows, cols, layout), at<const float>(bias), at<float>(out));
         },
-        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("weight"), nb::arg("type"), nb::arg("is_packed"), nb::arg("rows"),
+        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("weight"), nb::arg("type"), nb::arg("layout"), nb::arg("rows"),
         nb::arg("cols"), nb::arg("bias"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
   m.def("packed_tile_bytes", [](int type, int64_t cols) { return kt::packed_tile_bytes(static_cast<kt::QType>(type), cols); },
         nb::arg("type"), nb::arg("cols"));
@@ -268,6 +269,16 @@ NB_MODULE(_native, m) {
     kinds["SWIGLU_OAI"] = static_cast<int>(kt::ActKind::SwigluOai);
     return kinds;
   });
+  m.def("layouts", [] {
+    nb::dict layouts;
+    layouts["ROWS"] = static_cast<int>(kt::Layout::Rows);
+    layouts["TILES"] = static_cast<int>(kt::Layout::Tiles);
+    layouts["TILES_BF16"] = static_cast<int>(kt::Layout::TilesBf16);
+    return layouts;
+  });
+  m.attr("MANY_TOKENS") = kt::kManyTokens;
+  m.attr("MANY_PAIRS") = kt::kManyPairs;
+  m.attr("BF16_COLS") = kt::kBf16Cols;
   m.attr("FP8_BLOCK") = static_cast<int>(kt::QType::FP8_BLOCK);
   m.attr("MAX_THREADS") = kt::kMaxThreads;
   bind_pool(m);

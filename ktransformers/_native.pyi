@@ -2,10 +2,14 @@
 
 from typing import ClassVar
 
+BF16_COLS: int
 FP8_BLOCK: int
+MANY_PAIRS: int
+MANY_TOKENS: int
 MAX_THREADS: int
 
 def available_isas() -> list[str]: ...
+def layouts() -> dict[str, int]: ...
 def quant_types() -> dict[str, tuple[int, int, int]]: ...
 def activation_kinds() -> dict[str, int]: ...
 
@@ -19,6 +23,8 @@ class WorkerPool:
     def num_bound(self) -> int: ...
     @property
     def isa(self) -> str: ...
+    @property
+    def has_bf16(self) -> bool: ...
     def close(self) -> None: ...
     def _run_failing(self, count: int, failing: int) -> None: ...
 
@@ -29,7 +35,7 @@ def linear(
     tokens: int,
     weight: int,
     type: int,
-    is_packed: bool,
+    layout: int,
     rows: int,
     cols: int,
     bias: int,
@@ -51,7 +57,7 @@ def activate(
     pool: WorkerPool, kind: int, alpha: float, limit: float, gate: int, up: int, count: int, out: int
 ) -> None: ...
 
-_Projection = tuple[int, int, int, list[int], int, bool]
+_Projection = tuple[int, int, int, list[int], int, int]
 
 class Moe:
     def __init__(
@@ -77,7 +83,7 @@ def attention(
     sinks: int,
 ) -> None: ...
 
-_Weight = tuple[int, int, bool, int, int]
+_Weight = tuple[int, int, int, int, int]
 _Norm = tuple[int, float]
 _Router = tuple[int, bool, int, int, bool, bool, float]
 
