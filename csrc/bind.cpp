@@ -60,7 +60,6 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("num_nodes", &kt::WorkerPool::num_nodes)
       .def_prop_ro("num_bound", &kt::WorkerPool::num_bound)
       .def_prop_ro("num_threads", &kt::WorkerPool::num_threads)
-      .def_prop_ro("has_bf16", [](const kt::WorkerPool& self) { return self.kernels().bf16_tiles != nullptr; })
       .def_prop_ro("isa", [](const kt::WorkerPool& self) { return std::string(self.kernels().name); })
       .def("close", &kt::WorkerPool::close, nb::call_guard<nb::gil_scoped_release>())
       // For tests: runs `count` tasks, of which number `failing` throws.
@@ -251,6 +250,7 @@ NB_MODULE(_native, m) {
     for (const kt::KernelTable* table : kt::available_tiers()) names.emplace_back(table->name);
     return names;
   });
+  m.def("has_bf16", [](const std::string& isa) { return kt::tier_by_name(isa).bf16_tiles != nullptr; }, nb::arg("isa"));
   // name -> (ggml type number, elements in a block, bytes in a block) of ggml's types
   m.def("quant_types", [] {
     nb::dict types;

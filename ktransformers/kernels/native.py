@@ -28,11 +28,12 @@ from ktransformers.kernels.native_base import (
     available_isas,
     check_tensor,
     check_weight,
+    has_bf16,
     layout_of,
     output,
 )
 from ktransformers.kernels.native_base import extension as _native
-from ktransformers.kernels.packing import PACKED_TYPES, empty_bytes, pack, pack_fp8, packed_nbytes, page_out
+from ktransformers.kernels.packing import PACKED_TYPES, can_pack, empty_bytes, pack, pack_fp8, packed_nbytes, page_out
 from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, QuantType, RawTensor
 
 __all__ = [
@@ -50,8 +51,10 @@ __all__ = [
     "attention",
     "available_isas",
     "batched_linear",
+    "can_pack",
     "dequantize_rows",
     "empty_bytes",
+    "has_bf16",
     "linear",
     "pack",
     "pack_fp8",

@@ -34,6 +34,7 @@ __all__ = [
     "check_tensor",
     "check_weight",
     "extension",
+    "has_bf16",
     "layout_of",
     "output",
 ]
@@ -111,6 +112,11 @@ def active_isa() -> Isa:
     raise ConfigError(f"{ISA_VARIABLE}={forced}: this machine has {names}")
 
 
+def has_bf16(isa: Isa) -> bool:
+    """Whether a tier multiplies bf16: re-laid BF16 weights, and others that want it."""
+    return bool(extension.has_bf16(isa.value))
+
+
 class WorkerPool:
     """Threads that run kernels, one call at a time; calls from several Python threads wait for one another.
 
@@ -138,8 +144,8 @@ class WorkerPool:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether the tier multiplies bf16: re-laid BF16 weights, and others that want it."""
-        return bool(self.handle.has_bf16)
+        """See `has_bf16`."""
+        return has_bf16(self.isa)
 
     def close(self) -> None:
         """Stop the threads. Later calls with this pool raise RuntimeError. Closing twice does nothing."""

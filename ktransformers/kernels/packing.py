@@ -11,7 +11,7 @@ import logging
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.native_base import WorkerPool, check_tensor, check_weight, extension
+from ktransformers.kernels.native_base import Isa, WorkerPool, check_tensor, check_weight, extension, has_bf16
 from ktransformers.kernels.quant import Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor, WeightType
 
 __all__ = ["PACKED_TYPES", "can_pack", "empty_bytes", "pack", "pack_fp8", "packed_nbytes", "page_out"]
@@ -39,10 +39,10 @@ def packed_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
     return int(-(-rows // TILE_ROWS) * extension.packed_tile_bytes(int(qtype), cols))
 
 
-def can_pack(qtype: WeightType, cols: int, pool: WorkerPool) -> bool:
-    """Whether `pack` takes matrices of this type with `cols` columns."""
+def can_pack(qtype: WeightType, cols: int, isa: Isa) -> bool:
+    """Whether `pack` takes matrices of this type with `cols` columns, on a pool of this tier."""
     if qtype is QuantType.BF16:
-        return pool.has_bf16 and cols % extension.BF16_COLS == 0
+        return has_bf16(isa) and cols % extension.BF16_COLS == 0
     return qtype in PACKED_TYPES
 
 
@@ -54,7 +54,7 @@ def pack(weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> Pack
     them, and K a multiple of 32 (`can_pack`).
     """
     check_weight("weight", weight, 2)
-    if not can_pack(weight.qtype, weight.cols, pool):
+    if not can_pack(weight.qtype, weight.cols, pool.isa):
         raise ValueError(f"weight of {weight.cols} {weight.qtype.name} columns has no re-laid form on {pool.isa.value}")
     rows, cols = weight.shape
     nbytes = packed_nbytes(weight.qtype, rows, cols)

@@ -157,7 +157,7 @@ def test_re_laying_needs_instructions_and_whole_tiles() -> None:
     scalar, emulated = WorkerPool(1, Isa.SCALAR), WorkerPool(1, Isa.AMX_EMULATED)
     assert not scalar.has_bf16
     assert emulated.has_bf16
-    assert not can_pack(QuantType.BF16, 64, scalar)
+    assert not can_pack(QuantType.BF16, 64, scalar.isa)
     with pytest.raises(ValueError, match="64 BF16 columns has no re-laid form on scalar"):
         native.pack(weight, scalar)
     with pytest.raises(ValueError, match="40 BF16 columns has no re-laid form"):
