@@ -12,10 +12,8 @@ template <int J> inline vf byte_fraction(wb x) {
 }
 inline wb flip_signs(wb x) { return {_mm512_xor_si512(x.v, _mm512_set1_epi8(static_cast<char>(0x80)))}; }
 inline void store_pairs(uint16_t* out, vf first, vf second) {
-  const __m512i half = _mm512_set1_epi32(0x8000);
-  const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(first.v), half), 16);
-  const __m512i high = _mm512_add_epi32(_mm512_castps_si512(second.v), half);
-  _mm512_storeu_si512(out, _mm512_mask_blend_epi16(0x55555555u, high, low));
+  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first.v), 16);
+  _mm512_storeu_si512(out, _mm512_mask_blend_epi16(0x55555555u, _mm512_castps_si512(second.v), low));
 }
 #if defined(__AVX512BF16__)
 inline vf dot_bf16(vf acc, wb pairs, const uint16_t* x) {

@@ -18,14 +18,13 @@ template <int J> inline vf byte_fraction(wb x) {
   return r;
 }
 inline wb flip_signs(wb x) { for (uint8_t& b : x.v) b ^= 0x80; return x; }
-// bf16 of 16 numbers and of 16 others in turns. Rounds to nearest, ties away from zero; infinities stay, and so do NaNs
-// other than those whose fraction is (nearly) all ones.
+// The upper halves of 16 numbers and of 16 others in turns. A quiet NaN stays one.
 inline void store_pairs(uint16_t* out, vf first, vf second) {
   for (int i = 0; i < 16; ++i)
     for (int j = 0; j < 2; ++j) {
       uint32_t bits;
       std::memcpy(&bits, j == 0 ? &first.v[i] : &second.v[i], 4);
-      out[2 * i + j] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+      out[2 * i + j] = static_cast<uint16_t>(bits >> 16);
     }
 }
 // acc + the two products of bf16 in every lane with x[0], x[1], as VDPBF16PS defines it.
