@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ktransformers.kernels import native, reference
+from ktransformers.kernels.layer import LayerBuffers, MlpLayer, Norm
 from ktransformers.kernels.native import ActivationSpec, ExpertWeights, Isa, MoeKernel, WorkerPool
 from ktransformers.kernels.native_base import extension
 from ktransformers.kernels.packing import can_pack
@@ -375,4 +376,27 @@ def test_nothing_outside_the_matrix_is_read(make_weight, guarded, isa: Isa, qtyp
     x = random_rows(MANY, 256)
     at_end = guarded.copy_to_end(x.view(torch.uint8).view(-1)).view(torch.float32).view(MANY, 256)
     assert torch.equal(native.linear(at_end, inside, pool), native.linear(x, packed, pool))
+    pool.close()
+
+
+@pytest.mark.parametrize("isa", TIERS)
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_matrices_that_share_their_rows(make_weight, isa: Isa, tokens: int) -> None:
+    """In one native call, some in bf16 and some not: the same bits as one by one."""
+    pool = WorkerPool(2, isa)
+    gate = pack_wanting(quantized_weight(make_weight, QuantType.Q4_K, 256, 256), pool)
+    up = native.pack(bf16_weight(256, 256), pool)
+    down = pack_wanting(quantized_weight(make_weight, QuantType.Q8_0, 256, 256), pool)
+    norm, x = Norm(torch.rand(256, generator=torch.Generator().manual_seed(5)), 1e-6), random_rows(tokens, 256)
+    for wishes in ((True, True), (True, False), (False, True)):
+        parts = [dataclasses.replace(part, wants_bf16=wish) for part, wish in zip((gate, down), wishes, strict=True)]
+        rows = x.clone()
+        MlpLayer(norm, parts[0], up, parts[1], ActivationSpec()).forward(rows, pool, LayerBuffers())
+        normed = native.rms_norm(x, norm.weight, norm.eps, pool)
+        inner = native.silu_mul(native.linear(normed, parts[0], pool), native.linear(normed, up, pool), pool)
+        assert torch.equal(rows, x + native.linear(inner, parts[1], pool)), wishes
+        rows = x.clone()
+        MlpLayer(norm, parts[1], parts[0], up, ActivationSpec()).forward(rows, pool, LayerBuffers())
+        inner = native.silu_mul(native.linear(normed, parts[1], pool), native.linear(normed, parts[0], pool), pool)
+        assert torch.equal(rows, x + native.linear(inner, up, pool)), wishes
     pool.close()
