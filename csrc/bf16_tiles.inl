@@ -118,6 +118,27 @@ struct TileProducts {
   template <class S, int NW> static void pair(const TileArgs* a, const uint8_t* const* following) { multiply_pair<S, NW>(a, following); }
 };
 
+// As multiply_tiles of amx.inl.
+int64_t multiply_bf16(int64_t rounds, int32_t* out) {
+  alignas(64) float sums[kTileTokens * 16];
+  tiles_begin(kTileTokens, 64);
+  zero_outputs<2, 2>();
+  KT_TILE_ZERO(4);
+  KT_TILE_ZERO(5);
+  KT_TILE_ZERO(6);
+  KT_TILE_ZERO(7);
+  for (int64_t i = 0; i < rounds; ++i) {
+    KT_TILE_DOT_BF16(0, 4, 6);
+    KT_TILE_DOT_BF16(1, 4, 7);
+    KT_TILE_DOT_BF16(2, 5, 6);
+    KT_TILE_DOT_BF16(3, 5, 7);
+  }
+  KT_TILE_STORE(0, sums, 64);
+  tiles_end();
+  std::memcpy(out, sums, 128);
+  return rounds * 4 * 16384;
+}
+
 // See KernelTable.
 void bf16_tiles(const TileArgs* a, int count) { multiply_pairs<TileProducts>(a, count); }
 

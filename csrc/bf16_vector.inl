@@ -61,6 +61,21 @@ struct VectorProducts {
   template <class S, int NW> static void pair(const TileArgs* a, const uint8_t* const* following) { multiply_pair<S, NW>(a, following); }
 };
 
+// As multiply_registers of probe.inl.
+int64_t multiply_bf16(int64_t rounds, int32_t* out) {
+  constexpr int kChains = 12;
+  alignas(64) uint8_t bytes[64] = {};
+  const wb line = load_wb(bytes);
+  const uint16_t x[2] = {0x3f80, 0};
+  vf sums[kChains];
+  for (vf& sum : sums) sum = zero();
+  for (int64_t i = 0; i < rounds; ++i)
+#pragma GCC unroll 12
+    for (int c = 0; c < kChains; ++c) sums[c] = dot_bf16(sums[c], line, x);
+  for (int c = 0; c < kChains; ++c) storei(out + 16 * (c % 2), bits(sums[c]));
+  return rounds * kChains * 64;
+}
+
 // See KernelTable.
 void bf16_tiles(const TileArgs* a, int count) { multiply_pairs<VectorProducts>(a, count); }
 

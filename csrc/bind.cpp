@@ -121,6 +121,7 @@ void bind_rows(nb::module_& m) {
         },
         nb::arg("pool"), nb::arg("data"), nb::arg("bytes"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
   m.def("int8_peak", &kt::int8_peak, nb::arg("pool"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("bf16_peak", &kt::bf16_peak, nb::arg("pool"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
   m.def("rms_norm",
         [](kt::WorkerPool& pool, Address x, Address weight, int64_t rows, int64_t cols, float eps, Address out) {
           kt::rms_norm(pool, at<const float>(x), at<const float>(weight), rows, cols, eps, at<float>(out));

@@ -419,21 +419,33 @@ double read_bandwidth(WorkerPool& pool, const uint8_t* data, int64_t bytes, int 
   return best;
 }
 
-double int8_peak(WorkerPool& pool, int repeats) {
-  WorkerPool::Session session(pool);
-  constexpr int64_t kRounds = 200000;
+namespace {
+
+double register_peak(WorkerPool::Session& session, int64_t (*multiply)(int64_t, int32_t*), int64_t rounds, int repeats) {
   double best = 0;
   for (int r = 0; r < repeats; ++r) {
     std::atomic<int64_t> operations{0};
     const auto begin = std::chrono::steady_clock::now();
     session.run(session.num_threads() * 4, [&](int64_t) {
       int32_t out[32];
-      operations += session.kernels().multiply_registers(kRounds, out);
+      operations += multiply(rounds, out);
     });
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
     best = std::max(best, static_cast<double>(operations.load()) / took.count());
   }
   return best;
+}
+
+}  // namespace
+
+double int8_peak(WorkerPool& pool, int repeats) {
+  WorkerPool::Session session(pool);
+  return register_peak(session, session.kernels().multiply_registers, 200000, repeats);
+}
+
+double bf16_peak(WorkerPool& pool, int repeats) {
+  WorkerPool::Session session(pool);
+  return session.kernels().multiply_bf16 == nullptr ? 0 : register_peak(session, session.kernels().multiply_bf16, 20000, repeats);
 }
 
 }  // namespace kt

@@ -27,6 +27,7 @@ const KernelTable& table_amx() {
     made.multiply_registers = multiply_tiles;
     made.bf16_tiles = bf16_tiles;
     made.round_bf16 = round_bf16;
+    made.multiply_bf16 = multiply_bf16;
     return made;
   }();
   return table;

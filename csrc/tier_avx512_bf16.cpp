@@ -21,6 +21,7 @@ const KernelTable& table_avx512_bf16() {
     made.name = "avx512_bf16";
     made.bf16_tiles = bf16_tiles;
     made.round_bf16 = round_bf16;
+    made.multiply_bf16 = multiply_bf16;
     return made;
   }();
   return table;

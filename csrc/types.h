@@ -143,6 +143,7 @@ struct KernelTable {
   void (*bf16_tiles)(const TileArgs* args, int count) = nullptr;
   // out[i * ldo + j] = bf16(x[i * ldx + j]) for i < count, j < width.
   void (*round_bf16)(const float* x, int64_t ldx, int64_t count, int64_t width, uint16_t* out, int64_t ldo) = nullptr;
+  int64_t (*multiply_bf16)(int64_t rounds, int32_t* out) = nullptr;  // as multiply_registers
 };
 
 }  // namespace kt

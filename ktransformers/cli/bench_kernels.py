@@ -204,7 +204,10 @@ def bench_kernels(
         is_bf16 = cpu_prefill == "bf16"
         if is_bf16:
             head += f" {'bf16 us':>10} {'x exact':>8}"
-            if not pool.has_bf16:
+            machine["bf16_peak_tflop_s"] = limits.bf16_peak(pool) / 1e12
+            if pool.has_bf16:
+                print(f"bf16 in registers {machine['bf16_peak_tflop_s']:.2f} TFLOP/s")
+            else:
                 print(f"{pool.isa.value} has no products of bf16: both ways are the exact one")
         print(f"{shape}\n{head}" + "".join(f" {peer.name:>10} {'us, x ours':>10}" for peer in children), flush=True)
         rows: list[dict[str, Any]] = []

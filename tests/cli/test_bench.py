@@ -92,6 +92,7 @@ def test_kernels_in_bf16(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert main(["bench", "kernels", *TINY, "--types", "q4_k_m,bf16", "--cpu_prefill", "bf16"]) == 0
     record = last_json(capsys.readouterr().out)
     assert all(row["bf16_us"] > 0 for row in record["rows"])
+    assert record["machine"]["bf16_peak_tflop_s"] > 0
     quantized, unquantized = record["errors"]["q4_k_m"], record["errors"]["bf16"]
     assert 0 < quantized["bf16"] < quantized["int8"] < 0.05
     assert 0 < unquantized["bf16"] == unquantized["int8"] < 0.01  # one way only
@@ -100,6 +101,7 @@ def test_kernels_in_bf16(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert main(["bench", "kernels", *TINY, "--types", "q8_0", "--cpu_prefill", "bf16"]) == 0
     out = capsys.readouterr().out
     assert "scalar has no products of bf16: both ways are the exact one" in out
+    assert last_json(out)["machine"]["bf16_peak_tflop_s"] == 0
     errors = last_json(out)["errors"]["q8_0"]
     assert errors["int8"] == errors["bf16"] > 0
 
