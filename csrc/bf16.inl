@@ -149,22 +149,29 @@ template <class S> inline const uint8_t* step_at(const uint8_t* packed, int64_t 
   return packed + S::head(k) + step * S::step_bytes;
 }
 
-// Asks for the bytes of a step that lies ahead, in `following` where the tile has ended.
-constexpr int64_t kAheadSteps = 12;
+// Asks for the bytes of a step that lies ahead, in `following` where the tile has ended: in all one panel and a half, or,
+// of weights that are read one panel after they are asked for, one.
+template <class S> constexpr int64_t kAheadSteps = S::is_direct ? 8 : 12;
 template <class S> inline void prefetch_step(const uint8_t* packed, const uint8_t* following, int64_t k, int64_t step) {
-  const int64_t ahead = step + kAheadSteps, steps = k / kBf16Cols;
+  const int64_t ahead = step + kAheadSteps<S>, steps = k / kBf16Cols;
   if (ahead >= steps && following == nullptr) return;
   const uint8_t* p = ahead < steps ? step_at<S>(packed, k, ahead) : step_at<S>(following, k, ahead - steps);
   for (int64_t i = 0; i < S::step_bytes; i += 64) __builtin_prefetch(p + i);
 }
 
-// Where tile i of a task of `count` continues: in the next pair of the task, or in as many tiles on as stand side by side.
-inline const uint8_t* next_pair(const TileArgs* a, int count, int i, int64_t tile_bytes) {
-  if (i + 2 < count && a[i + 2].type == a[i].type) return a[i + 2].packed;
-  int run = 1;
-  while (run < count && a[run].packed == a[0].packed + run * tile_bytes) ++run;
-  return a[i % 2].packed + run * tile_bytes;
-}
+// Where tiles of a task continue: in the next pair of the task, or in as many tiles on as stand side by side.
+struct Following {
+  const TileArgs* a;
+  int count;
+  int64_t tile_bytes;
+
+  const uint8_t* of(int i) const {
+    if (i + 2 < count && a[i + 2].type == a[i].type) return a[i + 2].packed;
+    int run = 1;
+    while (run < count && a[run].packed == a[0].packed + run * tile_bytes) ++run;
+    return a[i % 2].packed + run * tile_bytes;
+  }
+};
 
 // Calls task(S{}) for the source of steps that `type` has.
 template <class Task> inline void with_steps(QType type, const Task& task) {
@@ -195,20 +202,18 @@ inline int panel_steps(int64_t k, int64_t panel) {
   return static_cast<int>(left < kPanelSteps ? left : kPanelSteps);
 }
 
-// Tiles of any types, two of one type at a time: M::pair<S, 1 or 2>(tiles, where each continues).
-template <class M> inline void multiply_pairs(const TileArgs* a, int count) {
+// Tiles of any types, two of one type at a time: M::run<S, W>(tiles, the first of them, how many times W, ...).
+template <class M> inline void multiply_all(const TileArgs* a, int count) {
   for (int i = 0; i < count;) {
-    const bool is_pair = i + 1 < count && a[i + 1].type == a[i].type;
+    int same = 1;
+    while (i + same < count && a[i + same].type == a[i].type) ++same;
     with_steps(a[i].type, [&](auto steps) {
       using S = decltype(steps);
-      const int64_t bytes = S::head(a->k) + a->k / kBf16Cols * S::step_bytes;
-      const uint8_t* following[2] = {next_pair(a, count, i, bytes), is_pair ? next_pair(a, count, i + 1, bytes) : nullptr};
-      if (is_pair)
-        M::template pair<S, 2>(a + i, following);
-      else
-        M::template pair<S, 1>(a + i, following);
+      const Following following = {a, count, S::head(a->k) + a->k / kBf16Cols * S::step_bytes};
+      if (same >= 2) M::template run<S, 2>(a, i, same / 2, following);
+      if (same % 2 != 0) M::template run<S, 1>(a, i + same - 1, 1, following);
     });
-    i += is_pair ? 2 : 1;
+    i += same;
   }
 }
 

@@ -51,25 +51,30 @@ template <int NW, int NT> inline void store_outputs(const TileArgs* a, int row, 
 // ahead a few hundred operations only.
 template <class S, int NW> struct Unpacking {
   const TileArgs* a;
-  const uint8_t* const* following;
+  const uint8_t* following[NW];
   int64_t first;  // step
-  int count, done = 0;
+  int count, done;
   Panel* out;
 
+  // Of panel number `panel` of tiles i .. i + NW - 1.
+  Unpacking(const TileArgs* tiles, int i, int64_t panel, const Following& all, Panel* to)
+      : a(tiles + i), first(panel * kPanelSteps), count(panel_steps(tiles->k, panel)), done(0), out(to) {
+    for (int w = 0; w < NW; ++w) following[w] = all.of(i + w);
+  }
   void advance(int to) {
     for (; done < to; ++done) {
       const int w = done % NW, s = done / NW;
-      S::unpack(a[w].packed, a[w].k, first + s, out->w[w][s]);
+      if constexpr (!S::is_direct) S::unpack(a[w].packed, a[w].k, first + s, out->w[w][s]);
       prefetch_step<S>(a[w].packed, following[w], a[w].k, first + s);
     }
   }
   void finish() { advance(NW * count); }
 };
 
-// One panel times up to two tiles of tokens, from number `tile` on; `turns` pairs of tiles share the next panel's work.
+// One panel times up to two tiles of tokens, from number `tile` on; pairs of tiles share the next panel's work.
 template <class S, int NW, int NT>
 inline void multiply_panel(const TileArgs* a, const TokenTiles& tiles, int tile, int64_t panel, const Panel& weights,
-                           Unpacking<S, NW>& next, const uint8_t* const* following) {
+                           Unpacking<S, NW>* next) {
   const int steps = panel_steps(a->k, panel), height = tiles.height, row = tile * height;
   const int turn = tile / 2, turns = (tiles.count + 1) / 2;
   const int64_t rows = a->blocks->rows;
@@ -84,38 +89,43 @@ inline void multiply_panel(const TileArgs* a, const TokenTiles& tiles, int tile,
       const int64_t step = panel * kPanelSteps + s;
       w0 = reinterpret_cast<const uint16_t*>(step_at<S>(a[0].packed, a->k, step));
       w1 = reinterpret_cast<const uint16_t*>(step_at<S>(a[NW - 1].packed, a->k, step));
-      if (turn == 0)
-        for (int w = 0; w < NW; ++w) prefetch_step<S>(a[w].packed, following[w], a->k, step);
     }
     dot_step<NW, NT>(w0, w1, x, x + height * kBf16Cols);
-    if constexpr (!S::is_direct) next.advance(NW * next.count * (turn * steps + s + 1) / (turns * steps));
+    if (next != nullptr) next->advance(NW * next->count * (turn * steps + s + 1) / (turns * steps));
   }
   if (turns > 1 || (panel + 1) * kPanelSteps * kBf16Cols >= a->k) store_outputs<NW, NT>(a, row, height);
 }
 
-template <class S, int NW> void multiply_pair(const TileArgs* a, const uint8_t* const* following) {
-  const TokenTiles tiles(a->num_tokens);
-  const int64_t panels = (a->k / kBf16Cols + kPanelSteps - 1) / kPanelSteps;
+// `runs` times NW tiles of one type from number `first` on, panel after panel. For weights that need no unpacking the next
+// panel is only asked for.
+template <class S, int NW> void multiply_run(const TileArgs* all, int first, int runs, const Following& following) {
+  const TokenTiles tiles(all->num_tokens);
+  const int panels = static_cast<int>((all->k / kBf16Cols + kPanelSteps - 1) / kPanelSteps);
   Panel weights[S::is_direct ? 1 : 2];
-  if constexpr (!S::is_direct) Unpacking<S, NW>{a, following, 0, panel_steps(a->k, 0), 0, &weights[0]}.finish();
+  const auto unpacking = [&](int n) {
+    return Unpacking<S, NW>(all, first + n / panels * NW, n % panels, following, &weights[S::is_direct ? 0 : n & 1]);
+  };
+  unpacking(0).finish();
   tiles_begin(tiles.height, 64);
-  for (int64_t p = 0; p < panels; ++p) {
-    Unpacking<S, NW> next = {a, following, (p + 1) * kPanelSteps, p + 1 < panels ? panel_steps(a->k, p + 1) : 0, 0, nullptr};
-    if constexpr (!S::is_direct) next.out = &weights[(p + 1) & 1];
-    const Panel& present = weights[S::is_direct ? 0 : p & 1];
+  for (int n = 0; n < runs * panels; ++n) {
+    const TileArgs* a = all + first + n / panels * NW;
+    const bool has_next = n + 1 < runs * panels;
+    Unpacking<S, NW> next = unpacking(has_next ? n + 1 : n);
+    const Panel& present = weights[S::is_direct ? 0 : n & 1];
     for (int t = 0; t < tiles.count; t += 2) {
       if (t + 1 < tiles.count)
-        multiply_panel<S, NW, 2>(a, tiles, t, p, present, next, following);
+        multiply_panel<S, NW, 2>(a, tiles, t, n % panels, present, has_next ? &next : nullptr);
       else
-        multiply_panel<S, NW, 1>(a, tiles, t, p, present, next, following);
+        multiply_panel<S, NW, 1>(a, tiles, t, n % panels, present, has_next ? &next : nullptr);
     }
-    if constexpr (!S::is_direct) next.finish();
   }
   tiles_end();
 }
 
 struct TileProducts {
-  template <class S, int NW> static void pair(const TileArgs* a, const uint8_t* const* following) { multiply_pair<S, NW>(a, following); }
+  template <class S, int NW> static void run(const TileArgs* a, int first, int runs, const Following& following) {
+    multiply_run<S, NW>(a, first, runs, following);
+  }
 };
 
 // As multiply_tiles of amx.inl.
@@ -140,6 +150,6 @@ int64_t multiply_bf16(int64_t rounds, int32_t* out) {
 }
 
 // See KernelTable.
-void bf16_tiles(const TileArgs* a, int count) { multiply_pairs<TileProducts>(a, count); }
+void bf16_tiles(const TileArgs* a, int count) { multiply_all<TileProducts>(a, count); }
 
 }  // namespace

@@ -39,26 +39,27 @@ template <int NW, int C> inline void add_panel_tokens(const TileArgs* a, const u
   if constexpr (C > 1) add_panel_tokens<NW, C - 1>(a, weights, panel, t);
 }
 
-template <class S, int NW> void multiply_pair(const TileArgs* a, const uint8_t* const* following) {
-  const int64_t panels = (a->k / kBf16Cols + kPanelSteps - 1) / kPanelSteps;
-  Panel room;
-  for (int64_t p = 0; p < panels; ++p) {
-    const uint16_t* weights[NW];
-    for (int w = 0; w < NW; ++w) {
-      weights[w] = room.w[w][0];
-      const int64_t first = p * kPanelSteps;
-      for (int s = 0; s < panel_steps(a->k, p); ++s) {
-        if constexpr (!S::is_direct) S::unpack(a[w].packed, a->k, first + s, room.w[w][s]);
-        prefetch_step<S>(a[w].packed, following[w], a->k, first + s);
-      }
-      if constexpr (S::is_direct) weights[w] = reinterpret_cast<const uint16_t*>(step_at<S>(a[w].packed, a->k, first));
-    }
-    add_panel_tokens<NW, kBf16Tokens>(a, weights, p, 0);
-  }
-}
-
 struct VectorProducts {
-  template <class S, int NW> static void pair(const TileArgs* a, const uint8_t* const* following) { multiply_pair<S, NW>(a, following); }
+  template <class S, int NW> static void run(const TileArgs* all, int first, int runs, const Following& following) {
+    const int64_t panels = (all->k / kBf16Cols + kPanelSteps - 1) / kPanelSteps;
+    Panel room;
+    for (int i = first; i < first + runs * NW; i += NW)
+      for (int64_t p = 0; p < panels; ++p) {
+        const uint16_t* weights[NW];
+        for (int w = 0; w < NW; ++w) weights[w] = panel_of<S>(all[i + w], following.of(i + w), p, room.w[w][0]);
+        add_panel_tokens<NW, kBf16Tokens>(all + i, weights, p, 0);
+      }
+  }
+
+  // Panel p of a tile, in place or unpacked in `room`.
+  template <class S> static const uint16_t* panel_of(const TileArgs& a, const uint8_t* following, int64_t p, uint16_t* room) {
+    const int64_t first = p * kPanelSteps;
+    for (int s = 0; s < panel_steps(a.k, p); ++s) {
+      if constexpr (!S::is_direct) S::unpack(a.packed, a.k, first + s, room + s * 16 * kBf16Cols);
+      prefetch_step<S>(a.packed, following, a.k, first + s);
+    }
+    return S::is_direct ? reinterpret_cast<const uint16_t*>(step_at<S>(a.packed, a.k, first)) : room;
+  }
 };
 
 // As multiply_registers of probe.inl.
@@ -77,6 +78,6 @@ int64_t multiply_bf16(int64_t rounds, int32_t* out) {
 }
 
 // See KernelTable.
-void bf16_tiles(const TileArgs* a, int count) { multiply_pairs<VectorProducts>(a, count); }
+void bf16_tiles(const TileArgs* a, int count) { multiply_all<VectorProducts>(a, count); }
 
 }  // namespace
