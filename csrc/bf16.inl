@@ -149,8 +149,8 @@ template <class S> inline const uint8_t* step_at(const uint8_t* packed, int64_t 
   return packed + S::head(k) + step * S::step_bytes;
 }
 
-// Asks for the bytes of a step that lies ahead, in `following` where the tile has ended: in all one panel and a half, or,
-// of weights that are read one panel after they are asked for, one.
+// Asks for the bytes of a step that lies ahead of one that is unpacked (or, of BF16, will be multiplied a panel later), in
+// `following` where the tile has ended.
 template <class S> constexpr int64_t kAheadSteps = S::is_direct ? 8 : 12;
 template <class S> inline void prefetch_step(const uint8_t* packed, const uint8_t* following, int64_t k, int64_t step) {
   const int64_t ahead = step + kAheadSteps<S>, steps = k / kBf16Cols;
