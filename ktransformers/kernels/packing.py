@@ -99,8 +99,8 @@ def _advise(data: Tensor, page: int, advice: int) -> None:
 def empty_bytes(nbytes: int, pool: WorkerPool) -> Tensor:
     """uint8 [nbytes], uninitialized, in huge pages where the system gives them: weights that are read in streams.
 
-    Not on several NUMA nodes: the parts of an expert that belong to one node are smaller than such a page. On pages of its
-    own, so that they can be pinned for a GPU: a driver refuses to copy from neighbours that are pinned in part.
+    Not on several NUMA nodes: the parts of an expert that belong to one node are smaller than such a page. On pages of
+    its own, so that they can be pinned for a GPU: a driver refuses to copy from neighbours that are pinned in part.
     """
     whole = torch.empty(-(-nbytes // _PAGE) * _PAGE + _PAGE, dtype=torch.uint8)
     first = -whole.data_ptr() % _PAGE
