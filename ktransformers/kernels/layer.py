@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.native import ActivationSpec, MoeKernel
-from ktransformers.kernels.native_base import WorkerPool, check_tensor, check_weight, extension
+from ktransformers.kernels.native_base import WorkerPool, check_tensor, check_weight, extension, layout_of
 from ktransformers.kernels.quant import PackedTensor, RawTensor
 from ktransformers.kernels.routing import RouterSpec
 
@@ -39,10 +39,10 @@ class Projection:
     bias: Tensor | None = None
 
 
-def _weight(weight: RawTensor | PackedTensor) -> tuple[int, int, bool, int, int]:
+def _weight(weight: RawTensor | PackedTensor) -> tuple[int, int, int, int, int]:
     check_weight("weight", weight, 2)
     rows, cols = weight.shape
-    return (weight.data.data_ptr(), int(weight.qtype), isinstance(weight, PackedTensor), rows, cols)
+    return (weight.data.data_ptr(), int(weight.qtype), layout_of(weight), rows, cols)
 
 
 def _norm(norm: Norm | None, size: int) -> tuple[int, float]:
