@@ -123,7 +123,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--cpu_prefill",
         choices=CPU_PREFILLS,
         default=config.cpu_prefill,
-        help="products of quantized weights with many rows: int8 is exact, bf16 faster on AMX (%(default)s)",
+        help="products of quantized weights with many rows: int8 is the same in every step, bf16 (AMX) more precise "
+        "but slower (%(default)s)",
     )
     group.add_argument(
         "--gpu_memory",

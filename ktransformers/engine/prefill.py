@@ -17,6 +17,7 @@ from ktransformers.kernels.copies import CopyQueue, CudaCopies, PinnedRanges
 from ktransformers.kernels.cuda import CudaDriver, StreamDriver
 from ktransformers.kernels.expert_stream import StreamedExperts, StreamShape
 from ktransformers.kernels.native import MoeKernel, WorkerPool
+from ktransformers.kernels.quant import PackedTensor
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.expert_prefill import ExpertPrefill, PrefillLayer, PrefillShape
@@ -118,6 +119,7 @@ def open_prefill(
             "cpu": cpu_name(),
             "isa": pool.isa.value,
             "threads": pool.num_threads,
+            "bf16": any(part[0].wants_bf16 for part in (kernels[0].weights.up,) if isinstance(part[0], PackedTensor)),
             "experts": [shape.num_experts, shape.top_k],
             "projections": [[int(p.qtype), p.rows, p.cols] for p in hosts[0].projections],
             "staging": [size.num_buffers, size.nbytes],
