@@ -25,8 +25,8 @@ using kt::Address;
 using kt::at;
 using kt::weight_at;
 
-// (type, rows, cols, addresses of the experts, address of the bias or 0)
-using ProjectionTuple = std::tuple<int, int64_t, int64_t, std::vector<Address>, Address, bool>;
+// (type, rows, cols, addresses of the experts, address of the bias or 0, layout)
+using ProjectionTuple = std::tuple<int, int64_t, int64_t, std::vector<Address>, Address, int>;
 
 kt::ExpertProjection projection(const ProjectionTuple& source) {
   kt::ExpertProjection p;
@@ -35,7 +35,7 @@ kt::ExpertProjection projection(const ProjectionTuple& source) {
   p.cols = std::get<2>(source);
   for (Address address : std::get<3>(source)) p.experts.push_back(at<const uint8_t>(address));
   p.bias = at<const float>(std::get<4>(source));
-  p.is_packed = std::get<5>(source);
+  p.layout = kt::layout_of(std::get<5>(source));
   return p;
 }
 
@@ -79,11 +79,11 @@ void bind_pool(nb::module_& m) {
 
 void bind_linear(nb::module_& m) {
   m.def("linear",
-        [](kt::WorkerPool& pool, Address x, int64_t tokens, Address weight, int type, bool is_packed, int64_t rows, int64_t cols,
+        [](kt::WorkerPool& pool, Address x, int64_t tokens, Address weight, int type, int layout, int64_t rows, int64_t cols,
            Address bias, Address out) {
-          kt::linear(pool, at<const float>(x), tokens, weight_at(weight, type, rows, cols, is_packed), at<const float>(bias), at<float>(out));
+          kt::linear(pool, at<const float>(x), tokens, weight_at(weight, type, rows, cols, layout), at<const float>(bias), at<float>(out));
         },
-        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("weight"), nb::arg("type"), nb::arg("is_packed"), nb::arg("rows"),
+        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("weight"), nb::arg("type"), nb::arg("layout"), nb::arg("rows"),
         nb::arg("cols"), nb::arg("bias"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
   m.def("packed_tile_bytes", [](int type, int64_t cols) { return kt::packed_tile_bytes(static_cast<kt::QType>(type), cols); },
         nb::arg("type"), nb::arg("cols"));
@@ -125,6 +125,7 @@ void bind_rows(nb::module_& m) {
         },
         nb::arg("pool"), nb::arg("data"), nb::arg("bytes"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
   m.def("int8_peak", &kt::int8_peak, nb::arg("pool"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("bf16_peak", &kt::bf16_peak, nb::arg("pool"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
   m.def("rms_norm",
         [](kt::WorkerPool& pool, Address x, Address weight, int64_t rows, int64_t cols, float eps, Address out) {
           kt::rms_norm(pool, at<const float>(x), at<const float>(weight), rows, cols, eps, at<float>(out));
@@ -252,6 +253,7 @@ NB_MODULE(_native, m) {
     for (const kt::KernelTable* table : kt::available_tiers()) names.emplace_back(table->name);
     return names;
   });
+  m.def("has_bf16", [](const std::string& isa) { return kt::tier_by_name(isa).bf16_tiles != nullptr; }, nb::arg("isa"));
   // name -> (ggml type number, elements in a block, bytes in a block) of ggml's types
   m.def("quant_types", [] {
     nb::dict types;
@@ -270,6 +272,16 @@ NB_MODULE(_native, m) {
     kinds["SWIGLU_OAI"] = static_cast<int>(kt::ActKind::SwigluOai);
     return kinds;
   });
+  m.def("layouts", [] {
+    nb::dict layouts;
+    layouts["ROWS"] = static_cast<int>(kt::Layout::Rows);
+    layouts["TILES"] = static_cast<int>(kt::Layout::Tiles);
+    layouts["TILES_BF16"] = static_cast<int>(kt::Layout::TilesBf16);
+    return layouts;
+  });
+  m.attr("MANY_TOKENS") = kt::kManyTokens;
+  m.attr("MANY_PAIRS") = kt::kManyPairs;
+  m.attr("BF16_COLS") = kt::kBf16Cols;
   m.attr("FP8_BLOCK") = static_cast<int>(kt::QType::FP8_BLOCK);
   m.attr("MAX_THREADS") = kt::kMaxThreads;
   m.def("num_allocations", &kt::num_allocations);

@@ -13,9 +13,13 @@ using Address = uintptr_t;
 
 template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
 
-inline WeightView weight_at(Address data, int type, int64_t rows, int64_t cols, bool is_packed = false) {
-  const auto make = is_packed ? make_packed : make_weight;
-  return make(static_cast<QType>(type), at<const uint8_t>(data), rows, cols);
+inline Layout layout_of(int layout) {
+  if (layout < 0 || layout > static_cast<int>(Layout::TilesBf16)) throw std::invalid_argument("unknown layout " + std::to_string(layout));
+  return static_cast<Layout>(layout);
+}
+
+inline WeightView weight_at(Address data, int type, int64_t rows, int64_t cols, int layout = 0) {
+  return make_view(static_cast<QType>(type), at<const uint8_t>(data), rows, cols, layout_of(layout));
 }
 
 inline ActSpec act_spec(int kind, float alpha, float limit) {

@@ -16,8 +16,8 @@ namespace {
 using kt::Address;
 using kt::at;
 
-// (address, type, is re-laid, rows, columns)
-using WeightTuple = std::tuple<Address, int, bool, int64_t, int64_t>;
+// (address, type, layout, rows, columns)
+using WeightTuple = std::tuple<Address, int, int, int64_t, int64_t>;
 // (address of the weight or 0, epsilon)
 using NormTuple = std::tuple<Address, float>;
 // (top_k, is_sigmoid, num_groups, topk_groups, is_top2, is_renormalized, scaling)

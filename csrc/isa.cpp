@@ -14,7 +14,7 @@ namespace {
 
 #if defined(KT_X86)
 
-struct CpuFeatures { bool avx2 = false, avx512_vnni = false, amx_int8 = false; };
+struct CpuFeatures { bool avx2 = false, avx512_vnni = false, avx512_bf16 = false, amx = false; };
 
 uint64_t enabled_state() {
   uint32_t lo = 0, hi = 0;
@@ -39,7 +39,9 @@ CpuFeatures detect() {
   found.avx2 = ymm && (b & (1u << 5));
   found.avx512_vnni = found.avx2 && zmm && (b & f) && (b & dq) && (b & bw) && (b & vl) && (c & (1u << 11));
   const bool tiles = (state & 0x60000) == 0x60000;
-  found.amx_int8 = found.avx512_vnni && tiles && (d & (1u << 24)) && (d & (1u << 25)) && may_use_tiles();
+  const bool has_tiles = (d & (1u << 22)) && (d & (1u << 24)) && (d & (1u << 25));  // bf16, tiles, int8: always together
+  found.amx = found.avx512_vnni && tiles && has_tiles && may_use_tiles();
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = found.avx512_vnni && (a & (1u << 5));
   return found;
 }
 
@@ -51,8 +53,11 @@ std::vector<const KernelTable*> find_tiers() {
   const CpuFeatures cpu = detect();
   if (cpu.avx2) tiers.push_back(&table_avx2());
   if (cpu.avx512_vnni) tiers.push_back(&table_avx512());
+#if defined(KT_AVX512_BF16)
+  if (cpu.avx512_bf16) tiers.push_back(&table_avx512_bf16());
+#endif
 #if defined(KT_AMX)
-  if (cpu.amx_int8) tiers.push_back(&table_amx());
+  if (cpu.amx) tiers.push_back(&table_amx());
 #endif
 #endif
   return tiers;
@@ -71,7 +76,8 @@ const KernelTable& tier_by_name(const std::string& name) {
     if (name == table->name) return *table;
     known += (known.empty() ? "" : ", ") + std::string(table->name);
   }
-  if (name == table_amx_emulated().name) return table_amx_emulated();
+  for (const KernelTable* table : {&table_avx512_bf16_emulated(), &table_amx_emulated()})
+    if (name == table->name) return *table;
   throw std::invalid_argument("instruction-set tier '" + name + "' cannot run on this machine; it has: " + known);
 }
 

@@ -12,10 +12,15 @@ const KernelTable& table_scalar();
 const KernelTable& table_avx2();
 const KernelTable& table_avx512();
 #endif
+#if defined(KT_AVX512_BF16)
+const KernelTable& table_avx512_bf16();
+#endif
 #if defined(KT_AMX)
 const KernelTable& table_amx();
 #endif
-const KernelTable& table_amx_emulated();  // slow, for tests: no available tier, found by name only
+// Slow, for tests: no available tiers, found by name only.
+const KernelTable& table_avx512_bf16_emulated();
+const KernelTable& table_amx_emulated();
 
 // Kernel tables that run here, slowest first; the scalar one is always there.
 const std::vector<const KernelTable*>& available_tiers();

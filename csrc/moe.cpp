@@ -146,18 +146,16 @@ class MoeRun {
         is_grouped_(!routing.groups.empty() && routing.token.count >= kGroupedTokens * routing.groups.count) {}
 
   void run(const float* x, int64_t tokens, const float* weights, int64_t top_k, float* out) {
-    Activations inputs(session_, x, tokens, up_.cols, up_.cols);
-    inputs.require(up_.type);
-    if (has_gate_) inputs.require(gate_.type);
-    up_rows_ = inputs.form_of(up_.type);
-    if (has_gate_) gate_rows_ = inputs.form_of(gate_.type);
+    const bool is_many = tokens >= kManyTokens && pairs() >= kManyPairs * routing_.groups.count;
     const Span<TokenGroup> groups = token_groups(session_, routing_, true);
-    if (up_.is_packed) up_blocks_ = make_blocks(session_, up_rows_, up_.type, up_.cols, groups);
-    is_same_form_ = has_gate_ && gate_rows_.q == up_rows_.q;
-    if (has_gate_ && gate_.is_packed && !is_same_form_) gate_blocks_ = make_blocks(session_, gate_rows_, gate_.type, gate_.cols, groups);
+    Activations inputs(session_, x, tokens, up_.cols, up_.cols);
+    up_input_ = input_of(up_, inputs, groups, is_many);
+    if (has_gate_) gate_input_ = input_of(gate_, inputs, groups, is_many);
     // Quantizing at once what the down projection reads saves a trip through memory; tasks must not get too few.
     const int64_t fused = routing_.chunks * (up_.rows / (kFusedTiles * kTileRows));
-    if (down_.is_packed && is_quantized(down_.type) && is_grouped_ && session_.num_nodes() == 1 && fused >= 4 * session_.num_threads())
+    if (uses_bf16(kernels_, down_.type, down_.layout, down_.cols, is_many))
+      run_up_bf16();
+    else if (down_.is_packed() && is_quantized(down_.type) && is_grouped_ && session_.num_nodes() == 1 && fused >= 4 * session_.num_threads())
       run_up_fused();
     else
       run_up();
@@ -169,16 +167,43 @@ class MoeRun {
   }
 
  private:
+  // What a projection reads: rows of the call, and the same by chunks where kernels want that.
+  struct Input {
+    bool is_bf16 = false;
+    ActRows rows;
+    Span<TokenBlocks> blocks;
+
+    void point(TileArgs& args, int64_t chunk) const {
+      if (!blocks.empty()) args.blocks = &blocks[chunk];
+    }
+  };
+
+  // Of up first, then of gate, which may share it.
+  Input input_of(const ExpertProjection& p, Activations& inputs, Span<TokenGroup> groups, bool is_many) const {
+    const bool is_bf16 = uses_bf16(kernels_, p.type, p.layout, p.cols, is_many);
+    if (!is_bf16) inputs.require(p.type);
+    Input made = {is_bf16, inputs.form_of(p.type), {}};
+    const bool is_same = up_input_.is_bf16 == is_bf16 && (is_bf16 || up_input_.rows.q == made.rows.q);
+    if (is_same && !up_input_.blocks.empty()) {
+      made.blocks = up_input_.blocks;
+    } else if (is_bf16) {
+      made.blocks = bf16_room(session_, p.cols, groups);
+      round_blocks(session_, inputs.float_rows().x, inputs.float_rows().ldx, p.cols, groups, made.blocks);
+    } else if (p.is_packed()) {
+      made.blocks = make_blocks(session_, made.rows, p.type, p.cols, groups);
+    }
+    return made;
+  }
+
   // Tiles tile .. tile + count - 1 of up and gate for a chunk, activated: acc[j], 16 columns of each token.
   void up_tiles(const PairChunk& c, int64_t chunk, int64_t tile, int count, float (*acc)[kPairChunk * kTileRows]) const {
     TileArgs args[kTileGroup] = {};
     for (int j = 0; j < count; ++j) {
-      args[j] = tile_args(up_.view(c.expert), tile + j, up_rows_, c.count, acc[j]);
-      if (!up_blocks_.empty()) args[j].blocks = &up_blocks_[chunk];
+      args[j] = tile_args(up_.view(c.expert), tile + j, up_input_.rows, c.count, acc[j]);
+      up_input_.point(args[j], chunk);
       if (!has_gate_) continue;
-      args[count + j] = tile_args(gate_.view(c.expert), tile + j, gate_rows_, c.count, acc[count + j]);
-      const Span<TokenBlocks>& blocks = is_same_form_ ? up_blocks_ : gate_blocks_;
-      if (!blocks.empty()) args[count + j].blocks = &blocks[chunk];
+      args[count + j] = tile_args(gate_.view(c.expert), tile + j, gate_input_.rows, c.count, acc[count + j]);
+      gate_input_.point(args[count + j], chunk);
     }
     for (TileArgs& one : args) one.token_ids = routing_.token.data + c.first;
     run_tiles(kernels_, args, has_gate_ ? 2 * count : count);
@@ -214,12 +239,36 @@ class MoeRun {
         for (int64_t pair = c.first; pair < c.first + c.count; ++pair) rows.quantize(kernels_, intermediate + pair * width, pair, 0, width);
     });
     if (is_merged) {
-      down_rows_ = rows.view();
+      take_down_rows(rows.view());
       return;
     }
     Activations inner(session_, intermediate, pairs(), width, width);
     inner.require(down_.type);
-    down_rows_ = inner.form_of(down_.type);
+    take_down_rows(inner.form_of(down_.type));
+  }
+
+  void take_down_rows(const ActRows& rows) {
+    down_input_.rows = rows;
+    if (down_.is_packed()) down_input_.blocks = make_blocks(session_, rows, down_.type, down_.cols, token_groups(session_, routing_, false));
+  }
+
+  // Rounds at once what the down projection reads.
+  void run_up_bf16() {
+    down_input_.is_bf16 = true;
+    down_input_.blocks = bf16_room(session_, up_.rows, token_groups(session_, routing_, false));
+    const TileTasks tasks(up_.rows / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, routing_.chunks, session_.num_nodes());
+    session_.run_on_nodes(tasks.ends, [&](int64_t i) {
+      alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
+      const TileTasks::Task task = tasks.at(i);
+      const PairChunk c = chunk_at(routing_, task.chunk);
+      up_tiles(c, task.chunk, task.tile, task.count, acc);
+      const TokenBlocks& to = down_input_.blocks[task.chunk];
+      for (int j = 0; j < task.count; ++j) {
+        const int64_t first = (task.tile + j) * kTileRows;
+        uint16_t* out = to.bf16 + first / kBf16Cols * kBf16Cols * to.rows + first % kBf16Cols;
+        kernels_.round_bf16(acc[j], kTileRows, c.count, kTileRows, out, kBf16Cols);
+      }
+    });
   }
 
   void run_up_fused() {
@@ -236,13 +285,11 @@ class MoeRun {
       }
       for (int t = 0; t < c.count; ++t) rows.quantize(kernels_, activated[t], c.first + t, first, cols);
     });
-    down_rows_ = rows.view();
+    take_down_rows(rows.view());
   }
 
   void run_down(bool is_merged) {
     const int64_t hidden = down_.rows;
-    Span<TokenBlocks> blocks;
-    if (down_.is_packed) blocks = make_blocks(session_, down_rows_, down_.type, down_.cols, token_groups(session_, routing_, false));
     outputs_ = session_.scratch<float>(pairs() * hidden);
     const bool is_streamed = pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
     const TileTasks tasks((hidden + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup : 1, routing_.chunks, session_.num_nodes());
@@ -253,9 +300,9 @@ class MoeRun {
       const PairChunk c = chunk_at(routing_, task.chunk);
       TileArgs args[kTileGroup] = {};
       for (int j = 0; j < task.count; ++j) {
-        args[j] = tile_args(down_.view(c.expert), task.tile + j, down_rows_, c.count, acc[j]);
+        args[j] = tile_args(down_.view(c.expert), task.tile + j, down_input_.rows, c.count, acc[j]);
         args[j].first_token = c.first;
-        if (!blocks.empty()) args[j].blocks = &blocks[task.chunk];
+        down_input_.point(args[j], task.chunk);
       }
       run_tiles(kernels_, args, task.count);
       for (int j = 0; j < task.count; ++j) {
@@ -293,9 +340,7 @@ class MoeRun {
   const ActSpec& act_;
   const Routing& routing_;
   const bool has_gate_, is_grouped_;
-  bool is_same_form_ = false;
-  ActRows up_rows_, gate_rows_, down_rows_;
-  Span<TokenBlocks> up_blocks_, gate_blocks_;
+  Input up_input_, gate_input_, down_input_;
   float* outputs_ = nullptr;
   struct Combining {
     int64_t tokens, top_k;
@@ -314,7 +359,7 @@ Moe::Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActS
   if (down_.cols != up_.rows || down_.rows != up_.cols || (!gate_.experts.empty() && (gate_.rows != up_.rows || gate_.cols != up_.cols)))
     throw std::invalid_argument("expert shapes must be gate [I, H], up [I, H], down [H, I]");
   for (const ExpertProjection* p : {&gate_, &up_, &down_})
-    (p->is_packed ? make_packed : make_weight)(p->type, nullptr, p->rows, p->cols);
+    make_view(p->type, nullptr, p->rows, p->cols, p->layout);
 }
 
 void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights, int64_t top_k,

@@ -12,12 +12,10 @@ struct ExpertProjection {
   int64_t rows = 0, cols = 0;
   std::vector<const uint8_t*> experts;  // empty: the layer has no such projection
   const float* bias = nullptr;
-  bool is_packed = false;  // re-laid, see packed.inl
+  Layout layout = Layout::Rows;
 
-  WeightView view(int64_t expert) const {
-    const uint8_t* data = experts[static_cast<size_t>(expert)];
-    return is_packed ? make_packed(type, data, rows, cols) : make_weight(type, data, rows, cols);
-  }
+  bool is_packed() const { return layout != Layout::Rows; }
+  WeightView view(int64_t expert) const { return make_view(type, experts[static_cast<size_t>(expert)], rows, cols, layout); }
 };
 
 class Moe {

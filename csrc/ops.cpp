@@ -51,6 +51,9 @@ int64_t packed_tile_bytes(QType type, int64_t cols) {
     case QType::Q6_K: return head + blocks * 3328;
     case QType::IQ4_XS: return head + blocks * 2176;
     case QType::MXFP4: return (blocks * 16 + 63) / 64 * 64 + blocks * 256;
+    case QType::BF16:
+      if (cols % kBf16Cols != 0) throw std::invalid_argument("BF16 has a re-laid form for multiples of 32 columns only");
+      return cols * 2 * kTileRows;
     case QType::FP8_BLOCK: return ((cols + kFp8Block - 1) / kFp8Block * 4 + 63) / 64 * 64 + cols * 16;
     default: throw std::invalid_argument(std::string(info.name) + " has no re-laid form");
   }
@@ -59,6 +62,23 @@ int64_t packed_tile_bytes(QType type, int64_t cols) {
 WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
   const QTypeInfo& info = checked_info(type, rows, cols);
   return {type, data, rows, cols, cols / info.block * info.bytes, packed_tile_bytes(type, cols)};
+}
+
+WeightView make_view(QType type, const uint8_t* data, int64_t rows, int64_t cols, Layout layout) {
+  if (layout == Layout::Rows) return make_weight(type, data, rows, cols);
+  WeightView view = make_packed(type, data, rows, cols);
+  view.wants_bf16 = layout == Layout::TilesBf16;
+  return view;
+}
+
+bool uses_bf16(const KernelTable& kernels, QType type, Layout layout, int64_t cols, bool is_many) {
+  if (layout == Layout::Rows) return false;
+  if (kernels.bf16_tiles == nullptr) {
+    if (type == QType::BF16)
+      throw std::invalid_argument(std::string("re-laid BF16 weights cannot be computed with on the tier ") + kernels.name + ", which has no products of bf16");
+    return false;
+  }
+  return type == QType::BF16 || (layout == Layout::TilesBf16 && is_many && cols % kBf16Cols == 0);
 }
 
 void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out) {
@@ -92,15 +112,26 @@ void point_tile(const WeightView& weight, int64_t first, TileArgs& args) {
   if (args.packed == nullptr) point_rows(weight, first, args.rows);
 }
 
+namespace {
+
+// Tiles that one call of a kernel may take together have the same.
+int kind_of(const TileArgs& args) {
+  if (args.packed == nullptr) return 0;
+  return args.blocks != nullptr && args.blocks->bf16 != nullptr ? 1 : 2 + static_cast<int>(form_for(args.type));
+}
+
+}  // namespace
+
 void run_tiles(const KernelTable& kernels, const TileArgs* args, int count) {
-  if (args[0].packed != nullptr && args[count - 1].packed != nullptr &&
-      qtype_info(args[0].type).form == qtype_info(args[count - 1].type).form)
-    return kernels.packed_tiles(args, count);
-  for (int i = 0; i < count; ++i) {
-    if (args[i].packed != nullptr)
-      kernels.packed_tiles(args + i, 1);
-    else
+  for (int i = 0; i < count;) {
+    const int kind = kind_of(args[i]);
+    int same = 1;
+    while (kind != 0 && i + same < count && kind_of(args[i + same]) == kind) ++same;
+    if (kind == 0)
       kernels.tile(args[i]);
+    else
+      (kind == 1 ? kernels.bf16_tiles : kernels.packed_tiles)(args + i, same);
+    i += same;
   }
 }
 
@@ -216,6 +247,31 @@ Span<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, 
   return made;
 }
 
+Span<TokenBlocks> bf16_room(WorkerPool::Session& session, int64_t cols, Span<TokenGroup> groups) {
+  const Span<TokenBlocks> made = session.span<TokenBlocks>(groups.count);
+  for (int64_t i = 0; i < groups.count; ++i) {
+    made[i] = {};
+    made[i].rows = (groups[i].count + 15) / 16 * 16;  // a kernel may read whole tiles
+    made[i].bf16 = session.scratch<uint16_t>(made[i].rows * cols);
+  }
+  return made;
+}
+
+void round_blocks(WorkerPool::Session& session, const float* x, int64_t ldx, int64_t cols, Span<TokenGroup> groups,
+                  Span<TokenBlocks> blocks) {
+  const int64_t pieces = (cols + kPiece - 1) / kPiece;
+  session.run(groups.count * pieces, [&](int64_t i) {
+    const TokenGroup& group = groups[i / pieces];
+    const TokenBlocks& to = blocks[i / pieces];
+    const int64_t first = i % pieces * kPiece, steps = std::min(kPiece, cols - first) / kBf16Cols;
+    uint16_t* out = to.bf16 + first * to.rows;
+    for (int64_t t = 0; t < group.count; ++t) {
+      const int64_t row = group.ids != nullptr ? group.ids[t] : group.first + t;
+      session.kernels().round_bf16(x + row * ldx + first, kBf16Cols, steps, kBf16Cols, out + t * kBf16Cols, to.rows * kBf16Cols);
+    }
+  });
+}
+
 TileSplit split_tiles(int64_t rows, int64_t tokens) {
   const int64_t chunk = std::min(tokens, kTokenChunk);
   return {(rows + kTileRows - 1) / kTileRows, chunk > 0 ? (tokens + chunk - 1) / chunk : 0, chunk};
@@ -226,6 +282,7 @@ namespace {
 // Tiles of one matrix within a job over several.
 struct PartTasks {
   const LinearPart* part;
+  bool is_bf16;
   int64_t row_tiles, group, groups;
   int64_t tasks_before;
   Span<TokenBlocks> blocks;
@@ -241,20 +298,27 @@ void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initial
   const Span<TokenGroup> token_groups = session.span<TokenGroup>(chunks);
   for (int64_t i = 0; i < chunks; ++i) token_groups[i] = {nullptr, i * chunk, static_cast<int>(std::min(chunk, tokens - i * chunk))};
   int64_t tasks = 0;
+  Span<TokenBlocks> bf16_blocks;  // parts read the same activations
   for (const LinearPart& part : parts) {
-    act.require(part.weight.type);
+    const bool is_bf16 = uses_bf16(session.kernels(), part.weight, tokens >= kManyTokens);
+    if (is_bf16 && bf16_blocks.empty()) {
+      bf16_blocks = bf16_room(session, part.weight.cols, token_groups);
+      round_blocks(session, x, part.weight.cols, part.weight.cols, token_groups, bf16_blocks);
+    }
+    if (!is_bf16) act.require(part.weight.type);
     const int64_t row_tiles = (part.weight.rows + kTileRows - 1) / kTileRows;
     // Tiles share the activations that they gather, unless that would leave threads without work.
     const int64_t enough = int64_t{4} * kTileGroup * session.num_threads();
     const int64_t group = chunk >= kGroupedTokens && row_tiles * chunks >= enough ? kTileGroup : 1;
     const int64_t groups = (row_tiles + group - 1) / group;
     PartTasks& job = jobs[jobs.count++];
-    job = {&part, row_tiles, group, groups, tasks, {}};
+    job = {&part, is_bf16, row_tiles, group, groups, tasks, {}};
     tasks += groups * chunks;
-    if (part.weight.tile_bytes == 0) continue;
+    if (is_bf16) job.blocks = bf16_blocks;
+    if (is_bf16 || part.weight.tile_bytes == 0) continue;
     const ActRows rows = act.form_of(part.weight.type);
     for (const PartTasks& other : jobs)
-      if (job.blocks.empty() && act.form_of(other.part->weight.type).q == rows.q) job.blocks = other.blocks;
+      if (job.blocks.empty() && !other.is_bf16 && act.form_of(other.part->weight.type).q == rows.q) job.blocks = other.blocks;
     if (job.blocks.empty()) job.blocks = make_blocks(session, rows, part.weight.type, part.weight.cols, token_groups);
   }
   session.run(tasks, [&](int64_t task) {
@@ -302,7 +366,7 @@ void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ba
     int32_t ids[kTokenChunk];
     const int64_t b = i / per_matrix, j = i % per_matrix;
     const int64_t first = j / split.token_chunks * kTileRows, token = j % split.token_chunks * split.chunk;
-    const WeightView matrix = {weight.type, weight.data + b * rows * weight.row_bytes, rows, weight.cols, weight.row_bytes, 0};
+    const WeightView matrix = {weight.type, weight.data + b * rows * weight.row_bytes, rows, weight.cols, weight.row_bytes, 0, false};
     TileArgs args{};
     args.type = weight.type;
     point_rows(matrix, first, args.rows);
@@ -357,21 +421,33 @@ double read_bandwidth(WorkerPool& pool, const uint8_t* data, int64_t bytes, int 
   return best;
 }
 
-double int8_peak(WorkerPool& pool, int repeats) {
-  WorkerPool::Session session(pool);
-  constexpr int64_t kRounds = 200000;
+namespace {
+
+double register_peak(WorkerPool::Session& session, int64_t (*multiply)(int64_t, int32_t*), int64_t rounds, int repeats) {
   double best = 0;
   for (int r = 0; r < repeats; ++r) {
     std::atomic<int64_t> operations{0};
     const auto begin = std::chrono::steady_clock::now();
     session.run(session.num_threads() * 4, [&](int64_t) {
       int32_t out[32];
-      operations += session.kernels().multiply_registers(kRounds, out);
+      operations += multiply(rounds, out);
     });
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
     best = std::max(best, static_cast<double>(operations.load()) / took.count());
   }
   return best;
+}
+
+}  // namespace
+
+double int8_peak(WorkerPool& pool, int repeats) {
+  WorkerPool::Session session(pool);
+  return register_peak(session, session.kernels().multiply_registers, 200000, repeats);
+}
+
+double bf16_peak(WorkerPool& pool, int repeats) {
+  WorkerPool::Session session(pool);
+  return session.kernels().multiply_bf16 == nullptr ? 0 : register_peak(session, session.kernels().multiply_bf16, 20000, repeats);
 }
 
 }  // namespace kt

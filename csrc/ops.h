@@ -7,12 +7,17 @@
 
 namespace kt {
 
+// How a matrix lies in memory and is computed with. TilesBf16: re-laid all the same, but many tokens are multiplied in
+// bf16 where the tier can (bf16.inl), which is faster and not exact.
+enum class Layout : int32_t { Rows = 0, Tiles = 1, TilesBf16 = 2 };
+
 // A matrix in block layout, rows `row_bytes` apart.
 struct WeightView {
   QType type;
   const uint8_t* data;
   int64_t rows, cols, row_bytes;
   int64_t tile_bytes = 0;  // of a re-laid matrix (packed.inl): 16 rows; 0: rows in block layout
+  bool wants_bf16 = false;  // Layout::TilesBf16
 };
 
 // Throws std::invalid_argument for a shape that the type cannot have, or a type without such a layout.
@@ -23,6 +28,19 @@ int64_t packed_tile_bytes(QType type, int64_t cols);
 
 // A re-laid matrix: ceil(rows / 16) tiles, the last one filled up with copies of the last row.
 WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t cols);
+
+WeightView make_view(QType type, const uint8_t* data, int64_t rows, int64_t cols, Layout layout);
+
+// Whether products with the weight are of bf16: with re-laid BF16 always, with other types where that is wanted and the
+// tokens are many. Throws std::invalid_argument for re-laid BF16 on a tier that cannot.
+bool uses_bf16(const KernelTable& kernels, QType type, Layout layout, int64_t cols, bool is_many);
+inline bool uses_bf16(const KernelTable& kernels, const WeightView& weight, bool is_many) {
+  const Layout layout = weight.tile_bytes == 0 ? Layout::Rows : weight.wants_bf16 ? Layout::TilesBf16 : Layout::Tiles;
+  return uses_bf16(kernels, weight.type, layout, weight.cols, is_many);
+}
+
+constexpr int64_t kManyTokens = 32;  // of a call: fewer are decode, which stays exact
+constexpr int64_t kManyPairs = 8;    // (token, expert) per expert that is touched: fewer do not pay for unpacking
 
 // Re-lays a matrix in block layout.
 void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out);
@@ -36,7 +54,7 @@ void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows);
 // What a tile reads: rows first .. first + 15 of the weight, in either layout.
 void point_tile(const WeightView& weight, int64_t first, TileArgs& args);
 
-// Runs the kernel for the layout that each of `count` tiles points at; tokens and activations are the same for all.
+// Runs the kernel for the layout and the activations that each of `count` tiles points at; tokens are the same for all.
 void run_tiles(const KernelTable& kernels, const TileArgs* args, int count);
 
 constexpr int kTileGroup = 4;           // tiles that one task computes when there are enough tokens to share
@@ -49,6 +67,7 @@ class Activations {
   // Makes the form of `type` available (once).
   void require(QType type);
   ActRows form_of(QType type) const;
+  const ActRows& float_rows() const { return float_; }
 
  private:
   void quantize(ActForm form, ActRows& out);
@@ -68,6 +87,12 @@ struct TokenGroup {
 // The activations of each group as TokenBlocks, if the tier's kernels for `type` want them; otherwise empty.
 // A group that is too small for them has rows 0.
 Span<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, QType type, int64_t cols, Span<TokenGroup> groups);
+
+// Room for each group's activations rounded to bf16 (TokenBlocks::bf16), cols a multiple of 32; round_blocks fills it from
+// fp32 rows.
+Span<TokenBlocks> bf16_room(WorkerPool::Session& session, int64_t cols, Span<TokenGroup> groups);
+void round_blocks(WorkerPool::Session& session, const float* x, int64_t ldx, int64_t cols, Span<TokenGroup> groups,
+                  Span<TokenBlocks> blocks);
 
 // Rows of int8 that are quantized piece by piece, in the form that a type wants.
 struct QuantizedRows {
@@ -125,8 +150,10 @@ void activate(WorkerPool& pool, const ActSpec& spec, const float* gate, const fl
 
 void attention(WorkerPool& pool, const AttentionArgs& args);
 
-// Best of `repeats`, all threads at once: bytes read per second, and int8 operations per second in registers.
+// Best of `repeats`, all threads at once: bytes read per second, and operations per second in registers, with int8 and with
+// bf16 (0 where the tier has none).
 double read_bandwidth(WorkerPool& pool, const uint8_t* data, int64_t bytes, int repeats);
 double int8_peak(WorkerPool& pool, int repeats);
+double bf16_peak(WorkerPool& pool, int repeats);
 
 }  // namespace kt

@@ -77,6 +77,15 @@ template <class P> void pack_tile32(const uint8_t* const* rows, int64_t k, uint8
   }
 }
 
+// Two columns of every row side by side, see bf16.inl.
+void pack_bf16(const uint8_t* const* rows, int64_t k, uint8_t* out) {
+  for (int64_t column = 0; column < k; column += 32) {
+    const uint8_t* from[16];
+    for (int r = 0; r < 16; ++r) from[r] = rows[r] + 2 * column;
+    transpose16(from, out + 32 * column);
+  }
+}
+
 void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) {
   switch (type) {
     case QType::Q8_0: return pack_tile32<PackedQ8_0>(rows, k, out);
@@ -86,6 +95,7 @@ void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) 
     case QType::Q6_K: return pack_tile256<PackedQ6K>(rows, k, out);
     case QType::IQ4_XS: return pack_tile256<PackedIQ4XS>(rows, k, out);
     case QType::MXFP4: return pack_tile32<PackedMXFP4>(rows, k, out);
+    case QType::BF16: return pack_bf16(rows, k, out);
     default: return;
   }
 }

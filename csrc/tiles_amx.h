@@ -35,5 +35,6 @@ inline void tiles_see_memory() { __asm__ volatile("" ::: "memory"); }
 #define KT_TILE_STORE(t, p, stride) _tile_stored(t, p, stride)
 #define KT_TILE_DOT_UNSIGNED(sum, act, weight) _tile_dpbsud(sum, act, weight)
 #define KT_TILE_DOT_SIGNED(sum, act, weight) _tile_dpbssd(sum, act, weight)
+#define KT_TILE_DOT_BF16(sum, act, weight) _tile_dpbf16ps(sum, act, weight)
 
 }  // namespace

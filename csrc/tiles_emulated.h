@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "bf16_emulated.h"
+
 namespace {
 
 struct EmulatedTile {
@@ -51,10 +53,29 @@ inline void tile_dot(int sum, int act, int weight, bool is_signed) {
       }
 }
 
+// TDPBF16PS: for every output a chain of fused multiplications over the even columns and one over the odd ones, both from
+// zero; their sum is added to the tile. Round to nearest even; subnormal operands and results count as zeros.
+inline void tile_dot_bf16(int sum, int act, int weight) {
+  EmulatedTile& out = tile_file[sum];
+  for (int m = 0; m < out.rows; ++m)
+    for (int n = 0; n < out.row_bytes / 4; ++n) {
+      float chain[2] = {0.0f, 0.0f}, value;
+      for (int k = 0; k < tile_file[act].row_bytes / 4; ++k)
+        for (int i = 0; i < 2; ++i) {
+          const float x = widen_bf16(tile_file[act].data[m] + 4 * k + 2 * i), w = widen_bf16(tile_file[weight].data[k] + 4 * n + 2 * i);
+          chain[i] = flush_subnormal(__builtin_fmaf(x, w, chain[i]));
+        }
+      std::memcpy(&value, out.data[m] + 4 * n, 4);
+      value = flush_subnormal(flush_subnormal(value) + flush_subnormal(chain[0] + chain[1]));
+      std::memcpy(out.data[m] + 4 * n, &value, 4);
+    }
+}
+
 #define KT_TILE_ZERO(t) tile_zero(t)
 #define KT_TILE_LOAD(t, p, stride) tile_load(t, p, stride)
 #define KT_TILE_STORE(t, p, stride) tile_store(t, p, stride)
 #define KT_TILE_DOT_UNSIGNED(sum, act, weight) tile_dot(sum, act, weight, false)
 #define KT_TILE_DOT_SIGNED(sum, act, weight) tile_dot(sum, act, weight, true)
+#define KT_TILE_DOT_BF16(sum, act, weight) tile_dot_bf16(sum, act, weight)
 
 }  // namespace

@@ -28,7 +28,8 @@ constexpr int kTileRows = 16;     // outputs that one tile computes side by side
 constexpr int kTileCols = 256;    // columns of weights that are staged at a time
 constexpr int kFloatCols = 512;    // the same for unquantized weights, 8 rows at a time
 constexpr int kFp8Block = 128;     // rows and columns of FP8 weights that share a scale
-constexpr int kPairSums = 24;     // 16 + 8 sums come before the pairs, see ActForm::Q256
+constexpr int kBf16Cols = 32;      // columns of a tile of bf16
+constexpr int kPairSums = 24;      // 16 + 8 sums come before the pairs, see ActForm::Q256
 constexpr int kSumsPerSuper = kPairSums + 32;
 
 struct QTypeInfo {
@@ -58,6 +59,7 @@ struct TokenBlocks {
   int16_t* sums = nullptr;   // [pieces][rows][8], of 32 columns each
   float* d = nullptr;        // [pieces][rows][8]; of a block of 256: the first
   int64_t rows = 0;
+  uint16_t* bf16 = nullptr;  // [columns / 32][rows][32], rounded to bf16, instead of the others: what bf16_tiles reads
 };
 
 // One tile of 16 weight rows times `num_tokens` activation rows.
@@ -138,6 +140,12 @@ struct KernelTable {
   void (*attention_finish)(float max, float sum, const float* acc, const float* sink, int dim_v, float* out);
   uint64_t (*read_lines)(const uint8_t* p, int64_t bytes);
   int64_t (*multiply_registers)(int64_t rounds, int32_t* out);  // out: 32 numbers
+  // `count` tiles of re-laid weights of any types, which share k, tokens and blocks->bf16 (bf16.inl); nullptr: the tier
+  // has no products of bf16.
+  void (*bf16_tiles)(const TileArgs* args, int count) = nullptr;
+  // out[i * ldo + j] = bf16(x[i * ldx + j]) for i < count, j < width.
+  void (*round_bf16)(const float* x, int64_t ldx, int64_t count, int64_t width, uint16_t* out, int64_t ldo) = nullptr;
+  int64_t (*multiply_bf16)(int64_t rounds, int32_t* out) = nullptr;  // as multiply_registers
 };
 
 }  // namespace kt

@@ -2,10 +2,15 @@
 
 from typing import ClassVar
 
+BF16_COLS: int
 FP8_BLOCK: int
+MANY_PAIRS: int
+MANY_TOKENS: int
 MAX_THREADS: int
 
 def available_isas() -> list[str]: ...
+def has_bf16(isa: str) -> bool: ...
+def layouts() -> dict[str, int]: ...
 def quant_types() -> dict[str, tuple[int, int, int]]: ...
 def activation_kinds() -> dict[str, int]: ...
 def num_allocations() -> int: ...
@@ -32,7 +37,7 @@ def linear(
     tokens: int,
     weight: int,
     type: int,
-    is_packed: bool,
+    layout: int,
     rows: int,
     cols: int,
     bias: int,
@@ -50,11 +55,12 @@ def dequantize_rows(
 def rms_norm(pool: WorkerPool, x: int, weight: int, rows: int, cols: int, eps: float, out: int) -> None: ...
 def read_bandwidth(pool: WorkerPool, data: int, bytes: int, repeats: int) -> float: ...
 def int8_peak(pool: WorkerPool, repeats: int) -> float: ...
+def bf16_peak(pool: WorkerPool, repeats: int) -> float: ...
 def activate(
     pool: WorkerPool, kind: int, alpha: float, limit: float, gate: int, up: int, count: int, out: int
 ) -> None: ...
 
-_Projection = tuple[int, int, int, list[int], int, bool]
+_Projection = tuple[int, int, int, list[int], int, int]
 
 class Moe:
     def __init__(
@@ -80,7 +86,7 @@ def attention(
     sinks: int,
 ) -> None: ...
 
-_Weight = tuple[int, int, bool, int, int]
+_Weight = tuple[int, int, int, int, int]
 _Norm = tuple[int, float]
 _Router = tuple[int, bool, int, int, bool, bool, float]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from ktransformers.errors import ConfigError
 
 __all__ = [
+    "CPU_PREFILLS",
     "CPU_QUANT_TYPES",
     "DEFAULT_CHUNK_SIZE",
     "DEMO_MODEL_PATH",
@@ -23,6 +24,9 @@ DEMO_MODEL_PATH = Path(__file__).resolve().parent / "assets" / "demo"
 
 CPU_QUANT_TYPES = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 """Types that `--cpu_quant` accepts, by their GGML names in lower case."""
+
+CPU_PREFILLS = ("int8", "bf16")
+"""What `--cpu_prefill` accepts, the default first."""
 
 
 DEFAULT_CHUNK_SIZE = 512
@@ -67,6 +71,8 @@ class EngineConfig:
     thread that serves a GPU where there is one.
     chunk_size: most tokens one prefill step carries; 0 lets the builder choose: 512 on the CPU, up to 4096 on a GPU.
     cpu_quant: GGML type that experts from BF16, F16, F32 or FP8 are quantized to while loading.
+    cpu_prefill: how quantized weights on the CPU are multiplied with many rows: int8, exactly as with few, or bf16,
+        faster where the processor has instructions for it, and not exact; see docs/bench.md.
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
     use_cuda: whether modules that rules place on cuda go to a GPU; None where there is one.
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed; None where they are on one.
@@ -80,6 +86,7 @@ class EngineConfig:
     max_new_tokens: int = 1000
     cpu_infer: int = 0
     cpu_quant: str | None = None
+    cpu_prefill: str = CPU_PREFILLS[0]
     gpu_memory: float = 0.0
     strict: bool = False
     trust_remote_code: bool = False
@@ -108,6 +115,8 @@ class EngineConfig:
             raise ConfigError(f"--gpu_memory must be a number of GiB, or 0 for all that is free, got {self.gpu_memory}")
         if self.cpu_quant is not None and self.cpu_quant.lower() not in CPU_QUANT_TYPES:
             raise ConfigError(f"--cpu_quant {self.cpu_quant} is not one of {', '.join(CPU_QUANT_TYPES)}")
+        if self.cpu_prefill not in CPU_PREFILLS:
+            raise ConfigError(f"--cpu_prefill {self.cpu_prefill} is not one of {', '.join(CPU_PREFILLS)}")
         return replace(
             self,
             model_path=None if self.model_path is None else Path(self.model_path),

@@ -11,7 +11,7 @@ from pathlib import Path
 from ktransformers.cli import bench_offline
 from ktransformers.cli.bench_work import ModelWork
 from ktransformers.cli.options import positive_numbers, set_up_logging, with_default_model
-from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.config import CPU_PREFILLS, EngineConfig, physical_cores
 from ktransformers.errors import ConfigError
 
 __all__ = ["add_parser", "run_kernels", "run_model"]
@@ -45,6 +45,8 @@ def _add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     kernels.add_argument("--seconds", type=float, default=0.5, help="per figure (%(default)s)")
     kernels.add_argument("--peer", action="append", choices=PEERS, default=[], help="measure it too; repeatable")
     kernels.add_argument("--peer_format", choices=FORMATS, default="", help="kt-kernel's own format to measure as well")
+    text = "bf16: measure products of bf16 as well, and the errors of both (%(default)s)"
+    kernels.add_argument("--cpu_prefill", choices=CPU_PREFILLS, default=CPU_PREFILLS[0], help=text)
     kernels.set_defaults(run=run_kernels)
 
 
@@ -86,7 +88,14 @@ def run_kernels(args: argparse.Namespace) -> int:
     shape = Shape(args.experts, args.top_k, args.hidden, args.width, args.layers)
     threads = args.threads or physical_cores()
     bench_kernels(
-        shape, types, positive_numbers(args.tokens, "tokens"), threads, args.seconds, args.peer, args.peer_format
+        shape,
+        types,
+        positive_numbers(args.tokens, "tokens"),
+        threads,
+        args.seconds,
+        args.peer,
+        args.peer_format,
+        args.cpu_prefill,
     )
     return 0
 

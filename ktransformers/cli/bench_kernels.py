@@ -2,7 +2,8 @@
 
 Layers take turns so that weights come from memory, not from caches. GB/s counts the weights of the experts that the
 tokens touched; the limit of few tokens is the read bandwidth, that of many the products in registers. Weights are
-random, routing is even. Each peer runs in a process of its own that is stopped while we measure others.
+random, routing is even. On request the same weights are measured with products of bf16 too (--cpu_prefill), and the
+errors of both are stated. Each peer runs in a process of its own that is stopped while we measure others.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ktransformers.cli.bench_fidelity import relative_errors, with_wish
 from ktransformers.cli.bench_kt_kernel import kt_kernel_peer
 from ktransformers.cli.bench_llama import llama_peer
 from ktransformers.cli.bench_machine import cpu_name
@@ -90,22 +92,23 @@ class _Ours:
         self._shape = shape
         gate, up, down = _projection_types(name)
         sizes = ((gate, shape.width, shape.hidden), (up, shape.width, shape.hidden), (down, shape.hidden, shape.width))
-        self._layers = []
+        self._layers: dict[str, list[MoeKernel]] = {"int8": [], "bf16": []}  # on the same weights
         for _ in range(shape.layers):
             parts: list[list[ExpertWeight]] = [[_random_weight(*size) for _ in range(shape.experts)] for size in sizes]
             self.expert_bytes = sum(part[0].nbytes for part in parts)
             weights = relaid_experts(ExpertWeights(parts[0], parts[1], parts[2]), pool)
-            self._layers.append(MoeKernel(weights, ActivationSpec(), pool))
+            for cpu_prefill, layers in self._layers.items():
+                layers.append(MoeKernel(with_wish(weights, cpu_prefill == "bf16"), ActivationSpec(), pool))
 
-    def measure(self, tokens: int, seconds: float) -> tuple[float, float]:
+    def measure(self, tokens: int, seconds: float, cpu_prefill: str = "int8") -> tuple[float, float]:
         """(seconds per layer, distinct experts per layer), means."""
-        shape, num_inputs = self._shape, 16
+        shape, layers, num_inputs = self._shape, self._layers[cpu_prefill], 16
         ids = torch.rand(num_inputs, tokens, shape.experts).argsort(-1)[..., : shape.top_k].contiguous()
         weights = torch.rand(num_inputs, tokens, shape.top_k)
         rows = torch.randn(tokens, shape.hidden)
 
         def once(i: int) -> None:
-            self._layers[i % shape.layers].forward(rows, ids[i % num_inputs], weights[i % num_inputs])
+            layers[i % shape.layers].forward(rows, ids[i % num_inputs], weights[i % num_inputs])
 
         touched = sum(len(set(one.flatten().tolist())) for one in ids) / num_inputs
         return _time(once, seconds, shape.layers), touched
@@ -154,11 +157,38 @@ def _start_peers(names: list[str], shape: Shape, threads: int, seconds: float) -
     return [start(asdict(shape), threads, seconds) for start in chosen]
 
 
+def _add_bf16(row: dict[str, Any], ours: _Ours, seconds: float) -> None:
+    """The same with products of bf16."""
+    took, _ = ours.measure(row["tokens"], seconds, "bf16")
+    row["bf16_us"] = took * 1e6
+
+
+def _say_errors(name: str, shape: Shape, pool: WorkerPool) -> dict[str, float]:
+    gate, up, down = _projection_types(name)
+    errors = relative_errors(
+        _random_weight(gate, shape.width, shape.hidden),
+        _random_weight(up, shape.width, shape.hidden),
+        _random_weight(down, shape.hidden, shape.width),
+        pool,
+    )
+    shown = ", ".join(f"{kind} {error:.2e}" for kind, error in errors.items())
+    print(f"{name:>8} error of an expert's outputs against fp64 (RMS, relative), many tokens: {shown}")
+    return errors
+
+
 def bench_kernels(
-    shape: Shape, types: list[str], tokens: list[int], threads: int, seconds: float, peers: list[str], peer_format: str
+    shape: Shape,
+    types: list[str],
+    tokens: list[int],
+    threads: int,
+    seconds: float,
+    peers: list[str],
+    peer_format: str,
+    cpu_prefill: str = "int8",
 ) -> None:
     """Print a table, a line per type and token count, and one JSON line at the end.
 
+    cpu_prefill: bf16 measures its products as well, and the errors of both.
     peers: of kt-kernel and llama.cpp; one that is not installed is said and left out. peer_format: one of kt-kernel's
     own formats, measured after each of our types; empty for none.
     """
@@ -171,19 +201,32 @@ def bench_kernels(
         machine = machine_facts(threads, pool)
         print(f"{shown_machine(machine)}; int8 in registers {machine['int8_peak_top_s']:.2f} TOP/s")
         head = f"{'type':>8} {'tokens':>6} {'us':>10} {'GB/s':>7} {'of read':>8} {'TFLOP/s':>8}"
+        is_bf16 = cpu_prefill == "bf16"
+        if is_bf16:
+            head += f" {'bf16 us':>10} {'x exact':>8}"
+            machine["bf16_peak_tflop_s"] = limits.bf16_peak(pool) / 1e12
+            if pool.has_bf16:
+                print(f"bf16 in registers {machine['bf16_peak_tflop_s']:.2f} TFLOP/s")
+            else:
+                print(f"{pool.isa.value} has no products of bf16: both ways are the exact one")
         print(f"{shape}\n{head}" + "".join(f" {peer.name:>10} {'us, x ours':>10}" for peer in children), flush=True)
         rows: list[dict[str, Any]] = []
+        errors: dict[str, dict[str, float]] = {}
         for name in types:
             ours = _Ours(shape, name, pool)
             for count in tokens:
                 row = _row(name, shape, count, ours, seconds, machine["read_bandwidth_gb_s"] * 1e9)
+                if is_bf16:
+                    _add_bf16(row, ours, seconds)
                 row["peer_us"] = {peer.name: peer.ask(f"{name} {count}") for peer in children}
                 _print(row)
                 rows.append(row)
             if peer_format:  # its own format, in the same minutes as our rows above
                 _measure_format(rows[-len(tokens) :], peer_format, children)
             del ours
-    print(json.dumps({"machine": machine, "shape": asdict(shape), "rows": rows}))
+            if is_bf16:
+                errors[name] = _say_errors(name, shape, pool)
+    print(json.dumps({"machine": machine, "shape": asdict(shape), "rows": rows, "errors": errors}))
 
 
 def _measure_format(rows: list[dict[str, Any]], peer_format: str, children: list[PeerProcess]) -> None:
@@ -199,8 +242,9 @@ def _measure_format(rows: list[dict[str, Any]], peer_format: str, children: list
 
 def _print(row: dict[str, Any]) -> None:
     peers = ((f"{took:.0f}", f"{took / row['us']:.2f}") if took else ("-", "-") for took in row["peer_us"].values())
+    bf16 = f" {row['bf16_us']:>10.0f} {row['us'] / row['bf16_us']:>8.2f}" if "bf16_us" in row else ""
     print(
         f"{row['type']:>8} {row['tokens']:>6} {row['us']:>10.0f} {row['gb_s']:>7.1f} {row['of_bandwidth']:>8.0%} "
-        f"{row['tflop_s']:>8.3f}" + "".join(f" {took:>10} {ratio:>10}" for took, ratio in peers),
+        f"{row['tflop_s']:>8.3f}{bf16}" + "".join(f" {took:>10} {ratio:>10}" for took, ratio in peers),
         flush=True,
     )

@@ -38,7 +38,11 @@ def _native() -> str:
     except ImportError as error:
         return f"missing ({error}); build it with `pip install .`"
     tiers = ", ".join(isa.name.lower() for isa in native.available_isas())
-    return f"present; instruction sets: {tiers}; active: {native.active_isa().name.lower()}"
+    active = native.active_isa()
+    bf16 = "can" if native.has_bf16(active) else "cannot"
+    return (
+        f"present; instruction sets: {tiers}; active: {active.name.lower()}, which {bf16} multiply bf16 (--cpu_prefill)"
+    )
 
 
 def _memory() -> str:

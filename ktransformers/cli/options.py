@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ktransformers.config import CPU_QUANT_TYPES, DEMO_MODEL_PATH, EngineConfig
+from ktransformers.config import CPU_PREFILLS, CPU_QUANT_TYPES, DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
 from ktransformers.logs import set_up_logging
@@ -120,6 +120,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
     group.add_argument(
+        "--cpu_prefill",
+        choices=CPU_PREFILLS,
+        default=config.cpu_prefill,
+        help="products of quantized weights with many rows: int8 is the same in every step, bf16 (AMX) more precise "
+        "but slower (%(default)s)",
+    )
+    group.add_argument(
         "--gpu_memory",
         type=float,
         default=config.gpu_memory,
@@ -143,6 +150,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_new_tokens=args.max_new_tokens,
         cpu_infer=args.cpu_infer,
         cpu_quant=args.cpu_quant,
+        cpu_prefill=args.cpu_prefill,
         gpu_memory=args.gpu_memory,
         strict=args.strict,
         trust_remote_code=args.trust_remote_code,

@@ -167,7 +167,9 @@ def _make_plan(
     plan = make_plan(
         model,
         rules,
-        operator_config=OperatorConfig(opened.hf_config, pool, quant, expert_stats or ExpertStats(), hardware.devices),
+        operator_config=OperatorConfig(
+            opened.hf_config, pool, quant, config.cpu_prefill, expert_stats or ExpertStats(), hardware.devices
+        ),
         source=opened.source,
         machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),
         strict=config.strict,
@@ -259,9 +261,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
         plan = planned.plan
         plan.check_fits()
         model = describe_model(opened)
+        _say_prefill(plan, pool)
         layout = _load(opened, plan, max_len, progress)
         _fuse(opened, plan, shapes, pool)
-        stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool)
+        stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool, max_batch_size=1)
         runner = StaticRunner(opened.model, StaticCache(shapes, max_len), pool, model.vocab_size, layout)
         prepare = _Decoding(opened, plan, hardware, progress)
         runner.decode = prepare(runner, runner.cache, max_batch_size=1, num_pages=1)
@@ -308,9 +311,10 @@ def build_paged_engine(
         plan = planned.plan
         plan.check_fits()
         model = describe_model(opened)
+        _say_prefill(plan, pool)
         layout = _load(opened, plan, num_pages * page_size, progress)
         _fuse(opened, plan, shapes, pool)
-        stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool)
+        stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool, max_batch_size)
         cache = PagedCache(shapes, num_pages, page_size)
         runner = ModelRunner(opened.model, pool, layout)
         longest = -(-int(getattr(opened.hf_config, "max_position_embeddings", 0) or cache.num_slots) // page_size)
@@ -324,6 +328,15 @@ def build_paged_engine(
         model=model,
         pool=pool,
     )
+
+
+def _say_prefill(plan: Plan, pool: WorkerPool) -> None:
+    """One line when cpu_prefill bf16 is asked for and this processor cannot."""
+    if not pool.has_bf16 and any(getattr(operator, "wants_bf16", False) for operator in plan.operators.values()):
+        logger.warning(
+            "cpu_prefill bf16: %s has no products of bf16 (AMX and AVX512-BF16 have); prefill stays exact, in int8",
+            pool.isa.value,
+        )
 
 
 def _num_pages(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], page_size: int, max_batch_size: int) -> int:

@@ -36,6 +36,7 @@ class EngineOptions(TypedDict, total=False):
     max_new_tokens: int
     cpu_infer: int
     cpu_quant: str | None
+    cpu_prefill: str
     gpu_memory: float
     use_cuda: bool | None
     use_cuda_graph: bool | None

@@ -17,6 +17,7 @@ from ktransformers.kernels.copies import CopyQueue, CudaCopies, PinnedRanges
 from ktransformers.kernels.cuda import CudaDriver, StreamDriver
 from ktransformers.kernels.expert_stream import StreamedExperts, StreamShape
 from ktransformers.kernels.native import MoeKernel, WorkerPool
+from ktransformers.kernels.quant import PackedTensor
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.expert_prefill import ExpertPrefill, PrefillLayer, PrefillShape
@@ -89,12 +90,14 @@ def open_prefill(
     pool: WorkerPool,
     stats: ExpertStats | None = None,
     *,
+    least_rows: int = 2,
     remembers: bool = True,
 ) -> PrefillStream | None:
     """Pin the experts of some layers, in the order in which steps run them, and calibrate.
 
-    remembers: whether rates are read from the user's cache folder and kept there. Returns None, with a logged warning,
-    where memory cannot be pinned. Raises CapacityError when the buffers do not fit.
+    least_rows: see ExpertPrefill. remembers: whether rates are read from the user's cache folder and kept there.
+    Returns None, with a logged warning, where memory cannot be pinned. Raises CapacityError when the buffers do not
+    fit.
     """
     hosts = [HostExperts(kernel.weights) for kernel in kernels]
     try:
@@ -108,7 +111,7 @@ def open_prefill(
         staging = Staging(size, device.torch_device, tools.copies)
         dtype = torch.bfloat16 if device.dtype is torch.bfloat16 else torch.float32
         cpu = StreamedExperts(pool, StreamShape(shape.max_rows, shape.top_k, shape.hidden_size, dtype), tools.driver)
-        prefill = ExpertPrefill(device, shape, staging, cpu, tools.driver, stats)
+        prefill = ExpertPrefill(device, shape, staging, cpu, tools.driver, stats, least_rows)
         for kernel in kernels:
             prefill.add_layer(kernel)
         key = {
@@ -116,6 +119,7 @@ def open_prefill(
             "cpu": cpu_name(),
             "isa": pool.isa.value,
             "threads": pool.num_threads,
+            "bf16": any(part[0].wants_bf16 for part in (kernels[0].weights.up,) if isinstance(part[0], PackedTensor)),
             "experts": [shape.num_experts, shape.top_k],
             "projections": [[int(p.qtype), p.rows, p.cols] for p in hosts[0].projections],
             "staging": [size.num_buffers, size.nbytes],
@@ -130,9 +134,16 @@ def open_prefill(
 
 
 def stream_prefill(
-    plan: Plan, streamings: Sequence[Streaming], tools_of: Callable[[Device], PrefillTools | None], pool: WorkerPool
+    plan: Plan,
+    streamings: Sequence[Streaming],
+    tools_of: Callable[[Device], PrefillTools | None],
+    pool: WorkerPool,
+    max_batch_size: int,
 ) -> None:
-    """Let the loaded experts of a plan be streamed. Errors as `open_prefill`; `Devices.close` ends it."""
+    """Let the loaded experts of a plan be streamed, in steps of more rows than decode steps have.
+
+    Errors as `open_prefill`; `Devices.close` ends it.
+    """
     for streaming in streamings:
         device = plan.devices[streaming.device]
         tools = tools_of(device)
@@ -143,7 +154,8 @@ def stream_prefill(
             logger.info("experts are not streamed to %s: it is no CUDA device", device.name)
             continue
         stats = experts[0].config.expert_stats
-        stream = open_prefill(device, kernels, streaming.shape, streaming.size, tools, pool, stats)
+        shape, size, least = streaming.shape, streaming.size, max_batch_size + 1
+        stream = open_prefill(device, kernels, shape, size, tools, pool, stats, least_rows=least)
         if stream is None:
             continue
         device.besides.append(stream)

@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import torch
 
-from ktransformers.config import DEFAULT_CHUNK_SIZE, EngineConfig, physical_cores
+from ktransformers.config import CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig, physical_cores
 from ktransformers.engine.builder import Progress, cache_len_of
 from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.session import Session
@@ -111,6 +111,8 @@ def build_reference_engine(config: EngineConfig, progress: Progress | None = Non
         raise UnsupportedError("--optimize_config_path has no meaning here: this backend runs the model without rules")
     if config.cpu_quant is not None:
         raise UnsupportedError("--cpu_quant has no meaning here: this backend computes in fp32")
+    if config.cpu_prefill != CPU_PREFILLS[0]:
+        raise UnsupportedError("--cpu_prefill has no meaning here: this backend computes in fp32")
     opened = open_model(config)
     _check_fits(opened.model)
     described = describe_model(opened)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.native import ActivationSpec, MoeKernel
-from ktransformers.kernels.native_base import WorkerPool, check_tensor, check_weight, extension
+from ktransformers.kernels.native_base import WorkerPool, check_tensor, check_weight, extension, layout_of
 from ktransformers.kernels.quant import PackedTensor, RawTensor
 from ktransformers.kernels.routing import RouterSpec
 
@@ -49,14 +49,14 @@ class Projection:
     bias: Tensor | None = None
 
 
-_NativeWeight = tuple[int, int, bool, int, int]
-"""Address, type, whether it is re-laid, rows, columns."""
+_NativeWeight = tuple[int, int, int, int, int]
+"""Address, type, layout, rows, columns."""
 
 
 def _weight(weight: RawTensor | PackedTensor) -> _NativeWeight:
     check_weight("weight", weight, 2)
     rows, cols = weight.shape
-    return (weight.data.data_ptr(), int(weight.qtype), isinstance(weight, PackedTensor), rows, cols)
+    return (weight.data.data_ptr(), int(weight.qtype), layout_of(weight), rows, cols)
 
 
 def _norm(norm: Norm | None, size: int) -> tuple[int, float]:

@@ -6,7 +6,7 @@ import torch
 
 from ktransformers.kernels.native_base import WorkerPool, extension
 
-__all__ = ["int8_peak", "read_bandwidth"]
+__all__ = ["bf16_peak", "int8_peak", "read_bandwidth"]
 
 
 def read_bandwidth(pool: WorkerPool, nbytes: int = 1 << 30, repeats: int = 5) -> float:
@@ -18,3 +18,8 @@ def read_bandwidth(pool: WorkerPool, nbytes: int = 1 << 30, repeats: int = 5) ->
 def int8_peak(pool: WorkerPool, repeats: int = 3) -> float:
     """int8 multiplications and additions per second in registers, by the pool's tier; the best of `repeats`."""
     return float(extension.int8_peak(pool.handle, repeats))
+
+
+def bf16_peak(pool: WorkerPool, repeats: int = 5) -> float:
+    """The same with bf16; 0 where the tier has no products of it."""
+    return float(extension.bf16_peak(pool.handle, repeats))

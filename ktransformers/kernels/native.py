@@ -2,7 +2,8 @@
 
 Knows tensors, worker pools and instruction-set tiers; does not know models, files, caches' owners or devices other than
 the CPU. Every result is bit-identical over tiers, thread counts, the number of
-rows in a call and the way rows are split (the exact arithmetic is written above the code in `csrc/*.inl`).
+rows in a call and the way rows are split (the exact arithmetic is written above the code in `csrc/*.inl`), but for
+products in bf16, see `linear`.
 
 Tensors are fp32 on the CPU and contiguous unless said otherwise. A wrong argument raises TypeError (dtype, class),
 ValueError (shape, stride, device, range) or IndexError (an id out of range) that names it.
@@ -10,8 +11,6 @@ ValueError (shape, stride, device, range) or IndexError (an id out of range) tha
 
 from __future__ import annotations
 
-import ctypes
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,15 +22,19 @@ from torch import Tensor
 from ktransformers.kernels.native_base import (
     NATIVE_TYPES,
     Isa,
+    Layout,
     WorkerPool,
     active_isa,
     available_isas,
     check_tensor,
     check_weight,
+    has_bf16,
+    layout_of,
     output,
 )
 from ktransformers.kernels.native_base import extension as _native
-from ktransformers.kernels.quant import Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor, WeightType
+from ktransformers.kernels.packing import PACKED_TYPES, can_pack, empty_bytes, pack, pack_fp8, packed_nbytes, page_out
+from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, QuantType, RawTensor
 
 __all__ = [
     "NATIVE_TYPES",
@@ -48,8 +51,10 @@ __all__ = [
     "attention",
     "available_isas",
     "batched_linear",
+    "can_pack",
     "dequantize_rows",
     "empty_bytes",
+    "has_bf16",
     "linear",
     "pack",
     "pack_fp8",
@@ -58,99 +63,6 @@ __all__ = [
     "rms_norm",
     "silu_mul",
 ]
-
-logger = logging.getLogger(__name__)
-
-#: The block formats that `pack` re-lays.
-PACKED_TYPES = frozenset(
-    {
-        QuantType.Q8_0,
-        QuantType.Q4_0,
-        QuantType.MXFP4,
-        QuantType.Q4_K,
-        QuantType.Q5_K,
-        QuantType.Q6_K,
-        QuantType.IQ4_XS,
-    }
-)
-
-TILE_ROWS = 16
-
-
-def packed_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
-    """Bytes of a matrix after `pack` or `pack_fp8`: at most 3 % more, of rows filled up to a multiple of 16."""
-    return int(-(-rows // TILE_ROWS) * _native.packed_tile_bytes(int(qtype), cols))
-
-
-def pack(weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> PackedTensor:
-    """Re-lay a matrix [N, K] of a type in PACKED_TYPES, once, so that the kernels read it in one stream.
-
-    out: uint8 [packed_nbytes(...)] to write to, made when None. Products with the result are bit-equal to those with
-    `weight`, which is not needed any more.
-    """
-    check_weight("weight", weight, 2)
-    if weight.qtype not in PACKED_TYPES:
-        raise ValueError(f"weight is {weight.qtype.name}, which has no re-laid form")
-    rows, cols = weight.shape
-    nbytes = packed_nbytes(weight.qtype, rows, cols)
-    data = empty_bytes(nbytes, pool) if out is None else out
-    check_tensor("out", data, (nbytes,), torch.uint8)
-    _native.pack(pool.handle, weight.data.data_ptr(), int(weight.qtype), rows, cols, data.data_ptr())
-    return PackedTensor(data, weight.qtype, (rows, cols))
-
-
-def pack_fp8(weight: Fp8Matrix, pool: WorkerPool, out: Tensor | None = None) -> PackedTensor:
-    """Re-lay an FP8 matrix [N, K], once, into the only form in which kernels compute with it.
-
-    out: as for `pack`. Activations stay fp32. A NaN code makes the outputs of all 16 rows of its tile NaN.
-    """
-    rows, cols = weight.shape
-    for name, tensor in (("values", weight.values), ("scales", weight.scales)):
-        if tensor.device.type != "cpu":
-            raise ValueError(f"weight.{name} must be on the CPU, got {tensor.device}")
-    nbytes = packed_nbytes(OwnType.F8_E4M3, rows, cols)
-    data = empty_bytes(nbytes, pool) if out is None else out
-    check_tensor("out", data, (nbytes,), torch.uint8)
-    _native.pack_fp8(pool.handle, weight.values.data_ptr(), weight.scales.data_ptr(), rows, cols, data.data_ptr())
-    return PackedTensor(data, OwnType.F8_E4M3, (rows, cols))
-
-
-_MADV_HUGEPAGE, _MADV_PAGEOUT = 14, 21
-_PAGE = 4096
-_HUGE_PAGE = 2 << 20
-
-
-def _advise(data: Tensor, page: int, advice: int) -> None:
-    """madvise() for the whole pages under a tensor; a refusal is no error, for the advice is only a wish."""
-    first = -(-data.data_ptr() // page) * page
-    nbytes = data.data_ptr() + data.numel() - first
-    if nbytes >= page:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        if libc.madvise(first, nbytes // page * page, advice):
-            logger.debug("madvise(%d) refused for %d bytes: errno %d", advice, nbytes, ctypes.get_errno())
-
-
-def empty_bytes(nbytes: int, pool: WorkerPool) -> Tensor:
-    """uint8 [nbytes], uninitialized, in huge pages where the system gives them: weights that are read in streams.
-
-    Not on several NUMA nodes: the parts of an expert that belong to one node are smaller than such a page. On pages of
-    its own, so that they can be pinned for a GPU: a driver refuses to copy from neighbours that are pinned in part.
-    """
-    whole = torch.empty(-(-nbytes // _PAGE) * _PAGE + _PAGE, dtype=torch.uint8)
-    first = -whole.data_ptr() % _PAGE
-    data = whole[first : first + nbytes]
-    if pool.num_nodes == 1:
-        _advise(data, _HUGE_PAGE, _MADV_HUGEPAGE)
-    return data
-
-
-def page_out(weight: RawTensor | Fp8Matrix) -> None:
-    """Give the memory under a weight that was re-laid back to the system; its bytes stay readable, from the file.
-
-    Linux only, and a hint: where the system refuses, the pages stay until memory runs short.
-    """
-    _advise(weight.values if isinstance(weight, Fp8Matrix) else weight.data, _PAGE, _MADV_PAGEOUT)
 
 
 def linear(
@@ -165,6 +77,9 @@ def linear(
     x: [T, K]. weight: [N, K], of a type in NATIVE_TYPES, or re-laid by `pack`. bias: [N]. out: [T, N], made when None.
     Quantized weights other than FP8 quantize each row of x to int8 by blocks (32 values for Q8_0, Q4_0 and MXFP4, 256
     for K-quants and IQ4_XS); a block of x that holds a NaN or an infinity makes that whole output row NaN.
+    Re-laid BF16 weights, and other re-laid ones that want it (PackedTensor.wants_bf16) for MANY_TOKENS tokens or more,
+    are multiplied in bf16, x rounded to it: |out - exact| <= 0.0040 (BF16) or 0.0092 (others) * sum_k |x weight| and
+    a little more (csrc/bf16.inl), the same for a row whatever else the call holds, but not in every tier.
     """
     check_weight("weight", weight, 2)
     rows, cols = weight.shape
@@ -178,7 +93,7 @@ def linear(
         x.shape[0],
         weight.data.data_ptr(),
         int(weight.qtype),
-        isinstance(weight, PackedTensor),
+        layout_of(weight),
         rows,
         cols,
         0 if bias is None else bias.data_ptr(),
@@ -332,7 +247,7 @@ class ExpertWeights:
     down_bias: Tensor | None = None
 
 
-_Projection = tuple[int, int, int, list[int], int, bool]
+_Projection = tuple[int, int, int, list[int], int, int]
 
 
 def _projection(
@@ -345,21 +260,21 @@ def _projection(
     if tensors is None:
         if bias is not None:
             raise ValueError(f"{name}_bias is given, but there is no {name}")
-        return (int(QuantType.F32), 0, 0, [], 0, False)
+        return (int(QuantType.F32), 0, 0, [], 0, int(Layout.ROWS))
     if len(tensors) != num_experts:
         raise ValueError(f"{name} has {len(tensors)} experts, up has {num_experts}")
-    qtype, is_packed = tensors[0].qtype, isinstance(tensors[0], PackedTensor)
+    qtype, layout = tensors[0].qtype, layout_of(check_weight(f"{name}[0]", tensors[0], 2))
     addresses = []
     for index, given in enumerate(tensors):
         tensor = check_weight(f"{name}[{index}]", given, 2)
         addresses.append(tensor.data.data_ptr())
-        if tensor.qtype != qtype or isinstance(tensor, PackedTensor) != is_packed:
+        if tensor.qtype != qtype or layout_of(tensor) != layout:
             raise ValueError(f"{name}[{index}] is {tensor.qtype.name}, {name}[0] is {qtype.name}: give one type")
         if tensor.shape != shape:
             raise ValueError(f"{name}[{index}] must have shape {list(shape)}, got {list(tensor.shape)}")
     if bias is not None:
         check_tensor(f"{name}_bias", bias, (num_experts, shape[0]))
-    return (int(qtype), shape[0], shape[1], addresses, 0 if bias is None else bias.data_ptr(), is_packed)
+    return (int(qtype), shape[0], shape[1], addresses, 0 if bias is None else bias.data_ptr(), layout)
 
 
 class MoeKernel:

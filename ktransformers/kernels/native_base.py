@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from enum import Enum
+from enum import Enum, IntEnum
 
 import torch
 from torch import Tensor
@@ -27,12 +27,15 @@ except ImportError as error:
 __all__ = [
     "NATIVE_TYPES",
     "Isa",
+    "Layout",
     "WorkerPool",
     "active_isa",
     "available_isas",
     "check_tensor",
     "check_weight",
     "extension",
+    "has_bf16",
+    "layout_of",
     "output",
 ]
 
@@ -63,8 +66,29 @@ class Isa(Enum):
     SCALAR = "scalar"
     AVX2 = "avx2"
     AVX512_VNNI = "avx512_vnni"
+    AVX512_BF16 = "avx512_bf16"
     AMX = "amx"
-    AMX_EMULATED = "amx_emulated"  # slow: the tile kernels on any machine, for tests; never chosen
+    # Slow: kernels over emulated instructions on any machine, for tests; never chosen.
+    AVX512_BF16_EMULATED = "avx512_bf16_emulated"
+    AMX_EMULATED = "amx_emulated"
+
+
+_LAYOUTS = extension.layouts()
+
+
+class Layout(IntEnum):
+    """How a matrix lies in memory: rows of blocks, or re-laid; TILES_BF16: see PackedTensor.wants_bf16."""
+
+    ROWS = _LAYOUTS["ROWS"]
+    TILES = _LAYOUTS["TILES"]
+    TILES_BF16 = _LAYOUTS["TILES_BF16"]
+
+
+def layout_of(weight: RawTensor | PackedTensor) -> int:
+    """The layout's number, as the extension takes it."""
+    if isinstance(weight, RawTensor):
+        return int(Layout.ROWS)
+    return int(Layout.TILES_BF16 if weight.wants_bf16 else Layout.TILES)
 
 
 def available_isas() -> tuple[Isa, ...]:
@@ -86,6 +110,11 @@ def active_isa() -> Isa:
             return isa
     names = ", ".join(isa.value for isa in known)
     raise ConfigError(f"{ISA_VARIABLE}={forced}: this machine has {names}")
+
+
+def has_bf16(isa: Isa) -> bool:
+    """Whether a tier multiplies bf16: re-laid BF16 weights, and others that want it."""
+    return bool(extension.has_bf16(isa.value))
 
 
 class WorkerPool:
@@ -112,6 +141,11 @@ class WorkerPool:
         self.handle = extension.WorkerPool([(place.node, list(place.cpus)) for place in chosen], self.isa.value)
         self.num_nodes = int(self.handle.num_nodes)
         self._finalizer = weakref.finalize(self, self.handle.close)
+
+    @property
+    def has_bf16(self) -> bool:
+        """See `has_bf16`."""
+        return has_bf16(self.isa)
 
     def close(self) -> None:
         """Stop the threads. Later calls with this pool raise RuntimeError. Closing twice does nothing."""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ktransformers.config import CPU_PREFILLS
 from ktransformers.core import Phase
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
@@ -89,6 +90,7 @@ class OperatorConfig:
     hf_config: Any
     pool: WorkerPool | None = None
     cpu_quant: QuantType | None = None
+    cpu_prefill: str = CPU_PREFILLS[0]
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
     devices: Devices = field(default_factory=Devices)
 

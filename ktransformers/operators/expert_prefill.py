@@ -112,7 +112,8 @@ class ExpertPrefill:
     """The routed experts of the layers that live on one GPU, for steps of many rows.
 
     One set of buffers serves all layers: calls are made on one stream, one layer after another.
-    threshold: fewest rows of a step that it takes. Raises CapacityError when the workspace does not fit.
+    threshold: fewest rows of a step that it takes; least_rows: which it is at least, because smaller steps are decode
+    steps, in which the host must not wait. Raises CapacityError when the workspace does not fit.
     """
 
     def __init__(
@@ -123,8 +124,10 @@ class ExpertPrefill:
         cpu: StreamedExperts,
         driver: StreamDriver,
         stats: ExpertStats | None = None,
+        least_rows: int = 2,
     ) -> None:
         self.device, self.shape, self._staging, self._cpu = device, shape, staging, cpu
+        self.least_rows = least_rows
         self.rates: PrefillRates | None = None
         self.threshold = NEVER
         self._driver, self._stats = driver, stats or ExpertStats()
@@ -152,7 +155,7 @@ class ExpertPrefill:
 
     def takes(self, num_rows: int) -> bool:
         """Whether a step of so many rows is run here."""
-        return self.threshold <= num_rows <= self.shape.max_rows and not self._driver.is_capturing()
+        return self.threshold <= num_rows <= self.shape.max_rows
 
     def submit(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor

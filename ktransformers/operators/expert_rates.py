@@ -163,5 +163,5 @@ def calibrate(
         if file is not None:
             file.write(rates)
     prefill.rates = rates
-    prefill.threshold = max(threshold_of(rates, prefill.shape.top_k, prefill.shape.num_experts), 2)
+    prefill.threshold = max(threshold_of(rates, prefill.shape.top_k, prefill.shape.num_experts), prefill.least_rows)
     logger.info("%s%s", describe_rates(rates, prefill.threshold, expert_nbytes), origin)

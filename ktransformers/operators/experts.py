@@ -24,7 +24,7 @@ from ktransformers.operators.base import Operator, OperatorConfig, Placement, Re
 from ktransformers.operators.device import STREAM_ROWS, give_back
 from ktransformers.operators.expert_prefill import PrefillLayer, PrefillTicket
 from ktransformers.operators.gpu_experts import GpuExperts, can_be_copied, gpu_experts_nbytes, why_not_on_gpu
-from ktransformers.operators.relaid import relaid_experts, relaid_nbytes
+from ktransformers.operators.relaid import relaid_experts, relaid_nbytes, wants_bf16
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, WeightSource
 
 __all__ = ["KTransformersExperts", "Ticket", "find_activation", "read_layout"]
@@ -108,6 +108,7 @@ class KTransformersExperts(Operator):
     device; results go back to it. `submit` and `collect` are the only places where devices meet: experts on the CPU
     of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more. Where
     `prefill` is set (engine/prefill.py does), steps from its threshold on are run by GPU and CPU together.
+    cpu_prefill: see KTransformersLinear.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -115,7 +116,7 @@ class KTransformersExperts(Operator):
         "KExpertsTorch": "dequantized experts and torch",
         "KExpertsMarlin": "quantized experts on the GPU",
     }
-    KWARGS: ClassVar[frozenset[str]] = frozenset({"backend"})
+    KWARGS: ClassVar[frozenset[str]] = frozenset({"backend", "cpu_prefill"})
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn"})  # fused into the kernel
     PREFILLS_AT_HOME: ClassVar[bool] = True
     BACKENDS: ClassVar[tuple[str, ...]] = ("llamafile", "AMXBF16", "AMXInt8")
@@ -127,8 +128,10 @@ class KTransformersExperts(Operator):
         config: OperatorConfig,
         placement: Placement | None = None,
         backend: str | None = None,
+        cpu_prefill: str | None = None,
     ):
         super().__init__(module, key, config, placement)
+        self.wants_bf16 = wants_bf16(key, cpu_prefill, config.cpu_prefill)
         self.layout = read_layout(module, key)
         if backend is not None and backend not in self.BACKENDS:
             raise UnsupportedError(f"{key}: backend {backend!r} is not one of {', '.join(self.BACKENDS)}")
@@ -211,7 +214,7 @@ class KTransformersExperts(Operator):
         if self.device.is_gpu:
             self._gpu = GpuExperts.of(weights, self.device)
             return
-        self._weights = relaid_experts(weights, self.config.require_pool())
+        self._weights = relaid_experts(weights, self.config.require_pool(), wants_bf16=self.wants_bf16)
         if self.activation is not None:
             self._kernel = native.MoeKernel(self._weights, self.activation, self.config.require_pool())
 

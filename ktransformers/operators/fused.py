@@ -44,8 +44,9 @@ __all__ = ["FusedLayer", "fuse_layers"]
 logger = logging.getLogger(__name__)
 
 _PROBE_ROWS = 5
-_TOLERANCE = 1e-4
-"""Of the largest value: both ways differ by rounding of rotations and sums only, a wrong formula by much more."""
+_TOLERANCE, _TOLERANCE_BF16 = 1e-4, 5e-3
+"""Of the largest value: both ways differ by rounding of rotations and sums only, a wrong formula by much more. Where
+activations are rounded to bf16, a difference in the last bit may become one of 2^-8 in one of them."""
 
 
 class _DoesNotFit(Exception):
@@ -238,7 +239,8 @@ def _agrees(fused: FusedLayer, embeddings: Any, shapes: list[LayerShape], pool: 
         results.append(out[0] if isinstance(out, tuple) else out)
     want, got = results
     scale = float(want.abs().max())
-    return want.shape == got.shape and bool(((want - got).abs() <= _TOLERANCE * scale).all())
+    tolerance = _TOLERANCE_BF16 if pool.has_bf16 else _TOLERANCE
+    return want.shape == got.shape and bool(((want - got).abs() <= tolerance * scale).all())
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ from ktransformers.operators.base import (
 )
 from ktransformers.operators.device import give_back
 from ktransformers.operators.gpu_matrix import GpuMatrix, gpu_matrix, gpu_nbytes
-from ktransformers.operators.relaid import relaid, relaid_nbytes
+from ktransformers.operators.relaid import relaid, relaid_nbytes, wants_bf16
 from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["KTransformersLinear"]
@@ -33,10 +33,11 @@ logger = logging.getLogger(__name__)
 class KTransformersLinear(Operator):
     """`nn.Linear` with a weight that stays quantized: [..., K] in, [..., N] out, of the type of its input.
 
-    On the CPU every op name runs as KLinearCPUInfer, the native kernel: it reads every type in place, and one kernel
-    for both phases keeps a token's result independent of the step's size. On a GPU one form of the weight serves both
-    phases, that of generate_op: quantized (KLinearMarlin, and what the other names of quantized weights mean), or dense
-    (KLinearTorch) where that is asked for or no kernel reads the type. The LM head's result is fp32.
+    On the CPU every op name runs as KLinearCPUInfer, the native kernel, which reads every type; the same arithmetic in
+    both phases keeps a token's result independent of the step's size, unless cpu_prefill (rule file, else
+    --cpu_prefill) is bf16. On a GPU one form of the weight serves both phases, that of generate_op: quantized
+    (KLinearMarlin, and what the other names of quantized weights mean), or dense (KLinearTorch) where that is asked for
+    or no kernel reads the type. The LM head's result is fp32.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -48,8 +49,18 @@ class KTransformersLinear(Operator):
         "KLinearQ8": "8-bit weight on the GPU",
     }
 
-    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+    KWARGS: ClassVar[frozenset[str]] = frozenset({"cpu_prefill"})
+
+    def __init__(
+        self,
+        module: nn.Module,
+        key: str,
+        config: OperatorConfig,
+        placement: Placement | None = None,
+        cpu_prefill: str | None = None,
+    ):
         super().__init__(module, key, config, placement)
+        self.wants_bf16 = wants_bf16(key, cpu_prefill, config.cpu_prefill)
         # A subclass with a forward of its own is more than a product: some routers are.
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             raise UnsupportedError(
@@ -99,7 +110,7 @@ class KTransformersLinear(Operator):
             self.matrix = gpu_matrix(source.tensor(name), self._bias, self.device, pool, self.is_dense_wanted)
         else:
             stored = source.fp8(name) if self._info(source).is_fp8 else source.tensor(name)
-            self._weight = relaid(stored, pool)
+            self._weight = relaid(stored, pool, wants_bf16=self.wants_bf16)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = self.device.take(hidden_states)

@@ -1,22 +1,26 @@
 """Weights in the form that the native kernels read fastest, made once while loading.
 
-A matrix of a type in native.PACKED_TYPES is re-laid (native.pack), and so is an FP8 one (native.pack_fp8); everything
-else stays as it is. The pages of the file that were read for it are given back, so that memory holds each weight once.
+A matrix that native.can_pack allows is re-laid (native.pack): quantized ones, and BF16 where the processor multiplies
+it; so is an FP8 one (native.pack_fp8). Everything else stays as it is. The pages of the file that were read are given
+back, so that memory holds each weight once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
 
+from ktransformers.config import CPU_PREFILLS
+from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
 from ktransformers.kernels.native import ExpertWeight, ExpertWeights, WorkerPool
 from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, OwnType, PackedTensor, RawTensor
 from ktransformers.weights.source import TensorInfo
 
-__all__ = ["relaid", "relaid_experts", "relaid_nbytes"]
+__all__ = ["relaid", "relaid_experts", "relaid_nbytes", "wants_bf16"]
 
 _TILE_ROWS = 16
 _PIECE = 32 << 20
@@ -25,16 +29,26 @@ _PIECE = 32 << 20
 
 def relaid_nbytes(info: TensorInfo) -> int:
     """Resident bytes of a matrix [N, K], or of E matrices [E, N, K], after `relaid`."""
-    is_relaid = info.resident_type in native.PACKED_TYPES or info.resident_type is OwnType.F8_E4M3
-    if not is_relaid or len(info.shape) < 2:
+    if len(info.shape) < 2:
+        return info.nbytes
+    is_fp8 = info.resident_type is OwnType.F8_E4M3
+    if not is_fp8 and not native.can_pack(info.resident_type, info.shape[-1], native.active_isa()):
         return info.nbytes
     count = info.shape[0] if len(info.shape) == 3 else 1
     return count * native.packed_nbytes(info.resident_type, info.shape[-2], info.shape[-1])
 
 
-def relaid(weight: RawTensor | Fp8Matrix, pool: WorkerPool) -> RawTensor | PackedTensor:
-    """A matrix [N, K] as the kernels want it."""
-    if isinstance(weight, RawTensor) and not _is_relaid(weight):
+def wants_bf16(key: str, given: str | None, default: str) -> bool:
+    """What cpu_prefill says for the operator `key`: its own in the rule file, or the default of all."""
+    chosen = default if given is None else given
+    if chosen not in CPU_PREFILLS:
+        raise UnsupportedError(f"{key}: cpu_prefill {chosen!r} is not one of {', '.join(CPU_PREFILLS)}")
+    return chosen == "bf16"
+
+
+def relaid(weight: RawTensor | Fp8Matrix, pool: WorkerPool, *, wants_bf16: bool = False) -> RawTensor | PackedTensor:
+    """A matrix [N, K] as the kernels want it. wants_bf16: see PackedTensor."""
+    if isinstance(weight, RawTensor) and not _is_relaid(weight, pool):
         return weight
     rows, cols = weight.shape
     data = native.empty_bytes(native.packed_nbytes(weight.qtype, rows, cols), pool)
@@ -44,11 +58,13 @@ def relaid(weight: RawTensor | Fp8Matrix, pool: WorkerPool) -> RawTensor | Packe
         stop = min(start + step, rows)
         first = native.packed_nbytes(weight.qtype, start, cols)
         _relay(weight.rows_slice(start, stop), pool, data[first : native.packed_nbytes(weight.qtype, stop, cols)])
-    return PackedTensor(data, weight.qtype, (rows, cols))
+    return PackedTensor(data, weight.qtype, (rows, cols), wants_bf16)
 
 
-def _is_relaid(weight: ExpertWeight) -> TypeGuard[RawTensor | Fp8Matrix]:
-    return isinstance(weight, Fp8Matrix) or (isinstance(weight, RawTensor) and weight.qtype in native.PACKED_TYPES)
+def _is_relaid(weight: ExpertWeight, pool: WorkerPool) -> TypeGuard[RawTensor | Fp8Matrix]:
+    if isinstance(weight, RawTensor):
+        return native.can_pack(weight.qtype, weight.cols, pool.isa)
+    return isinstance(weight, Fp8Matrix)
 
 
 def _relay(weight: RawTensor | Fp8Matrix, pool: WorkerPool, out: torch.Tensor) -> PackedTensor:
@@ -57,24 +73,27 @@ def _relay(weight: RawTensor | Fp8Matrix, pool: WorkerPool, out: torch.Tensor) -
     return made
 
 
-def _relaid_all(weights: Sequence[ExpertWeight] | None, pool: WorkerPool) -> Sequence[ExpertWeight] | None:
+def _relaid_all(
+    weights: Sequence[ExpertWeight] | None, pool: WorkerPool, wants_bf16: bool
+) -> Sequence[ExpertWeight] | None:
     """One projection of all experts, side by side in one buffer."""
-    if not weights or not _is_relaid(weights[0]):
+    if not weights or not _is_relaid(weights[0], pool):
         return weights
     rows, cols = weights[0].shape
     nbytes = native.packed_nbytes(weights[0].qtype, rows, cols)
     buffer = native.empty_bytes(len(weights) * nbytes, pool)
     made = list[ExpertWeight]()
     for i, weight in enumerate(weights):
-        assert _is_relaid(weight)
-        made.append(_relay(weight, pool, buffer[i * nbytes : (i + 1) * nbytes]))
+        assert _is_relaid(weight, pool)
+        relaid = _relay(weight, pool, buffer[i * nbytes : (i + 1) * nbytes])
+        made.append(replace(relaid, wants_bf16=wants_bf16))
     return made
 
 
-def relaid_experts(weights: ExpertWeights, pool: WorkerPool) -> ExpertWeights:
-    """The experts of one layer as the kernels want them."""
-    up, down = _relaid_all(weights.up, pool), _relaid_all(weights.down, pool)
+def relaid_experts(weights: ExpertWeights, pool: WorkerPool, *, wants_bf16: bool = False) -> ExpertWeights:
+    """The experts of one layer as the kernels want them. wants_bf16: see PackedTensor."""
+    up, down = _relaid_all(weights.up, pool, wants_bf16), _relaid_all(weights.down, pool, wants_bf16)
     assert up is not None
     assert down is not None
-    gate = _relaid_all(weights.gate, pool)
+    gate = _relaid_all(weights.gate, pool, wants_bf16)
     return ExpertWeights(gate, up, down, weights.gate_bias, weights.up_bias, weights.down_bias)

@@ -20,6 +20,7 @@ from ktransformers.cli.bench_model import Figure, Weights, best_of, weights_of
 from ktransformers.cli.bench_peer import PeerProcess, is_missing
 from ktransformers.cli.bench_work import ModelWork
 from ktransformers.config import DEMO_MODEL_PATH
+from ktransformers.kernels import native, native_base
 from ktransformers.weights.gguf import open_gguf
 
 TINY = ["--threads", "1", "--experts", "4", "--top_k", "2", "--hidden", "256", "--width", "256", "--layers", "1"]
@@ -83,6 +84,26 @@ def test_kernels_without_a_peer(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0]["touched_experts"] == 2  # one token, top-2
     assert record["machine"]["threads"] == 1
     assert record["machine"]["read_bandwidth_gb_s"] > 0
+
+
+def test_kernels_in_bf16(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (native, native_base):
+        monkeypatch.setattr(module, "active_isa", lambda: native.Isa.AVX512_BF16_EMULATED)
+    assert main(["bench", "kernels", *TINY, "--types", "q4_k_m,bf16", "--cpu_prefill", "bf16"]) == 0
+    record = last_json(capsys.readouterr().out)
+    assert all(row["bf16_us"] > 0 for row in record["rows"])
+    assert record["machine"]["bf16_peak_tflop_s"] > 0
+    quantized, unquantized = record["errors"]["q4_k_m"], record["errors"]["bf16"]
+    assert 0 < quantized["bf16"] < quantized["int8"] < 0.05
+    assert 0 < unquantized["bf16"] == unquantized["int8"] < 0.01  # one way only
+    monkeypatch.undo()
+    monkeypatch.setenv("KTRANSFORMERS_ISA", "scalar")
+    assert main(["bench", "kernels", *TINY, "--types", "q8_0", "--cpu_prefill", "bf16"]) == 0
+    out = capsys.readouterr().out
+    assert "scalar has no products of bf16: both ways are the exact one" in out
+    assert last_json(out)["machine"]["bf16_peak_tflop_s"] == 0
+    errors = last_json(out)["errors"]["q8_0"]
+    assert errors["int8"] == errors["bf16"] > 0
 
 
 def test_kernels_with_peers(

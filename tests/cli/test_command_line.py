@@ -92,7 +92,9 @@ def test_doctor_reports(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_flags_become_the_configuration() -> None:
     flags = "--model-path /m --gguf_path=/g --optimize_config-path /o --cache-lens 9 --chunk_size 8192 --cpu_infer 3"
-    args = build_parser().parse_args(["chat", *flags.split(), "--cpu-quant", "q8_0", "--strict", "--no-force-think"])
+    args = build_parser().parse_args(
+        ["chat", *flags.split(), "--cpu-quant", "q8_0", "--cpu-prefill", "bf16", "--strict", "--no-force-think"]
+    )
     assert engine_config(args) == EngineConfig(
         model_path=Path("/m"),
         gguf_path=Path("/g"),
@@ -102,6 +104,7 @@ def test_flags_become_the_configuration() -> None:
         max_new_tokens=1000,
         cpu_infer=3,
         cpu_quant="q8_0",
+        cpu_prefill="bf16",
         strict=True,
     )
     assert args.force_think is False

@@ -6,17 +6,31 @@ logits' norm; int8 activations of the CPU's kernels cost about as much. 5 % is f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
-from ktransformers.engine.builder import Engine, Hardware, build_engine
+from ktransformers.core import SamplingParams
+from ktransformers.engine.builder import Engine, Hardware, build_engine, build_paged_engine
+from ktransformers.engine.llm import LLM
 from ktransformers.kernels.quant import QuantType
+from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
-from tests.engine.test_gpu import EXPERTS_ON_CPU, EXPERTS_ON_GPU, logits_in_steps, prompt, rules_of
+from ktransformers.scheduler.records import StepPlan
+from tests.engine.test_gpu import (
+    EXPERTS_ON_CPU,
+    EXPERTS_ON_GPU,
+    RULES,
+    logits_in_steps,
+    prompt,
+    rules_of,
+    sequence_start,
+    step_row,
+)
 from tests.models.test_gguf_models import dequantized
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model
@@ -58,3 +72,55 @@ def test_the_bundled_model_agrees_with_itself_on_the_cpu() -> None:
     ids = list(range(40, 70))
     gpu, cpu = (logits_in_steps(engine_of(path, on_gpu=on_gpu), ids) for on_gpu in (True, False))
     check(gpu, cpu)
+
+
+def greedy(config: EngineConfig, *, on_gpu: bool) -> list[list[int]]:
+    llm = LLM.from_engine(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory if on_gpu else dict))))
+    prompts = ["Once upon a time", "List three primes:", "12 + 30 =", "The capital of France is"]
+    answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48))
+    llm.close()
+    return [list(answer.token_ids) for answer in answers]
+
+
+def test_greedy_tokens_of_the_bundled_model_agree_wherever_its_experts_are() -> None:
+    """All on the GPU, experts on the CPU, all on the CPU: logits of a trained model are further apart than rounding."""
+    config = EngineConfig(gguf_path=next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf")))), cache_lens=256)
+    hybrid = replace(config, optimize_config_path=RULES_DIR / RULES["qwen3_moe"])
+    want = greedy(config, on_gpu=False)
+    assert greedy(config, on_gpu=True) == want
+    assert greedy(hybrid, on_gpu=True) == want
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_graphs_change_no_bit(model_type: str, where: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type, seed=3, hidden=256)
+    path = write_gguf(model, tmp_path / "model.gguf", QuantType.Q4_K, QuantType.Q4_K, kv_b="whole")
+    rules = rules_of(model_type, tmp_path, EXPERTS_ON_CPU, EXPERTS_ON_CPU if where == "cpu" else EXPERTS_ON_GPU)
+    ids = prompt(model.config.vocab_size)
+    engines = [
+        engine_of(path, on_gpu=True, optimize_config_path=rules, use_cuda_graph=graphs) for graphs in (True, False)
+    ]
+    with_graphs, without = (logits_in_steps(engine, ids) for engine in engines)
+    assert torch.equal(with_graphs, without)
+    for engine in engines:
+        engine.close()
+
+
+def test_sequences_in_one_graph_are_those_of_steps_without(tmp_path: Path) -> None:
+    """Three rows in a graph of four, over a paged cache."""
+    path = write_gguf(tiny_model("qwen3_moe", seed=3, hidden=256), tmp_path / "m.gguf", QuantType.Q4_K, QuantType.Q4_K)
+    results = []
+    for graphs in (True, False):
+        config = EngineConfig(gguf_path=path, cache_lens=256, cpu_infer=2, use_cuda_graph=graphs)
+        hardware = Hardware(detect_machine(gpus=cuda_memory))
+        paged = build_paged_engine(config, page_size=16, max_batch_size=4, hardware=hardware)
+        starts = [sequence_start(i, [3 + i, 5, 8 - i]) for i in range(3)]
+        rows = [step_row(i, start.token_ids, 0, [i]) for i, start in enumerate(starts)]
+        done = [paged.executor.execute(StepPlan(step_id=1, ended=[], starts=starts, rows=rows))]
+        for step in range(20):
+            rows = [step_row(i, [done[-1].results[i].token_id or 0], 3 + step, [i, 3 + i]) for i in range(3)]
+            done.append(paged.executor.execute(StepPlan(step_id=2 + step, ended=[], starts=[], rows=rows)))
+        results.append([[result.token_id for result in step.results] for step in done])
+        paged.close()
+    assert results[0] == results[1]

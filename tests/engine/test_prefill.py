@@ -44,7 +44,7 @@ RATES = PrefillRates(1e-3, 0.0, FLAT, FLAT)
 @pytest.fixture(autouse=True)
 def _given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     def calibrate(prefill: ExpertPrefill, kernel: MoeKernel, expert_nbytes: int, file: object) -> None:
-        prefill.rates, prefill.threshold = RATES, 8
+        prefill.rates, prefill.threshold = RATES, max(8, prefill.least_rows)
 
     monkeypatch.setattr(module, "calibrate", calibrate)
 
@@ -111,14 +111,17 @@ def test_a_streamed_prompt_gives_what_the_cpu_gives(config: EngineConfig) -> Non
     assert (errors > 3e-2).sum() <= 2
 
 
-def test_a_step_of_many_sequences_is_streamed_too(config: EngineConfig) -> None:
+@pytest.mark.parametrize(("max_batch_size", "is_streamed"), [(4, True), (12, False)])
+def test_a_step_of_many_sequences_is_streamed_too(max_batch_size: int, is_streamed: bool, config: EngineConfig) -> None:
+    """Unless it is no larger than steps that are captured as graphs, in which the host must not wait."""
     gpu = Gpu()
-    paged = build_paged_engine(config, page_size=4, max_batch_size=4, hardware=gpu.hardware())
+    config = replace(config, use_cuda_graph=False)
+    paged = build_paged_engine(config, page_size=4, max_batch_size=max_batch_size, hardware=gpu.hardware())
     assert paged.config.chunk_size == 4096
     starts = [sequence_start(i, [3 + i, 5, 8 - i, 7]) for i in range(3)]
     rows = [step_row(i, start.token_ids, 0, [i]) for i, start in enumerate(starts)]
     result = paged.executor.execute(StepPlan(step_id=1, ended=[], starts=starts, rows=rows))
-    assert gpu.copies.num_copies > 0
+    assert (gpu.copies.num_copies > 0) is is_streamed
     assert result.experts[0] == 2 * 12 * TOP_K  # layers, tokens, experts of each
     paged.close()
 

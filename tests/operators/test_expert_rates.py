@@ -51,6 +51,7 @@ class Prefill:
     shape = PrefillShape(64, 8, 32, 16, 1024)
     rates: PrefillRates | None = None
     threshold = NEVER
+    least_rows = 2
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -104,6 +105,9 @@ def test_measured_once_and_said_in_one_line(tmp_path: Path, caplog: pytest.LogCa
     assert len(machine.calls) == before
     assert (again.rates, again.threshold) == (prefill.rates, prefill.threshold)
     assert "measured before" in caplog.records[-1].getMessage()
+    again.least_rows = again.threshold + 5
+    calibrate(again, Kernel(machine), 1000, RatesFile(KEY, tmp_path), machine.clock)  # type: ignore[arg-type]
+    assert again.threshold == again.least_rows
 
 
 def test_another_machine_has_another_file(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.native import Isa, WorkerPool
 from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, QuantType, RawTensor
 from ktransformers.operators import relaid as module
 from ktransformers.weights.quantize import quantize
@@ -45,3 +46,42 @@ def test_pieces_of_fp8_make_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch
 def test_unquantized_weights_stay_where_they_are() -> None:
     weight = RawTensor.from_tensor(torch.zeros(16, 32))
     assert module.relaid(weight, WorkerPool(1)) is weight
+
+
+@pytest.mark.parametrize("isa", [Isa.AMX_EMULATED, Isa.AVX512_BF16_EMULATED])
+def test_bf16_is_re_laid_where_it_can_be_multiplied(isa: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    weight = RawTensor.from_tensor(values)
+    pool, scalar = WorkerPool(1, isa), WorkerPool(1, Isa.SCALAR)
+    monkeypatch.setattr(module, "_PIECE", 40 * weight.row_bytes)
+    made = module.relaid(weight, pool)
+    assert isinstance(made, PackedTensor)
+    assert torch.equal(made.data, native.pack(weight, pool).data)
+    assert module.relaid(weight, scalar) is weight
+    narrow = RawTensor.from_tensor(values[:, :40])
+    assert module.relaid(narrow, pool) is narrow
+    experts = native.ExpertWeights(None, [weight, weight], [RawTensor.from_tensor(values.T.contiguous())] * 2)
+    relaid = module.relaid_experts(experts, pool)
+    assert [type(part[1]) for part in (relaid.up, relaid.down)] == [
+        PackedTensor,
+        RawTensor,
+    ]  # 100 columns: no whole tiles
+    for used in (pool, scalar):
+        used.close()
+
+
+def test_the_wish_for_bf16_comes_from_the_rule_or_the_default() -> None:
+    assert [module.wants_bf16("a", given, "int8") for given in (None, "int8", "bf16")] == [False, False, True]
+    assert [module.wants_bf16("a", given, "bf16") for given in (None, "int8", "bf16")] == [True, False, True]
+    with pytest.raises(UnsupportedError, match=r"a\.b: cpu_prefill 'fp4' is not one of int8, bf16"):
+        module.wants_bf16("a.b", "fp4", "int8")
+    weight = RawTensor(torch.zeros(16 * 34, dtype=torch.uint8), QuantType.Q8_0, (16, 32))
+    pool = WorkerPool(1)
+    made = [module.relaid(weight, pool, wants_bf16=wish) for wish in (False, True)]
+    assert [isinstance(one, PackedTensor) and one.wants_bf16 for one in made] == [False, True]
+    relaid = module.relaid_experts(native.ExpertWeights(None, [weight], [weight]), pool, wants_bf16=True)
+    assert [isinstance(part[0], PackedTensor) and part[0].wants_bf16 for part in (relaid.up, relaid.down)] == [
+        True,
+        True,
+    ]
+    pool.close()

@@ -98,6 +98,8 @@ def test_a_gap_is_refused() -> None:
 def test_flags_that_it_cannot_honour_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="--cpu_quant"):
         build_reference_engine(EngineConfig(model_path=DEMO_MODEL_PATH, cpu_quant="q4_k"))
+    with pytest.raises(UnsupportedError, match="--cpu_prefill"):
+        build_reference_engine(EngineConfig(model_path=DEMO_MODEL_PATH, cpu_prefill="bf16"))
     with pytest.raises(UnsupportedError, match="--optimize_config_path"):
         build_reference_engine(EngineConfig(model_path=DEMO_MODEL_PATH, optimize_config_path=Path("x.yaml")))
 
