@@ -22,6 +22,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.operators.gate import KMoEGate
 from ktransformers.optimize.plan import Plan
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan, StepResult
 
@@ -109,6 +110,13 @@ class _Counts:
         self.step_tokens.append(num_tokens)
 
 
+def _top_k_of(plan: Plan) -> int | None:
+    """Experts of a token by the routers, where kernels know them; layers on a GPU do not tell what they computed."""
+    routers = [operator.spec for operator in plan.operators.values() if isinstance(operator, KMoEGate)]
+    found = {spec.top_k for spec in routers if spec is not None}
+    return found.pop() if len(found) == 1 else None
+
+
 def _pages(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
@@ -143,6 +151,7 @@ class OfflineRuns:
         self._step_ids, self._run_ids = itertools.count(), itertools.count()
         self._ended: list[int] = []
         self.weights = StepWeights.of_plan(engine.plan)
+        self._top_k = _top_k_of(engine.plan)
 
     def prefill(self, num_tokens: int) -> Figure:
         """A prompt of num_tokens in chunks of the engine's chunk_size, until its first token is sampled."""
@@ -204,7 +213,7 @@ class OfflineRuns:
             return 0.0, 0.0
         if not counted.samples:
             return None, None
-        top_k = counted.rows / (self.weights.num_layers * sum(counted.step_tokens))
+        top_k = self._top_k or counted.rows / (self.weights.num_layers * sum(counted.step_tokens))
         even = [self.weights.even(top_k, num_tokens) for num_tokens in counted.step_tokens]
         return counted.touched / counted.samples, sum(even) / len(even)
 
