@@ -131,15 +131,22 @@ class Hardware:
         Where it must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers.
         """
         cores = physical_cores()
-        return cores - 1 if len(self.machine.devices) > 1 and cores > 2 else cores
+        return cores - 1 if self.has_gpus and cores > 2 else cores
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether there is more than the CPU."""
+        return len(self.machine.devices) > 1
+
+    def without_gpus(self) -> Hardware:
+        """The CPU alone."""
+        return replace(self, machine=replace(self.machine, devices={"cpu": self.machine.devices["cpu"]}))
 
     @classmethod
     def detect(cls, config: EngineConfig) -> Hardware:
         """This machine; its GPUs unless the configuration wants none."""
         machine = detect_machine()
         gpus = [name for name in machine.devices if name != "cpu"]
-        if config.use_cuda is False:
-            machine = replace(machine, devices={"cpu": machine.devices["cpu"]})
         if not gpus or config.use_cuda is False:
             asked = {
                 "--use_cuda": config.use_cuda,
@@ -149,7 +156,7 @@ class Hardware:
             reason = "no GPU can be used on this machine" if not gpus else "--no_use_cuda"
             for flag in (flag for flag, value in asked.items() if value):
                 logger.warning("%s has no effect (%s): everything runs on the CPU", flag, reason)
-        return cls(machine)
+        return cls(machine).without_gpus() if config.use_cuda is False else cls(machine)
 
 
 def _make_plan(
@@ -182,11 +189,13 @@ def _make_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A plan with all that it holds. chunk_size: tokens of a prefill step."""
+    """A plan with all that it holds. chunk_size: tokens of a prefill step. shapes, num_slots: of the cache."""
 
     plan: Plan
     chunk_size: int
     streamings: tuple[Streaming, ...]
+    shapes: list[LayerShape]
+    num_slots: int
 
 
 def _with_extras(
@@ -213,7 +222,23 @@ def _with_extras(
         moved = experts_for_gpus(plan, opened.source)
         if moved:
             plan, streamings = with_streaming(replace(again(moved), extra_bytes=plan.extra_bytes), streamings)
-    return _Planned(plan, chunk_size, streamings)
+    return _Planned(plan, chunk_size, streamings, shapes, num_slots)
+
+
+def _settled(
+    opened: OpenedModel, hardware: Hardware, plan_on: Callable[[Hardware], _Planned]
+) -> tuple[_Planned, Hardware]:
+    """The plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for them."""
+    planned = plan_on(hardware)
+    reason = planned.plan.misfit()
+    if reason is None or opened.config.use_cuda is not None or not hardware.has_gpus:
+        return planned, hardware
+    cpu = hardware.without_gpus()
+    instead = plan_on(cpu)
+    if instead.plan.misfit() is not None:
+        return planned, hardware
+    logger.warning("the GPU is left alone, everything runs on the CPU (--use_cuda makes this an error): %s", reason)
+    return instead, cpu
 
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
@@ -223,13 +248,15 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     """
     opened = opened or open_model(config)
     hardware = hardware or Hardware.detect(opened.config)
-    plan, shapes = _make_plan(opened, hardware, pool=None)
     num_slots = cache_len_of(opened.config, opened.hf_config)
 
-    def again(moved: Mapping[str, str]) -> Plan:
-        return _make_plan(opened, hardware, None, moved=moved)[0]
+    def plan_on(hardware: Hardware) -> _Planned:
+        plan, shapes = _make_plan(opened, hardware, None)
+        return _with_extras(
+            opened, plan, shapes, num_slots, lambda moved: _make_plan(opened, hardware, None, moved=moved)[0]
+        )
 
-    return _with_extras(opened, plan, shapes, num_slots, again).plan
+    return _settled(opened, hardware, plan_on)[0].plan
 
 
 @contextmanager
@@ -253,12 +280,16 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
     hardware = hardware or Hardware.detect(opened.config)
     opened.config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
     with _new_pool(opened.config.cpu_infer) as pool:
-        plan, shapes = _make_plan(opened, hardware, pool)
         max_len = cache_len_of(opened.config, opened.hf_config)
-        planned = _with_extras(
-            opened, plan, shapes, max_len, lambda moved: _make_plan(opened, hardware, pool, moved=moved)[0]
-        )
-        plan = planned.plan
+
+        def plan_on(hardware: Hardware) -> _Planned:
+            plan, shapes = _make_plan(opened, hardware, pool)
+            return _with_extras(
+                opened, plan, shapes, max_len, lambda moved: _make_plan(opened, hardware, pool, moved=moved)[0]
+            )
+
+        planned, hardware = _settled(opened, hardware, plan_on)
+        plan, shapes = planned.plan, planned.shapes
         plan.check_fits()
         model = describe_model(opened)
         _say_prefill(plan, pool)
@@ -299,16 +330,20 @@ def build_paged_engine(
     hardware = hardware or Hardware.detect(opened.config)
     opened.config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
     with _new_pool(opened.config.cpu_infer) as pool:
-        plan, shapes = _make_plan(opened, hardware, pool, expert_stats)
-        num_pages = _num_pages(opened, plan, shapes, page_size, max_batch_size)
-        planned = _with_extras(
-            opened,
-            plan,
-            shapes,
-            num_pages * page_size,
-            lambda moved: _make_plan(opened, hardware, pool, expert_stats, moved)[0],
-        )
-        plan = planned.plan
+
+        def plan_on(hardware: Hardware) -> _Planned:
+            plan, shapes = _make_plan(opened, hardware, pool, expert_stats)
+            num_slots = _num_pages(opened, plan, shapes, page_size, max_batch_size) * page_size
+            return _with_extras(
+                opened,
+                plan,
+                shapes,
+                num_slots,
+                lambda moved: _make_plan(opened, hardware, pool, expert_stats, moved)[0],
+            )
+
+        planned, hardware = _settled(opened, hardware, plan_on)
+        plan, shapes, num_pages = planned.plan, planned.shapes, planned.num_slots // page_size
         plan.check_fits()
         model = describe_model(opened)
         _say_prefill(plan, pool)

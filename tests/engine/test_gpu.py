@@ -253,12 +253,20 @@ def test_reasons_not_to_capture(tmp_path: Path, caplog: pytest.LogCaptureFixture
     engine.close()
 
 
-def test_what_does_not_fit_on_the_gpu_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_fit_on_the_gpu_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("qwen3_moe", seed=1)
     write_safetensors(model, tmp_path)
     config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1)
+    small = fake_hardware(gpu_bytes=1 << 16)
     with pytest.raises(CapacityError, match="cuda:0: weights"):
-        build_engine(config, hardware=fake_hardware(gpu_bytes=1 << 16))
+        build_engine(replace(config, use_cuda=True), hardware=small)
+    # Unless nobody asked for the GPU, which others may have filled: then the CPU takes it all, and a line says so.
+    engine = build_engine(config, hardware=small)
+    assert "the GPU is left alone" in caplog.text
+    assert "cuda:0: weights" in caplog.text
+    assert {entry.placement.generate_device for entry in engine.plan.entries} == {"cpu"}
+    assert engine.runner.forward([3, 4, 5], 0, [2]).shape[0] == 1
+    engine.close()
     plan = plan_model(config, hardware=fake_hardware())
     assert plan.misfit() is None
     assert set(plan.extra_bytes["workspace"]) == {"cuda:0"}
