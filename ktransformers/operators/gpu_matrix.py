@@ -13,24 +13,12 @@ from torch.nn import functional
 
 from ktransformers.kernels import native
 from ktransformers.kernels.native import WorkerPool
-from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor, fp8_nbytes
-from ktransformers.kernels.triton import fp8
+from ktransformers.kernels.quant import QuantType, RawTensor
 from ktransformers.kernels.triton.linear import linear
 from ktransformers.kernels.triton.packing import GPU_TYPES, Layout, can_repack, packed_nbytes, repack
 from ktransformers.operators.device import Device
 
-__all__ = [
-    "BlockScaledMatrix",
-    "DenseMatrix",
-    "GpuMatrix",
-    "QuantizedMatrix",
-    "dense_tensor",
-    "fp8_matrix",
-    "gpu_matrix",
-    "gpu_nbytes",
-    "stays_fp8",
-    "stays_quantized",
-]
+__all__ = ["DenseMatrix", "GpuMatrix", "QuantizedMatrix", "dense_tensor", "gpu_matrix", "gpu_nbytes", "stays_quantized"]
 
 _FLOATS = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _PIECE = 1 << 26  # weights widened at once
@@ -75,40 +63,11 @@ class QuantizedMatrix:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class BlockScaledMatrix:
-    """matrix: [rows, cols] in FP8 with a scale for every 128 x 128; bias: fp32 [rows] or None."""
-
-    device: Device
-    matrix: fp8.Fp8Matrix
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        """x [T, K] -> [T, N]."""
-        out = torch.empty(x.shape[0], self.matrix.rows, dtype=out_dtype, device=x.device)
-        rows = x.to(self.device.matmul_dtype)
-        return fp8.fp8_linear(rows, self.matrix, self.bias, out, workspace=self.device.linear_workspace())
-
-
 class GpuMatrix(Protocol):
     """A matrix [N, K] on a GPU that multiplies."""
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """x [T, K] -> [T, N]."""
-
-
-def stays_fp8(shape: tuple[int, int], is_dense_wanted: bool) -> bool:
-    """Whether an FP8 matrix with block scales of this shape is multiplied as it is; others are dense on a GPU."""
-    rows, cols = shape
-    return not is_dense_wanted and cols % 32 == 0 and fp8_nbytes(rows, cols) < 1 << 31
-
-
-def fp8_matrix(weight: Fp8Matrix, bias: torch.Tensor | None, device: Device) -> BlockScaledMatrix:
-    """Bring an FP8 matrix [N, K] to a GPU. The pages of the file it was read from are given back."""
-    there = device.torch_device
-    matrix = fp8.pack_fp8(weight.values.to(there), weight.scales.to(there))
-    native.page_out(weight)
-    return BlockScaledMatrix(device, matrix, None if bias is None else bias.to(there))
 
 
 def stays_quantized(qtype: QuantType, is_dense_wanted: bool) -> bool:

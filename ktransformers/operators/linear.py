@@ -11,7 +11,7 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
-from ktransformers.kernels.quant import OwnType, PackedTensor, QuantType, RawTensor
+from ktransformers.kernels.quant import PackedTensor, RawTensor
 from ktransformers.operators.base import (
     Operator,
     OperatorConfig,
@@ -21,7 +21,7 @@ from ktransformers.operators.base import (
     expect_shape,
 )
 from ktransformers.operators.device import give_back
-from ktransformers.operators.gpu_matrix import GpuMatrix, fp8_matrix, gpu_matrix, gpu_nbytes, stays_fp8
+from ktransformers.operators.gpu_matrix import GpuMatrix, gpu_matrix, gpu_nbytes
 from ktransformers.operators.relaid import relaid, relaid_nbytes, wants_bf16
 from ktransformers.weights.source import TensorInfo, WeightSource
 
@@ -36,8 +36,8 @@ class KTransformersLinear(Operator):
     On the CPU every op name runs as KLinearCPUInfer, the native kernel, which reads every type; the same arithmetic in
     both phases keeps a token's result independent of the step's size, unless cpu_prefill (rule file, else
     --cpu_prefill) is bf16. On a GPU one form of the weight serves both phases, that of generate_op: quantized
-    (KLinearMarlin, and what the other names of quantized weights mean; KLinearFP8 for block-scaled ones), or dense
-    (KLinearTorch) where that is asked for or no kernel reads the type. The LM head's result is fp32.
+    (KLinearMarlin, and what the other names of quantized weights mean), or dense (KLinearTorch) where that is asked for
+    or no kernel reads the type. The LM head's result is fp32.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -71,7 +71,6 @@ class KTransformersLinear(Operator):
         # Hugging Face code reads `linear.weight.dtype` and `.shape`; the bytes live in `_weight`.
         self.weight = empty_parameter((self.out_features, self.in_features))
         self.is_dense_wanted = self.placement.generate_op == "KLinearTorch"
-        self._is_fp8 = False  # whether the weight stays in FP8, which is known once a source was asked
         self.is_head = key.rpartition(".")[2] == "lm_head"
         self._weight: RawTensor | PackedTensor | None = None
         self.matrix: GpuMatrix | None = None  # the weight on a GPU, once loaded; may be a share of a larger one
@@ -80,25 +79,17 @@ class KTransformersLinear(Operator):
     def op(self, phase: Phase) -> str:
         if not self.device.is_gpu:
             return "KLinearCPUInfer"
-        if self._is_fp8:
-            return "KLinearFP8"
         return "KLinearTorch" if self.is_dense_wanted else "KLinearMarlin"
 
     def _info(self, source: WeightSource) -> TensorInfo:
         name = f"{self.key}.weight"
         info = expect_shape(source.find(name), name, (self.out_features, self.in_features))
-        shape = (self.out_features, self.in_features)
-        is_kept = info.is_fp8 and (not self.device.is_gpu or stays_fp8(shape, self.is_dense_wanted))
-        return info.as_fp8() if is_kept else info
+        return info.as_fp8() if info.is_fp8 and not self.device.is_gpu else info
 
     def requirements(self, source: WeightSource) -> Requirements:
         needs, device = Requirements(), self.device
         info = self._info(source)
-        self._is_fp8 = info.resident_type is OwnType.F8_E4M3
-        if device.is_gpu and self._is_fp8:
-            nbytes = info.nbytes
-        elif device.is_gpu:
-            assert isinstance(info.resident_type, QuantType)
+        if device.is_gpu:
             shape = self.out_features, self.in_features
             nbytes = gpu_nbytes(info.resident_type, shape, device, self.is_dense_wanted, info.nbytes)
         else:
@@ -115,12 +106,10 @@ class KTransformersLinear(Operator):
         self.requirements(source)
         name, pool = f"{self.key}.weight", self.config.require_pool()
         self._bias = source.dense(f"{self.key}.bias") if self.has_bias else None
-        if self.device.is_gpu and self._is_fp8:
-            self.matrix = fp8_matrix(source.fp8(name), self._bias, self.device)
-        elif self.device.is_gpu:
+        if self.device.is_gpu:
             self.matrix = gpu_matrix(source.tensor(name), self._bias, self.device, pool, self.is_dense_wanted)
         else:
-            stored = source.fp8(name) if self._is_fp8 else source.tensor(name)
+            stored = source.fp8(name) if self._info(source).is_fp8 else source.tensor(name)
             self._weight = relaid(stored, pool, wants_bf16=self.wants_bf16)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

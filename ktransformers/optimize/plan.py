@@ -252,14 +252,11 @@ class _Planner:
             hf_class=type(module).__name__,
             operator=rule.operator.__name__,
             placement=placement,
-            generate_op=KEPT_OP,
-            prefill_op=KEPT_OP,
+            generate_op=operator.op(Phase.GENERATE),
+            prefill_op=operator.op(Phase.PREFILL),
             rule=rule.number,
         )
-        entry = self._with_needs(entry, lambda: operator.requirements(self.source))
-        # What runs may follow from what the files hold.
-        generate_op, prefill_op = operator.op(Phase.GENERATE), operator.op(Phase.PREFILL)
-        self.entries.append(replace(entry, generate_op=generate_op, prefill_op=prefill_op))
+        self.entries.append(self._with_needs(entry, lambda: operator.requirements(self.source)))
         return operator.OWNED_CHILDREN
 
     def _keep(self, module: nn.Module, key: str, rule: Rule | None) -> None:
