@@ -22,9 +22,11 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
+from ktransformers.kernels.flashinfer import LatentShape, Shape
 from ktransformers.kernels.quant import QuantType, RawTensor
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
 from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.flash import FlashLayer
 from ktransformers.operators.gpu_joined import JoinedLinears
 from ktransformers.operators.gpu_latent import GpuLatent, LatentStep, check_gpu_shape
 from ktransformers.operators.norm import KRMSNorm, computes_rms_norm, norm_epsilon
@@ -79,12 +81,19 @@ class KMLAAttention(WrapperOperator):
         self._compressions: JoinedLinears | None = None  # what reads hidden states: the query's and the latent's
         self._query_norm: float | None = None  # epsilon of the compressed query's RMSNorm, where a kernel computes it
         self._gpu: GpuLatent | None = None
+        self.flash: FlashLayer | None = None
         if self.device.is_gpu:
             check_gpu_shape(key, self.rank, self.rope_dim)
             if not computes_rms_norm(module.get_submodule("kv_a_layernorm")):
                 raise UnsupportedError(f"{key}: its latent norm is not plain RMSNorm; place it on cpu")
         self._k_b: RawTensor | None = None  # [H, R, N]
         self._v_b: RawTensor | None = None  # [H, V, R]
+
+    def attention_shape(self) -> Shape | None:
+        if not self.device.is_gpu:
+            return None
+        scale = float(self.inner.scaling)  # type: ignore[arg-type]
+        return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, scale)
 
     def op(self, phase: Phase) -> str:
         return "KMLATriton" if self.device.is_gpu else "KMLANative"
@@ -208,6 +217,7 @@ class KMLAAttention(WrapperOperator):
             keys,
             forward_context.on(keys.device),
             float(inner.scaling),
+            attend=None if self.flash is None else self.flash.of(forward_context),
         )
         if getattr(inner, "q_lora_rank", None) is None:
             q = query
