@@ -50,6 +50,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def _real_parts(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [T, P / 2] of complex [1, T, P / 2]."""
+    return angles[0].real.contiguous(), angles[0].imag.contiguous()
+
+
 class KMLAAttention(WrapperOperator):
     """Latent attention of the DeepSeek families: [1, T, hidden] in and out, absorbed in both phases."""
 
@@ -183,7 +188,7 @@ class KMLAAttention(WrapperOperator):
         assert self._k_b is not None, f"{self.key} is not loaded"
         assert self._v_b is not None
         pool = self.config.require_pool()
-        cos, sin, is_interleaved = self._angles(position_embeddings)
+        cos, sin, is_interleaved = self._angles(position_embeddings, forward_context)
         query = self._query(hidden_states, cos, sin, is_interleaved, pool)
         keys, values = forward_context.cache.layer(self.layer_idx)
         keys[forward_context.slot_mapping] = self._latent(hidden_states, cos, sin, is_interleaved)
@@ -206,7 +211,7 @@ class KMLAAttention(WrapperOperator):
         self, gpu: GpuLatent, hidden_states: torch.Tensor, position_embeddings: Any, forward_context: ForwardContext
     ) -> torch.Tensor:
         inner: Any = self.inner
-        angles = self._angles(position_embeddings)
+        angles = self._angles(position_embeddings, forward_context)
         keys, _ = forward_context.cache.layer(self.layer_idx)
         assert self._compressions is not None, f"{self.key} is not settled"
         query, compressed = self._compressions(hidden_states[0])
@@ -231,11 +236,10 @@ class KMLAAttention(WrapperOperator):
         output: torch.Tensor = inner.o_proj(out.view(1, -1, self.num_heads * self.v_dim))
         return output
 
-    def _angles(self, position_embeddings: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    def _angles(self, position_embeddings: Any, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """(cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 hands over complex numbers, later families a pair."""
         if isinstance(position_embeddings, torch.Tensor):
-            angles = position_embeddings[0]
-            return angles.real.contiguous(), angles.imag.contiguous(), True
+            return *context.derived(position_embeddings, _real_parts), True
         cos, sin = (part[0, :, : self.rope_dim // 2] for part in position_embeddings)
         return cos, sin, bool(getattr(self.inner.config, "rope_interleave", True))
 
