@@ -45,6 +45,8 @@ _SHAPE_NBYTES = 8 << 20  # what a wrapper of FlashInfer allocates for itself
 
 _MAX_PAGE = 16
 
+_IMPORT_ERRORS = (ImportError, OSError, RuntimeError)  # of it, of its libraries, of parts whose versions differ
+
 
 @dataclass(frozen=True, slots=True)
 class GqaShape:
@@ -81,7 +83,7 @@ def version() -> str | None:
     """FlashInfer's version, None where it cannot be imported."""
     try:
         return str(getattr(_module(), "__version__", "unknown"))
-    except ImportError:
+    except _IMPORT_ERRORS:
         return None
 
 
@@ -93,7 +95,7 @@ def why_not(device: torch.device) -> str | None:
     """Why FlashInfer cannot run on `device`, or None when nothing is known to speak against it."""
     try:
         _module()
-    except ImportError as error:
+    except _IMPORT_ERRORS as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "flashinfer"
         return "it is not installed" if is_absent else f"it cannot be imported ({error})"
     capability = _capability(device)

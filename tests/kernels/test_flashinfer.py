@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
+
 import pytest
 import torch
 
@@ -101,6 +104,27 @@ def test_shapes_that_it_has_no_kernel_for(shape: GqaShape | LatentShape, reason:
     found = flashinfer.why_not_shape(shape)
     assert found is not None
     assert reason in found
+
+
+@pytest.mark.parametrize("method", ["__init__", "plan", "run"])
+@pytest.mark.parametrize("kind", ["BatchPrefillWithPagedKVCacheWrapper", "mla.BatchMLAPagedAttentionWrapper"])
+def test_the_fake_has_its_signatures(kind: str, method: str) -> None:
+    """Where FlashInfer is installed: the same parameters in the same order, as far as the fake has them."""
+    real = pytest.importorskip("flashinfer")
+    theirs = inspect.signature(getattr(operator.attrgetter(kind)(real), method)).parameters
+    ours = inspect.signature(getattr(getattr(fake_flashinfer, kind.rpartition(".")[2]), method)).parameters
+    positional = [name for name, one in ours.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert [name for name in theirs if name in positional] == positional
+    assert list(theirs)[: len(positional)] == positional
+
+
+def test_parts_that_differ_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("flashinfer-cubin version does not match")
+
+    monkeypatch.setattr(flashinfer, "_module", refuse)
+    assert flashinfer.version() is None
+    assert flashinfer.why_not(CPU) == "it cannot be imported (flashinfer-cubin version does not match)"
 
 
 @pytest.mark.gpu
