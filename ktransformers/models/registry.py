@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, Family] = {
     "dots1": Family("Dots1.yaml"),
     "ernie4_5_moe": Family("Ernie4_5_Moe.yaml"),
     "glm4_moe": Family("Glm4Moe.yaml"),
+    "hunyuan_v1_moe": Family("Hunyuan-A13B.yaml"),
     "mixtral": Family("Mixtral.yaml"),
     "qwen2_moe": Family("Qwen2-57B-A14B-Instruct.yaml"),
     "qwen3_moe": Family("Qwen3Moe-ktransformers.yaml"),

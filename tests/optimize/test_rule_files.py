@@ -29,6 +29,7 @@ SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "Glm4Moe.yaml": [("glm4_moe", {})],
     "Dots1.yaml": [("dots1", {})],
     "Ernie4_5_Moe.yaml": [("ernie4_5_moe", {})],
+    "Hunyuan-A13B.yaml": [("hunyuan_v1_moe", {})],
     "default-moe.yaml": [(model_type, {}) for model_type in MOE_TYPES],
     "default-dense.yaml": [(model_type, {}) for model_type in DENSE_TYPES],
 }
