@@ -89,10 +89,10 @@ def _refusal(reason: str) -> ConfigError:
     )
 
 
-def settle_attention(plan: Plan, backend: str) -> None:
+def settle_attention(plan: Plan, backend: str, page_size: int) -> None:
     """Give FlashInfer to the operators of a loaded model that are to use it and on which it proves right; say so once.
 
-    Raises ConfigError when `backend` is "flashinfer" and it fails.
+    page_size: of the cache. Raises ConfigError when `backend` is "flashinfer" and it fails.
     """
     asked = _asked(plan.operators.items())
     if not asked:
@@ -114,7 +114,7 @@ def settle_attention(plan: Plan, backend: str) -> None:
             failures.append(steps)
             continue
         if (device.name, shape) not in tried:
-            tried[device.name, shape] = _try(steps.kernels, shape)
+            tried[device.name, shape] = _try(steps.kernels, shape, page_size)
         failure = tried[device.name, shape]
         if failure is None:
             operator.flash = FlashLayer(shape, steps)
@@ -134,11 +134,11 @@ def _start(device: Device) -> FlashSteps | str:
 
 
 @torch.inference_mode()
-def _try(kernels: FlashInfer, shape: Shape) -> str | None:
+def _try(kernels: FlashInfer, shape: Shape, page_size: int) -> str | None:
     """Why FlashInfer does not do for `shape`, found by computing; None when it does."""
     use(kernels.device)
     try:
-        error = flashinfer.difference(kernels, shape)
+        error = flashinfer.difference(kernels, shape, page_size)
     except Exception as failure:  # noqa: BLE001 - it compiles kernels, with whatever compiler there is
         return f"it failed when tried ({_words(failure)})"
     allowed = flashinfer.tolerance(shape)

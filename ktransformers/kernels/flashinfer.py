@@ -224,16 +224,16 @@ class FlashInfer:
         return out
 
 
-def _probe_step(window: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """(seq_ids, kv_lens, block_table, page_size) of two sequences, one beyond the window, on scattered pages."""
-    lengths, counts, page_size = (window + 75, 40), (38, 33), 48
+def _probe_step(window: int, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(seq_ids, kv_lens, block_table) of two sequences, one beyond the window, on scattered pages."""
+    lengths, counts = (window + 75, 40), (38, 33)
     num_pages = [-(-length // page_size) for length in lengths]
     table = torch.zeros(2, max(num_pages), dtype=torch.int32)
     order = torch.randperm(sum(num_pages), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     table[0, : num_pages[0]], table[1, : num_pages[1]] = order[: num_pages[0]], order[num_pages[0] :]
     seq_ids = torch.repeat_interleave(torch.arange(2), torch.tensor(counts)).to(torch.int32)
     rows = [torch.arange(length - count + 1, length + 1) for length, count in zip(lengths, counts, strict=True)]
-    return seq_ids, torch.cat(rows).to(torch.int32), table, page_size
+    return seq_ids, torch.cat(rows).to(torch.int32), table
 
 
 def tolerance(shape: Shape) -> float:
@@ -247,10 +247,14 @@ def tolerance(shape: Shape) -> float:
     return 2 * torch.finfo(shape.dtype).eps + 2 * softcap * 2**-11 + 2**-14
 
 
-def difference(flash: FlashInfer, shape: Shape) -> float:
-    """The largest difference from the Triton kernels' result on random numbers, whose values are at most 1."""
+def difference(flash: FlashInfer, shape: Shape, cache_page: int = _MAX_PAGE) -> float:
+    """The largest difference from the Triton kernels' result on random numbers, whose values are at most 1.
+
+    cache_page: positions of a page of the cache that `shape` will be used on, for `pages_of` to cut alike.
+    """
     window = shape.window if isinstance(shape, GqaShape) else 0
-    seq_ids, kv_lens, table, page_size = _probe_step(window)
+    page_size = 3 * math.gcd(cache_page, _MAX_PAGE)
+    seq_ids, kv_lens, table = _probe_step(window, page_size)
     num_slots = (int(table.max()) + 1) * page_size
     generator = torch.Generator().manual_seed(2)
 

@@ -72,9 +72,11 @@ def test_it_agrees_with_the_triton_kernels(shape: GqaShape | LatentShape, monkey
     assert flashinfer.why_not_shape(shape) is None
     flash = FlashInfer(CPU)
     assert flashinfer.difference(flash, shape) <= flashinfer.tolerance(shape)
+    assert flashinfer.difference(flash, shape, 100) <= flashinfer.tolerance(shape)
     calls.fault = 2 * flashinfer.tolerance(shape)
     assert flashinfer.difference(flash, shape) > flashinfer.tolerance(shape)
-    assert len(calls.plans) == len(calls.runs) == 2
+    assert [plan["page_size"] for plan in calls.plans] == [16, 4, 16]
+    assert len(calls.runs) == 3
 
 
 def test_reasons_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
