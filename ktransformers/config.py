@@ -11,6 +11,7 @@ from pathlib import Path
 from ktransformers.errors import ConfigError
 
 __all__ = [
+    "ATTENTION_BACKENDS",
     "CPU_PREFILLS",
     "CPU_QUANT_TYPES",
     "DEFAULT_CHUNK_SIZE",
@@ -28,6 +29,8 @@ CPU_QUANT_TYPES = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 CPU_PREFILLS = ("int8", "bf16")
 """What `--cpu_prefill` accepts, the default first."""
 
+ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
+"""What `--attention_backend` accepts."""
 
 DEFAULT_CHUNK_SIZE = 512
 """Tokens of a prefill step on the CPU when nothing is said."""
@@ -76,6 +79,7 @@ class EngineConfig:
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
     use_cuda: whether modules that rules place on cuda go to a GPU; None where there is one.
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed; None where they are on one.
+    attention_backend: kernels of attention on GPUs; "auto" is FlashInfer where it is installed and can, else Triton.
     """
 
     model_path: Path | None = None
@@ -92,6 +96,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     use_cuda: bool | None = None
     use_cuda_graph: bool | None = None
+    attention_backend: str = "auto"
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:
         """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
@@ -115,8 +120,9 @@ class EngineConfig:
             raise ConfigError(f"--gpu_memory must be a number of GiB, or 0 for all that is free, got {self.gpu_memory}")
         if self.cpu_quant is not None and self.cpu_quant.lower() not in CPU_QUANT_TYPES:
             raise ConfigError(f"--cpu_quant {self.cpu_quant} is not one of {', '.join(CPU_QUANT_TYPES)}")
-        if self.cpu_prefill not in CPU_PREFILLS:
-            raise ConfigError(f"--cpu_prefill {self.cpu_prefill} is not one of {', '.join(CPU_PREFILLS)}")
+        for flag, known in (("cpu_prefill", CPU_PREFILLS), ("attention_backend", ATTENTION_BACKENDS)):
+            if getattr(self, flag) not in known:
+                raise ConfigError(f"--{flag} {getattr(self, flag)} is not one of {', '.join(known)}")
         return replace(
             self,
             model_path=None if self.model_path is None else Path(self.model_path),

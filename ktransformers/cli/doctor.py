@@ -7,6 +7,7 @@ import importlib
 import os
 import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ktransformers.cli.options import version
@@ -20,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="show what this machine and this installation have",
-        description="Show versions, the native extension, instruction sets, cores, memory and devices.",
+        description="Show versions, the native extension, instruction sets, cores, memory, GPUs and what runs on them.",
     )
     parser.set_defaults(run=run)
 
@@ -59,9 +60,53 @@ def _cuda() -> str:
         import torch
     except ImportError:
         return "unknown (torch is missing)"
-    if not torch.cuda.is_available():
-        return "none"
-    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return str(torch.cuda.device_count()) if torch.cuda.is_available() else "none"
+
+
+def _triton() -> str:
+    from ktransformers.kernels.triton import runtime
+
+    reason = runtime.available()
+    if reason is not None:
+        return f"not used: {reason}"
+    where = "interpreted on the CPU" if runtime.is_interpreted() else "kernels of modules on cuda"
+    return f"{runtime.triton.__version__}; {where}"
+
+
+def _flashinfer() -> str:
+    import torch
+
+    from ktransformers.kernels import flashinfer
+
+    reasons = [flashinfer.why_not(torch.device(name)) for name in _gpus() or ["cpu"]]
+    against = "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
+    return (
+        f"not used: {against}" if against else f"{flashinfer.version()}; attention of prefill steps, if it proves right"
+    )
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
+
+
+def _gpu(name: str) -> str:
+    import torch
+
+    device = torch.device(name)
+    free, total = torch.cuda.mem_get_info(device)
+    capability = ".".join(str(part) for part in torch.cuda.get_device_capability(device))
+    memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    return f"{torch.cuda.get_device_name(device)}, compute capability {capability}, {memory}"
+
+
+def _stream_memory(name: str) -> str:
+    """How a GPU hands experts over to the CPU."""
+    from ktransformers.kernels.cuda import CudaDriver
+
+    reason = CudaDriver(name).memory_operations()
+    return f"host functions ({reason})" if reason is not None else "stream memory operations"
 
 
 def _demo_model() -> str:
@@ -75,13 +120,26 @@ def _checked(check: Callable[[], str]) -> str:
 
     try:
         return check()
-    except (KTransformersError, OSError, RuntimeError, ValueError, AttributeError, LookupError) as error:
+    except (KTransformersError, ImportError, OSError, RuntimeError, ValueError, AttributeError, LookupError) as error:
         return f"failed: {error}"
+
+
+def _gpu_checks() -> list[tuple[str, Callable[[], str]]]:
+    """Two lines for each CUDA device."""
+    try:
+        names = _gpus()
+    except ImportError:
+        return []
+    checks: list[tuple[str, Callable[[], str]]] = []
+    for name in names:
+        checks.append((name, partial(_gpu, name)))
+        checks.append((f"{name} streams", partial(_stream_memory, name)))
+    return checks
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
-    checks: tuple[tuple[str, Callable[[], str]], ...] = (
+    checks: list[tuple[str, Callable[[], str]]] = [
         ("ktransformers", version),
         ("python", platform.python_version),
         ("system", platform.platform),
@@ -90,9 +148,12 @@ def run(args: argparse.Namespace) -> int:
         ("native extension", _native),
         ("cores", lambda: f"{physical_cores()} physical, {os.cpu_count()} logical"),
         ("memory", _memory),
+        ("triton", _triton),
+        ("flashinfer", _flashinfer),
         ("cuda devices", _cuda),
+        *_gpu_checks(),
         ("demo model", _demo_model),
-    )
+    ]
     for name, check in checks:
         print(f"{name + ':':<18}{_checked(check)}")
     return 0

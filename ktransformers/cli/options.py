@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ktransformers.config import CPU_PREFILLS, CPU_QUANT_TYPES, DEMO_MODEL_PATH, EngineConfig
+from ktransformers.config import ATTENTION_BACKENDS, CPU_PREFILLS, CPU_QUANT_TYPES, DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
 from ktransformers.logs import set_up_logging
@@ -135,6 +135,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_toggle(group, "use_cuda", default=None, help="place modules on GPUs where rules say cuda (on if there are any)")
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
+    group.add_argument(
+        "--attention_backend",
+        choices=ATTENTION_BACKENDS,
+        default=config.attention_backend,
+        help="attention on a GPU; auto: FlashInfer for prefill where it is installed and can (%(default)s)",
+    )
     group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
     group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
 
@@ -156,6 +162,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         trust_remote_code=args.trust_remote_code,
         use_cuda=args.use_cuda,
         use_cuda_graph=args.use_cuda_graph,
+        attention_backend=args.attention_backend,
     )
 
 

@@ -17,6 +17,7 @@ from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.cache.static import StaticCache
 from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.core import CAPTURING
+from ktransformers.engine.attention import choose_attention, settle_attention
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
 from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers, settle_homes
@@ -216,6 +217,9 @@ def _with_extras(
     gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]
     if gpus:
         extra["workspace"] = {gpu.name: max(gpu.workspace_nbytes(), step) for gpu in gpus}
+    flash = choose_attention(plan, opened.config.attention_backend).nbytes(plan)
+    if flash:
+        extra["flashinfer"] = flash
     plan = replace(plan, extra_bytes=extra)
     plan, streamings = with_streaming(plan, plan_streaming(plan, opened.source, opened.hf_config, chunk_size))
     if opened.config.optimize_config_path is None and gpus:
@@ -295,6 +299,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
         _say_prefill(plan, pool)
         layout = _load(opened, plan, max_len, progress)
         _fuse(opened, plan, shapes, pool)
+        settle_attention(plan, opened.config.attention_backend, max_len)
         stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool, max_batch_size=1)
         runner = StaticRunner(opened.model, StaticCache(shapes, max_len), pool, model.vocab_size, layout)
         prepare = _Decoding(opened, plan, hardware, progress)
@@ -349,6 +354,7 @@ def build_paged_engine(
         _say_prefill(plan, pool)
         layout = _load(opened, plan, num_pages * page_size, progress)
         _fuse(opened, plan, shapes, pool)
+        settle_attention(plan, opened.config.attention_backend, page_size)
         stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool, max_batch_size)
         cache = PagedCache(shapes, num_pages, page_size)
         runner = ModelRunner(opened.model, pool, layout)

@@ -40,6 +40,7 @@ class EngineOptions(TypedDict, total=False):
     gpu_memory: float
     use_cuda: bool | None
     use_cuda_graph: bool | None
+    attention_backend: str
     strict: bool
     trust_remote_code: bool
 

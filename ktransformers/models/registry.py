@@ -29,6 +29,10 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": Family("DeepSeek-V2-Chat.yaml", rules_without_q_lora="DeepSeek-V2-Lite-Chat.yaml"),
     "deepseek_v3": Family("DeepSeek-V3-Chat.yaml"),
+    "dots1": Family("Dots1.yaml"),
+    "ernie4_5_moe": Family("Ernie4_5_Moe.yaml"),
+    "glm4_moe": Family("Glm4Moe.yaml"),
+    "hunyuan_v1_moe": Family("Hunyuan-A13B.yaml"),
     "mixtral": Family("Mixtral.yaml"),
     "qwen2_moe": Family("Qwen2-57B-A14B-Instruct.yaml"),
     "qwen3_moe": Family("Qwen3Moe-ktransformers.yaml"),

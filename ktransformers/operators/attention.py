@@ -17,10 +17,12 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
+from ktransformers.kernels.flashinfer import Shape
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
+from ktransformers.operators.flash import FlashLayer
 from ktransformers.operators.gpu_gqa import gqa_forward, recognize_gqa
 from ktransformers.operators.gpu_joined import JoinedLinears
 from ktransformers.operators.wrapper import WrapperOperator
@@ -172,6 +174,10 @@ class KAttention(WrapperOperator):
             _say_expanded(type(self.inner).__name__)
         self.spec = recognize_gqa(self.inner) if self.device.is_gpu else None
         self._projections: JoinedLinears | None = None
+        self.flash: FlashLayer | None = None
+
+    def attention_shape(self) -> Shape | None:
+        return None if self.spec is None else self.spec.shape(self.device.dtype)
 
     def settle(self) -> None:
         if self.spec is not None:
@@ -191,4 +197,7 @@ class KAttention(WrapperOperator):
         if kwargs.get("attention_mask") is not None:
             raise UnsupportedError(f"{self.key}: attention over the cache takes no mask")
         hidden_states = kwargs["hidden_states"]
-        return gqa_forward(self.inner, self.spec, hidden_states, angles, context, projections, self.device), None
+        output = gqa_forward(
+            self.inner, self.spec, hidden_states, angles, context, projections, self.device, self.flash
+        )
+        return output, None

@@ -13,9 +13,9 @@ builds a ForwardContext per step; Hugging Face modules hand it down as the keywo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from ktransformers.core import Phase
 from ktransformers.kernels.native import WorkerPool
 
 __all__ = ["ForwardContext", "LayerCache"]
+
+_T = TypeVar("_T")
 
 
 class LayerCache(Protocol):
@@ -54,6 +56,7 @@ class ForwardContext:
     block_table: torch.Tensor  # int32 [S, P]
     replicas: Mapping[torch.device, ForwardContext] = field(default_factory=dict)
     _moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _derived: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> ForwardContext:
         """The context with its tensors on `device`. Raises KeyError when the step was not made ready for it."""
@@ -62,11 +65,11 @@ class ForwardContext:
     def replicated(self, devices: Iterable[torch.device]) -> ForwardContext:
         """A copy that `on` has for each of `devices`."""
         replicas = {device: self._copy(device) for device in devices if device != self.slot_mapping.device}
-        return replace(self, replicas=replicas, _moved={})
+        return replace(self, replicas=replicas, _moved={}, _derived={})
 
     def _copy(self, device: torch.device) -> ForwardContext:
         moved = {name: getattr(self, name).to(device) for name in ("slot_mapping", "seq_ids", "kv_lens", "block_table")}
-        return replace(self, **moved, replicas={}, _moved={})
+        return replace(self, **moved, replicas={}, _moved={}, _derived={})
 
     def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """`tensor` on `device`, copied once per step however many layers ask."""
@@ -76,3 +79,10 @@ class ForwardContext:
         if key not in self._moved:
             self._moved[key] = (tensor, tensor.to(device))  # holding the original keeps its id its own
         return self._moved[key][1]
+
+    def derived(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], _T]) -> _T:
+        """`make(tensor)`, made once per step however many layers ask. All that ask of one tensor must want the same."""
+        if id(tensor) not in self._derived:
+            self._derived[id(tensor)] = (tensor, make(tensor))
+        made: _T = self._derived[id(tensor)][1]
+        return made

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ktransformers.kernels.flashinfer import GqaShape
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
+from ktransformers.operators.flash import FlashLayer
 from ktransformers.operators.gpu_joined import JoinedLinears
 from ktransformers.operators.norm import computes_rms_norm, norm_epsilon
 
@@ -40,6 +42,10 @@ class GqaSpec:
     window: int
     softcap: float
     eps: float | None
+
+    def shape(self, dtype: torch.dtype) -> GqaShape:
+        """Of its attention over a cache of `dtype`."""
+        return GqaShape(self.num_heads, self.num_kv_heads, self.head_dim, dtype, self.scale, self.window, self.softcap)
 
 
 class _Fixed(nn.Module):
@@ -162,10 +168,11 @@ def gqa_forward(
     context: ForwardContext,
     projections: JoinedLinears,
     device: Device,
+    flash: FlashLayer | None = None,
 ) -> torch.Tensor:
     """The module's attention of [1, T, hidden] on a GPU; cos and sin are [1, T, P], of any float type.
 
-    projections: the module's q_proj, k_proj and v_proj.
+    projections: the module's q_proj, k_proj and v_proj. flash: what attends in prefill steps, if not Triton's kernels.
     """
     keys, values = context.cache.layer(module.layer_idx)
     here = context.on(keys.device)
@@ -188,18 +195,22 @@ def gqa_forward(
         eps=spec.eps or 0.0,
         q_out=torch.empty(q.shape, dtype=keys.dtype, device=keys.device),
     )
-    out = attention(
-        query,
-        keys,
-        values,
-        here.block_table,
-        here.page_size,
-        here.seq_ids,
-        here.kv_lens,
-        spec.scale,
-        window=spec.window,
-        softcap=spec.softcap,
-        counters=device.counters(),
-    )
+    attend = None if flash is None else flash.of(context)
+    if attend is not None:
+        out = attend(query, keys, values)
+    else:
+        out = attention(
+            query,
+            keys,
+            values,
+            here.block_table,
+            here.page_size,
+            here.seq_ids,
+            here.kv_lens,
+            spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            counters=device.counters(),
+        )
     output: torch.Tensor = module.o_proj(out.view(1, out.shape[0], -1))
     return output

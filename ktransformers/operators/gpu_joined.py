@@ -19,6 +19,7 @@ from ktransformers.kernels.triton import elementwise
 from ktransformers.kernels.triton.linear import gated_linear, linear_pair
 from ktransformers.kernels.triton.packing import Layout, join_rows
 from ktransformers.operators.device import use
+from ktransformers.operators.gpu_fp8 import Fp8GpuMatrix, can_join_fp8, join_fp8
 from ktransformers.operators.gpu_matrix import DenseMatrix, GpuMatrix, QuantizedMatrix
 from ktransformers.operators.linear import KTransformersLinear
 
@@ -76,6 +77,12 @@ def _dense(modules: Sequence[nn.Module]) -> list[DenseMatrix] | None:
     return dense
 
 
+def _fp8(modules: Sequence[nn.Module]) -> list[Fp8GpuMatrix] | None:
+    found = [m.matrix for m in modules if isinstance(m, KTransformersLinear)]
+    fp8 = [m for m in found if isinstance(m, Fp8GpuMatrix)]
+    return fp8 if len(fp8) == len(modules) and can_join_fp8(fp8) else None
+
+
 def _biases(parts: Sequence[tuple[torch.Tensor | None, int]], like: torch.Tensor) -> torch.Tensor | None:
     """All biases (each with its number of rows) as one, zeros for those that are missing; None when all are."""
     given = [bias for bias, _ in parts if bias is not None]
@@ -124,7 +131,7 @@ class JoinedLinears:
         self.modules = tuple(modules)
         self._whole: GpuMatrix | None = None
         self._columns: list[slice] = []
-        quantized, dense = _quantized(modules), _dense(modules)
+        quantized, dense, fp8 = _quantized(modules), _dense(modules), _fp8(modules)
         if quantized is not None:
             made = _side_by_side(quantized)
             if made is not None:
@@ -133,6 +140,9 @@ class JoinedLinears:
             bias = _biases([(m.bias, m.weight.shape[0]) for m in dense], dense[0].weight)
             self._whole = DenseMatrix(torch.cat([m.weight for m in dense]), bias)
             self._columns = _slices([m.weight.shape[0] for m in dense])
+        elif fp8 is not None:
+            self._whole = join_fp8(fp8, _biases([(m.bias, m.weight.rows) for m in fp8], fp8[0].weight.data))
+            self._columns = _slices([m.weight.rows for m in fp8])
         if self._whole is not None:
             _give_away(self.modules, self._whole, self._columns)
 

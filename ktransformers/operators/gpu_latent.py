@@ -17,6 +17,7 @@ from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.rope import latent_to_cache
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
+from ktransformers.operators.flash import Attend
 from ktransformers.operators.gpu_matrix import dense_tensor
 
 __all__ = ["GpuLatent", "LatentStep", "check_gpu_shape"]
@@ -37,6 +38,7 @@ class LatentStep:
 
     compressed: [T, R + P], latent before its norm and shared key. norm: weight [R] and epsilon of the latent's RMSNorm.
     angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. is_cached: the latents are in the cache.
+    attend: over the cache, None for Triton's kernels.
     """
 
     compressed: torch.Tensor
@@ -46,6 +48,7 @@ class LatentStep:
     context: ForwardContext
     scale: float
     is_cached: bool = False
+    attend: Attend | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +84,20 @@ class GpuLatent:
         if is_small and not step.is_cached:
             norm_to_cache(step.compressed, step.norm, step.angles, step.cache, context.slot_mapping)
         query = absorb(q, self.k_b, step.angles) if is_small else self._absorbed(q, step)
-        latent = mla_attention(
-            query,
-            step.cache,
-            self.k_b.shape[2],
-            context.block_table,
-            context.page_size,
-            context.seq_ids,
-            context.kv_lens,
-            step.scale,
-        )
+        rank = self.k_b.shape[2]
+        if step.attend is not None:
+            latent = step.attend(query, step.cache, step.cache[..., :rank])
+        else:
+            latent = mla_attention(
+                query,
+                step.cache,
+                rank,
+                context.block_table,
+                context.page_size,
+                context.seq_ids,
+                context.kv_lens,
+                step.scale,
+            )
         if is_small:
             return expand(latent, self.v_b)
         return torch.bmm(latent.transpose(0, 1), self.v_b).transpose(0, 1).contiguous()

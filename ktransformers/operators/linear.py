@@ -11,7 +11,7 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
-from ktransformers.kernels.quant import PackedTensor, RawTensor
+from ktransformers.kernels.quant import OwnType, PackedTensor, QuantType, RawTensor
 from ktransformers.operators.base import (
     Operator,
     OperatorConfig,
@@ -21,6 +21,7 @@ from ktransformers.operators.base import (
     expect_shape,
 )
 from ktransformers.operators.device import give_back
+from ktransformers.operators.gpu_fp8 import Fp8GpuMatrix, fp8_gpu_nbytes, takes_fp8
 from ktransformers.operators.gpu_matrix import GpuMatrix, gpu_matrix, gpu_nbytes
 from ktransformers.operators.relaid import relaid, relaid_nbytes, wants_bf16
 from ktransformers.weights.source import TensorInfo, WeightSource
@@ -84,14 +85,18 @@ class KTransformersLinear(Operator):
     def _info(self, source: WeightSource) -> TensorInfo:
         name = f"{self.key}.weight"
         info = expect_shape(source.find(name), name, (self.out_features, self.in_features))
-        return info.as_fp8() if info.is_fp8 and not self.device.is_gpu else info
+        is_taken = not self.device.is_gpu or (not self.is_dense_wanted and takes_fp8(*info.shape))
+        return info.as_fp8() if info.is_fp8 and is_taken else info
 
     def requirements(self, source: WeightSource) -> Requirements:
         needs, device = Requirements(), self.device
         info = self._info(source)
         if device.is_gpu:
             shape = self.out_features, self.in_features
-            nbytes = gpu_nbytes(info.resident_type, shape, device, self.is_dense_wanted, info.nbytes)
+            if isinstance(info.resident_type, QuantType):
+                nbytes = gpu_nbytes(info.resident_type, shape, device, self.is_dense_wanted, info.nbytes)
+            else:
+                nbytes = fp8_gpu_nbytes(*shape)
         else:
             nbytes = relaid_nbytes(info)
         needs.add(device.name, info, nbytes)
@@ -106,11 +111,14 @@ class KTransformersLinear(Operator):
         self.requirements(source)
         name, pool = f"{self.key}.weight", self.config.require_pool()
         self._bias = source.dense(f"{self.key}.bias") if self.has_bias else None
-        if self.device.is_gpu:
-            self.matrix = gpu_matrix(source.tensor(name), self._bias, self.device, pool, self.is_dense_wanted)
-        else:
-            stored = source.fp8(name) if self._info(source).is_fp8 else source.tensor(name)
+        is_fp8 = self._info(source).resident_type is OwnType.F8_E4M3
+        if not self.device.is_gpu:
+            stored = source.fp8(name) if is_fp8 else source.tensor(name)
             self._weight = relaid(stored, pool, wants_bf16=self.wants_bf16)
+        elif is_fp8:
+            self.matrix = Fp8GpuMatrix.of(source.fp8(name), self._bias, self.device)
+        else:
+            self.matrix = gpu_matrix(source.tensor(name), self._bias, self.device, pool, self.is_dense_wanted)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = self.device.take(hidden_states)

@@ -22,9 +22,11 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
+from ktransformers.kernels.flashinfer import LatentShape, Shape
 from ktransformers.kernels.quant import QuantType, RawTensor
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
 from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.flash import FlashLayer
 from ktransformers.operators.gpu_joined import JoinedLinears
 from ktransformers.operators.gpu_latent import GpuLatent, LatentStep, check_gpu_shape
 from ktransformers.operators.norm import KRMSNorm, computes_rms_norm, norm_epsilon
@@ -46,6 +48,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved
     a, b = (x[..., ::2], x[..., 1::2]) if is_interleaved else (x[..., :half], x[..., half:])
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _real_parts(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [T, P / 2] of complex [1, T, P / 2]."""
+    return angles[0].real.contiguous(), angles[0].imag.contiguous()
 
 
 class KMLAAttention(WrapperOperator):
@@ -79,12 +86,19 @@ class KMLAAttention(WrapperOperator):
         self._compressions: JoinedLinears | None = None  # what reads hidden states: the query's and the latent's
         self._query_norm: float | None = None  # epsilon of the compressed query's RMSNorm, where a kernel computes it
         self._gpu: GpuLatent | None = None
+        self.flash: FlashLayer | None = None
         if self.device.is_gpu:
             check_gpu_shape(key, self.rank, self.rope_dim)
             if not computes_rms_norm(module.get_submodule("kv_a_layernorm")):
                 raise UnsupportedError(f"{key}: its latent norm is not plain RMSNorm; place it on cpu")
         self._k_b: RawTensor | None = None  # [H, R, N]
         self._v_b: RawTensor | None = None  # [H, V, R]
+
+    def attention_shape(self) -> Shape | None:
+        if not self.device.is_gpu:
+            return None
+        scale = float(self.inner.scaling)  # type: ignore[arg-type]
+        return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, scale)
 
     def op(self, phase: Phase) -> str:
         return "KMLATriton" if self.device.is_gpu else "KMLANative"
@@ -174,7 +188,7 @@ class KMLAAttention(WrapperOperator):
         assert self._k_b is not None, f"{self.key} is not loaded"
         assert self._v_b is not None
         pool = self.config.require_pool()
-        cos, sin, is_interleaved = self._angles(position_embeddings)
+        cos, sin, is_interleaved = self._angles(position_embeddings, forward_context)
         query = self._query(hidden_states, cos, sin, is_interleaved, pool)
         keys, values = forward_context.cache.layer(self.layer_idx)
         keys[forward_context.slot_mapping] = self._latent(hidden_states, cos, sin, is_interleaved)
@@ -197,7 +211,7 @@ class KMLAAttention(WrapperOperator):
         self, gpu: GpuLatent, hidden_states: torch.Tensor, position_embeddings: Any, forward_context: ForwardContext
     ) -> torch.Tensor:
         inner: Any = self.inner
-        angles = self._angles(position_embeddings)
+        angles = self._angles(position_embeddings, forward_context)
         keys, _ = forward_context.cache.layer(self.layer_idx)
         assert self._compressions is not None, f"{self.key} is not settled"
         query, compressed = self._compressions(hidden_states[0])
@@ -208,6 +222,7 @@ class KMLAAttention(WrapperOperator):
             keys,
             forward_context.on(keys.device),
             float(inner.scaling),
+            attend=None if self.flash is None else self.flash.of(forward_context),
         )
         if getattr(inner, "q_lora_rank", None) is None:
             q = query
@@ -221,11 +236,10 @@ class KMLAAttention(WrapperOperator):
         output: torch.Tensor = inner.o_proj(out.view(1, -1, self.num_heads * self.v_dim))
         return output
 
-    def _angles(self, position_embeddings: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    def _angles(self, position_embeddings: Any, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """(cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 hands over complex numbers, later families a pair."""
         if isinstance(position_embeddings, torch.Tensor):
-            angles = position_embeddings[0]
-            return angles.real.contiguous(), angles.imag.contiguous(), True
+            return *context.derived(position_embeddings, _real_parts), True
         cos, sin = (part[0, :, : self.rope_dim // 2] for part in position_embeddings)
         return cos, sin, bool(getattr(self.inner.config, "rope_interleave", True))
 

@@ -37,14 +37,14 @@ class Addends:
 class KMoEBlock(WrapperOperator):
     """MoE block of the Qwen, DeepSeek, GLM and Mixtral families: fp32 [..., H] in and out.
 
-    Takes blocks that hold `gate` and `experts`, and optionally `shared_experts`, or `shared_expert` with a sigmoid
-    `shared_expert_gate`, and nothing else that computes. Other blocks keep their own forward: leave this rule out
-    for them, the experts operator alone does the same work.
+    Takes blocks that hold `gate` and `experts`, and optionally `shared_experts` (`shared_mlp` in Hunyuan), or
+    `shared_expert` with a sigmoid `shared_expert_gate`, and nothing else that computes. Other blocks keep their own
+    forward: leave this rule out for them, the experts operator alone does the same work.
     """
 
     OPS: ClassVar[dict[str, str]] = {"KMoEBlock": "experts issued before the shared experts, collected after"}
     PARTS: ClassVar[frozenset[str]] = frozenset(
-        {"gate", "experts", "shared_experts", "shared_expert", "shared_expert_gate"}
+        {"gate", "experts", "shared_experts", "shared_mlp", "shared_expert", "shared_expert_gate"}
     )
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
@@ -82,7 +82,7 @@ class KMoEBlock(WrapperOperator):
     def _shared(self, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The shared experts' result [T, H] and the score [T, 1] that weighs it, where the family has them."""
         block: Any = self.inner
-        shared = getattr(block, "shared_experts", None)
+        shared = getattr(block, "shared_experts", None) or getattr(block, "shared_mlp", None)
         if shared is not None:
             return shared(rows), None
         shared = getattr(block, "shared_expert", None)

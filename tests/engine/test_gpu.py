@@ -58,13 +58,12 @@ ATTENTION = {
     "gpt_oss": "KAttentionTriton",  # it has sinks
     "glm4_moe": "KAttentionFused",
     "granitemoe": "KAttentionFused",
+    "dots1": "KAttentionFused",
+    "ernie4_5_moe": "KAttentionTriton",  # it rotates neighbouring columns
 }
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    ["qwen3_moe", "deepseek_v3", "deepseek_v2", "mixtral", "qwen2_moe", "llama", "gpt_oss", "glm4_moe", "granitemoe"],
-)
+@pytest.mark.parametrize("model_type", ATTENTION)
 def test_default_placement_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type, seed=1)
     ids = prompt(model.config.vocab_size)

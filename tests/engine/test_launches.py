@@ -36,8 +36,13 @@ DEEPSEEK_V3 = {
     "_product_kernel": 1,
     "_activation_kernel": 1,
 }
+# As deepseek_v3, with one product for the query; its complex angles are taken apart once a step, not in every layer.
+DEEPSEEK_V2 = {**DEEPSEEK_V3, "torch linear": 4}
 # As qwen3_moe, and the shared expert: its gate and up, activation, down, and the score that weighs it.
 QWEN2_MOE = {**QWEN3_MOE, "torch linear": 5, "_activation_kernel": 1}
+
+# As qwen3_moe, and the shared experts: gate and up, activation, down.
+GLM4_MOE = {**QWEN3_MOE, "torch linear": 4, "_activation_kernel": 1}
 
 
 def launches_of_a_step(model_type: str, layers: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -52,7 +57,14 @@ def launches_of_a_step(model_type: str, layers: int, folder: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("model_type", "expected"), [("qwen3_moe", QWEN3_MOE), ("deepseek_v3", DEEPSEEK_V3), ("qwen2_moe", QWEN2_MOE)]
+    ("model_type", "expected"),
+    [
+        ("qwen3_moe", QWEN3_MOE),
+        ("deepseek_v3", DEEPSEEK_V3),
+        ("deepseek_v2", DEEPSEEK_V2),
+        ("qwen2_moe", QWEN2_MOE),
+        ("glm4_moe", GLM4_MOE),
+    ],
 )
 def test_launches_for_a_layer(
     model_type: str, expected: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

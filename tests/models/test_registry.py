@@ -12,6 +12,10 @@ NAMED = {
     "deepseek_v2": "DeepSeek-V2-Lite-Chat.yaml",
     "deepseek_v3": "DeepSeek-V3-Chat.yaml",
     "mixtral": "Mixtral.yaml",
+    "glm4_moe": "Glm4Moe.yaml",
+    "dots1": "Dots1.yaml",
+    "ernie4_5_moe": "Ernie4_5_Moe.yaml",
+    "hunyuan_v1_moe": "Hunyuan-A13B.yaml",
     "qwen2_moe": "Qwen2-57B-A14B-Instruct.yaml",
     "qwen3_moe": "Qwen3Moe-ktransformers.yaml",
 }

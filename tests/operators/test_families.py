@@ -29,6 +29,7 @@ from tests.support.tiny_models import tiny_model
 FAMILIES = [
     "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "llama", "qwen3", "qwen2",
     "olmoe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "granitemoe", "minimax_m2", "phimoe", "dots1",
+    "hunyuan_v1_moe",
 ]  # fmt: skip
 TOLERANCE = 1e-4
 

@@ -26,6 +26,10 @@ SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "Qwen3Moe-ktransformers.yaml": [("qwen3_moe", {}), ("qwen3_moe", {"tie_word_embeddings": True})],
     "Qwen3Moe-serve.yaml": [("qwen3_moe", {})],
     "Mixtral.yaml": [("mixtral", {})],
+    "Glm4Moe.yaml": [("glm4_moe", {})],
+    "Dots1.yaml": [("dots1", {})],
+    "Ernie4_5_Moe.yaml": [("ernie4_5_moe", {})],
+    "Hunyuan-A13B.yaml": [("hunyuan_v1_moe", {})],
     "default-moe.yaml": [(model_type, {}) for model_type in MOE_TYPES],
     "default-dense.yaml": [(model_type, {}) for model_type in DENSE_TYPES],
 }

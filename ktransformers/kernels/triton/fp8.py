@@ -54,7 +54,7 @@ def pack_fp8(weight: Tensor, scales: Tensor) -> Fp8Matrix:
     if packed:
         values = values.reshape(rows, cols // 4, 4).transpose(0, 1)
         scales = scales.T
-    data = torch.cat([values.reshape(-1), scales.contiguous().view(torch.uint8).reshape(-1)])
+    data = torch.cat([values.reshape(-1), scales.reshape(-1).view(torch.uint8)])
     return Fp8Matrix(data, rows, cols, packed)
 
 

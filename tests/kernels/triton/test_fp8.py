@@ -26,7 +26,7 @@ def every_number(rows, cols):
     return weight.view(torch.float8_e4m3fn), scales, values * wide.double()
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(136, 160), (130, 160)])
+@pytest.mark.parametrize(("rows", "cols"), [(136, 160), (130, 160), (24, 160), (136, 96)])
 @pytest.mark.parametrize("tokens", [2, 5])
 def test_fp8_linear(rows, cols, tokens, device):
     weight, scales, values = every_number(rows, cols)

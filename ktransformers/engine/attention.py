@@ -1,0 +1,165 @@
+"""Which kernels attend on GPUs: Triton's, or FlashInfer's in prefill steps where it is installed and can.
+
+What can be known is asked while planning; once the model is loaded, FlashInfer computes something of every shape and
+is used for those on which it agrees with the Triton kernels. Knows plans and operators, not steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ktransformers.errors import ConfigError
+from ktransformers.kernels import flashinfer
+from ktransformers.kernels.flashinfer import FlashInfer, Shape
+from ktransformers.operators.attention import KAttention
+from ktransformers.operators.base import Operator
+from ktransformers.operators.device import Device, use
+from ktransformers.operators.flash import FlashLayer, FlashSteps
+from ktransformers.operators.mla import KMLAAttention
+from ktransformers.optimize.plan import Plan
+
+__all__ = ["AttentionChoice", "choose_attention", "settle_attention"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """flash: names of the operators that are to use FlashInfer, with their shapes. reason: why the others do not."""
+
+    flash: Mapping[str, Shape]
+    reason: str | None
+
+    def nbytes(self, plan: Plan) -> dict[str, int]:
+        """Bytes that FlashInfer takes of each device."""
+        shapes = {(plan.operators[key].device.name, shape) for key, shape in self.flash.items()}
+        counts = Counter(device for device, _ in shapes)
+        return {device: flashinfer.workspace_nbytes(count) for device, count in counts.items()}
+
+
+def _asked(operators: Iterable[tuple[str, Operator]]) -> list[tuple[str, KAttention | KMLAAttention]]:
+    """Attention on GPUs."""
+    return [(k, op) for k, op in operators if isinstance(op, KAttention | KMLAAttention) and op.device.is_gpu]
+
+
+def _why_not(operator: KAttention | KMLAAttention) -> str | None:
+    reason = flashinfer.why_not(operator.device.torch_device)
+    if reason is not None:
+        return reason
+    shape = operator.attention_shape()
+    if shape is None:
+        return "it is no plain grouped-query attention (it has sinks, gates or norms of its own)"
+    return flashinfer.why_not_shape(shape)
+
+
+def choose_attention(plan: Plan, backend: str) -> AttentionChoice:
+    """What is to use FlashInfer, as far as can be known before it runs. backend: of EngineConfig.
+
+    Raises ConfigError when `backend` names kernels that some layer, or this machine, cannot use.
+    """
+    asked = _asked(plan.operators.items())
+    if not asked and backend != "auto":
+        raise ConfigError(
+            f"--attention_backend {backend}: no attention of this model runs on a GPU here; leave the option out"
+        )
+    if backend == "triton":
+        return AttentionChoice({}, "--attention_backend triton")
+    flash: dict[str, Shape] = {}
+    reasons: dict[str, str] = {}  # the first layer with each reason
+    for key, operator in asked:
+        reason, shape = _why_not(operator), operator.attention_shape()
+        if reason is None and shape is not None:
+            flash[key] = shape
+        else:
+            reasons.setdefault(reason or "", key)
+    if reasons and backend == "flashinfer":
+        raise _refusal("; ".join(f"{key}: {reason}" for reason, key in reasons.items()))
+    return AttentionChoice(flash, "; ".join(reasons) or None)
+
+
+def _refusal(reason: str) -> ConfigError:
+    return ConfigError(
+        f"--attention_backend flashinfer: {reason}. Install it with `pip install ktransformers[flashinfer]` if it is "
+        "missing; pass --attention_backend auto to use it where it can be, or triton to do without"
+    )
+
+
+def settle_attention(plan: Plan, backend: str, page_size: int) -> None:
+    """Give FlashInfer to the operators of a loaded model that are to use it and on which it proves right; say so once.
+
+    page_size: of the cache. Raises ConfigError when `backend` is "flashinfer" and it fails.
+    """
+    asked = _asked(plan.operators.items())
+    if not asked:
+        return
+    choice = choose_attention(plan, backend)
+    if choice.flash:
+        logger.info("trying FlashInfer, which compiles kernels for some minutes when it is used first")
+    started: dict[str, FlashSteps | str] = {}
+    tried: dict[tuple[str, Shape], str | None] = {}
+    failures: list[str] = []
+    for key, operator in asked:
+        if key not in choice.flash:
+            continue
+        device, shape = operator.device, choice.flash[key]
+        if device.name not in started:
+            started[device.name] = _start(device)
+        steps = started[device.name]
+        if isinstance(steps, str):
+            failures.append(steps)
+            continue
+        if (device.name, shape) not in tried:
+            tried[device.name, shape] = _try(steps.kernels, shape, page_size)
+        failure = tried[device.name, shape]
+        if failure is None:
+            operator.flash = FlashLayer(shape, steps)
+        else:
+            failures.append(failure)
+    if failures and backend == "flashinfer":
+        raise _refusal(failures[0])
+    reasons = [*dict.fromkeys(failures), *([choice.reason] if choice.reason else [])]
+    _say(len(choice.flash) - len(failures), len(asked), reasons)
+
+
+def _start(device: Device) -> FlashSteps | str:
+    try:
+        return FlashSteps(FlashInfer(device.torch_device))
+    except Exception as error:  # noqa: BLE001 - it may be any version, and fail in any way
+        return f"it does not start ({_words(error)})"
+
+
+@torch.inference_mode()
+def _try(kernels: FlashInfer, shape: Shape, page_size: int) -> str | None:
+    """Why FlashInfer does not do for `shape`, found by computing; None when it does."""
+    use(kernels.device)
+    try:
+        error = flashinfer.difference(kernels, shape, page_size)
+    except Exception as failure:  # noqa: BLE001 - it compiles kernels, with whatever compiler there is
+        return f"it failed when tried ({_words(failure)})"
+    allowed = flashinfer.tolerance(shape)
+    if error <= allowed:
+        return None
+    return f"its result differs from Triton's by {error:.2g}, more than {allowed:.2g}, for {shape}"
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _say(num_layers: int, num_asked: int, reasons: list[str]) -> None:
+    why = "; ".join(reasons)
+    if not num_layers:
+        logger.info("attention on GPUs: Triton (FlashInfer is not used: %s)", why)
+        return
+    name = f"FlashInfer {flashinfer.version()} in prefill steps, Triton in decode steps"
+    if num_layers == num_asked:
+        logger.info("attention on GPUs: %s", name)
+    else:
+        logger.info(
+            "attention on GPUs: %s for %d of %d layers; Triton for the others (%s)", name, num_layers, num_asked, why
+        )

@@ -1,0 +1,71 @@
+"""Prefill attention on a GPU by FlashInfer: planned once a step and shape, run by every layer of that shape.
+
+A step's splitting follows from its context on the CPU, which eager steps have beside its replicas on the GPU. Knows
+contexts and shapes; not who chose FlashInfer (engine/attention.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ktransformers.core import Phase
+from ktransformers.kernels.flashinfer import FlashInfer, Pages, Shape, pages_of
+from ktransformers.operators.context import ForwardContext
+
+__all__ = ["Attend", "FlashLayer", "FlashSteps", "HasAttention"]
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries [T, Hq, Dk] and a layer's cache, keys and values [slots, Hkv, D], to the rows' results [T, Hq, Dv]."""
+
+
+class FlashSteps:
+    """What the layers on one device share: FlashInfer, and what was planned for the step that runs."""
+
+    def __init__(self, kernels: FlashInfer):
+        self.kernels = kernels
+        self._step: Tensor | None = None  # of the step that was planned last; each has tensors of its own
+        self._pages: Pages | None = None
+        self._planned: set[Shape] = set()
+
+    def plan(self, shape: Shape, context: ForwardContext) -> None:
+        """Prepare a step for layers of `shape`, if no layer has yet. context: with tensors on the CPU."""
+        if self._step is not context.seq_ids or self._pages is None:
+            self._pages = pages_of(context.seq_ids, context.kv_lens, context.block_table, context.page_size)
+            self._step = context.seq_ids
+            self._planned.clear()
+        if shape not in self._planned:
+            self.kernels.plan(shape, self._pages)
+            self._planned.add(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashLayer:
+    """FlashInfer for layers of one shape."""
+
+    shape: Shape
+    steps: FlashSteps
+
+    def of(self, context: ForwardContext) -> Attend | None:
+        """How a layer attends in the step of `context`, as the model was given it; None: with the Triton kernels.
+
+        Steps of few rows are what CUDA graphs replay, and their contexts have nothing on the CPU.
+        """
+        if context.phase is not Phase.PREFILL:
+            return None
+        self.steps.plan(self.shape, context)
+        return lambda q, keys, values: self.steps.kernels.run(self.shape, q, keys, values)
+
+
+class HasAttention(Protocol):
+    """An operator whose attention has a choice."""
+
+    flash: FlashLayer | None
+    """What takes prefill steps, None for the Triton kernels."""
+
+    def attention_shape(self) -> Shape | None:
+        """What a layer on a GPU attends with; None if that is none of the shapes, or if it is on the CPU."""
+        ...
