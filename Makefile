@@ -1,6 +1,8 @@
 # Two commands: `make chat` talks to the bundled model, `make test` checks everything. See README.md.
 PYTHON ?= python3
 VENV ?= .venv
+# Test processes side by side; each may start threads and servers of its own.
+JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
@@ -21,7 +23,7 @@ serve: $(VENV)/.installed
 	@exec $(BIN)/ktransformers serve $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
