@@ -75,7 +75,7 @@ class EngineConfig:
     chunk_size: most tokens one prefill step carries; 0 lets the builder choose: 512 on the CPU, up to 4096 on a GPU.
     cpu_quant: GGML type that experts from BF16, F16, F32 or FP8 are quantized to while loading.
     cpu_prefill: how quantized weights on the CPU are multiplied with many rows: int8, exactly as with few, or bf16,
-        faster where the processor has instructions for it, and not exact; see docs/bench.md.
+        more precise, slower, and only where the processor has instructions for it; see docs/bench.md.
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
     use_cuda: whether modules that rules place on cuda go to a GPU; None where there is one.
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed; None where they are on one.

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktransformers.cli.options import add_logging_flag, set_up_logging
+from ktransformers.cli.options import add_logging_flag, add_toggle, set_up_logging
 from ktransformers.config import CPU_QUANT_TYPES, EngineConfig
 from ktransformers.errors import ConfigError
 
@@ -36,6 +36,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--optimize_config_path", type=Path, help="YAML rule file; default: the architecture's own")
     parser.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
     parser.add_argument("--cache_lens", type=int, default=0, help="tokens in the cache; 0: automatic")
+    parser.add_argument(
+        "--gpu_memory",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="most memory to use of each GPU; 0: all that is free",
+    )
+    add_toggle(
+        parser, "use_cuda", default=None, help="place modules on GPUs where rules say cuda (on if there are any)"
+    )
     parser.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
     parser.add_argument("--full", action="store_true", help="every module on its own line, nothing left out")
@@ -59,6 +69,8 @@ def plan_config(args: argparse.Namespace) -> EngineConfig:
         optimize_config_path=args.optimize_config_path,
         cache_lens=args.cache_lens,
         cpu_quant=args.cpu_quant,
+        gpu_memory=args.gpu_memory,
+        use_cuda=args.use_cuda,
         strict=args.strict,
         trust_remote_code=args.trust_remote_code,
     )

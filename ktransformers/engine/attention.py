@@ -99,7 +99,7 @@ def settle_attention(plan: Plan, backend: str, page_size: int) -> None:
         return
     choice = choose_attention(plan, backend)
     if choice.flash:
-        logger.info("trying FlashInfer, which compiles kernels for some minutes when it is used first")
+        logger.info("trying FlashInfer, which may have to compile kernels first")
     started: dict[str, FlashSteps | str] = {}
     tried: dict[tuple[str, Shape], str | None] = {}
     failures: list[str] = []

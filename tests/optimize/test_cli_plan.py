@@ -56,6 +56,9 @@ def test_flags_take_hyphens_and_underscores(tmp_path: Path) -> None:
     config = plan_config(args)
     assert (config.gguf_path, config.model_path) == (Path("a"), Path("b"))
     assert (config.cpu_quant, config.cache_lens, config.strict) == ("q8_0", 64, True)
+    assert (config.gpu_memory, config.use_cuda) == (0.0, None)
+    config = plan_config(parse("--gguf_path", "a", "--gpu-memory", "4.5", "--no-use-cuda"))
+    assert (config.gpu_memory, config.use_cuda) == (4.5, False)
 
 
 def test_model_is_a_folder_or_a_gguf_file(tmp_path: Path) -> None:

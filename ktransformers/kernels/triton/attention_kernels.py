@@ -117,10 +117,27 @@ def _chunk(length, window, MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, BL
 
 
 @jit
-def _put(pointers, acc, keep, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr):
+def _queries(base, rows, stride, keep, DK: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, COMPUTE: tl.constexpr):
+    """Both parts of the columns, see `_parts` of attention_launch.py; the first twice where there is no second."""
+    q0 = _tile(base, rows, stride, keep, 0, DK if DK1 == 0 else DK0, DK0, True).to(COMPUTE)
+    q1 = q0
+    if DK1 > 0:
+        q1 = _tile(base, rows, stride, keep, DK0, DK, DK1, True).to(COMPUTE)
+    return q0, q1
+
+
+@jit
+def _put_part(pointers, acc, keep, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr):
     columns = FIRST + tl.arange(0, WIDTH)
     mask = keep[:, None] & (columns[None, :] < LAST)
     tl.store(pointers[:, None] + columns[None, :], acc.to(pointers.dtype.element_ty), mask=mask)
+
+
+@jit
+def _put(pointers, acc0, acc1, keep, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr):
+    _put_part(pointers, acc0, keep, 0, DV if DV1 == 0 else DV0, DV0)
+    if DV1 > 0:
+        _put_part(pointers, acc1, keep, DV0, DV, DV1)
 
 
 @jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["seq_ptr", "len_ptr", "lse_ptr"])
@@ -154,16 +171,11 @@ def decode_kernel(
     if FOLDED:  # noqa: SIM102 (decided while compiling)
         if length <= 0 and split == 0:  # a row that pads the batch
             out = out_ptr + row * out_row + heads * out_head
-            _put(out, tl.zeros([BLOCK_M, DV0], tl.float32), keep, 0, DV if DV1 == 0 else DV0, DV0)
-            if DV1 > 0:
-                _put(out, tl.zeros([BLOCK_M, DV1], tl.float32), keep, DV0, DV, DV1)
+            nothing0 = tl.zeros([BLOCK_M, DV0], tl.float32)
+            _put(out, nothing0, tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32), keep, DV, DV0, DV1)
     if start >= stop:
         return
-    q_base = q_ptr + row * q_row
-    q0 = _tile(q_base, heads, q_head, keep, 0, DK if DK1 == 0 else DK0, DK0, True).to(COMPUTE)
-    q1 = q0
-    if DK1 > 0:
-        q1 = _tile(q_base, heads, q_head, keep, DK0, DK, DK1, True).to(COMPUTE)
+    q0, q1 = _queries(q_ptr + row * q_row, heads, q_head, keep, DK, DK0, DK1, COMPUTE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
@@ -178,9 +190,7 @@ def decode_kernel(
     slot = (row * NUM_HEADS + heads) * MAX_SPLITS + split
     denominator = tl.where(total == 0.0, 1.0, total)  # nothing but positions before the window
     tl.store(lse_ptr + slot, m + tl.log2(denominator), mask=keep)
-    _put(acc_ptr + slot * DV, acc0 / denominator[:, None], keep, 0, DV if DV1 == 0 else DV0, DV0)
-    if DV1 > 0:
-        _put(acc_ptr + slot * DV, acc1 / denominator[:, None], keep, DV0, DV, DV1)
+    _put(acc_ptr + slot * DV, acc0 / denominator[:, None], acc1 / denominator[:, None], keep, DV, DV0, DV1)
     if FOLDED:
         active = tl.cdiv(length - first, chunk)
         if arrive_last(counters + row * tl.num_programs(1) + tl.program_id(1), active):
@@ -220,9 +230,7 @@ def _weigh_splits(
         acc0 += weight * tl.load(at + columns0[None, :], mask=mask0, other=0.0, cache_modifier=".cg")
         if DV1 > 0:
             acc1 += weight * tl.load(at + columns1[None, :], mask=mask1, other=0.0, cache_modifier=".cg")
-    _put(out, acc0, keep, 0, DV if DV1 == 0 else DV0, DV0)
-    if DV1 > 0:
-        _put(out, acc1, keep, DV0, DV, DV1)
+    _put(out, acc0, acc1, keep, DV, DV0, DV1)
 
 
 @jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["lse_ptr", "len_ptr"])
@@ -272,10 +280,7 @@ def _prefill_run(
     shortest = tl.maximum(tl.min(tl.where(mine, row_hi, end), 0), 0)
     table = table_ptr + tl.max(tl.where(mine, seqs, 0), 0).to(tl.int64) * table_row
     q_rows = rows * q_row + heads * q_head
-    q0 = _tile(q_ptr, q_rows, 1, mine, 0, DK if DK1 == 0 else DK0, DK0, True).to(COMPUTE)
-    q1 = q0
-    if DK1 > 0:
-        q1 = _tile(q_ptr, q_rows, 1, mine, DK0, DK, DK1, True).to(COMPUTE)
+    q0, q1 = _queries(q_ptr, q_rows, 1, mine, DK, DK0, DK1, COMPUTE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
@@ -303,9 +308,7 @@ def _prefill_run(
         total = total * rescale + tl.exp2(sink - top)
     rescale = rescale / tl.where(total == 0.0, 1.0, total)
     out = out_ptr + rows * out_row + heads * out_head
-    _put(out, acc0 * rescale[:, None], mine, 0, DV if DV1 == 0 else DV0, DV0)
-    if DV1 > 0:
-        _put(out, acc1 * rescale[:, None], mine, DV0, DV, DV1)
+    _put(out, acc0 * rescale[:, None], acc1 * rescale[:, None], mine, DV, DV0, DV1)
 
 
 @jit(do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=["seq_ptr", "len_ptr"])
