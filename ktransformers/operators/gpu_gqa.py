@@ -75,7 +75,7 @@ def recognize_gqa(module: Any) -> GqaSpec | None:
     has_norms = children == _PROJECTIONS | _NORMS
     if not isinstance(head_dim, int) or not (children == _PROJECTIONS or has_norms):
         return None
-    if has_norms and not all(computes_rms_norm(module.get_submodule(name)) for name in _NORMS):
+    if has_norms and not all(_is_head_norm(module.get_submodule(name), head_dim) for name in _NORMS):
         return None
     eps = norm_epsilon(module.q_norm) if has_norms else None
     if any(True for _ in module.parameters(recurse=False)) or (has_norms and eps != norm_epsilon(module.k_norm)):
@@ -107,6 +107,11 @@ def recognize_gqa(module: Any) -> GqaSpec | None:
         softcap=float(seen.get("softcap") or 0.0),
         eps=eps,
     )
+
+
+def _is_head_norm(norm: nn.Module, head_dim: int) -> bool:
+    """Whether it is the RMS norm of one head; some families normalize all heads at once."""
+    return computes_rms_norm(norm) and getattr(norm, "weight", torch.empty(0)).shape == (head_dim,)
 
 
 def _twin(module: Any, head_dim: int, has_norms: bool) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -60,6 +60,10 @@ ATTENTION = {
     "granitemoe": "KAttentionFused",
     "dots1": "KAttentionFused",
     "ernie4_5_moe": "KAttentionTriton",  # it rotates neighbouring columns
+    "olmoe": "KAttentionTriton",  # its norms are of all heads at once
+    "minimax_m2": "KAttentionTriton",  # as olmoe's
+    "phimoe": "KAttentionFused",
+    "hunyuan_v1_moe": "KAttentionTriton",  # it normalizes after rotating
 }
 
 

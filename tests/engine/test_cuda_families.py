@@ -1,0 +1,118 @@
+"""Every family on a real GPU: as the default placement puts it, and with its experts on the CPU, as its rule file does.
+
+The oracle and the tolerance are those of tests/engine/test_cuda.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.builder import Hardware, build_engine, plan_model
+from ktransformers.errors import CapacityError
+from ktransformers.kernels.quant import QuantType
+from ktransformers.models.registry import RULES_DIR
+from ktransformers.operators.device import cuda_memory
+from ktransformers.optimize.machine import detect_machine
+from tests.engine.test_cuda import check, engine_of
+from tests.engine.test_gpu import RULES, logits_in_steps, prompt, rules_of
+from tests.models.test_fp8 import write_both
+from tests.models.test_gguf_models import dequantized
+from tests.support.gguf_writer import write_gguf
+from tests.support.tiny_models import MODEL_TYPES, tiny_model, write_safetensors
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+FAMILY_RULES = {
+    **RULES,
+    "deepseek_v2": "DeepSeek-V2-Chat.yaml",
+    "qwen2_moe": "Qwen2-57B-A14B-Instruct.yaml",
+    "glm4_moe": "Glm4Moe.yaml",
+    "dots1": "Dots1.yaml",
+    "ernie4_5_moe": "Ernie4_5_Moe.yaml",
+    "hunyuan_v1_moe": "Hunyuan-A13B.yaml",
+}
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_default_placement_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type, seed=1)
+    ids = prompt(model.config.vocab_size)
+    write_safetensors(model, tmp_path)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=2)
+    with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
+        assert {home.device for home in engine.plan.homes} == {"cuda:0"}
+        check(logits_in_steps(engine, ids), want)
+
+
+@pytest.mark.parametrize("model_type", FAMILY_RULES)
+def test_rule_files_agree_with_transformers(model_type: str, tmp_path: Path) -> None:
+    model, kind = tiny_model(model_type, seed=3, hidden=256), QuantType.Q4_K
+    path = write_gguf(model, tmp_path / "model.gguf", kind, kind, kv_b="whole")
+    ids = prompt(model.config.vocab_size)
+    with torch.no_grad():
+        want = dequantized(model, kind, kind)(torch.tensor([ids])).logits[0]
+    rules = RULES_DIR / FAMILY_RULES[model_type]
+    with closing(engine_of(path, on_gpu=True, optimize_config_path=rules)) as engine:
+        assert {e.placement.generate_device for e in engine.plan.entries if e.key.endswith("experts")} >= {"cpu"}
+        check(logits_in_steps(engine, ids), want)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_moe"])
+def test_fp8_weights_are_those_of_bf16(model_type: str, tmp_path: Path) -> None:
+    _, vocab_size = write_both(model_type, tmp_path / "fp8", tmp_path / "bf16")
+    ids, logits = prompt(vocab_size), []
+    for name in ("fp8", "bf16"):
+        config = EngineConfig(model_path=tmp_path / name, cache_lens=64, cpu_infer=2)
+        with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
+            logits.append(logits_in_steps(engine, ids))
+    check(*logits)
+
+
+@pytest.fixture
+def full_gpu() -> Iterator[None]:
+    """A GPU of which others have taken all but a little."""
+    free, _ = torch.cuda.mem_get_info()
+    taken = torch.empty(max(free - (600 << 20), 0), dtype=torch.uint8, device="cuda")
+    yield
+    del taken
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("full_gpu")
+def test_a_full_gpu_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless it is asked for: then the plan is refused."""
+    path = write_gguf(tiny_model("qwen3_moe", seed=3, hidden=256), tmp_path / "m.gguf", QuantType.Q4_K, QuantType.Q4_K)
+    config = EngineConfig(gguf_path=path, cache_lens=1 << 20, cpu_infer=2)
+    hardware = Hardware(detect_machine(gpus=cuda_memory))
+    with caplog.at_level(logging.WARNING):
+        plan = plan_model(config, hardware=hardware)
+    assert "the GPU is left alone" in caplog.text
+    assert {home.device for home in plan.homes} <= {"cpu"}
+    with pytest.raises(CapacityError, match="cuda:0"):
+        build_engine(replace(config, use_cuda=True), hardware=hardware).close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_layers_spread_over_two_gpus_by_the_transfer_map(model_type: str, tmp_path: Path) -> None:
+    """Experts on the CPU: those of each layer are handed over by the GPU that the layer is on."""
+    model, kind = tiny_model(model_type, seed=3, hidden=256, layers=3), QuantType.Q4_K
+    path = write_gguf(model, tmp_path / "model.gguf", kind, kind, kv_b="whole")
+    old = "per_layer_prefill_intput_threshold: 0"
+    rules = rules_of(model_type, tmp_path, old, old + '\n      transfer_map: {1: "cuda:1"}')
+    ids = prompt(model.config.vocab_size)
+    with torch.no_grad():
+        want = dequantized(model, kind, kind)(torch.tensor([ids])).logits[0]
+    with closing(engine_of(path, on_gpu=True, optimize_config_path=rules)) as engine:
+        assert [home.device for home in engine.plan.homes] == ["cuda:0", "cuda:1", "cuda:1"]
+        check(logits_in_steps(engine, ids), want)
