@@ -6,7 +6,7 @@ The order matters: everything that can be refused is refused before the first we
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -115,14 +115,14 @@ def cache_len_of(config: EngineConfig, hf_config: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on a GPU.
+    """What an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on GPUs.
 
     prefill_tools: for streaming experts to a device, None where that is not possible.
     """
 
     machine: Machine
     devices: Devices = field(default_factory=Devices)
-    make_graphs: Callable[[torch.device], GraphBackend] = CudaGraphs
+    make_graphs: Callable[[Sequence[torch.device]], GraphBackend] = CudaGraphs
     prefill_tools: Callable[[Device], PrefillTools | None] = cuda_tools
 
     @property
@@ -408,7 +408,7 @@ class _Decoding:
     def __call__(
         self, runner: ModelRunner, cache: PagedCache, *, max_batch_size: int, num_pages: int
     ) -> DecodeSteps | None:
-        """None when the layers are on the CPU, or on several devices, so that there is no single place for inputs."""
+        """None when layers are on the CPU."""
         layout, backend = runner.layout, None
         if layout is None:
             return None
@@ -416,10 +416,10 @@ class _Decoding:
         if reason is None and self.opened.config.use_cuda_graph is False:
             reason = "--no_use_cuda_graph"
         if reason is None:
-            backend = self.hardware.make_graphs(layout.entry.torch_device)
+            backend = self.hardware.make_graphs(list(dict.fromkeys(device.torch_device for device in layout.devices)))
         else:
             logger.info("decode steps run without CUDA graphs: %s", reason)
-        if len(layout.devices) > 1 or not layout.entry.is_gpu:
+        if not all(device.is_gpu for device in layout.devices):
             return None
         report = self.progress or (lambda done, total, name: None)
         with torch.inference_mode():

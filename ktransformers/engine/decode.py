@@ -1,4 +1,4 @@
-"""Decode steps of a model on one GPU: the same padded inputs, pages and kernels whether they are replayed or not.
+"""Decode steps of a model on GPUs: the same padded inputs, pages and kernels whether they are replayed or not.
 
 So that graphs change speed and nothing else: which kernels run, and in how many parts attention sums, depends on the
 shapes of a step's inputs.
@@ -47,13 +47,14 @@ class StepInputs:
 
 def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
     """Why a step cannot be one CUDA graph, or None when nothing is known to speak against it."""
-    if len(layout.devices) > 1:
-        return "the layers live on several devices"
-    home = layout.entry.name
+    on_cpu = sum(not plan.devices[home.device].is_gpu for home in plan.homes)
+    if on_cpu:
+        return f"{on_cpu} of {len(plan.homes)} layers are on the CPU"
+    homes = {device.name for device in layout.devices}
     for entry in plan.entries:
         place, operator = entry.placement.generate_device, plan.operators.get(entry.key)
         is_inside = plan.home_of(entry.key) is not None or entry.key.endswith("lm_head")
-        if place == home or not is_inside or not entry.total_bytes:
+        if place in homes or not is_inside or not entry.total_bytes:
             continue
         if not isinstance(operator, KTransformersExperts):
             return f"{entry.key} is on {place}"
@@ -84,17 +85,17 @@ class DecodeSteps:
         self._forward, self._layout, self._cache, self._pool = run, layout, cache, pool
         device = layout.entry.torch_device
         self.max_rows = min(max_batch_size, MAX_GRAPH_ROWS)
-        self._keep = torch.arange(self.max_rows, device=device)
+        self._keep = torch.arange(self.max_rows, device=layout.last.torch_device)
         self._host: Tensor | None = None
-        cuda: Any = torch.cuda  # parts of it have no types
+        self._cuda: Any = torch.cuda  # parts of it have no types
         # A thread that spins for the GPU would take a core from the experts.
-        self._done = cuda.Event(blocking=True) if device.type == "cuda" else None
+        self._done = self._cuda.Event(blocking=True) if device.type == "cuda" else None
         self._graphs = DecodeGraphs(
             self._run,
             decode_batch_sizes(self.max_rows),
             lambda size: StaticInputs(size, num_pages, device, layout.width, layout.entry.dtype),
             backend,
-            layout.entry.expert_streams,
+            lambda: [stream for place in layout.devices for stream in place.expert_streams()],
             progress,
         )
 
@@ -108,10 +109,12 @@ class DecodeSteps:
             seq_ids=inputs.seq_ids,
             kv_lens=inputs.kv_lens,
             block_table=inputs.block_table,
-        )
+        ).replicated(device.torch_device for device in self._layout.devices)
         keep = self._keep[: inputs.num_rows]
-        hidden = self._layout.entry.take(inputs.hidden_states)
-        return self._forward(StepInputs(hidden[None], inputs.positions[None], keep, context)).float()
+        entry = self._layout.entry
+        hidden = entry.take(inputs.hidden_states)
+        logits = self._forward(StepInputs(hidden[None], inputs.positions[None], keep, context))
+        return entry.move(logits.float())
 
     def step(self, hidden_states: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
         """hidden_states [T, H] of the embedding, the rest on the CPU, T at most max_rows.
@@ -131,6 +134,6 @@ class DecodeSteps:
             self._host = torch.empty(self.max_rows, logits.shape[1], dtype=torch.float32, pin_memory=True)
         host = self._host[: len(logits)]
         host.copy_(logits, non_blocking=True)
-        self._done.record()
+        self._done.record(self._cuda.current_stream(logits.device))
         self._done.synchronize()
         return host

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -177,31 +178,88 @@ class ReplayedWork(Protocol):
         ...
 
 
-class CudaGraphs:
-    """The GraphBackend of a CUDA device."""
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A further device of a graph: its part of the work is captured on `stream`, and allocates in `pool`."""
 
-    def __init__(self, device: torch.device) -> None:
+    device: torch.device
+    stream: Any
+    pool: Any
+
+    @classmethod
+    def of(cls, device: torch.device, cuda: Any) -> _Side:
+        with cuda.device(device):
+            return cls(device, cuda.Stream(device), cuda.MemPool())
+
+
+@dataclass(frozen=True, slots=True)
+class _OverDevices:
+    """A graph that works on several devices. Their streams wait for it, and it for what they were given before."""
+
+    graph: Replayable
+    first: torch.device
+    others: tuple[torch.device, ...]
+
+    def replay(self) -> None:
+        cuda: Any = torch.cuda
+        here, streams = cuda.current_stream(self.first), [cuda.current_stream(device) for device in self.others]
+        for stream in streams:
+            here.wait_stream(stream)
+        self.graph.replay()
+        for stream in streams:
+            stream.wait_stream(here)
+
+
+class CudaGraphs:
+    """The GraphBackend of CUDA devices: work begins and ends on the first of them.
+
+    A graph spans devices because streams of the others join the capture by waiting for the first one's. torch sends
+    only the first device's allocations to the graphs' memory; a pool of its own does so for each of the others.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         cuda: Any = torch.cuda  # parts of it have no types
-        self._cuda, self._device = cuda, device
-        self._pool, self._stream = cuda.graph_pool_handle(), cuda.Stream(device)
+        self._cuda, self._device = cuda, devices[0]
+        self._pool, self._stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
+        self._sides = [_Side.of(device, cuda) for device in devices[1:]]
         self._done = cuda.Event(blocking=True)  # spinning would take a core from the CPU's experts
 
     def warm_up(self, work: Callable[[], Tensor]) -> None:
-        self._stream.wait_stream(self._cuda.current_stream(self._device))
-        with self._cuda.stream(self._stream):
+        for stream in (self._stream, *(side.stream for side in self._sides)):
+            stream.wait_stream(self._cuda.current_stream(stream.device))
+        with self._cuda.stream(self._stream), self._side_streams():
             for _ in range(_WARM_UPS):
                 work()
-        self._cuda.synchronize(self._device)
+        for device in (self._device, *(side.device for side in self._sides)):
+            self._cuda.synchronize(device)
+
+    @contextmanager
+    def _side_streams(self) -> Iterator[None]:
+        """The side devices' current streams are those of the sides."""
+        with ExitStack() as stack:
+            for side in self._sides:
+                stack.enter_context(self._cuda.stream(side.stream))
+            self._cuda.set_device(self._device)
+            yield
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Replayable, Tensor]:
         graph = self._cuda.CUDAGraph()
-        # Other threads (the server's) may call CUDA meanwhile.
-        with self._cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = work()
-        return graph, result
+        with ExitStack() as stack:
+            # Other threads (the server's) may call CUDA meanwhile.
+            how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+            stack.enter_context(self._cuda.graph(graph, **how))
+            for side in self._sides:
+                stack.enter_context(self._cuda.use_mem_pool(side.pool, side.device))
+                side.stream.wait_stream(self._stream)
+            with self._side_streams():
+                result = work()
+            for side in self._sides:
+                self._stream.wait_stream(side.stream)
+        others = tuple(side.device for side in self._sides)
+        return (_OverDevices(graph, self._device, others) if others else graph), result
 
     def replayed(self) -> None:
-        self._done.record()
+        self._done.record(self._cuda.current_stream(self._device))
 
     def wait(self) -> None:
         self._done.synchronize()

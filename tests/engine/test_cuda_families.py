@@ -104,8 +104,10 @@ def test_a_full_gpu_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
-def test_layers_spread_over_two_gpus_by_the_transfer_map(model_type: str, tmp_path: Path) -> None:
-    """Experts on the CPU: those of each layer are handed over by the GPU that the layer is on."""
+def test_layers_spread_over_two_gpus_by_the_transfer_map(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Experts on the CPU: those of each layer are handed over by the GPU that the layer is on. One graph spans both."""
     model, kind = tiny_model(model_type, seed=3, hidden=256, layers=3), QuantType.Q4_K
     path = write_gguf(model, tmp_path / "model.gguf", kind, kind, kv_b="whole")
     old = "per_layer_prefill_intput_threshold: 0"
@@ -113,6 +115,18 @@ def test_layers_spread_over_two_gpus_by_the_transfer_map(model_type: str, tmp_pa
     ids = prompt(model.config.vocab_size)
     with torch.no_grad():
         want = dequantized(model, kind, kind)(torch.tensor([ids])).logits[0]
-    with closing(engine_of(path, on_gpu=True, optimize_config_path=rules)) as engine:
-        assert [home.device for home in engine.plan.homes] == ["cuda:0", "cuda:1", "cuda:1"]
-        check(logits_in_steps(engine, ids), want)
+    results = []
+    for graphs in (True, False):
+        with (
+            caplog.at_level(logging.INFO),
+            closing(engine_of(path, on_gpu=True, optimize_config_path=rules, use_cuda_graph=graphs)) as engine,
+        ):
+            assert [home.device for home in engine.plan.homes] == ["cuda:0", "cuda:1", "cuda:1"]
+            results.append(logits_in_steps(engine, ids))
+            ids[-1] += 1  # what a graph reads is a step's own
+            results.append(logits_in_steps(engine, ids))
+            ids[-1] -= 1
+    assert "captured CUDA graphs for batch sizes 1 " in caplog.text
+    check(results[0], want)
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])

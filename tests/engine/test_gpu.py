@@ -134,7 +134,8 @@ def test_layers_spread_over_two_gpus_by_the_transfer_map(tmp_path: Path) -> None
         "per_layer_prefill_intput_threshold: 0",
         'per_layer_prefill_intput_threshold: 0\n      transfer_map: {1: "cuda:1"}',
     )
-    engine = gpu_engine(tmp_path, num_gpus=2, optimize_config_path=rules)
+    config, graphs = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1), FakeGraphs()
+    engine = build_engine(replace(config, optimize_config_path=rules), hardware=fake_hardware(2, graphs=graphs))
     assert [home.device for home in engine.plan.homes] == ["cuda:0", "cuda:1", "cuda:1"]
     assert engine.plan.device_of("model.layers.2.self_attn.q_proj") == "cuda:1"
     total = engine.plan.extra_bytes["kv cache"]
@@ -142,6 +143,12 @@ def test_layers_spread_over_two_gpus_by_the_transfer_map(tmp_path: Path) -> None
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     assert (logits_in_steps(engine, ids) - want).abs().max() <= TOLERANCE * want.abs().max()
+    assert graphs.captured == [1]
+    assert graphs.replays == 3
+    # Of two captured runs, the prompt and three replays: each GPU hands over the experts of its own layers.
+    streams = [engine.plan.devices[name].expert_streams() for name in ("cuda:0", "cuda:1")]
+    assert [[stream.num_forwards for stream in each] for each in streams] == [[6], [12]]
+    engine.close()
 
 
 LAYER_0_ON_CPU = r"""
@@ -253,6 +260,25 @@ def test_reasons_not_to_capture(tmp_path: Path, caplog: pytest.LogCaptureFixture
         engine = build_engine(config, hardware=fake_hardware(graphs=graphs))
     assert not graphs.captured
     assert "without CUDA graphs: model.layers.1.self_attn.q_proj is on cpu" in caplog.text
+    engine.close()
+
+
+def test_layers_on_the_cpu_are_not_captured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of two layers, by the transfer_map: prefill and decode steps pass through both devices."""
+    model = tiny_model("qwen3_moe", seed=1)
+    write_safetensors(model, tmp_path)
+    old = "per_layer_prefill_intput_threshold: 0"
+    rules = rules_of("qwen3_moe", tmp_path, old, old + "\n      transfer_map: {1: cpu}")
+    graphs = FakeGraphs()
+    config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1, optimize_config_path=rules)
+    with caplog.at_level(logging.INFO):
+        engine = build_engine(config, hardware=fake_hardware(graphs=graphs))
+    assert not graphs.captured
+    assert "without CUDA graphs: 1 of 2 layers are on the CPU" in caplog.text
+    ids = prompt(model.config.vocab_size)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    assert (logits_in_steps(engine, ids) - want).abs().max() <= TOLERANCE * want.abs().max()
     engine.close()
 
 

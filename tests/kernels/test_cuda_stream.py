@@ -103,7 +103,7 @@ def test_decode_graphs_equal_eager_steps(experts, kernels):
     def make(size: int) -> StaticInputs:
         return StaticInputs(size, 3, device, 1, torch.float32)
 
-    graphs = DecodeGraphs(run, (1, 2, 4), make, CudaGraphs(device), lambda: [experts])
+    graphs = DecodeGraphs(run, (1, 2, 4), make, CudaGraphs([device]), lambda: [experts])
     assert graphs.reason is None
     assert graphs.batch_sizes == (1, 2, 4)
     for number in range(200):
@@ -124,7 +124,7 @@ def test_a_step_that_synchronizes_is_not_captured():
     def run(step: DecodeInputs) -> torch.Tensor:
         return torch.full((step.num_rows, 2), float(step.hidden_states.sum().item()), device=device)
 
-    graphs = DecodeGraphs(run, (1, 2), lambda size: StaticInputs(size, 1, device, 1), CudaGraphs(device))
+    graphs = DecodeGraphs(run, (1, 2), lambda size: StaticInputs(size, 1, device, 1), CudaGraphs([device]))
     assert graphs.batch_sizes == ()
     assert graphs.reason is not None
     row = torch.zeros(1, dtype=torch.int32)

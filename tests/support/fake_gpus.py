@@ -5,7 +5,7 @@ tests/conftest.py chooses the interpreter. With a GPU there is none, and "cuda:N
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class FakeGraphs:
         self.captured: list[int] = []
         self.replays = 0
 
-    def __call__(self, device: torch.device) -> FakeGraphs:
+    def __call__(self, devices: Sequence[torch.device]) -> FakeGraphs:
         return self
 
     def warm_up(self, work: Callable[[], Tensor]) -> None:
@@ -66,7 +66,7 @@ def fake_hardware(
     machine = Machine(8 * GIB, 4 * GIB, {"cpu": 4 * GIB, **dict.fromkeys(names, gpu_bytes)})
     if torch.cuda.is_available():
         devices = Devices(lambda name: Device(name, torch.device("cuda:0"), dtype, True, CudaDriver))
-        return Hardware(machine, devices, CudaGraphs)
+        return Hardware(machine, devices, graphs or CudaGraphs)
     where = torch.device("cpu")
     devices = Devices(lambda name: Device(name, where, dtype, True, lambda device: InstantDriver()))
     return Hardware(machine, devices, graphs or FakeGraphs())
