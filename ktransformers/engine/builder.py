@@ -6,40 +6,33 @@ The order matters: everything that can be refused is refused before the first we
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.cache.static import StaticCache
-from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.config import EngineConfig
 from ktransformers.core import CAPTURING
-from ktransformers.engine.attention import choose_attention, settle_attention
+from ktransformers.engine.attention import settle_attention
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
-from ktransformers.engine.graphs import CudaGraphs, GraphBackend
 from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers, settle_homes
 from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.paged import PagedExecutor
-from ktransformers.engine.prefill import PrefillTools, cuda_tools, stream_prefill
+from ktransformers.engine.planning import Hardware, Planner
+from ktransformers.engine.prefill import stream_prefill
 from ktransformers.engine.runner import ModelRunner, StaticRunner
-from ktransformers.engine.skeleton import cache_shapes, restore_buffers
+from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.kernels.native import WorkerPool
-from ktransformers.kernels.quant import QuantType
-from ktransformers.models.registry import default_rules, ignorable_tensors
-from ktransformers.operators.base import ExpertStats, OperatorConfig
-from ktransformers.operators.device import Device, Devices
+from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.fused import fuse_layers
 from ktransformers.operators.gpu_layers import stack_gpu_layers
 from ktransformers.optimize.apply import apply_plan, load_plan
-from ktransformers.optimize.fill import experts_for_gpus
-from ktransformers.optimize.machine import Machine, detect_machine
-from ktransformers.optimize.plan import Plan, make_plan
-from ktransformers.optimize.rules import load_rules
-from ktransformers.optimize.streaming import Streaming, chunk_size_for, plan_streaming, step_nbytes, with_streaming
+from ktransformers.optimize.plan import Plan
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = [
@@ -113,138 +106,6 @@ def cache_len_of(config: EngineConfig, hf_config: Any) -> int:
     return config.cache_lens or min(context, DEFAULT_CACHE_LEN)
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """What an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on GPUs.
-
-    prefill_tools: for streaming experts to a device, None where that is not possible.
-    """
-
-    machine: Machine
-    devices: Devices = field(default_factory=Devices)
-    make_graphs: Callable[[Sequence[torch.device]], GraphBackend] = CudaGraphs
-    prefill_tools: Callable[[Device], PrefillTools | None] = cuda_tools
-
-    @property
-    def num_threads(self) -> int:
-        """Worker threads when nobody says how many. The thread that talks to a GPU gets a core of its own.
-
-        Where it must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers.
-        """
-        cores = physical_cores()
-        return cores - 1 if self.has_gpus and cores > 2 else cores
-
-    @property
-    def has_gpus(self) -> bool:
-        """Whether there is more than the CPU."""
-        return len(self.machine.devices) > 1
-
-    def without_gpus(self) -> Hardware:
-        """The CPU alone."""
-        return replace(self, machine=replace(self.machine, devices={"cpu": self.machine.devices["cpu"]}))
-
-    @classmethod
-    def detect(cls, config: EngineConfig) -> Hardware:
-        """This machine; its GPUs unless the configuration wants none."""
-        machine = detect_machine()
-        gpus = [name for name in machine.devices if name != "cpu"]
-        if not gpus or config.use_cuda is False:
-            asked = {
-                "--use_cuda": config.use_cuda,
-                "--gpu_memory": config.gpu_memory,
-                "--use_cuda_graph": config.use_cuda_graph,
-            }
-            reason = "no GPU can be used on this machine" if not gpus else "--no_use_cuda"
-            for flag in (flag for flag, value in asked.items() if value):
-                logger.warning("%s has no effect (%s): everything runs on the CPU", flag, reason)
-        return cls(machine).without_gpus() if config.use_cuda is False else cls(machine)
-
-
-def _make_plan(
-    opened: OpenedModel,
-    hardware: Hardware,
-    pool: WorkerPool | None,
-    expert_stats: ExpertStats | None = None,
-    moved: Mapping[str, str] | None = None,
-) -> tuple[Plan, list[LayerShape]]:
-    """The plan, without a cache, and the shape of each layer's cache. moved: see `make_plan`."""
-    config, model = opened.config, opened.model
-    rules = load_rules(config.optimize_config_path or default_rules(opened.hf_config, model))
-    is_unused = ignorable_tensors(model)
-    quant = None if config.cpu_quant is None else QuantType[config.cpu_quant.upper()]
-    plan = make_plan(
-        model,
-        rules,
-        operator_config=OperatorConfig(
-            opened.hf_config, pool, quant, config.cpu_prefill, expert_stats or ExpertStats(), hardware.devices
-        ),
-        source=opened.source,
-        machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),
-        strict=config.strict,
-        ignorable=lambda name: opened.source.ignorable(name) or is_unused(name),
-        moved=moved,
-    )
-    homes = [plan.devices[home.device] for home in plan.homes]
-    return plan, cache_shapes(model, plan.operators, homes or None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A plan with all that it holds. chunk_size: tokens of a prefill step. shapes, num_slots: of the cache."""
-
-    plan: Plan
-    chunk_size: int
-    streamings: tuple[Streaming, ...]
-    shapes: list[LayerShape]
-    num_slots: int
-
-
-def _with_extras(
-    opened: OpenedModel,
-    plan: Plan,
-    shapes: list[LayerShape],
-    num_slots: int,
-    again: Callable[[Mapping[str, str]], Plan],
-) -> _Planned:
-    """`plan` with its cache and its workspaces, and with experts in what is left of the GPUs if that is ours to decide.
-
-    again: makes the plan anew with some modules moved.
-    """
-    chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.hf_config)
-    extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
-    used = sorted({entry.placement.generate_device for entry in plan.entries})
-    step = step_nbytes(opened.hf_config, chunk_size)
-    gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]
-    if gpus:
-        extra["workspace"] = {gpu.name: max(gpu.workspace_nbytes(), step) for gpu in gpus}
-    flash = choose_attention(plan, opened.config.attention_backend).nbytes(plan)
-    if flash:
-        extra["flashinfer"] = flash
-    plan = replace(plan, extra_bytes=extra)
-    plan, streamings = with_streaming(plan, plan_streaming(plan, opened.source, opened.hf_config, chunk_size))
-    if opened.config.optimize_config_path is None and gpus:
-        moved = experts_for_gpus(plan, opened.source)
-        if moved:
-            plan, streamings = with_streaming(replace(again(moved), extra_bytes=plan.extra_bytes), streamings)
-    return _Planned(plan, chunk_size, streamings, shapes, num_slots)
-
-
-def _settled(
-    opened: OpenedModel, hardware: Hardware, plan_on: Callable[[Hardware], _Planned]
-) -> tuple[_Planned, Hardware]:
-    """The plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for them."""
-    planned = plan_on(hardware)
-    reason = planned.plan.misfit()
-    if reason is None or opened.config.use_cuda is not None or not hardware.has_gpus:
-        return planned, hardware
-    cpu = hardware.without_gpus()
-    instead = plan_on(cpu)
-    if instead.plan.misfit() is not None:
-        return planned, hardware
-    logger.warning("the GPU is left alone, everything runs on the CPU (--use_cuda makes this an error): %s", reason)
-    return instead, cpu
-
-
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
     """What `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit.
 
@@ -253,14 +114,7 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     opened = opened or open_model(config)
     hardware = hardware or Hardware.detect(opened.config)
     num_slots = cache_len_of(opened.config, opened.hf_config)
-
-    def plan_on(hardware: Hardware) -> _Planned:
-        plan, shapes = _make_plan(opened, hardware, None)
-        return _with_extras(
-            opened, plan, shapes, num_slots, lambda moved: _make_plan(opened, hardware, None, moved=moved)[0]
-        )
-
-    return _settled(opened, hardware, plan_on)[0].plan
+    return Planner(opened, None, lambda plan, shapes: num_slots).settle(hardware)[0].plan
 
 
 @contextmanager
@@ -285,14 +139,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
     opened.config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
     with _new_pool(opened.config.cpu_infer) as pool:
         max_len = cache_len_of(opened.config, opened.hf_config)
-
-        def plan_on(hardware: Hardware) -> _Planned:
-            plan, shapes = _make_plan(opened, hardware, pool)
-            return _with_extras(
-                opened, plan, shapes, max_len, lambda moved: _make_plan(opened, hardware, pool, moved=moved)[0]
-            )
-
-        planned, hardware = _settled(opened, hardware, plan_on)
+        planned, hardware = Planner(opened, pool, lambda plan, shapes: max_len).settle(hardware)
         plan, shapes = planned.plan, planned.shapes
         plan.check_fits()
         model = describe_model(opened)
@@ -336,18 +183,10 @@ def build_paged_engine(
     opened.config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
     with _new_pool(opened.config.cpu_infer) as pool:
 
-        def plan_on(hardware: Hardware) -> _Planned:
-            plan, shapes = _make_plan(opened, hardware, pool, expert_stats)
-            num_slots = _num_pages(opened, plan, shapes, page_size, max_batch_size) * page_size
-            return _with_extras(
-                opened,
-                plan,
-                shapes,
-                num_slots,
-                lambda moved: _make_plan(opened, hardware, pool, expert_stats, moved)[0],
-            )
+        def num_slots(plan: Plan, shapes: list[LayerShape]) -> int:
+            return _num_pages(opened, plan, shapes, page_size, max_batch_size) * page_size
 
-        planned, hardware = _settled(opened, hardware, plan_on)
+        planned, hardware = Planner(opened, pool, num_slots, expert_stats).settle(hardware)
         plan, shapes, num_pages = planned.plan, planned.shapes, planned.num_slots // page_size
         plan.check_fits()
         model = describe_model(opened)

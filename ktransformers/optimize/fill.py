@@ -6,19 +6,31 @@ memory traffic on the CPU and no hand-over. Layers are taken from the last one b
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ktransformers.operators.experts import KTransformersExperts
 from ktransformers.optimize.plan import Plan, format_bytes
 from ktransformers.weights.source import WeightSource
 
-__all__ = ["experts_for_gpus"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Filling", "experts_for_gpus"]
 
 
-def experts_for_gpus(plan: Plan, source: WeightSource) -> dict[str, str]:
-    """{experts module: device} of what still fits beside what `plan` holds, cache and workspace included."""
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """moved: {experts module: device}. candidates: layers whose experts could move. left: {device: bytes} after it."""
+
+    moved: Mapping[str, str] = field(default_factory=dict)
+    candidates: int = 0
+    left: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        spare = ", ".join(f"{format_bytes(max(n, 0))} of {device}" for device, n in self.left.items())
+        return f"the experts of {len(self.moved)} of {self.candidates} layers go to the GPU; {spare} are left"
+
+
+def experts_for_gpus(plan: Plan, source: WeightSource) -> Filling:
+    """What still fits beside what `plan` holds, cache and workspace included."""
     total = plan.total_bytes
     left = {device: free - total.get(device, 0) for device, free in plan.capacity.items() if device != "cpu"}
     chosen: dict[str, str] = {}
@@ -37,7 +49,4 @@ def experts_for_gpus(plan: Plan, source: WeightSource) -> dict[str, str]:
         if home not in full:
             left[home] -= nbytes
             chosen[entry.key] = home
-    if chosen:
-        spare = ", ".join(f"{format_bytes(max(n, 0))} of {device}" for device, n in left.items())
-        logger.info("the experts of %d of %d layers go to the GPU; %s are left", len(chosen), candidates, spare)
-    return chosen
+    return Filling(chosen, candidates, left)

@@ -26,16 +26,16 @@ class Home:
 
 
 class Homes:
-    """The homes of a model's layers under some rules, on a machine."""
+    """The homes of a model's layers under some rules, on a machine. transfer: used where no rule has a transfer_map."""
 
-    def __init__(self, model: Any, rules: Rules, machine: Machine):
+    def __init__(self, model: Any, rules: Rules, machine: Machine, transfer: Mapping[int, str] | None = None):
         self._machine, self._model_type = machine, str(model.config.model_type)
         attention: dict[int, str] = {
             int(module.layer_idx): key
             for key, module in model.named_modules()
             if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "scaling")
         }
-        self._transfer = _transfer_map(model, rules, self._model_type)
+        self._transfer = _transfer_map(model, rules, self._model_type) or transfer or {}
         self._layer_of = {key.rpartition(".")[0]: layer for layer, key in attention.items()}
         self.layers: dict[int, Home] = {}
         for layer, key in sorted(attention.items()):

@@ -154,15 +154,18 @@ def make_plan(
     extra_bytes: Mapping[str, Mapping[str, int]] | None = None,
     ignorable: Callable[[str], bool] | None = None,
     moved: Mapping[str, str] | None = None,
+    transfer: Mapping[int, str] | None = None,
 ) -> Plan:
     """Decide for every module of `model` (a `transformers` model on meta, unchanged afterwards).
 
     extra_bytes: {"kv cache": {"cpu": n}}. ignorable tells stored tensors that may be left unread; by
     default the source knows. moved: {module: device} where operators go whatever their rule says (see optimize/fill).
+    transfer: {first layer: device} where no rule has a transfer_map (see optimize/spread).
     A rule that decides nothing is a logged warning; with strict, an error. Raises RuleError, UnsupportedError, and
     TensorMismatchError naming tensors that are missing, left over or of the wrong shape.
     """
-    planner = _Planner(model, rules, operator_config, source, machine, moved or {})
+    homes = Homes(model, rules, machine, transfer)
+    planner = _Planner(model, rules, operator_config, source, machine, moved or {}, homes)
     planner.visit(model, "", None)
     planner.report_fallback()
     unmatched = explain_unmatched(model, rules, {entry.key: entry.rule for entry in planner.entries})
@@ -197,10 +200,10 @@ class _Planner:
         source: WeightSource,
         machine: Machine,
         moved: Mapping[str, str],
+        homes: Homes,
     ):
-        self.moved = moved
+        self.moved, self.homes = moved, homes
         self.rules, self.config, self.machine = rules, config, machine
-        self.homes = Homes(model, rules, machine)
         self.model_type = str(model.config.model_type)
         self.tied = tied_names(model)
         self.source: WeightSource = TiedSource(source, self.tied)

@@ -325,3 +325,36 @@ def test_experts_fill_the_budget_from_the_last_layer(tmp_path: Path) -> None:
     assert plan.misfit() is None
     with pytest.raises(ConfigError, match="--gpu_memory"):
         plan_model(replace(config, gpu_memory=-1.0), hardware=fake_hardware())
+
+
+def test_layers_are_spread_over_gpus_where_that_helps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Four layers: a GPU that holds all keeps them, one that holds the experts of two shares with the other."""
+    path = write_gguf(tiny_model("qwen3_moe", seed=1, layers=4), tmp_path / "m.gguf", QuantType.Q8_0, QuantType.Q8_0)
+    config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1)
+    everything = plan_model(config, hardware=fake_hardware(2))
+    assert [home.device for home in everything.homes] == ["cuda:0"] * 4
+    experts = [entry.key for entry in everything.entries if entry.operator == "KTransformersExperts"]
+    one = next(entry.nbytes["cuda:0"] for entry in everything.entries if entry.key == experts[0])
+    small = fake_hardware(2, gpu_bytes=everything.total_bytes["cuda:0"] - 2 * one + one // 2)
+    with caplog.at_level(logging.INFO):
+        plan = plan_model(config, hardware=small)
+    assert [home.device for home in plan.homes] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert [plan.device_of(key) for key in experts] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert plan.misfit() is None
+    assert (
+        "spread over the GPUs (CUDA_VISIBLE_DEVICES says which are used): cuda:0 from layer 0 on, cuda:1" in caplog.text
+    )
+    assert caplog.text.count("go to the GPU") == 1
+    # A rule file of the user's says itself where layers go.
+    rules = replace(config, optimize_config_path=RULES_DIR / RULES["qwen3_moe"])
+    assert {home.device for home in plan_model(rules, hardware=small).homes} == {"cuda:0"}
+
+
+def test_a_dense_model_that_one_gpu_cannot_hold_is_spread(tmp_path: Path) -> None:
+    path = write_gguf(tiny_model("llama", seed=1, layers=6), tmp_path / "m.gguf", QuantType.Q8_0, QuantType.Q8_0)
+    config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1)
+    whole = plan_model(config, hardware=fake_hardware()).total_bytes["cuda:0"]
+    weights = plan_model(config, hardware=fake_hardware()).weight_bytes["cuda:0"]
+    plan = plan_model(config, hardware=fake_hardware(3, gpu_bytes=whole - weights // 3))
+    assert [home.device for home in plan.homes] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1", "cuda:2", "cuda:2"]
+    assert plan.misfit() is None

@@ -7,13 +7,13 @@ import logging
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine import builder
+from ktransformers.engine import planning
 from ktransformers.engine.builder import Hardware
 from ktransformers.optimize.machine import Machine
 
 
 def found(monkeypatch: pytest.MonkeyPatch, devices: dict[str, int], **settings: object) -> dict[str, int]:
-    monkeypatch.setattr(builder, "detect_machine", lambda: Machine(8, 4, devices))
+    monkeypatch.setattr(planning, "detect_machine", lambda: Machine(8, 4, devices))
     return dict(Hardware.detect(EngineConfig(**settings)).machine.devices)  # type: ignore[arg-type]
 
 
@@ -49,6 +49,6 @@ def test_flags_without_a_gpu_are_said_to_be_idle(
 
 def test_a_core_is_left_to_the_thread_that_serves_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, with_gpu in ((16, 15), (3, 2), (2, 2), (1, 1)):
-        monkeypatch.setattr(builder, "physical_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(planning, "physical_cores", lambda cores=cores: cores)
         assert Hardware(Machine(8, 4, {"cpu": 4})).num_threads == cores
         assert Hardware(Machine(8, 4, {"cpu": 4, "cuda:0": 2})).num_threads == with_gpu

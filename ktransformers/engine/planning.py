@@ -1,0 +1,206 @@
+"""What goes where, before the first weight byte is read: weights, cache, workspaces, experts that fill GPUs.
+
+Knows plans and what an engine needs beside its weights; does not load anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ktransformers.cache.paged import LayerShape, PagedCache
+from ktransformers.config import EngineConfig, physical_cores
+from ktransformers.engine.attention import choose_attention
+from ktransformers.engine.graphs import CudaGraphs, GraphBackend
+from ktransformers.engine.opened import OpenedModel
+from ktransformers.engine.prefill import PrefillTools, cuda_tools
+from ktransformers.engine.skeleton import cache_shapes
+from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.quant import QuantType
+from ktransformers.models.registry import default_rules, ignorable_tensors
+from ktransformers.operators.base import ExpertStats, OperatorConfig
+from ktransformers.operators.device import Device, Devices
+from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.optimize.fill import Filling, experts_for_gpus
+from ktransformers.optimize.machine import Machine, detect_machine
+from ktransformers.optimize.plan import Plan, make_plan
+from ktransformers.optimize.rules import load_rules
+from ktransformers.optimize.spread import spread_layers
+from ktransformers.optimize.streaming import Streaming, chunk_size_for, plan_streaming, step_nbytes, with_streaming
+
+__all__ = ["Hardware", "Planned", "Planner"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on GPUs.
+
+    prefill_tools: for streaming experts to a device, None where that is not possible.
+    """
+
+    machine: Machine
+    devices: Devices = field(default_factory=Devices)
+    make_graphs: Callable[[Sequence[torch.device]], GraphBackend] = CudaGraphs
+    prefill_tools: Callable[[Device], PrefillTools | None] = cuda_tools
+
+    @property
+    def num_threads(self) -> int:
+        """Worker threads when nobody says how many. The thread that talks to a GPU gets a core of its own.
+
+        Where it must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers.
+        """
+        cores = physical_cores()
+        return cores - 1 if self.has_gpus and cores > 2 else cores
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether there is more than the CPU."""
+        return len(self.machine.devices) > 1
+
+    def without_gpus(self) -> Hardware:
+        """The CPU alone."""
+        return replace(self, machine=replace(self.machine, devices={"cpu": self.machine.devices["cpu"]}))
+
+    @classmethod
+    def detect(cls, config: EngineConfig) -> Hardware:
+        """This machine; its GPUs unless the configuration wants none."""
+        machine = detect_machine()
+        gpus = [name for name in machine.devices if name != "cpu"]
+        if not gpus or config.use_cuda is False:
+            asked = {
+                "--use_cuda": config.use_cuda,
+                "--gpu_memory": config.gpu_memory,
+                "--use_cuda_graph": config.use_cuda_graph,
+            }
+            reason = "no GPU can be used on this machine" if not gpus else "--no_use_cuda"
+            for flag in (flag for flag, value in asked.items() if value):
+                logger.warning("%s has no effect (%s): everything runs on the CPU", flag, reason)
+        return cls(machine).without_gpus() if config.use_cuda is False else cls(machine)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan with all that it holds. chunk_size: tokens of a prefill step. shapes, num_slots: of the cache.
+
+    filling: the experts that fill GPUs. transfer: where layers go by themselves, see `spread_layers`.
+    """
+
+    plan: Plan
+    chunk_size: int
+    streamings: tuple[Streaming, ...]
+    shapes: list[LayerShape]
+    num_slots: int
+    filling: Filling
+    transfer: Mapping[int, str] = field(default_factory=dict)
+
+    def report(self) -> None:
+        """One line for each thing that was decided without being asked for."""
+        if self.transfer:
+            begins = ", ".join(f"{device} from layer {layer} on" for layer, device in self.transfer.items())
+            logger.info("layers are spread over the GPUs (CUDA_VISIBLE_DEVICES says which are used): %s", begins)
+        if self.filling.moved:
+            logger.info("%s", self.filling)
+
+    @property
+    def expert_bytes_on_cpu(self) -> int:
+        """What decode steps read of slowly."""
+        entries = (e for e in self.plan.entries if isinstance(self.plan.operators.get(e.key), KTransformersExperts))
+        return sum(entry.nbytes.get("cpu", 0) for entry in entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans one model. num_slots: of its cache, for a plan without one and the shapes of its layers' caches."""
+
+    opened: OpenedModel
+    pool: WorkerPool | None
+    num_slots: Callable[[Plan, list[LayerShape]], int]
+    expert_stats: ExpertStats = field(default_factory=ExpertStats)
+
+    def settle(self, hardware: Hardware) -> tuple[Planned, Hardware]:
+        """The plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for them."""
+        planned, hardware = self._settled(hardware)
+        planned.report()
+        return planned, hardware
+
+    def _settled(self, hardware: Hardware) -> tuple[Planned, Hardware]:
+        planned = self._on(hardware)
+        reason = planned.plan.misfit()
+        if reason is None or self.opened.config.use_cuda is not None or not hardware.has_gpus:
+            return planned, hardware
+        cpu = hardware.without_gpus()
+        instead = self._on(cpu)
+        if instead.plan.misfit() is not None:
+            return planned, hardware
+        logger.warning("the GPU is left alone, everything runs on the CPU (--use_cuda makes this an error): %s", reason)
+        return instead, cpu
+
+    def _on(self, hardware: Hardware) -> Planned:
+        """On the first GPU, or over all of them where that brings more experts there, or is needed."""
+        planned = self._whole(hardware, {})
+        gpus = {name: free for name, free in planned.plan.capacity.items() if name != "cpu"}
+        if self.opened.config.optimize_config_path is not None or len(gpus) < 2:
+            return planned
+        is_short = planned.plan.misfit() is not None
+        if not is_short and not planned.expert_bytes_on_cpu:
+            return planned
+        transfer = spread_layers(len(planned.plan.homes), gpus)
+        spread = self._whole(hardware, transfer)
+        is_better = is_short or spread.expert_bytes_on_cpu < planned.expert_bytes_on_cpu
+        return planned if spread.plan.misfit() is not None or not is_better else spread
+
+    def _whole(self, hardware: Hardware, transfer: Mapping[int, str]) -> Planned:
+        """A plan with its cache and its workspaces, and with experts in what is left of the GPUs if that is ours to
+        decide."""
+        opened = self.opened
+        plan, shapes = self._weights(hardware, transfer, None)
+        num_slots = self.num_slots(plan, shapes)
+        chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.hf_config)
+        extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
+        used = sorted({entry.placement.generate_device for entry in plan.entries})
+        step = step_nbytes(opened.hf_config, chunk_size)
+        gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]
+        if gpus:
+            extra["workspace"] = {gpu.name: max(gpu.workspace_nbytes(), step) for gpu in gpus}
+        flash = choose_attention(plan, opened.config.attention_backend).nbytes(plan)
+        if flash:
+            extra["flashinfer"] = flash
+        plan = replace(plan, extra_bytes=extra)
+        plan, streamings = with_streaming(plan, plan_streaming(plan, opened.source, opened.hf_config, chunk_size))
+        filling = Filling()
+        if opened.config.optimize_config_path is None and gpus:
+            filling = experts_for_gpus(plan, opened.source)
+            if filling.moved:
+                again = self._weights(hardware, transfer, filling.moved)[0]
+                plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
+        return Planned(plan, chunk_size, streamings, shapes, num_slots, filling, transfer)
+
+    def _weights(
+        self, hardware: Hardware, transfer: Mapping[int, str], moved: Mapping[str, str] | None
+    ) -> tuple[Plan, list[LayerShape]]:
+        """The plan, without a cache, and the shape of each layer's cache. transfer, moved: see `make_plan`."""
+        opened = self.opened
+        config, model = opened.config, opened.model
+        rules = load_rules(config.optimize_config_path or default_rules(opened.hf_config, model))
+        is_unused = ignorable_tensors(model)
+        quant = None if config.cpu_quant is None else QuantType[config.cpu_quant.upper()]
+        plan = make_plan(
+            model,
+            rules,
+            operator_config=OperatorConfig(
+                opened.hf_config, self.pool, quant, config.cpu_prefill, self.expert_stats, hardware.devices
+            ),
+            source=opened.source,
+            machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),
+            strict=config.strict,
+            ignorable=lambda name: opened.source.ignorable(name) or is_unused(name),
+            moved=moved,
+            transfer=transfer,
+        )
+        homes = [plan.devices[home.device] for home in plan.homes]
+        return plan, cache_shapes(model, plan.operators, homes or None)
