@@ -25,6 +25,7 @@ __all__ = [
     "ArgumentParser",
     "add_logging_flag",
     "add_model_flags",
+    "add_plan_flags",
     "add_sampling_flags",
     "add_toggle",
     "engine_config",
@@ -102,23 +103,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """The flags behind EngineConfig."""
     group = parser.add_argument_group("model")
     config = EngineConfig()
-    group.add_argument("--model_path", type=Path, help="folder with config.json and tokenizer (and safetensors)")
-    group.add_argument("--gguf_path", type=Path, help="a GGUF file, a folder of them, or a folder of safetensors")
-    group.add_argument("--optimize_config_path", type=Path, help="YAML rule file; default: the architecture's own")
+    add_plan_flags(group)
     group.add_argument(
         "--max_new_tokens", type=int, default=config.max_new_tokens, help="most tokens of an answer (%(default)s)"
     )
     group.add_argument(
-        "--chunk_size",
-        type=int,
-        default=config.chunk_size,
-        help="most prompt tokens of one step; 0: 512 on the CPU, up to 4096 on a GPU, as memory allows (%(default)s)",
-    )
-    group.add_argument("--cache_lens", type=int, default=config.cache_lens, help="tokens in the cache; 0: automatic")
-    group.add_argument(
         "--cpu_infer", type=int, default=config.cpu_infer, help="worker threads; 0: one per core, less one with a GPU"
     )
-    group.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
     group.add_argument(
         "--cpu_prefill",
         choices=CPU_PREFILLS,
@@ -126,6 +117,23 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="products of quantized weights with many rows: int8 is the same in every step, bf16 (AMX) more precise "
         "but slower (%(default)s)",
     )
+    add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
+
+
+def add_plan_flags(group: argparse._ActionsContainer) -> None:
+    """Those of them that decide which module goes where, and what fits."""
+    config = EngineConfig()
+    group.add_argument("--model_path", type=Path, help="folder with config.json and tokenizer (and safetensors)")
+    group.add_argument("--gguf_path", type=Path, help="a GGUF file, a folder of them, or a folder of safetensors")
+    group.add_argument("--optimize_config_path", type=Path, help="YAML rule file; default: the architecture's own")
+    group.add_argument(
+        "--chunk_size",
+        type=int,
+        default=config.chunk_size,
+        help="most prompt tokens of one step; 0: 512 on the CPU, up to 4096 on a GPU, as memory allows (%(default)s)",
+    )
+    group.add_argument("--cache_lens", type=int, default=config.cache_lens, help="tokens in the cache; 0: automatic")
+    group.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
     group.add_argument(
         "--gpu_memory",
         type=float,
@@ -134,7 +142,6 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="most memory to use of each GPU; 0: all that is free (%(default)s)",
     )
     add_toggle(group, "use_cuda", default=None, help="place modules on GPUs where rules say cuda (on if there are any)")
-    add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
     group.add_argument(
         "--attention_backend",
         choices=ATTENTION_BACKENDS,

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktransformers.cli.options import add_logging_flag, add_toggle, set_up_logging
-from ktransformers.config import CPU_QUANT_TYPES, EngineConfig
+from ktransformers.cli.options import add_logging_flag, add_plan_flags, set_up_logging
+from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,23 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Reads headers only. Exit code 1 when the model does not fit.",
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", type=Path, help="a model's folder, or a GGUF file")
-    parser.add_argument("--model_path", type=Path, help="folder with config.json (when MODEL is the weights)")
-    parser.add_argument("--gguf_path", type=Path, help="a GGUF file, a folder of them, or a folder of safetensors")
-    parser.add_argument("--optimize_config_path", type=Path, help="YAML rule file; default: the architecture's own")
-    parser.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
-    parser.add_argument("--cache_lens", type=int, default=0, help="tokens in the cache; 0: automatic")
-    parser.add_argument(
-        "--gpu_memory",
-        type=float,
-        default=0.0,
-        metavar="GIB",
-        help="most memory to use of each GPU; 0: all that is free",
-    )
-    add_toggle(
-        parser, "use_cuda", default=None, help="place modules on GPUs where rules say cuda (on if there are any)"
-    )
-    parser.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
+    add_plan_flags(parser)
     parser.add_argument("--full", action="store_true", help="every module on its own line, nothing left out")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_logging_flag(parser)
@@ -67,9 +51,11 @@ def plan_config(args: argparse.Namespace) -> EngineConfig:
         model_path=model_path,
         gguf_path=gguf_path,
         optimize_config_path=args.optimize_config_path,
+        chunk_size=args.chunk_size,
         cache_lens=args.cache_lens,
         cpu_quant=args.cpu_quant,
         gpu_memory=args.gpu_memory,
+        attention_backend=args.attention_backend,
         use_cuda=args.use_cuda,
         strict=args.strict,
         trust_remote_code=args.trust_remote_code,

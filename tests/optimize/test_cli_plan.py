@@ -59,6 +59,8 @@ def test_flags_take_hyphens_and_underscores(tmp_path: Path) -> None:
     assert (config.gpu_memory, config.use_cuda) == (0.0, None)
     config = plan_config(parse("--gguf_path", "a", "--gpu-memory", "4.5", "--no-use-cuda"))
     assert (config.gpu_memory, config.use_cuda) == (4.5, False)
+    config = plan_config(parse("--gguf_path", "a", "--chunk_size", "64", "--attention_backend", "triton"))
+    assert (config.chunk_size, config.attention_backend) == (64, "triton")
 
 
 def test_model_is_a_folder_or_a_gguf_file(tmp_path: Path) -> None:
