@@ -174,6 +174,7 @@ class KAttention(WrapperOperator):
             _say_expanded(type(self.inner).__name__)
         self.spec = recognize_gqa(self.inner) if self.device.is_gpu else None
         self._projections: JoinedLinears | None = None
+        self._sinks: torch.Tensor | None = None
         self.flash: FlashLayer | None = None
 
     def attention_shape(self) -> Shape | None:
@@ -183,6 +184,7 @@ class KAttention(WrapperOperator):
         if self.spec is not None:
             names = ("q_proj", "k_proj", "v_proj")
             self._projections = JoinedLinears([self.inner.get_submodule(name) for name in names])
+            self._sinks = self.inner.get_parameter("sinks").float() if self.spec.has_sinks else None
 
     def op(self, phase: Phase) -> str:
         if self.spec is not None:
@@ -198,6 +200,6 @@ class KAttention(WrapperOperator):
             raise UnsupportedError(f"{self.key}: attention over the cache takes no mask")
         hidden_states = kwargs["hidden_states"]
         output = gqa_forward(
-            self.inner, self.spec, hidden_states, angles, context, projections, self.device, self.flash
+            self.inner, self.spec, hidden_states, angles, context, projections, self.device, self.flash, self._sinks
         )
         return output, None

@@ -93,7 +93,7 @@ def _attention(layer: Any, rotary_dims: int) -> AttentionLayer:
 def _moe(layer: Any, block: KMoEBlock) -> tuple[MoeLayer, ExpertStats]:
     inner: Any = block.inner
     gate, experts = inner.gate, inner.experts
-    if not isinstance(gate, KMoEGate) or gate.spec is None:
+    if not isinstance(gate, KMoEGate) or gate.spec is None or gate.logit_bias is not None:
         raise _DoesNotFit("a router of its own")
     if not isinstance(experts, KTransformersExperts) or experts._kernel is None:
         raise _DoesNotFit("experts that run on torch")

@@ -80,6 +80,11 @@ class KMoEGate(WrapperOperator):
         """What moves the choice of experts, fp32 [E], or None."""
         return getattr(self.inner, "e_score_correction_bias", None)
 
+    @property
+    def logit_bias(self) -> torch.Tensor | None:
+        """What is added to the logits, fp32 [E], or None."""
+        return getattr(self.inner, "bias", None)
+
     def route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(logits [T, E], weights [T, K], ids [T, K]) of rows [T, H] on its GPU, ids int32; None where no kernel does.
 
@@ -89,9 +94,10 @@ class KMoEGate(WrapperOperator):
             return None
         use(self.device.torch_device)
         if rows.shape[0] <= MAX_ROUTED_ROWS:
-            logits, ids, weights = route_rows(rows, self.weight, self.spec, self.device.counters(), self.bias)
+            counters = self.device.counters()
+            logits, ids, weights = route_rows(rows, self.weight, self.spec, counters, self.bias, self.logit_bias)
             return logits, weights, ids
-        logits = functional.linear(rows.float(), self.weight)
+        logits = functional.linear(rows.float(), self.weight, self.logit_bias)
         ids = torch.empty(len(rows), self.spec.top_k, dtype=torch.int32, device=rows.device)
         ids, weights = topk_router(logits, self.spec, self.bias, ids)
         return logits, weights, ids
@@ -102,6 +108,8 @@ class KMoEGate(WrapperOperator):
             return routed[0], routed[1], routed[2].to(torch.int64)  # modules of transformers index with them
         pool = self.config.require_pool()
         logits = native.linear(rows.contiguous(), RawTensor.from_tensor(self.weight), pool)
+        if self.logit_bias is not None:
+            logits += self.logit_bias
         ids, weights = route(logits, spec, pool, self.bias)
         return logits, weights, ids
 

@@ -32,7 +32,10 @@ _NORMS = frozenset({"q_norm", "k_norm"})
 
 @dataclass(frozen=True, slots=True)
 class GqaSpec:
-    """What a module's attention needs to know. eps: of the norms of query and key heads, None without them."""
+    """What a module's attention needs to know. eps: of the norms of query and key heads, None without them.
+
+    has_sinks: whether each head has a sink, the module's parameter `sinks`.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -42,9 +45,12 @@ class GqaSpec:
     window: int
     softcap: float
     eps: float | None
+    has_sinks: bool = False
 
-    def shape(self, dtype: torch.dtype) -> GqaShape:
-        """Of its attention over a cache of `dtype`."""
+    def shape(self, dtype: torch.dtype) -> GqaShape | None:
+        """Of its attention over a cache of `dtype`; None with sinks, which a GqaShape has not."""
+        if self.has_sinks:
+            return None
         return GqaShape(self.num_heads, self.num_kv_heads, self.head_dim, dtype, self.scale, self.window, self.softcap)
 
 
@@ -67,9 +73,7 @@ def _record(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **kw
 
 
 def recognize_gqa(module: Any) -> GqaSpec | None:
-    """The spec with which `gqa_forward` equals `module`'s own forward, else None (sinks, gates, other norms)."""
-    from transformers import AttentionInterface
-
+    """The spec with which `gqa_forward` equals `module`'s own forward, else None (gates, other norms or rotations)."""
     children = {name for name, child in module.named_children() if child is not None}
     head_dim = getattr(module, "head_dim", None)
     has_norms = children == _PROJECTIONS | _NORMS
@@ -78,23 +82,15 @@ def recognize_gqa(module: Any) -> GqaSpec | None:
     if has_norms and not all(_is_head_norm(module.get_submodule(name), head_dim) for name in _NORMS):
         return None
     eps = norm_epsilon(module.q_norm) if has_norms else None
-    if any(True for _ in module.parameters(recurse=False)) or (has_norms and eps != norm_epsilon(module.k_norm)):
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    if not own <= {"sinks"} or (has_norms and eps != norm_epsilon(module.k_norm)):
         return None
-    AttentionInterface.register(_PROBE, _record)
     factor = (getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
     rotary_dim = int(head_dim * factor)
     twin, parts = _twin(module, head_dim, has_norms)
     angles = torch.randn(_ROWS, rotary_dim // 2, generator=torch.Generator().manual_seed(1))
-    cos, sin = (torch.cat((part, part), dim=-1)[None] for part in (angles.cos(), angles.sin()))
-    seen: dict[str, Any] = {}
-    try:
-        with torch.no_grad():
-            output = twin(
-                torch.zeros(1, _ROWS, 8), position_embeddings=(cos, sin), attention_mask=None, probe_record=seen
-            )[0]
-    except Exception:  # noqa: BLE001 - any module of any family may be asked, and may refuse in any way
-        return None
-    if not seen or not _is_plain(seen, output, parts, angles, eps):
+    seen = _probed(twin, parts, angles, eps)
+    if seen is None:
         return None
     scale = seen.get("scaling")
     return GqaSpec(
@@ -106,7 +102,31 @@ def recognize_gqa(module: Any) -> GqaSpec | None:
         window=int(seen.get("sliding_window") or 0),
         softcap=float(seen.get("softcap") or 0.0),
         eps=eps,
+        has_sinks=bool(own),
     )
+
+
+def _probed(
+    twin: Any, parts: dict[str, torch.Tensor], angles: torch.Tensor, eps: float | None
+) -> dict[str, Any] | None:
+    """What the twin hands to attention, if that is what `gqa_forward` computes. Some families give angles once, some
+    twice, side by side."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_PROBE, _record)
+    for copies in (2, 1):
+        cos, sin = (torch.cat([part] * copies, dim=-1)[None] for part in (angles.cos(), angles.sin()))
+        seen: dict[str, Any] = {}
+        try:
+            with torch.no_grad():
+                output = twin(
+                    torch.zeros(1, _ROWS, 8), position_embeddings=(cos, sin), attention_mask=None, probe_record=seen
+                )[0]
+        except Exception:  # noqa: BLE001 - any module of any family may be asked, and may refuse in any way
+            continue
+        if seen and _is_plain(seen, output, parts, angles, eps):
+            return seen
+    return None
 
 
 def _is_head_norm(norm: nn.Module, head_dim: int) -> bool:
@@ -115,7 +135,7 @@ def _is_head_norm(norm: nn.Module, head_dim: int) -> bool:
 
 
 def _twin(module: Any, head_dim: int, has_norms: bool) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A copy of the module on made-up projections, and these: [T, heads, D], and norm weights [D]."""
+    """A copy of the module on made-up projections, and these: [T, heads, D], norm weights [D], sinks [heads]."""
     generator = torch.Generator().manual_seed(0)
     twin, parts = copy.copy(module), {}
     children: dict[str, nn.Module] = {"o_proj": nn.Identity()}
@@ -129,6 +149,9 @@ def _twin(module: Any, head_dim: int, has_norms: bool) -> tuple[Any, dict[str, t
         with torch.no_grad():
             norm.weight.copy_(parts[name])
         children[name] = norm
+    if module._parameters.get("sinks") is not None:
+        parts["sinks"] = torch.randn(parts["q_proj"].shape[1], generator=generator)
+        twin.__dict__["_parameters"] = {"sinks": nn.Parameter(parts["sinks"], requires_grad=False)}
     twin.__dict__["_modules"] = children
     twin.config = copy.copy(module.config)
     twin.config._attn_implementation = _PROBE
@@ -140,6 +163,9 @@ def _is_plain(
 ) -> bool:
     """Whether what the twin handed to attention, and made of its result, is what `gqa_forward` would."""
     known = {"query", "key", "value", "output", "scaling", "sliding_window", "softcap", "dropout", "is_causal"}
+    sinks = seen.pop("s_aux", None)
+    if (sinks is None) != ("sinks" not in parts) or (sinks is not None and not torch.equal(sinks, parts["sinks"])):
+        return False
     if any(value is not None for name, value in seen.items() if name not in known) or seen.get("dropout"):
         return False
     want = {
@@ -174,10 +200,12 @@ def gqa_forward(
     projections: JoinedLinears,
     device: Device,
     flash: FlashLayer | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The module's attention of [1, T, hidden] on a GPU; cos and sin are [1, T, P], of any float type.
 
     projections: the module's q_proj, k_proj and v_proj. flash: what attends in prefill steps, if not Triton's kernels.
+    sinks: the module's, fp32 [heads].
     """
     keys, values = context.cache.layer(module.layer_idx)
     here = context.on(keys.device)
@@ -214,6 +242,7 @@ def gqa_forward(
             here.kv_lens,
             spec.scale,
             window=spec.window,
+            sinks=sinks,
             softcap=spec.softcap,
             counters=device.counters(),
         )

@@ -39,11 +39,14 @@ class _Parts:
 
 
 class _StandIn(nn.Module):
-    """A part that computes something simple of its own, and keeps what keywords it was given."""
+    """A part that computes something simple of its own, and keeps what keywords it was given.
 
-    def __init__(self, factor: float, *, is_attention: bool = False):
+    in_tuple: it returns its result and something else.
+    """
+
+    def __init__(self, factor: float, *, in_tuple: bool = False):
         super().__init__()
-        self.factor, self.is_attention = factor, is_attention
+        self.factor, self.in_tuple = factor, in_tuple
         self.seen: dict[str, Any] = {}
 
     def apply_to(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +55,7 @@ class _StandIn(nn.Module):
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         self.seen = kwargs
         result = self.apply_to(hidden_states)
-        return (result, None) if self.is_attention else result
+        return (result, None) if self.in_tuple else result
 
 
 def _feed_forward_name(layer: nn.Module) -> str | None:
@@ -63,9 +66,13 @@ def _feed_forward_name(layer: nn.Module) -> str | None:
     return others.pop() if is_usual else None
 
 
-def _is_plain(layer: nn.Module, feed_forward: str) -> bool:
-    """Whether the layer computes h = x + attention(norm(x)), h + feed_forward(norm(h)) and passes its keywords on."""
-    first, second, third, fourth = _StandIn(0.7), _StandIn(1.3, is_attention=True), _StandIn(0.9), _StandIn(1.7)
+def _is_plain(layer: nn.Module, feed_forward: str, *, in_tuple: bool) -> bool:
+    """Whether the layer computes h = x + attention(norm(x)), h + feed_forward(norm(h)) and passes its keywords on.
+
+    in_tuple: if its feed-forward part returns its result and something else.
+    """
+    first, second, third = _StandIn(0.7), _StandIn(1.3, in_tuple=True), _StandIn(0.9)
+    fourth = _StandIn(1.7, in_tuple=in_tuple)
     twin = copy.copy(layer)
     twin.__dict__["_modules"] = {_NORMS[0]: first, "self_attn": second, _NORMS[1]: third, feed_forward: fourth}
     x = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0))
@@ -82,7 +89,7 @@ def _is_plain(layer: nn.Module, feed_forward: str) -> bool:
 
 def _recognize(layer: nn.Module, device: Device) -> _Parts | None:
     name = _feed_forward_name(layer)
-    if name is None or not _is_plain(layer, name):
+    if name is None or not any(_is_plain(layer, name, in_tuple=in_tuple) for in_tuple in (False, True)):
         return None
     norms = [getattr(layer, norm) for norm in _NORMS]
     if not all(isinstance(norm, KRMSNorm) and norm.is_native and norm.device.name == device.name for norm in norms):
@@ -149,8 +156,9 @@ def _summed(added: Addends) -> torch.Tensor:
 def _feed_forward(module: nn.Module, rows: torch.Tensor) -> Addends:
     if isinstance(module, KMoEBlock) and module.device.torch_device == rows.device:
         return module.addends(rows)
-    output: torch.Tensor = module(rows[None])
-    return Addends(output.reshape(rows.shape))
+    output = module(rows[None])
+    routed: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return Addends(routed.reshape(rows.shape))
 
 
 def stack_gpu_layers(model: Any, homes: Mapping[str, Device], watch: Callable[[nn.Module, Device], None]) -> int:

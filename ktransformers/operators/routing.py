@@ -38,18 +38,26 @@ def route(logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None) -> 
 
 
 def recognize_routing(module: Any) -> RouterSpec | None:
-    """The spec that routes as `module` does, up to rounding; None when none does."""
+    """The spec that routes as `module` does, up to rounding; None when none does.
+
+    A parameter `bias` [E] of the module must be added to the logits, before anything else.
+    """
     weight = getattr(module, "weight", None)
     buffers = {name for name, buffer in module._buffers.items() if buffer is not None}
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not buffers <= {BIAS}:
         return None
-    if any(True for _ in module.children()) or any(p is not weight for p in module.parameters()):
+    names = {name for name, _ in module.named_parameters()}
+    if any(True for _ in module.children()) or not names <= {"weight", "bias"}:
         return None
     experts, generator = weight.shape[0], torch.Generator().manual_seed(0)
     logits = torch.randn(_ROWS, experts, generator=generator) * 2
     bias = torch.randn(experts, generator=generator) * 0.1 if buffers else None
     twin = copy.copy(module)
-    twin.__dict__["_parameters"] = {"weight": nn.Parameter(torch.eye(experts), requires_grad=False)}
+    made, want_logits = {"weight": torch.eye(experts)}, logits
+    if "bias" in names:
+        made["bias"] = torch.randn(experts, generator=generator)
+        want_logits = logits + made["bias"]
+    twin.__dict__["_parameters"] = {name: nn.Parameter(t, requires_grad=False) for name, t in made.items()}
     twin.__dict__["_buffers"] = {} if bias is None else {BIAS: bias}
     twin.hidden_dim = experts
     try:
@@ -57,8 +65,9 @@ def recognize_routing(module: Any) -> RouterSpec | None:
         want = torch.zeros(_ROWS, experts).scatter_(1, ids, weights.float())
     except Exception:  # noqa: BLE001 - any router of any family may be asked, and may refuse in any way
         return None
-    if not isinstance(got_logits, torch.Tensor) or not torch.equal(got_logits, logits):
+    if not isinstance(got_logits, torch.Tensor) or not torch.equal(got_logits, want_logits):
         return None
+    logits = want_logits
     candidates = _candidates(module, experts, ids.shape[-1])
     return next((s for s in candidates if torch.allclose(route(logits, s, bias), want, rtol=1e-4, atol=1e-6)), None)
 

@@ -55,7 +55,7 @@ ATTENTION = {
     "deepseek_v2": "KMLATriton",
     "deepseek_v3": "KMLATriton",
     "llama": "KAttentionFused",
-    "gpt_oss": "KAttentionTriton",  # it has sinks
+    "gpt_oss": "KAttentionFused",
     "glm4_moe": "KAttentionFused",
     "granitemoe": "KAttentionFused",
     "dots1": "KAttentionFused",

@@ -17,12 +17,14 @@ EXPECTED = {
     "deepseek_v3": ("sigmoid", 4, True),
     "glm4_moe": ("sigmoid", 1, True),
     "dots1": ("sigmoid", 1, True),
+    "gpt_oss": ("softmax", 1, True),  # softmax of the chosen logits: of all, and divided by the sum of the chosen
 }
 
 
 @pytest.mark.parametrize("model_type", list(EXPECTED))
 def test_recognized(model_type: str) -> None:
-    gate = tiny_model(model_type, seed=1).model.layers[-1].mlp.gate
+    mlp = tiny_model(model_type, seed=1).model.layers[-1].mlp
+    gate = mlp.router if model_type == "gpt_oss" else mlp.gate
     spec = recognize_routing(gate)
     assert spec is not None
     assert (spec.scoring, spec.num_groups, spec.renormalize) == EXPECTED[model_type]
@@ -35,6 +37,5 @@ def test_recognized(model_type: str) -> None:
 
 
 def test_other_routers_keep_their_forward() -> None:
-    """gpt_oss scores the chosen logits only, which the kernel does not do, and has a bias in its product."""
-    assert recognize_routing(tiny_model("gpt_oss", seed=1).model.layers[0].mlp.router) is None
+    assert recognize_routing(tiny_model("phimoe", seed=1).model.layers[0].mlp.router) is None
     assert recognize_routing(torch.nn.Linear(8, 4)) is None

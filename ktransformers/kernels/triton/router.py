@@ -122,11 +122,12 @@ def _row_product(x_ptr, x_row, row, num_rows, columns, w, acc, WIDTH: tl.constex
 
 @jit
 def _product_kernel(
-    x_ptr, w_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, counters, x_row, w_row, logits_row, ids_row, weights_row,
-    scaling, num_rows, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    PROGRAMS: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr,
+    x_ptr, w_ptr, logit_bias_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, counters, x_row, w_row, logits_row,
+    ids_row, weights_row, scaling, num_rows, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BE: tl.constexpr,
+    BK: tl.constexpr, PROGRAMS: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr,
     PER_GROUP: tl.constexpr, PER_P2: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr,
-    TOP2: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, R: tl.constexpr,
+    TOP2: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_LOGIT_BIAS: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """Grid (PROGRAMS, groups of R <= 4 rows): logits of BE experts for R rows; the last program of the rows chooses."""
     experts = tl.program_id(0) * BE + tl.arange(0, BE)
@@ -145,12 +146,17 @@ def _product_kernel(
             a2 = _row_product(x_ptr, x_row, first + 2, num_rows, columns, w, a2, WIDTH)
             a3 = _row_product(x_ptr, x_row, first + 3, num_rows, columns, w, a3, WIDTH)
     at = logits_ptr + first * logits_row + experts
-    tl.store(at, tl.sum(a0, 1), mask=experts < tl.where(first < num_rows, NUM_EXPERTS, 0))
+    shift = tl.zeros((BE,), tl.float32)
+    if HAS_LOGIT_BIAS:
+        shift += tl.load(logit_bias_ptr + experts, mask=experts < NUM_EXPERTS, other=0.0).to(tl.float32)
+    tl.store(at, tl.sum(a0, 1) + shift, mask=experts < tl.where(first < num_rows, NUM_EXPERTS, 0))
     if R > 1:
-        tl.store(at + logits_row, tl.sum(a1, 1), mask=experts < tl.where(first + 1 < num_rows, NUM_EXPERTS, 0))
+        tl.store(at + logits_row, tl.sum(a1, 1) + shift, mask=experts < tl.where(first + 1 < num_rows, NUM_EXPERTS, 0))
     if R > 2:
-        tl.store(at + 2 * logits_row, tl.sum(a2, 1), mask=experts < tl.where(first + 2 < num_rows, NUM_EXPERTS, 0))
-        tl.store(at + 3 * logits_row, tl.sum(a3, 1), mask=experts < tl.where(first + 3 < num_rows, NUM_EXPERTS, 0))
+        mask = experts < tl.where(first + 2 < num_rows, NUM_EXPERTS, 0)
+        tl.store(at + 2 * logits_row, tl.sum(a2, 1) + shift, mask=mask)
+        mask = experts < tl.where(first + 3 < num_rows, NUM_EXPERTS, 0)
+        tl.store(at + 3 * logits_row, tl.sum(a3, 1) + shift, mask=mask)
     if arrive_last(counters + tl.program_id(1), PROGRAMS):
         _choose(
             logits_ptr, bias_ptr, ids_ptr, weights_ptr, logits_row, ids_row, weights_row, scaling,
@@ -226,19 +232,26 @@ MAX_ROUTED_ROWS = 64
 
 
 def route_rows(
-    x: Tensor, weight: Tensor, spec: RouterSpec, counters: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    spec: RouterSpec,
+    counters: Tensor,
+    bias: Tensor | None = None,
+    logit_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logits fp32 [T, E], ids int32 [T, K], weights fp32 [T, K]): product and choice in one launch.
 
     x: [T, H], T <= MAX_ROUTED_ROWS, of any float type; weight: [E, H], contiguous rows; the product is fp32 throughout,
-    summed in an order that depends on H alone. counters: int32, MAX_ROUTED_ROWS of them, all 0 before and after; calls
-    that share them must run one after another on one stream. Raises TypeError or ValueError for arguments that do not
-    fit.
+    summed in an order that depends on H alone. logit_bias: [E], added to the logits; bias: as in `topk_router`.
+    counters: int32, MAX_ROUTED_ROWS of them, all 0 before and after; calls that share them must run one after another
+    on one stream. Raises TypeError or ValueError for arguments that do not fit.
     """
     num_rows, width = x.shape
     num_experts = weight.shape[0]
     check_float("x", x, (None, None))
     check_float("weight", weight, (None, width))
+    if logit_bias is not None:
+        check_float("logit_bias", logit_bias, (num_experts,))
     constants = _constants(spec, num_experts, bias)
     if num_rows > MAX_ROUTED_ROWS or counters.dtype != torch.int32 or counters.numel() < MAX_ROUTED_ROWS:
         raise ValueError(f"{num_rows} rows and {counters.numel()} counters, at most and at least {MAX_ROUTED_ROWS}")
@@ -250,8 +263,9 @@ def route_rows(
     experts = 1 if num_experts <= 192 else 2
     programs = -(-num_experts // experts)
     _product_kernel[(programs, -(-num_rows // at_once))](
-        x, weight, bias, logits, ids, weights, counters, x.stride(0), weight.stride(0), logits.stride(0), ids.stride(0),
-        weights.stride(0), float(spec.scaling), num_rows, NUM_EXPERTS=num_experts, WIDTH=width, BE=experts,
-        BK=min(1024, max(16, _power_of_two(width))), PROGRAMS=programs, R=at_once, num_warps=4, **constants,
+        x, weight, logit_bias, bias, logits, ids, weights, counters, x.stride(0), weight.stride(0), logits.stride(0),
+        ids.stride(0), weights.stride(0), float(spec.scaling), num_rows, NUM_EXPERTS=num_experts, WIDTH=width,
+        BE=experts, BK=min(1024, max(16, _power_of_two(width))), PROGRAMS=programs,
+        HAS_LOGIT_BIAS=logit_bias is not None, R=at_once, num_warps=4, **constants,
     )  # fmt: skip
     return logits, ids, weights

@@ -112,14 +112,16 @@ def test_product_and_choice_in_one_launch(name, num_rows, device):
     bias = 0.1 * torch.randn(num_experts, generator=generator) if spec.scoring == "sigmoid" else None
     counters = torch.zeros(MAX_ROUTED_ROWS, dtype=torch.int32, device=device)
     on_device = None if bias is None else bias.to(device)
-    logits, ids, weights = route_rows(x.to(device), weight.to(device), spec, counters, on_device)
+    shift = torch.randn(num_experts, generator=generator) if name in ("qwen3", "one") else torch.zeros(num_experts)
+    extra = (on_device, shift.to(device) if shift.any() else None)
+    logits, ids, weights = route_rows(x.to(device), weight.to(device), spec, counters, *extra)
     # fp32 sums of 1,100 products: the order moves them by some ulps of sum |x w|.
-    size = x.double().abs() @ weight.double().abs().T
-    assert ((logits.cpu().double() - x.double() @ weight.double().T).abs() <= 2**-20 * size).all()
+    size = x.double().abs() @ weight.double().abs().T + shift.abs()
+    assert ((logits.cpu().double() - x.double() @ weight.double().T - shift).abs() <= 2**-20 * size).all()
     want_ids, want_weights = oracle(logits.cpu(), spec, bias)
     assert ids.dtype is torch.int32
     assert torch.equal(ids.cpu().long(), want_ids)
     torch.testing.assert_close(weights.cpu(), want_weights, rtol=1e-5, atol=1e-6)
     assert not counters.any()
-    alone = route_rows(x[-1:].to(device), weight.to(device), spec, counters, on_device)
+    alone = route_rows(x[-1:].to(device), weight.to(device), spec, counters, *extra)
     assert torch.equal(alone[0][0], logits[-1])  # of one row or of many: the same sum
