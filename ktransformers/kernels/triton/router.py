@@ -124,10 +124,10 @@ def _row_product(x_ptr, x_row, row, num_rows, columns, w, acc, WIDTH: tl.constex
 def _product_kernel(
     x_ptr, w_ptr, logit_bias_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, counters, x_row, w_row, logits_row,
     ids_row, weights_row, scaling, num_rows, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BE: tl.constexpr,
-    BK: tl.constexpr, PROGRAMS: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr,
-    PER_GROUP: tl.constexpr, PER_P2: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr,
-    TOP2: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_LOGIT_BIAS: tl.constexpr,
-    R: tl.constexpr,
+    BK: tl.constexpr, PROGRAMS: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    G_P2: tl.constexpr, PER_GROUP: tl.constexpr, PER_P2: tl.constexpr, TOPK_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr, TOP2: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    HAS_LOGIT_BIAS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Grid (PROGRAMS, groups of R <= 4 rows): logits of BE experts for R rows; the last program of the rows chooses."""
     experts = tl.program_id(0) * BE + tl.arange(0, BE)
