@@ -23,8 +23,9 @@ from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
 from ktransformers.operators.flash import FlashLayer
-from ktransformers.operators.gpu_gqa import gqa_forward, recognize_gqa
+from ktransformers.operators.gpu_gqa import gqa_forward
 from ktransformers.operators.gpu_joined import JoinedLinears
+from ktransformers.operators.gqa_spec import recognize_gqa
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]

@@ -59,11 +59,11 @@ ATTENTION = {
     "glm4_moe": "KAttentionFused",
     "granitemoe": "KAttentionFused",
     "dots1": "KAttentionFused",
-    "ernie4_5_moe": "KAttentionTriton",  # it rotates neighbouring columns
-    "olmoe": "KAttentionTriton",  # its norms are of all heads at once
-    "minimax_m2": "KAttentionTriton",  # as olmoe's
+    "ernie4_5_moe": "KAttentionFused",  # rotates neighbouring columns
+    "olmoe": "KAttentionFused",  # normalizes all heads at once
+    "minimax_m2": "KAttentionFused",  # as olmoe
     "phimoe": "KAttentionFused",
-    "hunyuan_v1_moe": "KAttentionTriton",  # it normalizes after rotating
+    "hunyuan_v1_moe": "KAttentionFused",  # normalizes after rotating
 }
 
 

@@ -45,9 +45,12 @@ def pair_columns(HALF: tl.constexpr, HALF_P2: tl.constexpr, INTERLEAVED: tl.cons
 def rotate_heads(
     source, target, heads, keep, source_head, target_head, weight_ptr, eps, cos_ptr, sin_ptr, angle_row,
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, REST_P2: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_ROTATED: tl.constexpr = False,
 ):  # fmt: skip
-    """Norm and rotation of some heads of one row, from `source` to `target`, where `keep`."""
+    """Norm and rotation of some heads of one row, from `source` to `target`, where `keep`.
+
+    The norm divides by the same either way, for a rotation keeps lengths: NORMS_ROTATED says where its weight comes in.
+    """
     pair, first, second, exists = pair_columns(HALF, HALF_P2, INTERLEAVED)
     cos = tl.load(cos_ptr + angle_row + pair, mask=exists, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle_row + pair, mask=exists, other=0.0).to(tl.float32)
@@ -65,12 +68,18 @@ def rotate_heads(
         if DIM > 2 * HALF:
             squares += tl.sum(c * c, 1)
         scale = 1.0 / tl.sqrt(squares / DIM + eps)
-        a *= scale[:, None] * tl.load(weight_ptr + first, mask=exists, other=0.0).to(tl.float32)[None, :]
-        b *= scale[:, None] * tl.load(weight_ptr + second, mask=exists, other=0.0).to(tl.float32)[None, :]
+        of_a = scale[:, None] * tl.load(weight_ptr + first, mask=exists, other=0.0).to(tl.float32)[None, :]
+        of_b = scale[:, None] * tl.load(weight_ptr + second, mask=exists, other=0.0).to(tl.float32)[None, :]
+        if not NORMS_ROTATED:
+            a *= of_a
+            b *= of_b
         if DIM > 2 * HALF:
             c *= scale[:, None] * tl.load(weight_ptr + rest, mask=rest < DIM, other=0.0).to(tl.float32)[None, :]
     element = target.dtype.element_ty
     rotated_a, rotated_b = a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :]
+    if HAS_NORM and NORMS_ROTATED:
+        rotated_a *= of_a
+        rotated_b *= of_b
     tl.store(to + pair[None, :], rotated_a.to(element), mask=mask)
     tl.store(to + (pair + HALF)[None, :], rotated_b.to(element), mask=mask)
     if DIM > 2 * HALF:
@@ -85,6 +94,7 @@ def _rope_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, Q_PROGRAMS: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, V_P2: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr,
     REST_P2: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_NORM: tl.constexpr,
+    NORMS_ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, Q_PROGRAMS + cdiv(NUM_KV_HEADS, HEADS)): HEADS query heads of a row, or as many keys and values."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -95,7 +105,7 @@ def _rope_kernel(
         heads = block * HEADS + tl.arange(0, HEADS)
         rotate_heads(
             q_ptr + row * q_row, q_out_ptr + row * out_row, heads, heads < NUM_HEADS, q_head, out_head, q_weight_ptr,
-            eps, cos_ptr, sin_ptr, angle * cos_row, DIM, HALF, HALF_P2, REST_P2, INTERLEAVED, HAS_NORM,
+            eps, cos_ptr, sin_ptr, angle * cos_row, DIM, HALF, HALF_P2, REST_P2, INTERLEAVED, HAS_NORM, NORMS_ROTATED,
         )  # fmt: skip
     else:
         heads = (block - Q_PROGRAMS) * HEADS + tl.arange(0, HEADS)
@@ -103,7 +113,7 @@ def _rope_kernel(
         keep = heads < tl.where(slot >= 0, NUM_KV_HEADS, 0)
         rotate_heads(
             k_ptr + row * k_row, k_cache_ptr + slot * k_slot, heads, keep, k_head, k_slot_head, k_weight_ptr,
-            eps, cos_ptr, sin_ptr, angle * cos_row, DIM, HALF, HALF_P2, REST_P2, INTERLEAVED, HAS_NORM,
+            eps, cos_ptr, sin_ptr, angle * cos_row, DIM, HALF, HALF_P2, REST_P2, INTERLEAVED, HAS_NORM, NORMS_ROTATED,
         )  # fmt: skip
         columns = tl.arange(0, V_P2)
         mask = keep[:, None] & (columns < DIM_V)[None, :]
@@ -149,6 +159,7 @@ def rope_to_cache(
     positions: Tensor | None = None,
     norm_weights: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    norms_rotated: bool = False,
     q_out: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to their slots; returns the rotated queries [T, Hq, D].
@@ -157,7 +168,7 @@ def rope_to_cache(
     [slots, Hkv, D], v_cache: [slots, Hkv, Dv]. slot_mapping: int32 or int64 [T], negative for rows to leave out.
     cos, sin: see the module. rotary_dim: P, all of D when None; the rest of a head passes through. positions: int32
     or int64 [T]. norm_weights: weights [D] of an RMSNorm of each query and each key head before the rotation (qwen3),
-    with `eps`. q_out: made like q when None; must not be q when interleaved.
+    or after it (norms_rotated; hunyuan), with `eps`. q_out: made like q when None; must not be q when interleaved.
     """
     num_rows, num_heads, dim = q.shape
     num_kv_heads, dim_v = v.shape[1:]
@@ -186,7 +197,8 @@ def rope_to_cache(
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=_HEADS_PER_PROGRAM, Q_PROGRAMS=q_programs,
         DIM=dim, DIM_V=dim_v, V_P2=power_of_two(dim_v), HALF=rotary // 2, HALF_P2=power_of_two(rotary // 2),
         REST_P2=power_of_two(max(1, dim - rotary)), INTERLEAVED=is_interleaved,
-        HAS_POSITIONS=positions is not None, HAS_NORM=norm_weights is not None, num_warps=4,
+        HAS_POSITIONS=positions is not None, HAS_NORM=norm_weights is not None,
+        NORMS_ROTATED=norms_rotated, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -110,12 +110,25 @@ def rotated(x, cos, sin, rotary, is_interleaved):
     return torch.cat((turned, x[..., rotary:]), dim=-1)
 
 
-@pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "norm"])
+def joined(x, rotary, is_interleaved):
+    """What `rotated` gives, members of a pair where they were."""
+    if not is_interleaved:
+        return x
+    pairs = torch.stack((x[..., : rotary // 2], x[..., rotary // 2 : rotary]), dim=-1).flatten(-2)
+    return torch.cat((pairs, x[..., rotary:]), dim=-1)
+
+
+def apart(x, rotary, is_interleaved):
+    """The other way round."""
+    return torch.cat((x[..., :rotary:2], x[..., 1:rotary:2], x[..., rotary:]), dim=-1) if is_interleaved else x
+
+
+@pytest.mark.parametrize("norm", ["", "before", "after"])
 @pytest.mark.parametrize("is_interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "dim_v", "rotary"), [(8, 2, 64, 64, 64), (5, 5, 80, 48, 32), (6, 1, 96, 96, 96)]
 )
-def test_rope_to_cache(heads, kv_heads, dim, dim_v, rotary, is_interleaved, has_norm, device):
+def test_rope_to_cache(heads, kv_heads, dim, dim_v, rotary, is_interleaved, norm, device):
     rows, eps = 3, 1e-6
     fused = normal(rows, heads + kv_heads, dim, device=device)
     q, k, v = fused[:, :heads], fused[:, heads:], normal(rows, kv_heads, dim_v, device=device, seed=1)
@@ -123,21 +136,29 @@ def test_rope_to_cache(heads, kv_heads, dim, dim_v, rotary, is_interleaved, has_
     cos, sin = angles.cos(), angles.sin()
     positions = torch.tensor([6, 0, 3])
     slots = torch.tensor([4, -1, 0], dtype=torch.int32)
-    weights = (normal(dim, device=device, seed=3), normal(dim, device=device, seed=4)) if has_norm else None
+    weights = (normal(dim, device=device, seed=3), normal(dim, device=device, seed=4)) if norm else None
     # Kernels may turn the cos and sin of a table of [N, P] whose halves repeat.
     tables = (torch.cat((cos, cos), 1).to(device), torch.cat((sin, sin), 1).to(device))
     k_cache = torch.full((6, kv_heads, dim), 9.0, device=device)
     v_cache = torch.full((6, kv_heads, dim_v), 9.0, device=device)
     options = {"rotary_dim": rotary, "is_interleaved": is_interleaved, "norm_weights": weights, "eps": eps}
+    options["norms_rotated"] = norm == "after"
     out = rope_to_cache(q, k, v, *tables, k_cache, v_cache, slots.to(device), positions=positions.to(device), **options)
-    wide_q, wide_k = q.double().cpu(), k.double().cpu()
-    if weights is not None:
-        wide_q, wide_k = head_norm(wide_q, weights[0].cpu(), eps), head_norm(wide_k, weights[1].cpu(), eps)
     cos, sin = cos[positions], sin[positions]
-    close(out, rotated(wide_q, cos, sin, rotary, is_interleaved))
+
+    def wanted(x, weight):
+        if norm == "before":
+            x = head_norm(x, weight.cpu(), eps)
+        x = rotated(x, cos, sin, rotary, is_interleaved)
+        if norm == "after":  # as modules have it: weights belong to columns where they were
+            x = apart(head_norm(joined(x, rotary, is_interleaved), weight.cpu(), eps), rotary, is_interleaved)
+        return x
+
+    wide_q, wide_k = (wanted(x.double().cpu(), w) for x, w in zip((q, k), weights or (None, None), strict=True))
+    close(out, wide_q)
     want_k, want_v = torch.full((6, kv_heads, dim), 9.0).double(), torch.full((6, kv_heads, dim_v), 9.0)
     for row in (0, 2):
-        want_k[slots[row]] = rotated(wide_k, cos, sin, rotary, is_interleaved)[row]
+        want_k[slots[row]] = wide_k[row]
         want_v[slots[row]] = v[row].cpu()
     close(k_cache, want_k)
     assert torch.equal(v_cache.cpu(), want_v)
