@@ -135,7 +135,7 @@ def expanded_tile(num_rows: int, num_heads: int, dtype: torch.dtype, device: tor
 
 
 def tiles_of(runs: Iterable[ExpandedRun], block_m: int) -> Tensor:
-    """What programs do, int32 [tiles, 4] on the CPU: first row, rows, first position, positions that the first row sees.
+    """What programs do, int32 [tiles, 4] on the CPU: first row, rows, first position, positions the first row sees.
 
     Tiles that see most come first, since they take longest.
     """
