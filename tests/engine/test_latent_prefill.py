@@ -15,6 +15,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
 from ktransformers.errors import ConfigError
+from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators import gpu_latent, mla
 from ktransformers.operators.latent_expansion import EXPANSION_NBYTES, Rates
 from ktransformers.scheduler.records import StepPlan
@@ -30,10 +31,6 @@ RULE = """
   replace:
     class: ktransformers.operators.attention.KDeepseekV2Attention
     kwargs: {{generate_device: cuda, prefill_device: cuda, absorb_for_prefill: {}}}
-"""
-REST = """
-- match: {name: '.*'}
-  replace: {class: default, kwargs: {generate_device: cuda, prefill_device: cuda}}
 """
 CHUNKS = [(0, 18), (18, 23), (23, 24)]
 AT_ONCE = Rates(launch_us=0.0, dense=1e12, expansion=1e12)  # expands whatever it may
@@ -56,18 +53,20 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def engine_of(path: Path, absorb: bool | None = None, **settings: object) -> Engine:
-    config = EngineConfig(model_path=path, cache_lens=60, cpu_infer=1, **settings)  # type: ignore[arg-type]
-    if absorb is not None:
-        rules = path / "rules.yaml"
-        rules.write_text(RULE.format(str(absorb).lower()) + REST)
-        config = EngineConfig(
-            model_path=path,
-            cache_lens=60,
-            cpu_infer=1,
-            optimize_config_path=rules,
-            **settings,  # type: ignore[arg-type]
-        )
+def rules_with(absorb: bool, path: Path, device: str = "cuda") -> Path:
+    """The family's own rules behind one that says how its attention prefills."""
+    rules = path / "rules.yaml"
+    shipped = (RULES_DIR / "DeepSeek-V3-Chat.yaml").read_text()
+    rules.write_text(RULE.format(str(absorb).lower()).replace("cuda", device) + shipped)
+    return rules
+
+
+def engine_of(path: Path, absorb: bool | None = None, attention_backend: str = "auto") -> Engine:
+    rules = None if absorb is None else rules_with(absorb, path)
+    config = EngineConfig(
+        model_path=path, cache_lens=60, cpu_infer=1, optimize_config_path=rules, attention_backend=attention_backend,
+        use_cuda_graph=False,
+    )  # fmt: skip
     return build_engine(config, hardware=fake_hardware())
 
 
@@ -112,7 +111,7 @@ def test_sequences_share_steps(tmp_path: Path, taken: list[int], monkeypatch: py
     ids = prompt(model.config.vocab_size)
     prompts = [ids[:5], ids[5:8], ids[:18]]
     tables = [[9, 2, 7], [4, 0], [3, 11, 1, 6, 10]]
-    config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1)
+    config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1, use_cuda_graph=False)
     tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
     with closing(build_paged_engine(config, page_size=4, max_batch_size=4, hardware=fake_hardware())) as paged:
         taken.clear()
@@ -166,8 +165,7 @@ def test_the_workspace_is_in_the_plan(tmp_path: Path) -> None:
 def test_the_cpu_says_that_it_absorbs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mla._say_absorbed.cache_clear()
     write_safetensors(tiny_model("deepseek_v2", seed=1), tmp_path)
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(RULE.format("false").replace("cuda", "cpu"))
+    rules = rules_with(False, tmp_path, "cpu")
     with caplog.at_level(logging.INFO):
         plan_model(EngineConfig(model_path=tmp_path, cpu_infer=1, optimize_config_path=rules))
     assert caplog.text.count("absorb_for_prefill: false has no effect on the CPU") == 1
