@@ -27,8 +27,7 @@ from torch import Tensor
 
 from ktransformers.core import Phase
 from ktransformers.kernels import flashinfer
-from ktransformers.kernels.triton.attention_launch import Tile
-from ktransformers.kernels.triton.expanded import ExpandedRun, expanded_attention, tiles_of
+from ktransformers.kernels.triton.expanded import ExpandedRun, ExpandedTile, expanded_attention, tiles_of
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.runtime import available
 from ktransformers.operators.context import ForwardContext
@@ -40,11 +39,15 @@ BF16 = torch.bfloat16
 CASES = ((64, 8192), (128, 8192), (256, 8192), (512, 8192), (512, 512), (2048, 2048), (4096, 4096), (4096, 32768))
 SWEPT = ((4096, 4096), (512, 8192))
 TILES = [
-    Tile(block_m, block_n, warps, stages)
-    for (block_m, warps), (block_n, stages) in product(
-        ((128, 8), (64, 4)), ((32, 3), (32, 4), (64, 2), (64, 3), (64, 4), (128, 2))
+    ExpandedTile(*sizes, uses_tma=uses_tma)
+    for sizes, uses_tma in product(
+        (
+            (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 32, 8, 4), (64, 64, 4, 2),
+            (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 16, 3),
+        ),
+        (False, True),
     )
-]
+]  # fmt: skip
 
 
 def microseconds(call: Callable[[], object], repeats: int = 7) -> float:
@@ -105,7 +108,7 @@ class Case:
         workspace = torch.empty(choice.room, dtype=BF16, device="cuda")
         return replace(self.step, expansion=expansion, workspace=workspace)
 
-    def expanded_call(self, heads: int, tile: Tile) -> Callable[[], None]:
+    def expanded_call(self, heads: int, tile: ExpandedTile) -> Callable[[], None]:
         """Attention alone, `heads` heads at a time."""
         dims, length = self.dims, self.length
         keys, values = random(heads, length, dims.nope), random(heads, length, dims.v_dim)
@@ -221,18 +224,18 @@ def sweep(dims: LatentDims) -> dict:
         "tile (rows, positions, warps, stages): TFLOP/s of attention at " + ", ".join(f"{r} of {n}" for r, n in SWEPT)
     )
     for tile in TILES:
-        name = f"{tile.block_m} {tile.block_n} {tile.num_warps} {tile.num_stages}"
+        name = f"{tile.block_m} {tile.block_n} {tile.num_warps} {tile.num_stages}" + " tma" * tile.uses_tma
         try:
             times = [microseconds(case.expanded_call(64, tile), 5) for case in cases]
         except Exception as error:  # noqa: BLE001 - a tile may need more than there is
-            print(f"{name:12}  {type(error).__name__}", flush=True)
+            print(f"{name:16}  {type(error).__name__}", flush=True)
             continue
         rates = [
             2e-6 * dims.num_heads * case.pairs * (dims.head_numel() + dims.rope) / time
             for case, time in zip(cases, times, strict=True)
         ]
         found[name] = {f"{r}/{n}": round(rate, 1) for (r, n), rate in zip(SWEPT, rates, strict=True)}
-        print(f"{name:12}  " + "  ".join(f"{rate:6.0f}" for rate in rates), flush=True)
+        print(f"{name:16}  " + "  ".join(f"{rate:6.0f}" for rate in rates), flush=True)
     print("workspace MiB: us a layer")
     for mib in (32, 64, 128, 256, 512):
         steps = [case.expanded_step(mib << 20) for case in cases]

@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ktransformers.core import Phase
-from ktransformers.kernels.triton.attention_launch import Tile
-from ktransformers.kernels.triton.expanded import ExpandedRun, expanded_tile, tiles_of
+from ktransformers.kernels.triton.expanded import ExpandedRun, ExpandedTile, expanded_tile, tiles_of
 from ktransformers.operators.context import ForwardContext
 
 __all__ = [
@@ -150,7 +149,7 @@ class Batch:
     num_heads: int
     slots: torch.Tensor | slice
     tiles: torch.Tensor
-    tile: Tile
+    tile: ExpandedTile
 
 
 @dataclass(frozen=True, slots=True)
