@@ -49,21 +49,21 @@ WORKSPACE_ALIGN = 128
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Products (multiply-adds) a microsecond of the kernels on one device; only their ratios matter.
+    """TFLOP/s of the kernels on one device; only their ratios matter, so that those of an H100 serve for others.
 
     absorbed, expanded: attention. dense: projections of rows. expansion: of positions, which also writes the results.
-    launch_us: what expanding a sequence costs however short it is.
+    launch_us: what expanding a sequence costs however short it is. benchmarks/latent_attention.py measures them.
     """
 
-    absorbed: float = 110e6
-    expanded: float = 170e6
-    dense: float = 300e6
-    expansion: float = 200e6
+    absorbed: float = 224.0
+    expanded: float = 340.0
+    dense: float = 600.0
+    expansion: float = 400.0
     launch_us: float = 30.0
 
     def with_flashinfer(self) -> Rates:
         """The absorbed form by FlashInfer."""
-        return replace(self, absorbed=300e6)
+        return replace(self, absorbed=600.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def is_worth_expanding(dims: LatentDims, num_rows: int, length: int, rates: Rate
     projection = dims.rank * dims.head_numel()
     absorbed = pairs * (2 * dims.rank + dims.rope) / rates.absorbed + num_rows * projection / rates.dense
     expanded = pairs * (dims.head_numel() + dims.rope) / rates.expanded + length * projection / rates.expansion
-    return heads * expanded + rates.launch_us < heads * absorbed
+    return 2e-6 * heads * (absorbed - expanded) > rates.launch_us
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,10 @@ RULE = """
     kwargs: {{generate_device: cuda, prefill_device: cuda, absorb_for_prefill: {}}}
 """
 CHUNKS = [(0, 18), (18, 23), (23, 24)]
-AT_ONCE = Rates(launch_us=0.0, dense=1e12, expansion=1e12)  # expands whatever it may
-SOME = Rates(launch_us=0.0, dense=1e12, expansion=7e8)
-"""With a rank of 128: 18 rows of 18 positions and not 5 of 23. Saved are 272 / 1.1 - 80 / 1.7 units for each of 171 and
-105 pairs, and a position costs 8192 / 7 units."""
+AT_ONCE = Rates(launch_us=0.0, dense=1e9, expansion=1e9)  # expands whatever it may
+SOME = Rates(absorbed=220.0, expanded=340.0, dense=1e9, expansion=1400.0, launch_us=0.0)
+"""With a rank of 128: 18 rows of 18 positions and not 5 of 23. Saved are 272 / 220 - 80 / 340 units for each of 171
+and 105 pairs, and a position costs 8192 / 1400 units."""
 
 
 @pytest.fixture
@@ -143,7 +143,8 @@ def test_flashinfer_attends_where_keys_are_not_expanded(
     ids = prompt(model.config.vocab_size)
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
-    monkeypatch.setattr(mla, "Rates", lambda: Rates(launch_us=0.0, dense=1e12, expansion=2e9))
+    # FlashInfer at 600: 18 rows of 18 positions and not 5 of 23
+    monkeypatch.setattr(mla, "Rates", lambda: Rates(expanded=340.0, dense=1e9, expansion=4000.0, launch_us=0.0))
     for backend, expanded, runs in (("auto", [18, 18], 2), ("flashinfer", [], 4)):
         with caplog.at_level(logging.INFO), closing(engine_of(tmp_path, attention_backend=backend)) as engine:
             taken.clear()
