@@ -1,5 +1,8 @@
 """Which kernels attend on GPUs: Triton's, or FlashInfer's in prefill steps where it is installed and can.
 
+Latent attention has a third way in prefill steps, on expanded keys (operators/latent_expansion.py), which is taken
+sequence by sequence where it is faster than what is chosen here.
+
 What can be known is asked while planning; once the model is loaded, FlashInfer computes something of every shape and
 is used for those on which it agrees with the Triton kernels. Knows plans and operators, not steps.
 """
@@ -23,9 +26,11 @@ from ktransformers.operators.flash import FlashLayer, FlashSteps
 from ktransformers.operators.mla import KMLAAttention
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["AttentionChoice", "choose_attention", "settle_attention"]
+__all__ = ["AttentionChoice", "choose_attention", "expansion_nbytes", "settle_attention"]
 
 logger = logging.getLogger(__name__)
+
+_SAID_LEN = 8192  # positions for which the log says from how many rows on keys are expanded
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ def _why_not(operator: KAttention | KMLAAttention) -> str | None:
     reason = flashinfer.why_not(operator.device.torch_device)
     if reason is not None:
         return reason
+    if isinstance(operator, KMLAAttention) and operator.absorb_for_prefill is False:
+        return "its rule says absorb_for_prefill: false, and FlashInfer attends absorbed"
     shape = operator.attention_shape()
     if shape is None:
         return "it is no plain grouped-query attention (it has sinks, gates or norms of its own)"
@@ -80,6 +87,15 @@ def choose_attention(plan: Plan, backend: str) -> AttentionChoice:
     if reasons and backend == "flashinfer":
         raise _refusal("; ".join(f"{key}: {reason}" for reason, key in reasons.items()))
     return AttentionChoice(flash, "; ".join(reasons) or None)
+
+
+def expansion_nbytes(plan: Plan, backend: str) -> dict[str, int]:
+    """Bytes of each device that latent attention expands keys into. backend: of EngineConfig."""
+    if backend == "flashinfer":
+        return {}
+    found = (op for op in plan.operators.values() if isinstance(op, KMLAAttention))
+    choices = {op.device.name: choice for op in found if (choice := op.expansion_choice()) is not None}
+    return {name: choice.nbytes for name, choice in choices.items()}
 
 
 def _refusal(reason: str) -> ConfigError:
@@ -117,13 +133,14 @@ def settle_attention(plan: Plan, backend: str, page_size: int) -> None:
             tried[device.name, shape] = _try(steps.kernels, shape, page_size)
         failure = tried[device.name, shape]
         if failure is None:
-            operator.flash = FlashLayer(shape, steps)
+            operator.flash = FlashLayer(shape, steps, is_required=backend == "flashinfer")
         else:
             failures.append(failure)
     if failures and backend == "flashinfer":
         raise _refusal(failures[0])
     reasons = [*dict.fromkeys(failures), *([choice.reason] if choice.reason else [])]
     _say(len(choice.flash) - len(failures), len(asked), reasons)
+    _say_expansion([op for _, op in asked if isinstance(op, KMLAAttention)])
 
 
 def _start(device: Device) -> FlashSteps | str:
@@ -162,4 +179,18 @@ def _say(num_layers: int, num_asked: int, reasons: list[str]) -> None:
     else:
         logger.info(
             "attention on GPUs: %s for %d of %d layers; Triton for the others (%s)", name, num_layers, num_asked, why
+        )
+
+
+def _say_expansion(operators: list[KMLAAttention]) -> None:
+    choices = {choice for op in operators if (choice := op.expansion_choice()) is not None}
+    for choice in choices:
+        least = choice.least_rows(_SAID_LEN)
+        if least is None:
+            continue
+        logger.info(
+            "latent attention: from %d rows on (at %d positions), the rows of a sequence in a prefill step attend on "
+            "expanded keys (Triton)",
+            least,
+            _SAID_LEN,
         )

@@ -13,7 +13,7 @@ import torch
 
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.config import EngineConfig, physical_cores
-from ktransformers.engine.attention import choose_attention
+from ktransformers.engine.attention import choose_attention, expansion_nbytes
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.prefill import PrefillTools, cuda_tools
@@ -166,7 +166,10 @@ class Planner:
         step = step_nbytes(opened.hf_config, chunk_size)
         gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]
         if gpus:
-            extra["workspace"] = {gpu.name: max(gpu.workspace_nbytes(), step) for gpu in gpus}
+            expansion = expansion_nbytes(plan, opened.config.attention_backend)
+            extra["workspace"] = {
+                gpu.name: max(gpu.workspace_nbytes(), step) + expansion.get(gpu.name, 0) for gpu in gpus
+            }
         flash = choose_attention(plan, opened.config.attention_backend).nbytes(plan)
         if flash:
             extra["flashinfer"] = flash

@@ -88,6 +88,13 @@ class Device:
             made = self._scratch["counters"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.torch_device)
         return made
 
+    def latent_workspace(self, numel: int) -> torch.Tensor:
+        """Uninitialized values of `dtype`, at least `numel`: one layer's expanded keys and values after another's."""
+        made = self._scratch.get("latent")
+        if not isinstance(made, torch.Tensor) or made.numel() < numel:
+            made = self._scratch["latent"] = torch.empty(numel, dtype=self.dtype, device=self.torch_device)
+        return made
+
     def moe_workspace(
         self, x: torch.Tensor, top_k: int, experts: int, up: ExpertMatrices, down: ExpertMatrices
     ) -> MoeWorkspace:

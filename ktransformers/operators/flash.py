@@ -44,10 +44,11 @@ class FlashSteps:
 
 @dataclass(frozen=True, slots=True)
 class FlashLayer:
-    """FlashInfer for layers of one shape."""
+    """FlashInfer for layers of one shape. is_required: in all prefill steps, whatever else might be faster."""
 
     shape: Shape
     steps: FlashSteps
+    is_required: bool = False
 
     def of(self, context: ForwardContext) -> Attend | None:
         """How a layer attends in the step of `context`, as the model was given it; None: with the Triton kernels.

@@ -1,10 +1,12 @@
-"""Absorbed latent attention on a GPU, in four launches for few rows and its own cache write. See operators/mla.py.
+"""Latent attention on a GPU: absorbed, in four launches for few rows and its own cache write, or on expanded keys where
+many rows share them. See operators/mla.py and operators/latent_expansion.py.
 
 T rows, H heads, R kv_lora_rank, P rotary dimension, N non-rotary dimension, V value dimension
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ import torch
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.triton.expanded import expanded_attention
 from ktransformers.kernels.triton.latent import MAX_LATENT_ROWS, absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.rope import latent_to_cache
@@ -19,6 +22,7 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.flash import Attend
 from ktransformers.operators.gpu_matrix import dense_tensor
+from ktransformers.operators.latent_expansion import WORKSPACE_ALIGN, Batch, Expansion
 
 __all__ = ["GpuLatent", "LatentStep", "check_gpu_shape"]
 
@@ -38,7 +42,8 @@ class LatentStep:
 
     compressed: [T, R + P], latent before its norm and shared key. norm: weight [R] and epsilon of the latent's RMSNorm.
     angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. is_cached: the latents are in the cache.
-    attend: over the cache, None for Triton's kernels.
+    attend: over the cache, None for Triton's kernels. expansion: rows that attend on expanded keys instead, None for
+    none. workspace: values that keys are expanded into, as many as it was chosen for.
     """
 
     compressed: torch.Tensor
@@ -49,6 +54,8 @@ class LatentStep:
     scale: float
     is_cached: bool = False
     attend: Attend | None = None
+    expansion: Expansion | None = None
+    workspace: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class GpuLatent:
     @staticmethod
     def is_small(step: LatentStep) -> bool:
         """Whether the kernels for few rows take the step."""
-        return step.compressed.shape[0] <= MAX_LATENT_ROWS
+        return step.expansion is None and step.compressed.shape[0] <= MAX_LATENT_ROWS
 
     def cache_and_norm(self, step: LatentStep, query: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
         """Write a small step's latents to the cache; returns its compressed queries [T, Q] normalized by `norm`."""
@@ -80,37 +87,58 @@ class GpuLatent:
     def attend(self, q: torch.Tensor, step: LatentStep) -> torch.Tensor:
         """Values [T, H, V] that the queries [T, H, N + P] attend to, the step's own latents included."""
         use(step.cache.device)
+        if step.expansion is not None:
+            return self._attend_expanded(q, step, step.expansion)
         context, is_small = step.context, self.is_small(step)
         if is_small and not step.is_cached:
             norm_to_cache(step.compressed, step.norm, step.angles, step.cache, context.slot_mapping)
         query = absorb(q, self.k_b, step.angles) if is_small else self._absorbed(q, step)
-        rank = self.k_b.shape[2]
         if step.attend is not None:
-            latent = step.attend(query, step.cache, step.cache[..., :rank])
-        else:
-            latent = mla_attention(
-                query,
-                step.cache,
-                rank,
-                context.block_table,
-                context.page_size,
-                context.seq_ids,
-                context.kv_lens,
-                step.scale,
-            )
-        if is_small:
+            return self._values(step.attend(query, step.cache, step.cache[..., : self.rank]))
+        return self._values(self._attend_latents(query, step, slice(None)))
+
+    @property
+    def rank(self) -> int:
+        return self.k_b.shape[2]
+
+    def _attend_latents(self, query: torch.Tensor, step: LatentStep, rows: slice | torch.Tensor) -> torch.Tensor:
+        """Latents [n, H, R] that some rows' absorbed queries [n, H, R + P] attend to, by Triton's kernels."""
+        context = step.context
+        return mla_attention(
+            query,
+            step.cache,
+            self.rank,
+            context.block_table,
+            context.page_size,
+            context.seq_ids[rows],
+            context.kv_lens[rows],
+            step.scale,
+        )
+
+    def _values(self, latent: torch.Tensor) -> torch.Tensor:
+        """Attended latents [n, H, R] as values [n, H, V]."""
+        if latent.shape[0] <= MAX_LATENT_ROWS:
             return expand(latent, self.v_b)
         return torch.bmm(latent.transpose(0, 1), self.v_b).transpose(0, 1).contiguous()
 
     def _absorbed(self, q: torch.Tensor, step: LatentStep) -> torch.Tensor:
         """Absorbed and rotated queries [T, H, R + P] of many rows, whose latents are cached on the way."""
-        num_rows, num_heads = q.shape[:2]
-        nope_dim, rank = self.k_b.shape[1:]
-        query = torch.empty(num_rows, num_heads, step.cache.shape[-1], dtype=q.dtype, device=q.device)
-        query[..., :rank] = torch.bmm(q[..., :nope_dim].transpose(0, 1), self.k_b).transpose(0, 1)
+        query = self._absorb_rows(q, step)
+        self._rotate_and_cache(q, step, query[..., self.rank :])
+        return query
+
+    def _absorb_rows(self, q: torch.Tensor, step: LatentStep) -> torch.Tensor:
+        """Absorbed queries [n, H, R + P] without their rotary columns."""
+        query = torch.empty(*q.shape[:2], step.cache.shape[-1], dtype=q.dtype, device=q.device)
+        nope_dim = self.k_b.shape[1]
+        query[..., : self.rank] = torch.bmm(q[..., :nope_dim].transpose(0, 1), self.k_b).transpose(0, 1)
+        return query
+
+    def _rotate_and_cache(self, q: torch.Tensor, step: LatentStep, q_out: torch.Tensor) -> None:
+        """All rows' rotary queries [T, H, P] to q_out, and their latents to the cache."""
         cos, sin, is_interleaved = step.angles
         latent_to_cache(
-            q[..., nope_dim:],
+            q[..., self.k_b.shape[1] :],
             step.compressed,
             *step.norm,
             cos,
@@ -118,6 +146,60 @@ class GpuLatent:
             step.cache,
             step.context.slot_mapping,
             is_interleaved=is_interleaved,
-            q_out=query[..., rank:],
+            q_out=q_out,
         )
-        return query
+
+    def _attend_expanded(self, q: torch.Tensor, step: LatentStep, expansion: Expansion) -> torch.Tensor:
+        """`attend` where some sequences, or all, have their keys expanded."""
+        num_rows, num_heads = q.shape[:2]
+        q_rot = q.new_empty(num_rows, num_heads, step.cache.shape[-1] - self.rank)
+        self._rotate_and_cache(q, step, q_rot)
+        out = q.new_empty(num_rows, num_heads, self.v_b.shape[2])
+        for batch in expansion.batches:
+            self._attend_batch(q, q_rot, step, batch, out)
+        rest = expansion.rest
+        if rest is not None:
+            query = self._absorb_rows(q[rest], step)
+            query[..., self.rank :] = q_rot[rest]
+            out[rest] = self._values(self._attend_latents(query, step, rest))
+        return out
+
+    def _attend_batch(
+        self, q: torch.Tensor, q_rot: torch.Tensor, step: LatentStep, batch: Batch, out: torch.Tensor
+    ) -> None:
+        """The rows of a batch of sequences: some heads' keys and values at a time are expanded, then attended to."""
+        assert step.workspace is not None, "an expansion comes with its workspace"
+        num_positions, rank, v_dim = batch.num_positions, self.rank, self.v_b.shape[2]
+        room, latents = _Room(step.workspace), step.cache[:, 0]
+        if isinstance(batch.slots, slice):
+            gathered = latents[batch.slots]
+        else:
+            gathered = room.take(num_positions, latents.shape[1])
+            torch.index_select(latents, 0, batch.slots, out=gathered)
+        all_keys = room.take(batch.num_heads, num_positions, self.k_b.shape[1])
+        all_values = room.take(batch.num_heads, num_positions, v_dim)
+        for first in range(0, q.shape[1], batch.num_heads):
+            heads = slice(first, min(first + batch.num_heads, q.shape[1]))
+            k_b, v_b = self.k_b[heads], self.v_b[heads]
+            keys, values = all_keys[: len(k_b)], all_values[: len(v_b)]
+            latent = gathered[:, :rank].expand(len(k_b), -1, -1)
+            torch.bmm(latent, k_b.transpose(1, 2), out=keys)
+            torch.bmm(latent, v_b, out=values)
+            expanded_attention(
+                q[:, heads], q_rot[:, heads], keys, gathered[:, rank:], values, batch.tiles, step.scale,
+                out[:, heads], batch.tile,
+            )  # fmt: skip
+
+
+class _Room:
+    """Hands out a workspace piece by piece."""
+
+    def __init__(self, workspace: torch.Tensor):
+        self._workspace, self._taken = workspace, 0
+
+    def take(self, *shape: int) -> torch.Tensor:
+        """An uninitialized tensor of `shape`, its first value where nothing of another tensor shares a cache line."""
+        numel = math.prod(shape)
+        piece = self._workspace[self._taken : self._taken + numel]
+        self._taken += -(-numel // WORKSPACE_ALIGN) * WORKSPACE_ALIGN
+        return piece.view(shape)

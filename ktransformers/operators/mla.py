@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with the up-projections absorbed.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), with the up-projections absorbed but for long prefills.
 
 The cache stores per position the normalized latent and the rotated shared key, R + P values, never expanded keys.
 A head's key up-projection k_b is applied to the query instead of to every cached position, its value up-projection
@@ -8,10 +8,15 @@ v_b to the attention's result:
 
     scores[t, h, j] = (q_nope[t, h] k_b[h]) . latent[j] + q_rot[t, h] . k_rot[j]
     out[t, h]       = v_b[h] sum_j softmax(scores)[j] latent[j]
+
+On a GPU prefill steps may expand a sequence's keys and values for the time of a layer, which takes fewer products where
+many rows share them: operators/latent_expansion.py says when.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -29,11 +34,14 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.flash import FlashLayer
 from ktransformers.operators.gpu_joined import JoinedLinears
 from ktransformers.operators.gpu_latent import GpuLatent, LatentStep, check_gpu_shape
+from ktransformers.operators.latent_expansion import Choice, LatentDims, Rates, StepRuns
 from ktransformers.operators.norm import KRMSNorm, computes_rms_norm, norm_epsilon
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["KMLAAttention", "rotate"]
+
+logger = logging.getLogger(__name__)
 
 _TWO_BYTE = frozenset({QuantType.F16, QuantType.BF16})
 
@@ -55,12 +63,22 @@ def _real_parts(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return angles[0].real.contiguous(), angles[0].imag.contiguous()
 
 
+@functools.cache
+def _say_absorbed() -> None:
+    """Once, not for every layer."""
+    logger.info("absorb_for_prefill: false has no effect on the CPU, where latent attention is absorbed in both phases")
+
+
 class KMLAAttention(WrapperOperator):
-    """Latent attention of the DeepSeek families: [1, T, hidden] in and out, absorbed in both phases."""
+    """Latent attention of the DeepSeek families: [1, T, hidden] in and out.
+
+    absorb_for_prefill: how prefill steps on a GPU attend: True absorbed; False on expanded keys, where a sequence has
+    more than one row; None as is faster for each sequence. On the CPU it is absorbed always.
+    """
 
     OPS: ClassVar[dict[str, str]] = {
         "KMLANative": "absorbed projections and native attention over the latent cache",
-        "KMLATriton": "absorbed projections and Triton attention over the latent cache",
+        "KMLATriton": "Triton attention over the latent cache, absorbed or on expanded keys",
     }
     KWARGS: ClassVar[frozenset[str]] = frozenset({"chunck_size", "absorb_for_prefill"})
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"kv_b_proj"})
@@ -86,7 +104,10 @@ class KMLAAttention(WrapperOperator):
         self._compressions: JoinedLinears | None = None  # what reads hidden states: the query's and the latent's
         self._query_norm: float | None = None  # epsilon of the compressed query's RMSNorm, where a kernel computes it
         self._gpu: GpuLatent | None = None
+        self.absorb_for_prefill = absorb_for_prefill
         self.flash: FlashLayer | None = None
+        if absorb_for_prefill is False and not self.device.is_gpu:
+            _say_absorbed()
         if self.device.is_gpu:
             check_gpu_shape(key, self.rank, self.rope_dim)
             if not computes_rms_norm(module.get_submodule("kv_a_layernorm")):
@@ -99,6 +120,15 @@ class KMLAAttention(WrapperOperator):
             return None
         scale = float(self.inner.scaling)  # type: ignore[arg-type]
         return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, scale)
+
+    def expansion_choice(self) -> Choice | None:
+        """How prefill steps choose between the two forms; None where all are absorbed."""
+        is_bound = self.flash is not None and self.flash.is_required
+        if not self.device.is_gpu or self.absorb_for_prefill or is_bound:
+            return None
+        rates = Rates() if self.flash is None else Rates().with_flashinfer()
+        dims = LatentDims(self.num_heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
+        return Choice(dims, self.device.dtype, rates, is_forced=self.absorb_for_prefill is False)
 
     def op(self, phase: Phase) -> str:
         return "KMLATriton" if self.device.is_gpu else "KMLANative"
@@ -215,6 +245,8 @@ class KMLAAttention(WrapperOperator):
         keys, _ = forward_context.cache.layer(self.layer_idx)
         assert self._compressions is not None, f"{self.key} is not settled"
         query, compressed = self._compressions(hidden_states[0])
+        choice = self.expansion_choice() if forward_context.phase is Phase.PREFILL else None
+        expansion = None if choice is None else StepRuns.expansion_of(forward_context, choice, keys.device)
         step = LatentStep(
             compressed,
             (inner.kv_a_layernorm.weight, norm_epsilon(inner.kv_a_layernorm) or 0.0),
@@ -222,7 +254,9 @@ class KMLAAttention(WrapperOperator):
             keys,
             forward_context.on(keys.device),
             float(inner.scaling),
-            attend=None if self.flash is None else self.flash.of(forward_context),
+            attend=None if self.flash is None or expansion is not None else self.flash.of(forward_context),
+            expansion=expansion,
+            workspace=None if expansion is None or choice is None else self.device.latent_workspace(choice.room),
         )
         if getattr(inner, "q_lora_rank", None) is None:
             q = query

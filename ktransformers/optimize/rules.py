@@ -52,7 +52,7 @@ _NO_EFFECT: Mapping[str, str] = {
     "group_size": _ONLY_MARLIN,
     "act_order": _ONLY_MARLIN,
     "backend": "the CPU kernels pick their instruction set at run time",
-    "absorb_for_prefill": "the latent is absorbed in both phases",
+    "absorb_for_prefill": "only latent attention has two forms",
     "per_layer_prefill_intput_threshold": "weights are never moved between devices during prefill",
     "block_size": _ONE_LAYOUT,
     "chunck_size": "prefill is cut by --chunk_size",

@@ -21,6 +21,7 @@ __all__ = [
     "Call",
     "Tile",
     "check_call",
+    "compute_type",
     "decode_tile",
     "launch_decode",
     "launch_prefill",
@@ -182,11 +183,12 @@ def _constants(call: Call) -> dict[str, Any]:
         "SHARED": call.is_shared, "PAGE": call.page_size, "HAS_WINDOW": call.window > 0,
         "HAS_SOFTCAP": call.softcap > 0,
         "PRECISION": "tf32x3" if call.k_cache.dtype == torch.float32 else "tf32",
-        "COMPUTE": _compute_type(call.k_cache.dtype),
+        "COMPUTE": compute_type(call.k_cache.dtype),
     }  # fmt: skip
 
 
-def _compute_type(dtype: torch.dtype) -> Any:
+def compute_type(dtype: torch.dtype) -> Any:
+    """In which kernels multiply values of `dtype`: the interpreter cannot multiply bf16."""
     if dtype == torch.float16:
         return tl.float16
     return tl.bfloat16 if dtype == torch.bfloat16 and not is_interpreted() else tl.float32

@@ -13,10 +13,11 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
-    triton = tl = None
+    triton = tl = TensorDescriptor = None
 
-__all__ = ["available", "constant", "is_interpreted", "jit", "num_multiprocessors", "tl", "triton"]
+__all__ = ["TensorDescriptor", "available", "constant", "is_interpreted", "jit", "num_multiprocessors", "tl", "triton"]
 
 _DEFAULT_MULTIPROCESSORS = 132  # of an H100; for the interpreter, which has none
 

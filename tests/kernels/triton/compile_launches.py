@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ktransformers.kernels.native import Activation
 from ktransformers.kernels.quant import QuantType
@@ -22,6 +23,7 @@ from ktransformers.kernels.triton import dequant
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.convert import convert_rows
 from ktransformers.kernels.triton.elementwise import add_rms_norm
+from ktransformers.kernels.triton.expanded import ExpandedRun, ExpandedTile, expanded_attention, expanded_tile, tiles_of
 from ktransformers.kernels.triton.fp8 import fp8_linear, pack_fp8
 from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pair
@@ -46,6 +48,8 @@ def describe(value):
     """The type of an argument in a signature, and whether it is known to be a multiple of 16."""
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype], value.data_ptr() % 16 == 0
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>", False
     if isinstance(value, float):
         return "fp32", False
     return "i32", value % 16 == 0
@@ -136,6 +140,16 @@ def call_latent(tokens, heads=128, rank=512, rotary=64, width=128, query=1536):
     expand(absorbed[..., :rank].contiguous(), torch.zeros(heads, rank, width, dtype=torch.bfloat16))
 
 
+def call_expanded(heads, rows, length, tile=None, nope=128, rotary=64, width=128):
+    tile = tile or expanded_tile(rows, heads, torch.bfloat16, torch.device("cpu"))
+    q = torch.zeros(rows, heads, nope + rotary, dtype=torch.bfloat16)
+    latents = torch.zeros(length, 512 + rotary, dtype=torch.bfloat16)
+    keys = torch.zeros(heads, length, nope, dtype=torch.bfloat16)
+    values, out = keys.new_zeros(heads, length, width), keys.new_zeros(rows, heads, width)
+    tiles = tiles_of([ExpandedRun(0, rows, 0, length)], tile.block_m)
+    expanded_attention(q, q[..., nope:].contiguous(), keys, latents[:, 512:], values, tiles, 0.1, out, tile)
+
+
 def call_norm(hidden, tokens):
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     add_rms_norm(x, x, x[0], 1e-6, more=x, gate=x[:, :1])
@@ -156,6 +170,9 @@ def some():
     call_convert(1, 2880, 1)
     call_attention(32, 4, 128, 2)
     call_latent(2)
+    call_expanded(128, 256, 512)
+    call_expanded(4, 128, 256)
+    call_expanded(4, 128, 256, ExpandedTile(128, 128, 8, 2, uses_tma=True))
     call_norm(7168, 2)
     call_router(128, 2048, 1, RouterSpec(8))
     call_router(256, 7168, 4, RouterSpec(8, "sigmoid", num_groups=8, topk_groups=4, scaling=2.5))

@@ -24,5 +24,6 @@ def test_kernels_compile_for_sm90(tmp_path):
     script = Path(__file__).with_name("compile_launches.py")
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    for kernel in ("_vector_kernel", "_tile_kernel", "_gate_up_vector", "_down_vector", "_gate_up_tile", "_down_tile"):
+    names = ("_vector_kernel", "_tile_kernel", "_gate_up_vector", "_down_vector", "_gate_up_tile", "_down_tile")
+    for kernel in (*names, "_expanded_kernel"):
         assert kernel in done.stdout
