@@ -4,7 +4,8 @@
 // at which a given mass is reached is found by summing the mass of 1,024 ranges of keys, then of 1,024 ranges within the one
 // in which it is reached, and so on (find_edge). Few tokens get that far:
 //   top_k: the k-th greatest of the blocks' greatest logits is not above the k-th greatest logit, so that only tokens from
-//          there on count.
+//          there on count. Where there are less than k blocks, a sample of the logits says from where on some more than k
+//          tokens are likely; that there are is counted.
 //   top_p: let w be the weight of the last token of the nucleus, p its share, Z the sum of all V weights. Those before it have
 //          less than p Z, so it and those behind it, at most V tokens none of which has more than w, have more than (1 - p) Z:
 //          w > (1 - p) Z / V. Tokens below that need no look. For the rounding of sums 1e-10 Z is allowed, more than V 2^-53.
@@ -21,6 +22,7 @@ namespace {
 
 constexpr double kLog2e = 1.4426950408889634;
 constexpr double kImpossible = 0x1p-64;  // of the best token's weight: less counts as 0
+constexpr int kSampled = 8192;  // logits that tell about where a large top_k ends
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -77,36 +79,44 @@ float logit_of(uint64_t key) {
   return bits_of<float>(bits >> 31 != 0 ? bits & 0x7fffffffu : ~bits);
 }
 
-// The greatest key whose items, with those of greater keys, have at least the mass `goal`, and the mass of the greater ones;
-// the least key where all of them have less. Overwrites the keys, of which there must be some.
+// The greatest key whose items, with those of greater keys, have at least the mass `goal`; the least key where all of them
+// have less.
 struct Edge {
   uint64_t key;
-  double before;
+  double before;  // mass of greater keys
 };
-template <class Mass> Edge find_edge(uint64_t* keys, int64_t count, double goal, const Mass& mass) {
+// Keys lie in least .. most, both included, and are overwritten; there must be some.
+template <class Mass> Edge find_edge(uint64_t* keys, int64_t count, uint64_t least, uint64_t most, double goal, const Mass& mass) {
   constexpr int kRanges = 1024;
   double before = 0;
-  for (;;) {
-    uint64_t least = keys[0], most = keys[0];
-    for (int64_t i = 1; i < count; ++i) {
-      least = std::min(least, keys[i]);
-      most = std::max(most, keys[i]);
-    }
-    if (least == most) return {least, before};
+  while (least != most) {
     int shift = 0;
     while ((most - least) >> shift >= kRanges) ++shift;
     double sums[kRanges] = {};
     for (int64_t i = 0; i < count; ++i) sums[(keys[i] - least) >> shift] += mass(keys[i]);
-    uint64_t range = (most - least) >> shift;
-    while (range > 0 && before + sums[range] < goal) before += sums[range--];
+    uint64_t range = 0;
+    double above = before;
+    for (uint64_t r = ((most - least) >> shift) + 1; r-- > 0 && before < goal;) {
+      if (sums[r] <= 0) continue;
+      range = r;
+      above = before;
+      before += sums[r];
+    }
+    before = above;
     int64_t kept = 0;
+    const uint64_t first = least;
+    least = ~uint64_t{0};
+    most = 0;
     for (int64_t i = 0; i < count; ++i) {
       const uint64_t key = keys[i];
-      keys[kept] = key;
-      kept += (key - least) >> shift == range;
+      if ((key - first) >> shift != range) continue;
+      keys[kept++] = key;
+      least = std::min(least, key);
+      most = std::max(most, key);
     }
     count = kept;
   }
+  return {least, before};
 }
 
 // One row with its greatest logit.
@@ -117,28 +127,46 @@ struct Row {
   Room room;
   float top;
 
+  // The k-th greatest of `count` keys that are not below that of `least`.
+  float kth_key(int64_t count, float least, double k) const {
+    return logit_of(find_edge(room.keys, count, key_of(least), key_of(top), k, [](uint64_t) { return 1.0; }).key);
+  }
+
+  // The tokens from `least` on, as keys; returns how many.
+  int64_t list_keys(float least) const {
+    const int64_t count = kernels.tokens_from(x, vocab, room.maxima, least, room.ids);
+    for (int64_t i = 0; i < count; ++i) room.keys[i] = key_of(x[room.ids[i]]);
+    return count;
+  }
+
   // The k-th greatest logit, 1 <= k <= V.
   float kth(int64_t k) const {
-    const auto one = [](uint64_t) { return 1.0; };
-    const double goal = static_cast<double>(k);
     float least = -kInfinity;
     if (k <= blocks) {
       for (int64_t b = 0; b < blocks; ++b) room.keys[b] = key_of(room.maxima[b]);
-      least = logit_of(find_edge(room.keys, blocks, goal, one).key);
+      least = kth_key(blocks, least, static_cast<double>(k));
+    } else if (vocab > 4 * kSampled) {
+      const int64_t stride = vocab / kSampled;
+      for (int64_t i = 0; i < kSampled; ++i) room.keys[i] = key_of(x[i * stride]);
+      const double share = static_cast<double>(k) / static_cast<double>(vocab) * kSampled;
+      if (1.5 * share + 64 < kSampled) least = kth_key(kSampled, least, 1.5 * share + 64);
     }
-    const int64_t count = kernels.tokens_from(x, vocab, room.maxima, least, room.ids);
-    for (int64_t i = 0; i < count; ++i) room.keys[i] = key_of(x[room.ids[i]]);
-    return logit_of(find_edge(room.keys, count, goal, one).key);
+    int64_t count = list_keys(least);
+    if (count < k) count = list_keys(least = -kInfinity);
+    return kth_key(count, least, static_cast<double>(k));
   }
 
-  // A logit below which no token has the weight `floor`, rounding allowed for.
-  float edge_of(double floor, double scale) const {
-    const double edge = static_cast<double>(top) + (std::log2(floor) - 1e-12) / scale;
-    const double lower = edge - (std::fabs(edge) + std::fabs(static_cast<double>(top))) * 0x1p-22 - static_cast<double>(FLT_MIN);
-    return lower < -static_cast<double>(FLT_MAX) ? -kInfinity : static_cast<float>(lower);
+  // Weights of logits from `least` on. The bits of `least` are raised to where the exponent reaches that of `floor`, less
+  // what rounding may hide: the exponent never falls when the logit rises.
+  WeightSpec spec(double scale, double floor, float least) const {
+    const double lowest = std::log2(floor) - 1e-12;
+    uint64_t below = key_of(-kInfinity), from = key_of(top);
+    while (from - below > 1) {
+      const uint64_t middle = (below + from) / 2;
+      ((static_cast<double>(logit_of(middle)) - static_cast<double>(top)) * scale >= lowest ? from : below) = middle;
+    }
+    return {top, std::max(least, logit_of(from)), scale, floor};
   }
-
-  WeightSpec spec(double scale, double floor, float least) const { return {top, least, std::max(least, edge_of(floor, scale)), scale, floor}; }
 
   double sum(const WeightSpec& spec) const {
     kernels.weight_sums(x, vocab, room.maxima, spec, room.sums);
@@ -160,32 +188,62 @@ int64_t reach(const double* weights, int64_t count, double before, double goal) 
   return last;
 }
 
+// The block in which the running sum exceeds `goal`, or the last one with a sum, and the sum of those before it.
+struct Place {
+  int64_t block;
+  double before;
+};
+Place find_block(const double* sums, int64_t blocks, double goal) {
+  Place place{0, 0};
+  double total = 0;
+  for (int64_t b = 0; b < blocks && total <= goal; ++b) {
+    if (sums[b] <= 0) continue;
+    place = {b, total};
+    total += sums[b];
+  }
+  return place;
+}
+
 // One of all tokens that have a weight: first the block, then the token in it.
 int64_t pick_of_all(const Row& row, const WeightSpec& spec, double uniform) {
   const double goal = uniform * row.sum(spec);
-  double before = 0;
-  int64_t block = 0;
-  double before_block = 0;
-  for (int64_t b = 0; b < row.blocks; ++b) {
-    if (row.room.sums[b] <= 0) continue;
-    block = b;
-    before_block = before;
-    before += row.room.sums[b];
-    if (before > goal) break;
-  }
+  const Place place = find_block(row.room.sums, row.blocks, goal);
   double weights[kSampleBlock];
-  const int64_t first = block * kSampleBlock, count = std::min<int64_t>(kSampleBlock, row.vocab - first);
+  const int64_t first = place.block * kSampleBlock, count = std::min<int64_t>(kSampleBlock, row.vocab - first);
   row.kernels.token_weights(row.x + first, count, spec, weights);
-  return first + reach(weights, count, before_block, goal);
+  return first + reach(weights, count, place.before, goal);
+}
+
+// The same of a list of weights, of which those below `least` become 0; one at least must stay.
+int64_t pick_of_list(double* weights, int64_t count, double least, double uniform, double* sums) {
+  const int64_t blocks = (count + kSampleBlock - 1) / kSampleBlock;
+  double total = 0;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t end = std::min(count, (b + 1) * kSampleBlock);
+    double lanes[4] = {};
+    const auto add = [&](int64_t i, int lane) {
+      weights[i] = weights[i] >= least ? weights[i] : 0.0;
+      lanes[lane] += weights[i];
+    };
+    int64_t i = b * kSampleBlock;
+    for (; i + 4 <= end; i += 4)
+      for (int lane = 0; lane < 4; ++lane) add(i + lane, lane);
+    for (; i < end; ++i) add(i, 0);
+    sums[b] = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+    total += sums[b];
+  }
+  const double goal = uniform * total;
+  const Place place = find_block(sums, blocks, goal);
+  const int64_t first = place.block * kSampleBlock;
+  return first + reach(weights + first, std::min<int64_t>(kSampleBlock, count - first), place.before, goal);
 }
 
 // One of the smallest set of most likely tokens that has the share top_p, less those below min_p.
 int64_t pick_of_nucleus(const Row& row, WeightSpec spec, const SampleRow& wanted) {
   const double total = row.sum(spec), goal = wanted.top_p * total;
-  spec.floor = std::max(kImpossible, ((1.0 - wanted.top_p) - 1e-10) * total / static_cast<double>(row.vocab));
-  spec.skip = std::max(spec.least, row.edge_of(spec.floor, spec.scale));
+  spec = row.spec(spec.scale, std::max(kImpossible, ((1.0 - wanted.top_p) - 1e-10) * total / static_cast<double>(row.vocab)), spec.least);
   const Room& room = row.room;
-  const int64_t found = row.kernels.tokens_from(row.x, row.vocab, room.maxima, spec.skip, room.ids);
+  const int64_t found = row.kernels.tokens_from(row.x, row.vocab, room.maxima, spec.least, room.ids);
   for (int64_t i = 0; i < found; ++i) room.logits[i] = row.x[room.ids[i]];
   row.kernels.token_weights(room.logits, found, spec, room.weights);
   int64_t count = 0;
@@ -196,23 +254,16 @@ int64_t pick_of_nucleus(const Row& row, WeightSpec spec, const SampleRow& wanted
     room.keys[count] = bits_of<uint64_t>(weight);  // ascending, as weights are positive
     count += weight > 0;
   }
-  const Edge edge = find_edge(room.keys, count, goal, [](uint64_t key) { return bits_of<double>(key); });
+  const Edge edge = find_edge(room.keys, count, bits_of<uint64_t>(spec.floor), bits_of<uint64_t>(1.0), goal,
+                              [](uint64_t key) { return bits_of<double>(key); });
   const double least = bits_of<double>(edge.key);
-  double held = edge.before, kept_sum = 0;
-  int64_t kept = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const double weight = room.weights[i];
-    if (weight < least) continue;
-    if (weight == least) {  // of equally likely tokens the lowest ids come first
-      if (held >= goal) continue;
-      held += weight;
-    }
-    if (weight < wanted.min_p) continue;
-    room.ids[kept] = room.ids[i];
-    room.weights[kept++] = weight;
-    kept_sum += weight;
+  double held = edge.before;
+  for (int64_t i = 0; i < count; ++i) {  // of equally likely tokens the lowest ids come first
+    if (room.weights[i] != least) continue;
+    if (held >= goal) room.weights[i] = 0;
+    held += least;
   }
-  return room.ids[reach(room.weights, kept, 0, wanted.uniform * kept_sum)];
+  return room.ids[pick_of_list(room.weights, count, std::max(least, wanted.min_p), wanted.uniform, room.sums)];
 }
 
 int64_t first_bad(const float* x, int64_t vocab, bool may_be_impossible) {
@@ -315,7 +366,8 @@ void token_logprobs(WorkerPool& pool, const float* logits, int64_t rows, int64_t
 
 void row_weights(WorkerPool& pool, const float* logits, int64_t vocab, double temperature, double* out) {
   WorkerPool::Session session(pool);
-  const WeightSpec spec = {*std::max_element(logits, logits + vocab), -kInfinity, -kInfinity, std::min(kLog2e / temperature, DBL_MAX), kImpossible};
+  const Row row{session.kernels(), logits, vocab, 0, {}, *std::max_element(logits, logits + vocab)};
+  const WeightSpec spec = row.spec(std::min(kLog2e / temperature, DBL_MAX), kImpossible, -kInfinity);
   session.kernels().token_weights(logits, vocab, spec, out);
 }
 

@@ -5,24 +5,29 @@
 
 namespace {
 
-// 2^y for -66 <= y <= 0, 1 for y = 0. With n the nearest integer (ties to even), 2^(y - n) = 1 + (y - n) q(y - n), q of degree
-// 10 through Chebyshev nodes (0.09 ulp away); n is added to the exponent. Error below 1.5 ulp (tests/kernels/test_sampling.py).
-inline vd exp2_(vd y) {
+constexpr int kWeightParts = 4;  // vd computed side by side: the polynomial is one chain of products after the other
+
+// x = 2^(x scale) for -66 <= x scale <= 0, exactly 1 for x = 0; NaN for -infinity. With n the integer nearest to the product
+// and f = x scale - n, rounded once, 2^f = 1 + f q(f), q of degree 10 through Chebyshev nodes (0.09 ulp away); n is added to
+// the exponent. Error below 1.5 ulp (tests/kernels/test_sampling.py).
+inline void exp2_of_product(vd (&x)[kWeightParts], double scale) {
+  static constexpr double kTerms[] = {7.072585949269223e-09, 1.0178062445845774e-07, 1.321544258792169e-06, 1.525273382983612e-05,
+                                      0.0001540353044173605, 0.0013333558146416936, 0.009618129107606888,  0.0555041086648216,
+                                      0.24022650695910097,   0.6931471805599453,    1.0};
   const vd magic = setd(6755399441055744.0);  // 1.5 * 2^52: adding it leaves the integer in the lowest bits
-  const vd t = addd(y, magic);
-  const vd f = subd(y, subd(t, magic));
-  vd q = setd(4.4549605981865186e-10);
-  q = fmad(q, f, setd(7.072585949269223e-09));
-  q = fmad(q, f, setd(1.0178062445845774e-07));
-  q = fmad(q, f, setd(1.321544258792169e-06));
-  q = fmad(q, f, setd(1.525273382983612e-05));
-  q = fmad(q, f, setd(0.0001540353044173605));
-  q = fmad(q, f, setd(0.0013333558146416936));
-  q = fmad(q, f, setd(0.009618129107606888));
-  q = fmad(q, f, setd(0.0555041086648216));
-  q = fmad(q, f, setd(0.24022650695910097));
-  q = fmad(q, f, setd(0.6931471805599453));
-  return add_exponent(fmad(q, f, setd(1.0)), t);
+  vd t[kWeightParts], f[kWeightParts], q[kWeightParts];
+#pragma GCC unroll 8
+  for (int i = 0; i < kWeightParts; ++i) {
+    t[i] = fmad(x[i], setd(scale), magic);
+    f[i] = fmad(x[i], setd(scale), subd(magic, t[i]));
+    q[i] = setd(4.4549605981865186e-10);
+  }
+#pragma GCC unroll 16
+  for (const double term : kTerms)
+#pragma GCC unroll 8
+    for (int i = 0; i < kWeightParts; ++i) q[i] = fmad(q[i], f[i], setd(term));
+#pragma GCC unroll 8
+  for (int i = 0; i < kWeightParts; ++i) x[i] = add_exponent(q[i], t[i]);
 }
 
 inline vf minus_infinity() { return set1(-__builtin_inff()); }
@@ -33,16 +38,23 @@ inline vf load_logits(const float* x, int64_t n) {
   return select(lane_range(0, static_cast<int>(n)), load_n(x, static_cast<int>(n)), minus_infinity());
 }
 
-inline vd weights8(vd x, const WeightSpec& spec) {
-  const vd y = muld(subd(x, setd(spec.top)), setd(spec.scale));
-  return keep_from(exp2_(maxd(y, setd(-66.0))), setd(spec.floor));
+// The weights of kWeightParts * 8 tokens.
+inline void weigh(const vf* x, const WeightSpec& spec, vd (&w)[kWeightParts]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kWeightParts / 2; ++i) widen(select(less(x[i], set1(spec.least)), minus_infinity(), x[i]), &w[2 * i], &w[2 * i + 1]);
+#pragma GCC unroll 8
+  for (int i = 0; i < kWeightParts; ++i) w[i] = subd(w[i], setd(spec.top));
+  exp2_of_product(w, spec.scale);
+#pragma GCC unroll 8
+  for (int i = 0; i < kWeightParts; ++i) w[i] = keep_from(w[i], setd(spec.floor));
 }
+constexpr int kWeightStep = kWeightParts * 8;
 
-inline void weights16(vf x, const WeightSpec& spec, vd* low, vd* high) {
-  vd a, b;
-  widen(select(less(x, set1(spec.least)), minus_infinity(), x), &a, &b);
-  *low = weights8(a, spec);
-  *high = weights8(b, spec);
+inline void weigh(const float* p, int64_t n, const WeightSpec& spec, vd (&w)[kWeightParts]) {
+  vf x[kWeightParts / 2];
+#pragma GCC unroll 8
+  for (int i = 0; i < kWeightParts / 2; ++i) x[i] = n >= kWeightStep ? load(p + 16 * i) : n > 16 * i ? load_logits(p + 16 * i, n - 16 * i) : minus_infinity();
+  weigh(x, spec, w);
 }
 
 inline int64_t sample_blocks(int64_t n) { return (n + kSampleBlock - 1) / kSampleBlock; }
@@ -75,13 +87,12 @@ int32_t block_maxima(const float* x, int64_t n, float* maxima) {
 }
 
 void token_weights(const float* x, int64_t n, const WeightSpec& spec, double* out) {
-  alignas(64) double last[16];
-  for (int64_t i = 0; i < n; i += 16) {
-    vd low, high;
-    weights16(load_logits(x + i, n - i), spec, &low, &high);
-    double* to = n - i >= 16 ? out + i : last;
-    stored(to, low);
-    stored(to + 8, high);
+  alignas(64) double last[kWeightStep];
+  for (int64_t i = 0; i < n; i += kWeightStep) {
+    vd w[kWeightParts];
+    weigh(x + i, n - i, spec, w);
+    double* to = n - i >= kWeightStep ? out + i : last;
+    for (int j = 0; j < kWeightParts; ++j) stored(to + 8 * j, w[j]);
     if (to == last) std::memcpy(out + i, last, sizeof(double) * static_cast<size_t>(n - i));
   }
 }
@@ -90,15 +101,15 @@ void token_weights(const float* x, int64_t n, const WeightSpec& spec, double* ou
 void weight_sums(const float* x, int64_t n, const float* maxima, const WeightSpec& spec, double* sums) {
   for (int64_t b = 0; b < sample_blocks(n); ++b) {
     sums[b] = 0;
-    if (maxima[b] < spec.skip) continue;
+    if (maxima[b] < spec.least) continue;
     const float* p = x + b * kSampleBlock;
     const int64_t count = n - b * kSampleBlock < kSampleBlock ? n - b * kSampleBlock : kSampleBlock;
     vd sum[2] = {setd(0.0), setd(0.0)};
-    for (int64_t i = 0; i < count; i += 16) {
-      vd low, high;
-      weights16(load_logits(p + i, count - i), spec, &low, &high);
-      sum[0] = addd(sum[0], low);
-      sum[1] = addd(sum[1], high);
+    for (int64_t i = 0; i < count; i += kWeightStep) {
+      vd w[kWeightParts];
+      weigh(p + i, count - i, spec, w);
+#pragma GCC unroll 8
+      for (int j = 0; j < kWeightParts; ++j) sum[j % 2] = addd(sum[j % 2], w[j]);
     }
     alignas(64) double u[8];
     stored(u, addd(sum[0], sum[1]));

@@ -121,8 +121,7 @@ constexpr int kSampleBlock = 256;  // tokens whose greatest logit, and whose sum
 // The weight of a token: 2^((logit - top) * scale), 0 where that is below `floor` or the logit below `least`.
 struct WeightSpec {
   float top;     // the greatest logit, finite
-  float least;   // may be -infinity
-  float skip;    // no logit below this one has a weight: blocks whose greatest is smaller are not read
+  float least;   // from here on the exponent is at least -66
   double scale;  // log2(e) / temperature, finite
   double floor;  // at least 2^-64
 };
