@@ -15,7 +15,6 @@ using kt::Address;
 using kt::at;
 
 void bind_sampling(nb::module_& m) {
-  m.attr("SAMPLE_BLOCK") = kt::kSampleBlock;
   m.def("philox4x32",
         [](std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
           uint32_t words[4] = {counter[0], counter[1], counter[2], counter[3]}, keys[2] = {key[0], key[1]};

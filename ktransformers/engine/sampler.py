@@ -109,6 +109,11 @@ class RequestSampler:
         if self.params.repetition_penalty != 1.0:
             self._seen[token_id] = None
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether steps 1 and 2 may have anything to do."""
+        return bool(self._seen or self._counts or self._bias.size or self._barred is not None or self._mask is not None)
+
     def adjusted(self, logits: _F32) -> _F32 | None:
         """Raw logits [V] after penalties, bias and masks (steps 1 and 2): a copy, or None when nothing changes them.
 
@@ -178,7 +183,7 @@ def sample_batch(
 ) -> list[SampledToken]:
     """One token per request from fp32 logits [B, V]. positions[b] is the place the token takes in its sequence.
 
-    Does not commit the tokens. pool: see `token_logprobs`. Raises KTransformersError when a logit is not a finite number.
+    Does not commit the tokens. pool: see `token_logprobs`. Raises KTransformersError when a logit is not finite.
     """
     sampled = []
     for token in sample_each(logits, requests, positions, pool):
@@ -201,7 +206,7 @@ def sample_each(
         )
     rows = logits.detach().to("cpu", torch.float32).contiguous()
     pool = pool or _alone(os.getpid())
-    changed = [_adjusted(request, row) for request, row in zip(requests, rows, strict=True)]
+    changed = [_adjusted(request, rows[i]) if request.changes_logits else None for i, request in enumerate(requests)]
     picks = sampling.sample_rows(
         rows,
         [request.params for request in requests],
@@ -210,9 +215,9 @@ def sample_each(
         [row if isinstance(row, torch.Tensor) else None for row in changed],
     )
     results: list[SampledToken | KTransformersError] = []
-    for pick, row, change, position in zip(picks, rows, changed, positions, strict=True):
+    for i, (pick, change) in enumerate(zip(picks, changed, strict=True)):
         if pick.bad_id >= 0:
-            results.append(_bad_logit(row, pick.bad_id, position))
+            results.append(_bad_logit(rows[i], pick.bad_id, positions[i]))
         else:
             results.append(change if isinstance(change, KTransformersError) else SampledToken(pick.token_id, None))
     return _with_logprobs(results, rows, requests, pool)

@@ -21,16 +21,17 @@ __all__ = ["Pick", "RowLogprobs", "philox4x32", "sample_rows", "token_logprobs",
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 of 32-bit words (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC 2011)."""
+    """Philox4x32-10 of 32-bit words.
+
+    Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+    """
     a, b, c, d = _native.philox4x32(counter, key)
     return a, b, c, d
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> list[float]:
     """One number in [0, 1) with 53 random bits for each (seed, position). Seeds count modulo 2**64."""
-    return [
-        _native.uniform_at(seed & (2**64 - 1), position) for seed, position in zip(seeds, positions, strict=True)
-    ]
+    return [_native.uniform_at(seed & (2**64 - 1), position) for seed, position in zip(seeds, positions, strict=True)]
 
 
 class Pick(NamedTuple):
@@ -50,15 +51,15 @@ def sample_rows(
     pool: WorkerPool,
     adjusted: Sequence[Tensor | None] | None = None,
 ) -> list[Pick]:
-    """Choose a token in each row of fp32 logits [B, V]: temperature, top_k, top_p and min_p of its params, then the
-    inverse of the cumulative distribution at its number in [0, 1), in the order of ids.
+    """Choose a token in each row of fp32 logits [B, V], with temperature, top_k, top_p and min_p of its params.
 
-    adjusted: fp32 [V] to choose from instead of a row, or None; may hold -infinity for tokens that must not be chosen.
-    Rows run side by side on the threads of the pool. Temperature 0 takes the greatest logit, the lowest id among equals.
+    numbers: one in [0, 1) per row, at which the inverse of the cumulative distribution, in the order of ids, is taken.
+    adjusted: fp32 [V] to choose from instead of a row, or None; -infinity for tokens that must not be chosen.
+    Rows run side by side on the threads of the pool. Temperature 0 takes the greatest logit, of equals the lowest id.
     Otherwise a token's weight is exp((logit - greatest) / temperature), in fp64; tokens with less than 2**-64 are never
-    chosen. top_k keeps all that are as good as the k-th; of equally likely tokens at the edge of top_p those of the
-    lowest ids are kept; min_p compares with the best token's weight, which is 1, before and after top_p alike.
-    A row with a logit that is not finite (of an adjusted row: NaN or +infinity, or nothing but -infinity) has no choice.
+    chosen. top_k keeps all that are as good as the k-th. top_p keeps the smallest set of most likely tokens that has
+    this share of what top_k left; of equally likely tokens the lowest ids. min_p is the least weight of what remains.
+    A row with a logit that is not finite (adjusted: NaN, +infinity, or nothing but -infinity) has no choice.
     """
     check_tensor("logits", logits, (len(params), None))
     num_rows, vocab = logits.shape
@@ -72,9 +73,7 @@ def sample_rows(
         if row is not None:
             check_tensor(f"adjusted[{i}]", row, (vocab,))
             addresses[i] = (addresses[i][0], row.data_ptr())
-    settings = [
-        (one.temperature, one.top_p, one.min_p, number) for one, number in zip(params, numbers, strict=True)
-    ]
+    settings = [(one.temperature, one.top_p, one.min_p, number) for one, number in zip(params, numbers, strict=True)]
     picks = _native.sample_rows(pool.handle, addresses, settings, [one.top_k for one in params], vocab)
     return [Pick(*pick) for pick in picks]
 
@@ -90,8 +89,8 @@ class RowLogprobs(NamedTuple):
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int, pool: WorkerPool) -> RowLogprobs:
     """What raw fp32 logits [N, V] say of one token per row, and of the `count` (at most V) most likely ones of each.
 
-    Computed in fp64 and rounded to fp32 once. Of equal logits the lowest ids come first. All NaN for a row with a NaN or
-    +infinity, or with nothing but -infinity. Raises IndexError for a token outside of the vocabulary.
+    Computed in fp64 and rounded to fp32 once. Of equal logits the lowest ids come first. All NaN for a row with a NaN,
+    +infinity or nothing but -infinity. Raises IndexError for a token outside of the vocabulary.
     """
     check_tensor("logits", logits, (len(token_ids), None))
     num_rows, vocab = logits.shape

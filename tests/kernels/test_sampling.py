@@ -77,8 +77,7 @@ def test_the_same_token_as_the_oracle(kind: str, vocab: int, num_rows: int, pool
     adjusted = [bar_some(row, rng) for row in logits]
     chosen_from = [row if other is None else other.numpy() for row, other in zip(logits, adjusted, strict=True)]
     expected = [
-        Pick(oracle.choose(row, one, number), -1)
-        for row, one, number in zip(chosen_from, params, numbers, strict=True)
+        Pick(oracle.choose(row, one, number), -1) for row, one, number in zip(chosen_from, params, numbers, strict=True)
     ]
     for pool in pools:
         assert sample_rows(torch.from_numpy(logits), params, numbers, pool, adjusted) == expected
@@ -130,7 +129,7 @@ def test_rows_do_not_depend_on_their_company(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 def test_error_and_bits_of_weights(temperature: float, pools: list[WorkerPool]) -> None:
-    """2^(x scale) against the same in 80 bits, for the very factors that the kernel sees: below 1.5 ulp; 1 for the best."""
+    """2^(x scale) against the same in 80 bits, for the factors that the kernel sees: below 1.5 ulp; 1 for the best."""
     logits = torch.linspace(-44 * temperature, 0, 100_003)
     scale = 1.4426950408889634 / temperature
     exact = np.exp2(logits.numpy().astype(np.longdouble) * np.longdouble(scale))
@@ -153,7 +152,8 @@ def test_reads_no_byte_behind_the_last_logit(guarded, pools: list[WorkerPool]) -
         for params in (SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3, top_p=0.5)):
             for pool in pools:
                 assert sample_rows(row, [params], [0.5], pool) == sample_rows(logits[None], [params], [0.5], pools[0])
-        assert torch.equal(token_logprobs(row, [0], 2, pools[-1]).top, token_logprobs(logits[None], [0], 2, pools[0]).top)
+        found, same = token_logprobs(row, [0], 2, pools[-1]), token_logprobs(logits[None], [0], 2, pools[0])
+        assert torch.equal(found.top, same.top)
 
 
 @pytest.mark.parametrize("vocab", [3, 40, 1000])

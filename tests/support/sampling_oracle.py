@@ -11,7 +11,7 @@ _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def philox4x32(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Philox4x32-10 of N counters [N, 4] under N keys [N, 2], all of them 32-bit words held in uint64. Returns [N, 4]."""
+    """Philox4x32-10 of N counters [N, 4] under N keys [N, 2], 32-bit words held in uint64. Returns [N, 4]."""
     a, b, c, d = (counters[:, i] for i in range(4))
     key0, key1 = keys[:, 0], keys[:, 1]
     for _ in range(10):
