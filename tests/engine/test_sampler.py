@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -30,15 +31,17 @@ def test_uniforms_depend_on_seed_and_position_only() -> None:
     assert abs(many.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 20000)  # five standard errors
 
 
-def choose(sampler: RequestSampler, logits: np.ndarray, numbers: list[float], pool: WorkerPool) -> list[int]:
+def choose(sampler: RequestSampler, logits: np.ndarray, numbers: list[float]) -> list[int]:
     """The tokens for raw logits [V] and each of the numbers."""
     rows, adjusted = torch.from_numpy(logits).repeat(len(numbers), 1), sampler.adjusted(logits)
     changed = None if adjusted is None else torch.from_numpy(adjusted)
-    picks = sample_rows(rows, [sampler.params] * len(numbers), numbers, pool, [changed] * len(numbers))
+    picks = sample_rows(rows, [sampler.params] * len(numbers), numbers, one_thread(), [changed] * len(numbers))
     return [found.token_id for found in picks]
 
 
-POOL = WorkerPool(1)
+@functools.cache
+def one_thread() -> WorkerPool:
+    return WorkerPool(1)
 
 
 def pick(
@@ -47,7 +50,7 @@ def pick(
     sampler = RequestSampler(SamplingParams(**params), prompt, len(logits))
     for token in answer:
         sampler.commit(token)
-    return choose(sampler, np.array(logits, dtype=np.float32), [uniform], POOL)[0]
+    return choose(sampler, np.array(logits, dtype=np.float32), [uniform])[0]
 
 
 def assert_support(logits: np.ndarray, expected: list[int], **params) -> None:
@@ -56,7 +59,7 @@ def assert_support(logits: np.ndarray, expected: list[int], **params) -> None:
     wide = logits[expected].astype(np.float64)
     ends = np.cumsum(np.exp((wide - wide.max()) / sampler.params.temperature))
     middles = (ends + np.concatenate([[0.0], ends[:-1]])) / 2 / ends[-1]
-    assert choose(sampler, logits, middles.tolist(), POOL) == expected
+    assert choose(sampler, logits, middles.tolist()) == expected
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
@@ -192,7 +195,7 @@ def test_distribution() -> None:
     logits = np.array([0.0, 1.0, 2.0, -1.0, 0.5, 1.5, -0.5, 0.2], dtype=np.float32)
     probabilities = np.exp(logits / 0.8) / np.exp(logits / 0.8).sum()
     sampler, count = RequestSampler(SamplingParams(temperature=0.8), (), 8), 20000
-    found = np.bincount(choose(sampler, logits, uniforms([42] * count, range(count)), POOL), minlength=8)
+    found = np.bincount(choose(sampler, logits, uniforms([42] * count, range(count))), minlength=8)
     expected = probabilities * count
     assert ((found - expected) ** 2 / expected).sum() < 24.32
 
