@@ -1,4 +1,4 @@
-// The Python face of the kernels: with bind_layer.cpp the only code that knows Python. Pointers cross as integers; ktransformers/kernels/
+// The Python face of the kernels: with bind_*.cpp the only code that knows Python. Pointers cross as integers; ktransformers/kernels/
 // native.py checks shapes, types and ranges, and keeps every tensor alive during a call.
 #include "bind.h"
 
@@ -292,4 +292,5 @@ NB_MODULE(_native, m) {
   bind_stream(m);
   bind_attention(m);
   bind_layer(m);
+  bind_sampling(m);
 }

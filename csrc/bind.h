@@ -30,4 +30,5 @@ inline ActSpec act_spec(int kind, float alpha, float limit) {
 
 }  // namespace kt
 
-void bind_layer(nanobind::module_& m);  // bind_layer.cpp
+void bind_layer(nanobind::module_& m);     // bind_layer.cpp
+void bind_sampling(nanobind::module_& m);  // bind_sampling.cpp

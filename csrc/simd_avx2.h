@@ -88,6 +88,34 @@ inline int32_t reduce_maxi(vi x) {
   return _mm_cvtsi128_si32(q);
 }
 
+inline uint32_t mask_bits(vm m) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(m.a)) | static_cast<uint32_t>(_mm256_movemask_ps(m.b)) << 8;
+}
+
+// ---- 8 lanes of fp64 ----
+struct vd { __m256d a, b; };
+inline vd setd(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
+inline vd addd(vd x, vd y) { return {_mm256_add_pd(x.a, y.a), _mm256_add_pd(x.b, y.b)}; }
+inline vd subd(vd x, vd y) { return {_mm256_sub_pd(x.a, y.a), _mm256_sub_pd(x.b, y.b)}; }
+inline vd muld(vd x, vd y) { return {_mm256_mul_pd(x.a, y.a), _mm256_mul_pd(x.b, y.b)}; }
+inline vd fmad(vd x, vd y, vd z) { return {_mm256_fmadd_pd(x.a, y.a, z.a), _mm256_fmadd_pd(x.b, y.b, z.b)}; }
+inline vd maxd(vd x, vd y) { return {_mm256_max_pd(x.a, y.a), _mm256_max_pd(x.b, y.b)}; }
+inline void stored(double* p, vd x) {
+  _mm256_storeu_pd(p, x.a);
+  _mm256_storeu_pd(p + 4, x.b);
+}
+inline void widen(vf x, vd* low, vd* high) {
+  *low = {_mm256_cvtps_pd(_mm256_castps256_ps128(x.a)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1))};
+  *high = {_mm256_cvtps_pd(_mm256_castps256_ps128(x.b)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.b, 1))};
+}
+inline __m256d exponent_half(__m256d x, __m256d t) {
+  return _mm256_castsi256_pd(_mm256_add_epi64(_mm256_castpd_si256(x), _mm256_slli_epi64(_mm256_castpd_si256(t), 52)));
+}
+inline vd add_exponent(vd x, vd t) { return {exponent_half(x.a, t.a), exponent_half(x.b, t.b)}; }
+inline vd keep_from(vd x, vd least) {
+  return {_mm256_and_pd(_mm256_cmp_pd(x.a, least.a, _CMP_GE_OQ), x.a), _mm256_and_pd(_mm256_cmp_pd(x.b, least.b, _CMP_GE_OQ), x.b)};
+}
+
 inline void store_int8(int8_t* p, vi x) {
   const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));

@@ -63,6 +63,26 @@ inline float reduce_max(vf x) {
 }
 inline int32_t reduce_maxi(vi x) { return _mm512_reduce_max_epi32(x.v); }
 
+inline uint32_t mask_bits(vm m) { return m.m; }
+
+// ---- 8 lanes of fp64 ----
+struct vd { __m512d v; };
+inline vd setd(double x) { return {_mm512_set1_pd(x)}; }
+inline vd addd(vd x, vd y) { return {_mm512_add_pd(x.v, y.v)}; }
+inline vd subd(vd x, vd y) { return {_mm512_sub_pd(x.v, y.v)}; }
+inline vd muld(vd x, vd y) { return {_mm512_mul_pd(x.v, y.v)}; }
+inline vd fmad(vd x, vd y, vd z) { return {_mm512_fmadd_pd(x.v, y.v, z.v)}; }
+inline vd maxd(vd x, vd y) { return {_mm512_max_pd(x.v, y.v)}; }
+inline void stored(double* p, vd x) { _mm512_storeu_pd(p, x.v); }
+inline void widen(vf x, vd* low, vd* high) {
+  low->v = _mm512_cvtps_pd(_mm512_castps512_ps256(x.v));
+  high->v = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1));
+}
+inline vd add_exponent(vd x, vd t) {
+  return {_mm512_castsi512_pd(_mm512_add_epi64(_mm512_castpd_si512(x.v), _mm512_slli_epi64(_mm512_castpd_si512(t.v), 52)))};
+}
+inline vd keep_from(vd x, vd least) { return {_mm512_maskz_mov_pd(_mm512_cmp_pd_mask(x.v, least.v, _CMP_GE_OQ), x.v)}; }
+
 inline void store_int8(int8_t* p, vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v)); }
 inline vf load_bf16(const uint8_t* p) {
   const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -77,6 +77,35 @@ inline int32_t reduce_maxi(vi a) {
   return best;
 }
 
+inline uint32_t mask_bits(vm m) { uint32_t r = 0; KT_LANES r |= static_cast<uint32_t>(m.v[i]) << i; return r; }
+
+// ---- 8 lanes of fp64 ----
+struct vd { double v[8]; };
+#define KT_LANES8 for (int i = 0; i < 8; ++i)
+inline vd setd(double x) { vd r; KT_LANES8 r.v[i] = x; return r; }
+inline vd addd(vd a, vd b) { KT_LANES8 a.v[i] += b.v[i]; return a; }
+inline vd subd(vd a, vd b) { KT_LANES8 a.v[i] -= b.v[i]; return a; }
+inline vd muld(vd a, vd b) { KT_LANES8 a.v[i] *= b.v[i]; return a; }
+inline vd fmad(vd a, vd b, vd c) { KT_LANES8 c.v[i] = __builtin_fma(a.v[i], b.v[i], c.v[i]); return c; }
+inline vd maxd(vd a, vd b) { KT_LANES8 a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline void stored(double* p, vd a) { std::memcpy(p, a.v, sizeof a.v); }
+// The lanes of a vf, the first 8 and the last 8.
+inline void widen(vf x, vd* low, vd* high) { KT_LANES8 low->v[i] = x.v[i], high->v[i] = x.v[i + 8]; }
+// x times 2 to the power of the integer in the lowest 12 bits of t.
+inline vd add_exponent(vd x, vd t) {
+  KT_LANES8 {
+    uint64_t value, power;
+    std::memcpy(&value, &x.v[i], 8);
+    std::memcpy(&power, &t.v[i], 8);
+    value += power << 52;
+    std::memcpy(&x.v[i], &value, 8);
+  }
+  return x;
+}
+// 0 where x is less than `least`.
+inline vd keep_from(vd x, vd least) { KT_LANES8 x.v[i] = x.v[i] >= least.v[i] ? x.v[i] : 0.0; return x; }
+#undef KT_LANES8
+
 // Values are within [-128, 127].
 inline void store_int8(int8_t* p, vi a) { KT_LANES p[i] = static_cast<int8_t>(a.v[i]); }
 inline vf load_bf16(const uint8_t* p) {

@@ -10,6 +10,7 @@
 #include "fp8.inl"
 #include "rows.inl"
 #include "attention.inl"
+#include "sampling.inl"
 #include "probe.inl"
 
 #include "isa.h"
@@ -20,7 +21,7 @@ const KernelTable& table_scalar() {
   static constexpr KernelTable table = {
       "scalar", 0, quantize_row, tile, packed_tiles, pack_tile, pack_fp8_tile, dequantize_row, rms_norm_row,
       softmax_row, rotate_row, add_row, activate, combine_row, attention_span, attention_merge, attention_finish,
-      read_lines, multiply_registers};
+      block_maxima, token_weights, weight_sums, tokens_from, read_lines, multiply_registers};
   return table;
 }
 

@@ -116,6 +116,16 @@ constexpr int kMaxQueries = 48;     // rows times heads of a span
 constexpr int kPositionTile = 64;   // positions between two updates of the running maximum
 constexpr int kPositionSplit = 512; // positions of one span; spans are merged in ascending order
 
+constexpr int kSampleBlock = 256;  // tokens whose greatest logit, and whose sum of weights, stand for them
+
+// The weight of a token: 2^((logit - top) * scale), 0 where that is below `floor` or the logit below `least`.
+struct WeightSpec {
+  float top;     // the greatest logit, finite
+  float least;   // from here on the exponent is at least -66
+  double scale;  // log2(e) / temperature, finite
+  double floor;  // at least 2^-64
+};
+
 // The kernels of one instruction-set tier. Every entry is single-threaded and keeps no state.
 struct KernelTable {
   const char* name;
@@ -138,6 +148,11 @@ struct KernelTable {
   void (*attention_span)(const AttentionArgs& args, const AttentionSpan& span, float* maxima, float* sums, float* out);
   void (*attention_merge)(float* max, float* sum, float* out, float max2, float sum2, const float* out2, int dim_v);
   void (*attention_finish)(float max, float sum, const float* acc, const float* sink, int dim_v, float* out);
+  // Of n logits, see sampling.inl.
+  int32_t (*block_maxima)(const float* x, int64_t n, float* maxima);
+  void (*token_weights)(const float* x, int64_t n, const WeightSpec& spec, double* out);
+  void (*weight_sums)(const float* x, int64_t n, const float* maxima, const WeightSpec& spec, double* sums);
+  int64_t (*tokens_from)(const float* x, int64_t n, const float* maxima, float least, int32_t* ids);
   uint64_t (*read_lines)(const uint8_t* p, int64_t bytes);
   int64_t (*multiply_registers)(int64_t rounds, int32_t* out);  // out: 32 numbers
   // `count` tiles of re-laid weights of any types, which share k, tokens and blocks->bf16 (bf16.inl); nullptr: the tier

@@ -117,6 +117,28 @@ class AttentionBlock:
         sizes: tuple[int, int, int, int, int, int],
     ) -> None: ...
 
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]: ...
+def uniform_at(seed: int, position: int) -> float: ...
+def sample_rows(
+    pool: WorkerPool,
+    logits: list[tuple[int, int]],
+    settings: list[tuple[float, float, float, float]],
+    top_k: list[int],
+    vocab: int,
+) -> list[tuple[int, int]]: ...
+def token_logprobs(
+    pool: WorkerPool,
+    logits: int,
+    rows: int,
+    vocab: int,
+    ids: int,
+    count: int,
+    out: int,
+    top_ids: int,
+    top: int,
+) -> None: ...
+def _row_weights(pool: WorkerPool, logits: int, vocab: int, temperature: float, out: int) -> None: ...
+
 class MoeBlock:
     def __init__(
         self,

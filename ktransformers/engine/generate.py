@@ -90,8 +90,8 @@ class _Answer:
         if self._prompt_logprobs is None:
             return
         assert self.params.prompt_logprobs is not None
-        for row, token_id in zip(logits, self.prompt_ids[start + 1 :], strict=False):
-            self._prompt_logprobs.append(token_logprobs(row, token_id, self.params.prompt_logprobs))
+        followers = self.prompt_ids[start + 1 : start + 1 + len(logits)]
+        self._prompt_logprobs += token_logprobs(logits[: len(followers)], followers, self.params.prompt_logprobs)
 
     def decode(self, token_id: int) -> torch.Tensor:
         began = time.perf_counter()

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from ktransformers.cache.paged import PagedCache
-from ktransformers.core import TokenLogprobs
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.errors import KTransformersError
@@ -155,7 +154,7 @@ class PagedExecutor:
         positions = [sampled[i].start + sampled[i].num_tokens for i in good]
         results = [RowResult(None, error=run.error) for run in runs]
         for i, sampler, token in zip(
-            good, samplers, sample_each(_rows(logits, good), samplers, positions), strict=True
+            good, samplers, sample_each(_rows(logits, good), samplers, positions, self._pool), strict=True
         ):
             if isinstance(token, KTransformersError):
                 results[i] = RowResult(None, error=str(token))
@@ -169,9 +168,8 @@ class PagedExecutor:
         start = self._runs[row.run_id].start
         count = start.params.prompt_logprobs
         assert count is not None
-        entries: list[TokenLogprobs] = [
-            token_logprobs(values, start.token_ids[row.start + 1 + i], count) for i, values in enumerate(logits)
-        ]
+        followers = start.token_ids[row.start + 1 : row.start + 1 + len(logits)]
+        entries = token_logprobs(logits, followers, count, self._pool)
         return PromptLogprobs(run_id=row.run_id, start=row.start + 1, entries=entries)
 
 

@@ -8,6 +8,10 @@ The order of operations, on fp32 logits [V]:
     4. top_k (tokens as good as the k-th stay), 5. top_p, 6. min_p
     7. one uniform number picks from what is left, by the inverse of the cumulative distribution in id order
 
+Steps 1 and 2 change few logits and are done here, on a copy of the row, for requests that ask for them; the others are
+native (`kernels.sampling`), rows side by side on a worker pool. Probabilities are computed in fp64, and tokens that are
+less likely than 2**-64 times the best one count as impossible.
+
 The truncations follow Hugging Face's order (temperature, top_k, top_p, min_p); vLLM applies min_p before top_k and
 top_p, which differs only when top_p is used with it. Penalties and bias are vLLM's and OpenAI's, before temperature.
 Which token was likely (logprobs) is reported from the raw logits, as both do.
@@ -19,9 +23,9 @@ a token depends on nothing but (logits, parameters, seed, position), not on the 
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,54 +33,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ktransformers.config import physical_cores
 from ktransformers.core import SamplingParams, TokenLogprobs
 from ktransformers.errors import ConfigError, KTransformersError
+from ktransformers.kernels import sampling
+from ktransformers.kernels.native import WorkerPool
 
 __all__ = [
     "RequestSampler",
     "SampledToken",
     "TokenMask",
     "draw_seed",
-    "philox4x32",
     "sample_batch",
     "sample_each",
     "token_logprobs",
-    "uniforms",
 ]
 
 _F32 = npt.NDArray[np.float32]
-_F64 = npt.NDArray[np.float64]
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
-_MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-_PARALLEL_VOCAB = 1 << 14  # tokens from which a row is worth a thread: exponentials of 152,000 take 2 ms
-_TOP_P_SIZES = (1024, 16384)  # candidates that top_p sorts before it sorts the whole vocabulary
-
-
-def philox4x32(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Philox4x32-10 of N counters [N, 4] under N keys [N, 2], all of them 32-bit words held in uint64. Returns [N, 4].
-
-    Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
-    """
-    a, b, c, d = (counters[:, i] for i in range(4))
-    key0, key1 = keys[:, 0], keys[:, 1]
-    for _ in range(10):
-        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
-        a, b, c, d = (second >> _HALF) ^ b ^ key0, second & _MASK, (first >> _HALF) ^ d ^ key1, first & _MASK
-        key0, key1 = (key0 + _WEYL[0]) & _MASK, (key1 + _WEYL[1]) & _MASK
-    return np.stack([a, b, c, d], axis=1)
-
-
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> _F64:
-    """One number in [0, 1) with 53 random bits for each (seed, position). Seeds count modulo 2**64."""
-    keys = np.array([seed & (2**64 - 1) for seed in seeds], dtype=np.uint64)
-    places = np.array(positions, dtype=np.uint64)
-    zero = np.zeros_like(places)
-    counters = np.stack([places & _MASK, places >> _HALF, zero, zero], axis=1)
-    words = philox4x32(counters, np.stack([keys & _MASK, keys >> _HALF], axis=1))
-    bits = (words[:, 0] << np.uint64(21)) | (words[:, 1] >> np.uint64(11))
-    return bits.astype(np.float64) * 2.0**-53
 
 
 def draw_seed() -> int:
@@ -137,23 +109,20 @@ class RequestSampler:
         if self.params.repetition_penalty != 1.0:
             self._seen[token_id] = None
 
-    def choose(self, logits: _F32, uniform: float) -> int:
-        """The token for raw logits [V] and a number in [0, 1). See the module's docstring for the order."""
-        adjusted = self._adjusted(logits)
-        if self.params.is_greedy:
-            return int(np.argmax(adjusted))
-        ids, weights = self._weights(adjusted)
-        cumulative = np.cumsum(weights)
-        last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
-        index = min(int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right")), last)
-        return index if ids is None else int(ids[index])
+    @property
+    def changes_logits(self) -> bool:
+        """Whether steps 1 and 2 may have anything to do."""
+        return bool(self._seen or self._counts or self._bias.size or self._barred is not None or self._mask is not None)
 
-    def _adjusted(self, logits: _F32) -> _F32:
-        """Logits after penalties and bias; the input is not changed."""
+    def adjusted(self, logits: _F32) -> _F32 | None:
+        """Raw logits [V] after penalties, bias and masks (steps 1 and 2): a copy, or None when nothing changes them.
+
+        Raises KTransformersError when no token may come next.
+        """
         params = self.params
         barred = self._barred_now()
         if not (self._seen or self._counts or self._bias.size) and barred is None:
-            return logits
+            return None
         adjusted = logits.copy()
         if self._seen:
             ids = np.fromiter(self._seen, dtype=np.int64)
@@ -178,26 +147,6 @@ class RequestSampler:
             raise KTransformersError("no token may come next: the request's constraints exclude each other")
         return barred
 
-    def _weights(self, logits: _F32) -> tuple[npt.NDArray[np.int64] | None, _F64]:
-        """Candidate ids, ascending (None: all of them), and their unnormalized probabilities; the best has 1.0."""
-        params, ids = self.params, None
-        top = logits.max()
-        if 0 < params.top_k < logits.size:
-            threshold = np.partition(logits, logits.size - params.top_k)[logits.size - params.top_k]
-            ids = np.flatnonzero(logits >= threshold)
-            logits = logits[ids]
-        with np.errstate(over="ignore", under="ignore"):  # a tiny temperature sends all but the best to exp(-inf) = 0
-            weights = np.exp((logits.astype(np.float64) - float(top)) / params.temperature)
-        keep = None
-        if params.top_p < 1.0:
-            keep = _nucleus(weights, params.top_p)
-        if params.min_p > 0.0:
-            likely = weights >= params.min_p
-            keep = np.flatnonzero(likely) if keep is None else keep[likely[keep]]
-        if keep is None:
-            return ids, weights
-        return keep if ids is None else ids[keep], weights[keep]
-
 
 def _barred(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.bool_] | None:
     """The mask [V] of tokens that the request may not use."""
@@ -211,47 +160,33 @@ def _barred(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.bool_] | 
     return barred
 
 
-def _nucleus(weights: _F64, top_p: float) -> npt.NDArray[np.int64]:
-    """Ascending indices of the smallest set of most likely tokens that holds top_p of the probability.
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], count: int, pool: WorkerPool | None = None
+) -> list[TokenLogprobs]:
+    """What raw fp32 logits [N, V] on the CPU say of one token per row, and of the `count` most likely ones of each.
 
-    Of equally likely tokens the lowest ids come first. Sorts few candidates when they suffice, which changes nothing:
-    the leading sums are the same.
+    pool: whose threads compute rows side by side; the calling thread alone when None.
     """
-    goal = top_p * weights.sum()
-    for size in (*_TOP_P_SIZES, weights.size):
-        if size < weights.size:
-            candidates = np.flatnonzero(weights >= np.partition(weights, weights.size - size)[weights.size - size])
-        else:
-            candidates = np.arange(weights.size)
-        order = candidates[np.argsort(-weights[candidates], kind="stable")]
-        cumulative = np.cumsum(weights[order])
-        if cumulative[-1] >= goal:
-            break
-    count = min(int(np.searchsorted(cumulative, goal, side="left")) + 1, order.size)
-    return np.sort(order[:count])
-
-
-def token_logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
-    """What raw fp32 logits [V] say of `token_id` and of the `count` most likely tokens."""
-    values = torch.log_softmax(logits, dim=-1).numpy()
-    count = min(count, values.size)
-    top: list[tuple[int, float]] = []
-    if count:
-        candidates = np.flatnonzero(values >= np.partition(values, values.size - count)[values.size - count])
-        best = candidates[np.argsort(-values[candidates], kind="stable")][:count]
-        top = [(int(i), float(values[i])) for i in best]
-    return TokenLogprobs(float(values[token_id]), tuple(top))
+    found = sampling.token_logprobs(logits.detach().contiguous(), token_ids, count, pool or _alone(os.getpid()))
+    tops = zip(found.top_ids.tolist(), found.top.tolist(), strict=True)
+    return [
+        TokenLogprobs(chosen, tuple(zip(ids, values, strict=True)))
+        for chosen, (ids, values) in zip(found.chosen.tolist(), tops, strict=True)
+    ]
 
 
 def sample_batch(
-    logits: torch.Tensor, requests: Sequence[RequestSampler], positions: Sequence[int]
+    logits: torch.Tensor,
+    requests: Sequence[RequestSampler],
+    positions: Sequence[int],
+    pool: WorkerPool | None = None,
 ) -> list[SampledToken]:
     """One token per request from fp32 logits [B, V]. positions[b] is the place the token takes in its sequence.
 
-    Does not commit the tokens. Raises KTransformersError when a logit is not a finite number.
+    Does not commit the tokens. pool: see `token_logprobs`. Raises KTransformersError when a logit is not finite.
     """
     sampled = []
-    for token in sample_each(logits, requests, positions):
+    for token in sample_each(logits, requests, positions, pool):
         if isinstance(token, KTransformersError):
             raise token
         sampled.append(token)
@@ -259,7 +194,10 @@ def sample_batch(
 
 
 def sample_each(
-    logits: torch.Tensor, requests: Sequence[RequestSampler], positions: Sequence[int]
+    logits: torch.Tensor,
+    requests: Sequence[RequestSampler],
+    positions: Sequence[int],
+    pool: WorkerPool | None = None,
 ) -> list[SampledToken | KTransformersError]:
     """As `sample_batch`, but a request whose logits are no numbers gets its error in the place of its token."""
     if logits.ndim != 2 or not logits.shape[0] == len(requests) == len(positions):
@@ -267,34 +205,69 @@ def sample_each(
             f"logits {tuple(logits.shape)} do not fit {len(requests)} requests, {len(positions)} positions"
         )
     rows = logits.detach().to("cpu", torch.float32).contiguous()
-    num_random = sum(not request.params.is_greedy for request in requests)
-    numbers = uniforms([request.seed for request in requests], positions).tolist() if num_random else [0.0] * len(rows)
-    each = list(zip(rows, requests, positions, numbers, strict=True))
-    is_long = num_random > 1 and logits.shape[1] >= _PARALLEL_VOCAB
-    if not is_long:
-        return [_sample_one(*one) for one in each]
-    return list(_threads().map(lambda one: _sample_one(*one), each))
+    pool = pool or _alone(os.getpid())
+    changed = [_adjusted(request, rows[i]) if request.changes_logits else None for i, request in enumerate(requests)]
+    picks = sampling.sample_rows(
+        rows,
+        [request.params for request in requests],
+        sampling.uniforms([request.seed for request in requests], positions),
+        pool,
+        [row if isinstance(row, torch.Tensor) else None for row in changed],
+    )
+    results: list[SampledToken | KTransformersError] = []
+    for i, (pick, change) in enumerate(zip(picks, changed, strict=True)):
+        if pick.bad_id >= 0:
+            results.append(_bad_logit(rows[i], pick.bad_id, positions[i]))
+        else:
+            results.append(change if isinstance(change, KTransformersError) else SampledToken(pick.token_id, None))
+    return _with_logprobs(results, rows, requests, pool)
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """Threads for rows of one step: numpy lets go of the interpreter while it computes."""
-    return ThreadPoolExecutor(max_workers=physical_cores(), thread_name_prefix="sampler")
+def _alone(process: int) -> WorkerPool:
+    """The calling thread, for callers without a pool. A pool is of no use to another process."""
+    return WorkerPool(1)
 
 
-def _sample_one(
-    row: torch.Tensor, request: RequestSampler, position: int, uniform: float
-) -> SampledToken | KTransformersError:
-    values = row.numpy()
-    if not np.isfinite(values.min()) or not np.isfinite(values.max()):  # both pass NaN on; faster than asking each
-        bad = int(np.argmin(np.isfinite(values)))
-        return KTransformersError(
-            f"the model computed {values[bad]} as the logit of token {bad} at position {position}: "
-            "its weights are damaged, or they do not fit its config"
-        )
+def _adjusted(request: RequestSampler, row: torch.Tensor) -> torch.Tensor | KTransformersError | None:
     try:
-        token_id = request.choose(values, uniform)
+        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is checked with the choice
+            changed = request.adjusted(row.numpy())
     except KTransformersError as error:
         return error
-    wanted = request.params.logprobs
-    return SampledToken(token_id, None if wanted is None else token_logprobs(row, token_id, wanted))
+    return None if changed is None else torch.from_numpy(changed)
+
+
+def _bad_logit(row: torch.Tensor, bad_id: int, position: int) -> KTransformersError:
+    value = float(row[bad_id])
+    if np.isfinite(value):
+        return KTransformersError(
+            f"penalties turn the logit {value} of token {bad_id} at position {position} into something that is no "
+            "number: use a repetition_penalty closer to 1"
+        )
+    return KTransformersError(
+        f"the model computed {value} as the logit of token {bad_id} at position {position}: "
+        "its weights are damaged, or they do not fit its config"
+    )
+
+
+def _with_logprobs(
+    results: list[SampledToken | KTransformersError],
+    rows: torch.Tensor,
+    requests: Sequence[RequestSampler],
+    pool: WorkerPool,
+) -> list[SampledToken | KTransformersError]:
+    """The same with logprobs for the tokens whose requests ask for them."""
+    wanted: list[tuple[int, int, int]] = []  # row, token, how many of the most likely ones
+    for i, (token, request) in enumerate(zip(results, requests, strict=True)):
+        if isinstance(token, SampledToken) and request.params.logprobs is not None:
+            wanted.append((i, token.token_id, request.params.logprobs))
+    if not wanted:
+        return results
+    indices, ids, counts = (list(each) for each in zip(*wanted, strict=True))
+    chosen = rows if len(wanted) == len(rows) else rows[indices]
+    for i, token_id, count, found in zip(
+        indices, ids, counts, token_logprobs(chosen, ids, max(counts), pool), strict=True
+    ):
+        results[i] = SampledToken(token_id, TokenLogprobs(found.logprob, found.top[:count]))
+    return results

@@ -287,7 +287,8 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt_whatever_the_chunks() -> 
     next_logits, prompt = ngram_logits(40), [3, 1, 4, 1, 5, 9, 2, 6]
     wanted: list[tuple[float, tuple[int, ...]] | None] = [None]
     for i in range(1, len(prompt)):
-        values = torch.log_softmax(torch.from_numpy(next_logits(prompt[:i])), dim=-1).numpy()
+        raw = torch.from_numpy(next_logits(prompt[:i]))
+        values = torch.log_softmax(raw.double(), dim=-1).float().numpy()
         wanted.append((float(values[prompt[i]]), tuple(int(j) for j in np.argsort(-values, kind="stable")[:2])))
     for chunk_size in (1, 3, 100):
         params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)

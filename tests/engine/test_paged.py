@@ -21,7 +21,7 @@ from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.runner import ModelRunner
-from ktransformers.engine.sampler import RequestSampler
+from ktransformers.engine.sampler import RequestSampler, sample_batch
 from ktransformers.engine.session import Session
 from ktransformers.errors import CapacityError, KTransformersError
 from ktransformers.kernels.quant import QuantType
@@ -243,15 +243,15 @@ def test_a_mask_decides_what_may_come_next() -> None:
             allowed[4 if len(answer_ids) % 2 else 7] = True
             return allowed if answer_ids else None
 
-    logits = np.arange(10, dtype=np.float32)
+    logits = torch.arange(10.0)[None]
     sampler = RequestSampler(SamplingParams(temperature=0), [1], 10, Alternating())
     chosen = []
     for _ in range(3):
-        chosen.append(sampler.choose(logits, 0.5))
+        chosen.append(sample_batch(logits, [sampler], [0])[0].token_id)
         sampler.commit(chosen[-1])
     assert chosen == [9, 4, 7]
     with pytest.raises(KTransformersError, match="exclude each other"):
-        sampler.choose(logits, 0.5)
+        sample_batch(logits, [sampler], [0])
 
 
 def test_masks_bind_runs_and_survive_preemption_and_loss(pair: Pair) -> None:

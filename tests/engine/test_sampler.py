@@ -1,7 +1,8 @@
-"""The sampler: published RNG vectors, order of operations, exactness, distribution."""
+"""The sampler: order of operations, exactness, distribution."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -12,37 +13,35 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from ktransformers.core import SamplingParams
-from ktransformers.engine.sampler import RequestSampler, draw_seed, philox4x32, sample_batch, uniforms
+from ktransformers.engine.sampler import RequestSampler, draw_seed, sample_batch, sample_each, token_logprobs
 from ktransformers.errors import ConfigError, KTransformersError
-
-
-def words(text: str) -> list[int]:
-    return [int(word, 16) for word in text.split()]
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [  # Random123's kat_vectors for philox4x32 with 10 rounds
-        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
-    ],
-)
-def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
-    found = philox4x32(np.array([words(counter)] * 2, dtype=np.uint64), np.array([words(key)] * 2, dtype=np.uint64))
-    assert found.tolist() == [words(expected)] * 2
+from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.sampling import sample_rows, uniforms
 
 
 def test_uniforms_depend_on_seed_and_position_only() -> None:
     seeds, positions = [0, 1, -1, 2**64 - 1, 2**70 + 1], [0, 5, 7, 7, 5]
     together = uniforms(seeds, positions)
-    assert together.tolist() == [float(uniforms([s], [p])[0]) for s, p in zip(seeds, positions, strict=True)]
+    assert together == [uniforms([s], [p])[0] for s, p in zip(seeds, positions, strict=True)]
     assert together[2] == together[3]
     assert together[1] == together[4]
-    assert len(set(together.tolist())) == 3
-    many = uniforms([3] * 20000, range(20000))
+    assert len(set(together)) == 3
+    many = np.array(uniforms([3] * 20000, range(20000)))
     assert 0.0 <= many.min() < many.max() < 1.0
     assert abs(many.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 20000)  # five standard errors
+
+
+def choose(sampler: RequestSampler, logits: np.ndarray, numbers: list[float]) -> list[int]:
+    """The tokens for raw logits [V] and each of the numbers."""
+    rows, adjusted = torch.from_numpy(logits).repeat(len(numbers), 1), sampler.adjusted(logits)
+    changed = None if adjusted is None else torch.from_numpy(adjusted)
+    picks = sample_rows(rows, [sampler.params] * len(numbers), numbers, one_thread(), [changed] * len(numbers))
+    return [found.token_id for found in picks]
+
+
+@functools.cache
+def one_thread() -> WorkerPool:
+    return WorkerPool(1)
 
 
 def pick(
@@ -51,13 +50,16 @@ def pick(
     sampler = RequestSampler(SamplingParams(**params), prompt, len(logits))
     for token in answer:
         sampler.commit(token)
-    return sampler.choose(np.array(logits, dtype=np.float32), uniform)
+    return choose(sampler, np.array(logits, dtype=np.float32), [uniform])[0]
 
 
-def support(logits: np.ndarray, **params) -> list[int]:
-    """Tokens that can be chosen at all."""
-    ids, weights = RequestSampler(SamplingParams(**params), (), logits.size)._weights(logits)
-    return (np.arange(logits.size) if ids is None else ids)[weights > 0].tolist()
+def assert_support(logits: np.ndarray, expected: list[int], **params) -> None:
+    """Numbers in the middle of what each expected token has of [0, 1) lead to these tokens, one after the other."""
+    sampler = RequestSampler(SamplingParams(**params), (), logits.size)
+    wide = logits[expected].astype(np.float64)
+    ends = np.cumsum(np.exp((wide - wide.max()) / sampler.params.temperature))
+    middles = (ends + np.concatenate([[0.0], ends[:-1]])) / 2 / ends[-1]
+    assert choose(sampler, logits, middles.tolist()) == expected
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
@@ -122,7 +124,7 @@ def test_truncations_equal_hugging_face(
     if min_p > 0.0:
         scores = MinPLogitsWarper(min_p)(None, scores)
     expected = torch.isfinite(scores[0]).nonzero().flatten().tolist()
-    assert support(logits, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature) == expected
+    assert_support(logits, expected, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
 
 
 def test_repetition_penalty_equals_hugging_face() -> None:
@@ -132,22 +134,13 @@ def test_repetition_penalty_equals_hugging_face() -> None:
     sampler = RequestSampler(SamplingParams(repetition_penalty=1.3), ids[:2], 50)
     sampler.commit(7)
     sampler.commit(49)
-    assert torch.equal(torch.from_numpy(sampler._adjusted(logits)), expected[0])
+    assert torch.equal(torch.from_numpy(sampler.adjusted(logits)), expected[0])
 
 
 def test_ties_at_the_edge_of_top_k_and_top_p() -> None:
     logits = np.zeros(5, dtype=np.float32)
-    assert support(logits, top_k=2) == [0, 1, 2, 3, 4]
-    assert support(logits, top_p=0.5) == [0, 1, 2]
-
-
-def test_large_vocabulary_sorts_few_and_finds_the_same() -> None:
-    logits = np.random.default_rng(1).normal(0, 3, 50000).astype(np.float32)
-    for top_p in (0.3, 0.9, 0.999, 0.9999999):
-        weights = np.exp(logits.astype(np.float64) - float(logits.max()))
-        order = np.argsort(-weights, kind="stable")
-        count = int(np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum())) + 1
-        assert support(logits, top_p=top_p) == sorted(order[:count].tolist())
+    assert_support(logits, [0, 1, 2, 3, 4], top_k=2)
+    assert_support(logits, [0, 1, 2], top_p=0.5)
 
 
 def test_batch_composition_does_not_matter() -> None:
@@ -173,7 +166,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]])
     request = RequestSampler(SamplingParams(temperature=0.0, logprobs=3, logit_bias={0: 50.0}), (), 4)
     (sampled,) = sample_batch(logits, [request], [0])
-    raw = torch.log_softmax(logits[0], -1).tolist()
+    raw = torch.log_softmax(logits[0].double(), -1).float().tolist()
     assert sampled.token_id == 0
     assert sampled.logprobs is not None
     assert sampled.logprobs.logprob == raw[0]
@@ -202,7 +195,7 @@ def test_distribution() -> None:
     logits = np.array([0.0, 1.0, 2.0, -1.0, 0.5, 1.5, -0.5, 0.2], dtype=np.float32)
     probabilities = np.exp(logits / 0.8) / np.exp(logits / 0.8).sum()
     sampler, count = RequestSampler(SamplingParams(temperature=0.8), (), 8), 20000
-    found = np.bincount([sampler.choose(logits, float(u)) for u in uniforms([42] * count, range(count))], minlength=8)
+    found = np.bincount(choose(sampler, logits, uniforms([42] * count, range(count))), minlength=8)
     expected = probabilities * count
     assert ((found - expected) ** 2 / expected).sum() < 24.32
 
@@ -213,15 +206,51 @@ def test_seeds() -> None:
     assert RequestSampler(SamplingParams(seed=-5), (), 4).seed == -5
 
 
-def test_long_rows_are_sampled_side_by_side_with_the_same_tokens() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, 1 << 15, generator=generator)
-    requests = [RequestSampler(SamplingParams(temperature=1.0, seed=i), [], 1 << 15) for i in range(5)]
-    requests.append(RequestSampler(SamplingParams(temperature=0.0), [], 1 << 15))
-    positions = list(range(10, 16))
-    together = [token.token_id for token in sample_batch(logits, requests, positions)]
-    alone = [
-        sample_batch(logits[i : i + 1], [request], [position])[0].token_id
-        for i, (request, position) in enumerate(zip(requests, positions, strict=True))
+def test_rows_on_the_threads_of_a_pool_are_the_same() -> None:
+    """Every kind of request in one step, errors of some among them, on 1 and 3 threads."""
+    logits = torch.randn(6, 1 << 15, generator=torch.Generator().manual_seed(0)) * 2
+    logits[4, 77] = math.nan
+    kinds = [
+        SamplingParams(seed=1),
+        SamplingParams(temperature=0.0, logprobs=2),
+        SamplingParams(seed=3, top_k=5, logprobs=20),
+        SamplingParams(seed=4, top_p=0.7, min_p=0.01, presence_penalty=1.0),
+        SamplingParams(seed=5),
+        SamplingParams(seed=6, allowed_token_ids=(8, 30_000)),
     ]
-    assert together == alone
+    requests = [RequestSampler(params, [], 1 << 15) for params in kinds]
+    requests[3].commit(5)
+    positions = list(range(10, 16))
+    pool = WorkerPool(3)
+    together, alone = sample_each(logits, requests, positions, pool), sample_each(logits, requests, positions)
+    pool.close()
+    assert "logit of token 77 at position 14" in str(together[4])
+    assert str(alone[4]) == str(together[4])
+    assert together[:4] + together[5:] == alone[:4] + alone[5:]
+    assert together[2].logprobs is not None
+    assert len(together[2].logprobs.top) == 20
+    assert together[5].token_id in (8, 30_000)
+
+
+def test_no_token_left_is_an_error_of_the_request() -> None:
+    request = RequestSampler(SamplingParams(seed=0), (), 4, lambda answer: np.zeros(4, dtype=np.bool_))
+    (found,) = sample_each(torch.zeros(1, 4), [request], [0])
+    assert isinstance(found, KTransformersError)
+    assert "exclude each other" in str(found)
+
+
+def test_a_penalty_beyond_numbers_is_named() -> None:
+    request = RequestSampler(SamplingParams(seed=0, repetition_penalty=1e-30), (1,), 4)
+    with pytest.raises(KTransformersError, match=r"penalties turn the logit .* of token 1 at position 3"):
+        sample_batch(torch.full((1, 4), 1e20), [request], [3])
+
+
+def test_logprobs_of_many_rows() -> None:
+    logits = torch.tensor([[0.0, 1.0, 1.0], [2.0, 0.0, 0.0]])
+    found = token_logprobs(logits, [1, 2], 2)
+    wanted = torch.log_softmax(logits.double(), -1).float().tolist()
+    assert [each.logprob for each in found] == [wanted[0][1], wanted[1][2]]
+    assert [each.top for each in found] == [
+        ((1, wanted[0][1]), (2, wanted[0][2])),
+        ((0, wanted[1][0]), (1, wanted[1][1])),
+    ]

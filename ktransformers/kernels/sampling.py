@@ -1,0 +1,126 @@
+"""Native sampling: one token from each row of logits, and how likely tokens are. What a request wants is given per row.
+
+Knows rows of numbers; does not know requests, penalties, masks or where the logits come from. The passes are written in
+`csrc/sampling.inl`, what is made of them in `csrc/sampling.cpp`. Results are the same in every tier, for any number of
+threads and whatever other rows a call holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ktransformers.core import SamplingParams
+from ktransformers.kernels.native_base import WorkerPool, check_tensor
+from ktransformers.kernels.native_base import extension as _native
+
+__all__ = ["Pick", "RowLogprobs", "philox4x32", "sample_rows", "token_logprobs", "token_weights", "uniforms"]
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10 of 32-bit words.
+
+    Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+    """
+    a, b, c, d = _native.philox4x32(counter, key)
+    return a, b, c, d
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> list[float]:
+    """One number in [0, 1) with 53 random bits for each (seed, position). Seeds count modulo 2**64."""
+    return [_native.uniform_at(seed & (2**64 - 1), position) for seed, position in zip(seeds, positions, strict=True)]
+
+
+class Pick(NamedTuple):
+    """What one row led to.
+
+    token_id: the choice, or -1 where there is none because of a logit that is no number: bad_id is its token, else -1.
+    """
+
+    token_id: int
+    bad_id: int
+
+
+def sample_rows(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    numbers: Sequence[float],
+    pool: WorkerPool,
+    adjusted: Sequence[Tensor | None] | None = None,
+) -> list[Pick]:
+    """Choose a token in each row of fp32 logits [B, V], with temperature, top_k, top_p and min_p of its params.
+
+    numbers: one in [0, 1) per row, at which the inverse of the cumulative distribution, in the order of ids, is taken.
+    adjusted: fp32 [V] to choose from instead of a row, or None; -infinity for tokens that must not be chosen.
+    Rows run side by side on the threads of the pool. Temperature 0 takes the greatest logit, of equals the lowest id.
+    Otherwise a token's weight is exp((logit - greatest) / temperature), in fp64; tokens with less than 2**-64 are never
+    chosen. top_k keeps all that are as good as the k-th. top_p keeps the smallest set of most likely tokens that has
+    this share of what top_k left; of equally likely tokens the lowest ids. min_p is the least weight of what remains.
+    A row with a logit that is not finite (adjusted: NaN, +infinity, or nothing but -infinity) has no choice.
+    """
+    check_tensor("logits", logits, (len(params), None))
+    num_rows, vocab = logits.shape
+    if len(numbers) != num_rows or (adjusted is not None and len(adjusted) != num_rows):
+        raise ValueError(f"numbers and adjusted rows must be one per row of logits, which has {num_rows}")
+    if num_rows and not 1 <= vocab < 2**31:
+        raise ValueError(f"logits must have 1 to 2**31 - 1 columns, got {vocab}")
+    first, size = logits.data_ptr(), logits.element_size() * vocab
+    addresses = [(first + i * size, first + i * size) for i in range(num_rows)]
+    for i, row in enumerate(adjusted or ()):
+        if row is not None:
+            check_tensor(f"adjusted[{i}]", row, (vocab,))
+            addresses[i] = (addresses[i][0], row.data_ptr())
+    settings = [(one.temperature, one.top_p, one.min_p, number) for one, number in zip(params, numbers, strict=True)]
+    picks = _native.sample_rows(pool.handle, addresses, settings, [one.top_k for one in params], vocab)
+    return [Pick(*pick) for pick in picks]
+
+
+class RowLogprobs(NamedTuple):
+    """Log probabilities of N rows. chosen: fp32 [N]. top_ids: int64 [N, count]; top: fp32 [N, count], descending."""
+
+    chosen: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int, pool: WorkerPool) -> RowLogprobs:
+    """What raw fp32 logits [N, V] say of one token per row, and of the `count` (at most V) most likely ones of each.
+
+    Computed in fp64 and rounded to fp32 once. Of equal logits the lowest ids come first. All NaN for a row with a NaN,
+    +infinity or nothing but -infinity. Raises IndexError for a token outside of the vocabulary.
+    """
+    check_tensor("logits", logits, (len(token_ids), None))
+    num_rows, vocab = logits.shape
+    count = min(count, vocab)
+    for i, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab:
+            raise IndexError(f"token_ids[{i}] is {token_id}, but the logits are of {vocab} tokens")
+    ids = torch.tensor(list(token_ids), dtype=torch.int64)
+    chosen = torch.empty(num_rows)
+    top_ids, top = torch.empty((num_rows, count), dtype=torch.int64), torch.empty((num_rows, count))
+    _native.token_logprobs(
+        pool.handle,
+        logits.data_ptr(),
+        num_rows,
+        vocab,
+        ids.data_ptr(),
+        count,
+        chosen.data_ptr(),
+        top_ids.data_ptr(),
+        top.data_ptr(),
+    )
+    return RowLogprobs(chosen, top_ids, top)
+
+
+def token_weights(logits: Tensor, temperature: float, pool: WorkerPool) -> Tensor:
+    """The weights that `sample_rows` counts with, fp64 [V]: exp((logit - greatest) / temperature), 0 below 2**-64.
+
+    logits: finite fp32 [V]. temperature > 0.
+    """
+    check_tensor("logits", logits, (None,))
+    out = torch.empty(logits.shape[0], dtype=torch.float64)
+    _native._row_weights(pool.handle, logits.data_ptr(), logits.shape[0], float(temperature), out.data_ptr())
+    return out
