@@ -26,7 +26,7 @@ constexpr int kSampled = 8192;  // logits that tell about where a large top_k en
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Memory of one thread for a row of V logits.
+// Memory for a row of V logits.
 struct Room {
   float *maxima, *logits;     // of blocks; of some tokens
   double *sums, *weights;     // the same
@@ -34,18 +34,20 @@ struct Room {
   int32_t* ids;               // [V]
 };
 
-// Rooms for all threads of a session, one after the other; lists of tokens only where needed.
+// Rooms for every row, or for every thread where rows are more; lists of tokens only where needed.
 class Rooms {
  public:
-  Rooms(WorkerPool::Session& session, int64_t vocab, bool has_lists)
-      : blocks_((vocab + kSampleBlock - 1) / kSampleBlock), listed_(has_lists ? vocab : 0), threads_(session.num_threads()) {
-    doubles_ = session.scratch<double>(threads_ * (blocks_ + 2 * listed_));
-    floats_ = session.scratch<float>(threads_ * (blocks_ + 2 * listed_));
+  Rooms(WorkerPool::Session& session, int64_t rows, int64_t vocab, bool has_lists)
+      : blocks_((vocab + kSampleBlock - 1) / kSampleBlock), listed_(has_lists ? vocab : 0), of_rows_(rows <= session.num_threads()) {
+    const int64_t count = of_rows_ ? rows : session.num_threads();
+    doubles_ = session.scratch<double>(count * (blocks_ + 2 * listed_));
+    floats_ = session.scratch<float>(count * (blocks_ + 2 * listed_));
   }
   int64_t blocks() const { return blocks_; }
-  Room of(int thread) const {
-    double* d = doubles_ + thread * (blocks_ + 2 * listed_);
-    float* f = floats_ + thread * (blocks_ + 2 * listed_);
+  Room of(int64_t row, int thread) const {
+    const int64_t number = of_rows_ ? row : thread;
+    double* d = doubles_ + number * (blocks_ + 2 * listed_);
+    float* f = floats_ + number * (blocks_ + 2 * listed_);
     Room room{};
     room.sums = d;
     room.weights = d + blocks_;
@@ -57,7 +59,8 @@ class Rooms {
   }
 
  private:
-  int64_t blocks_, listed_, threads_;
+  int64_t blocks_, listed_;
+  bool of_rows_;
   double* doubles_;
   float* floats_;
 };
@@ -339,10 +342,10 @@ std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRo
   const bool has_lists = std::any_of(rows.begin(), rows.end(), [](const SampleRow& row) {
     return row.temperature != 0 && (row.top_k > 0 || row.top_p < 1.0);
   });
-  const Rooms rooms(session, vocab, has_lists);
+  const Rooms rooms(session, static_cast<int64_t>(rows.size()), vocab, has_lists);
   session.run(static_cast<int64_t>(rows.size()), [&](int64_t i, int thread) {
     const auto at = static_cast<size_t>(i);
-    picks[at] = pick(session.kernels(), rows[at], vocab, rooms.blocks(), rooms.of(thread));
+    picks[at] = pick(session.kernels(), rows[at], vocab, rooms.blocks(), rooms.of(i, thread));
   });
   return picks;
 }
@@ -350,9 +353,9 @@ std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRo
 void token_logprobs(WorkerPool& pool, const float* logits, int64_t rows, int64_t vocab, const int64_t* ids, int64_t count, float* out,
                     int64_t* top_ids, float* top) {
   WorkerPool::Session session(pool);
-  const Rooms rooms(session, vocab, count > 0);
+  const Rooms rooms(session, rows, vocab, count > 0);
   session.run(rows, [&](int64_t r, int thread) {
-    Row row{session.kernels(), logits + r * vocab, vocab, rooms.blocks(), rooms.of(thread), 0};
+    Row row{session.kernels(), logits + r * vocab, vocab, rooms.blocks(), rooms.of(r, thread), 0};
     const bool is_finite = row.kernels.block_maxima(row.x, vocab, row.room.maxima) < kInfinityBits;
     row.top = *std::max_element(row.room.maxima, row.room.maxima + row.blocks);
     if ((is_finite || first_bad(row.x, vocab, true) < 0) && row.top != -kInfinity) return score(row, ids[r], count, out + r, top_ids + r * count, top + r * count);
