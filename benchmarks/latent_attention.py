@@ -20,7 +20,6 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -39,13 +38,10 @@ BF16 = torch.bfloat16
 CASES = ((64, 8192), (128, 8192), (256, 8192), (512, 8192), (512, 512), (2048, 2048), (4096, 4096), (4096, 32768))
 SWEPT = ((4096, 4096), (512, 8192))
 TILES = [
-    ExpandedTile(*sizes, uses_tma=uses_tma)
-    for sizes, uses_tma in product(
-        (
-            (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 32, 8, 4), (64, 64, 4, 2),
-            (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 16, 3),
-        ),
-        (False, True),
+    ExpandedTile(*sizes)
+    for sizes in (
+        (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 32, 8, 4), (64, 64, 4, 2),
+        (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 16, 3),
     )
 ]  # fmt: skip
 
@@ -224,7 +220,7 @@ def sweep(dims: LatentDims) -> dict:
         "tile (rows, positions, warps, stages): TFLOP/s of attention at " + ", ".join(f"{r} of {n}" for r, n in SWEPT)
     )
     for tile in TILES:
-        name = f"{tile.block_m} {tile.block_n} {tile.num_warps} {tile.num_stages}" + " tma" * tile.uses_tma
+        name = f"{tile.block_m} {tile.block_n} {tile.num_warps} {tile.num_stages}"
         try:
             times = [microseconds(case.expanded_call(64, tile), 5) for case in cases]
         except Exception as error:  # noqa: BLE001 - a tile may need more than there is

@@ -6,6 +6,8 @@ knows. On the CPU activations are fp32; on a GPU they are bf16, and so is its K/
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,9 +23,12 @@ from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, uses_
 
 __all__ = ["CPU", "STREAM_ROWS", "Beside", "Device", "Devices", "cuda_memory", "distinct", "give_back", "use"]
 
+logger = logging.getLogger(__name__)
+
 STREAM_ROWS = 512
 """Rows up to which experts on the CPU run in the order of a GPU's stream."""
 
+_LEAST_CAPABILITY = (8, 0)  # of a GPU that has products of bf16
 _COUNTERS = 1 << 14
 _LINEAR_ROWS = 64  # rows of activations above which no product splits its columns
 
@@ -169,7 +174,17 @@ def cuda_memory() -> Mapping[str, int]:
     """{"cuda:N": free bytes} of every CUDA device that the kernels can run on; empty when there is none."""
     if not torch.cuda.is_available() or runtime.available() is not None:
         return {}
-    return {f"cuda:{i}": torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())}
+    return {f"cuda:{i}": torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()) if _is_usable(i)}
+
+
+@functools.cache
+def _is_usable(index: int) -> bool:
+    """Whether a device multiplies bf16; one line for one that does not."""
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _LEAST_CAPABILITY:
+        name, numbers = torch.cuda.get_device_name(index), ".".join(map(str, capability))
+        logger.warning("cuda:%d (%s) is left alone: its compute capability is %s, below 8.0", index, name, numbers)
+    return capability >= _LEAST_CAPABILITY
 
 
 def distinct(devices: Sequence[Device]) -> list[Device]:

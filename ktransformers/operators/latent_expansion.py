@@ -49,14 +49,14 @@ WORKSPACE_ALIGN = 128
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """TFLOP/s of the kernels on one device; only their ratios matter, so that those of an H100 serve for others.
+    """TFLOP/s of the kernels on an H100; only their ratios matter, so that they serve for other devices.
 
     absorbed, expanded: attention. dense: projections of rows. expansion: of positions, which also writes the results.
     launch_us: what expanding a sequence costs however short it is. benchmarks/latent_attention.py measures them.
     """
 
-    absorbed: float = 224.0
-    expanded: float = 340.0
+    absorbed: float = 218.0
+    expanded: float = 430.0
     dense: float = 600.0
     expansion: float = 400.0
     launch_us: float = 30.0

@@ -60,8 +60,8 @@ class Homes:
             return f"cuda:{int(number)}"
         layer = self._layer(key)
         before = [] if layer is None else [first for first in self._transfer if first <= layer]
-        device = self._transfer[max(before)] if before else "cuda:0"
-        return device if ":" in device or device == "cpu" else "cuda:0"
+        device = self._transfer[max(before)] if before else self._machine.default_device
+        return device if ":" in device or device == "cpu" else self._machine.default_device
 
     def default_device(self, key: str) -> str:
         """Where module `key` goes when no rule says: to its layer, or to the machine's first device."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine import planning
 from ktransformers.engine.builder import Hardware
+from ktransformers.kernels.triton import runtime
+from ktransformers.operators import device
 from ktransformers.optimize.machine import Machine
 
 
@@ -52,3 +55,21 @@ def test_a_core_is_left_to_the_thread_that_serves_the_gpu(monkeypatch: pytest.Mo
         monkeypatch.setattr(planning, "physical_cores", lambda cores=cores: cores)
         assert Hardware(Machine(8, 4, {"cpu": 4})).num_threads == cores
         assert Hardware(Machine(8, 4, {"cpu": 4, "cuda:0": 2})).num_threads == with_gpu
+
+
+def test_gpus_without_bf16_are_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(runtime, "available", lambda: None)
+    values = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "mem_get_info": lambda index: (100 + index, 200),
+        "get_device_capability": lambda index: [(7, 5), (8, 6)][index],
+        "get_device_name": lambda index: ["an older one", "a newer one"][index],
+    }
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    device._is_usable.cache_clear()
+    assert device.cuda_memory() == {"cuda:1": 101}
+    assert device.cuda_memory() == {"cuda:1": 101}
+    device._is_usable.cache_clear()
+    assert caplog.text.count("cuda:0 (an older one) is left alone: its compute capability is 7.5, below 8.0") == 1

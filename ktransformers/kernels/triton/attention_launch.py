@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.attention_kernels import decode_kernel, prefill_kernel, reduce_kernel
-from ktransformers.kernels.triton.runtime import is_interpreted, num_multiprocessors, tl
+from ktransformers.kernels.triton.runtime import is_interpreted, num_multiprocessors, shared_bytes, tl
 
 __all__ = [
     "DECODE_ROWS",
@@ -47,6 +47,9 @@ MAX_HEADS = 64
 """Query heads of one tile at most."""
 
 WORKSPACE_NUMEL = 1 << 24
+
+_LEAST_N = 16  # positions of a tile
+_SPARE_BYTES = 8 << 10  # of shared memory: what else kernels keep there
 
 _LOG2E = math.log2(math.e)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -218,9 +221,22 @@ def _is_aligned(call: Call) -> bool:
     return all(s % 4 == 0 for s in strides) and call.k_cache.data_ptr() % 16 == call.v_cache.data_ptr() % 16 == 0
 
 
+def _room(call: Call, block_m: int) -> int:
+    """Bytes of shared memory for keys and values beside block_m rows of queries."""
+    most = min(shared_bytes(call.q.device) - _SPARE_BYTES, 204800)
+    return most - block_m * call.dim_k * call.k_cache.element_size()
+
+
+def _rows(call: Call, block_m: int) -> int:
+    """block_m rows, or fewer where they leave no room for the fewest positions."""
+    while block_m > 16 and 3 * _LEAST_N * call.position_bytes > _room(call, block_m):
+        block_m //= 2
+    return block_m
+
+
 def _fit(call: Call, block_m: int, num_warps: int) -> Tile:
     """As many positions per step as leave room: three tiles of keys and values (two under way, one in use) and the
-    queries take at most 200 KB of shared memory.
+    queries take at most 200 KB of shared memory, or what the device has.
 
     A page is looked up before its keys are read, so two stages of the pipeline make one tile under way. Keys that
     cannot be copied asynchronously are not read ahead at all: read ahead behind their pages, they were the one
@@ -229,21 +245,21 @@ def _fit(call: Call, block_m: int, num_warps: int) -> Tile:
     """
     if not _is_aligned(call):
         return Tile(block_m, 32, num_warps, 1)
-    room = 204800 - block_m * call.dim_k * call.k_cache.element_size()
-    block_n = next((n for n in (64, 32) if 3 * n * call.position_bytes <= room), 16)
+    room = _room(call, block_m)
+    block_n = next((n for n in (64, 32) if 3 * n * call.position_bytes <= room), _LEAST_N)
     return Tile(block_m, block_n, num_warps, 7 if block_n * call.position_bytes <= 16384 else 5)
 
 
 def decode_tile(call: Call) -> Tile:
     """Tile of the split-KV kernel: the heads that share a KV head, up to 64."""
-    block_m = 16 if _is_wide(call) else min(MAX_HEADS, max(16, _power_of_two(call.group)))
+    block_m = 16 if _is_wide(call) else _rows(call, min(MAX_HEADS, max(16, _power_of_two(call.group))))
     return _fit(call, block_m, 8 if block_m * call.dim_v > 16384 else 4)
 
 
 def prefill_tile(call: Call) -> Tile:
     """64 or 128 rows: what fits in half the registers, and 64 where there are few of them."""
     is_small = call.q.shape[0] * call.group <= 1024 or call.dim_v > 256 or call.k_cache.element_size() == 4
-    block_m = 16 if _is_wide(call) else 64 if is_small else 128
+    block_m = 16 if _is_wide(call) else _rows(call, 64 if is_small else 128)
     return _fit(call, block_m, 8 if block_m * call.dim_v > 8192 else 4)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ktransformers.kernels.triton.attention_launch import compute_type
 from ktransformers.kernels.triton.elementwise import check_float
 from ktransformers.kernels.triton.rope import power_of_two
-from ktransformers.kernels.triton.runtime import TensorDescriptor, jit, num_multiprocessors, tl
+from ktransformers.kernels.triton.runtime import jit, num_multiprocessors, shared_bytes, tl
 
 __all__ = ["ExpandedRun", "ExpandedTile", "expanded_attention", "expanded_tile", "tiles_of"]
 
@@ -41,17 +41,12 @@ class ExpandedRun:
 
 @dataclass(frozen=True, slots=True)
 class ExpandedTile:
-    """Sizes of a launch: block_m rows against block_n positions at a time.
-
-    uses_tma: keys and values come through the copy engine for tiles (compute capability 9.0), where they can: two-byte
-    values, as many columns as a power of two, positions at multiples of 16 bytes.
-    """
+    """Sizes of a launch: block_m rows against block_n positions at a time."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    uses_tma: bool = False
 
 
 @jit
@@ -73,28 +68,21 @@ def _read(base, rows, stride, keep, WIDTH: tl.constexpr, WIDTH_P2: tl.constexpr,
 
 @jit
 def _attend_expanded(
-    m, total, acc, q0, q1, k_ptr, r_ptr, v_ptr, k_tma, r_tma, v_tma, at, r_at, row_hi, start, stop, end, scale,
+    m, total, acc, q0, q1, k_ptr, r_ptr, v_ptr, row_hi, start, stop, end, scale,
     N: tl.constexpr, N_P2: tl.constexpr, P: tl.constexpr, P_P2: tl.constexpr, V: tl.constexpr, V_P2: tl.constexpr,
-    R_ROW: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    R_ROW: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Positions start .. stop - 1 into the running state; position 0 comes first and all rows see it.
 
-    MASKED: some rows do not see some of them; nothing is read from `end` on. TMA: what all rows see is read through
-    the descriptors k_tma, r_tma and v_tma, position 0 of keys and values being row `at`, that of rotary parts `r_at`.
+    MASKED: some rows do not see some of them; nothing is read from `end` on.
     """
     for first in range(start, stop, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)
         keep = positions < end
-        if TMA and not MASKED:
-            k0 = k_tma.load([at + first, 0]).to(COMPUTE)
-        else:
-            k0 = _read(k_ptr, positions, N, keep, N, N_P2, MASKED).to(COMPUTE)
+        k0 = _read(k_ptr, positions, N, keep, N, N_P2, MASKED).to(COMPUTE)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-        if TMA and not MASKED:
-            k1 = r_tma.load([r_at + first, 0]).to(COMPUTE)
-        else:
-            k1 = _read(r_ptr, positions, R_ROW, keep, P, P_P2, MASKED).to(COMPUTE)
+        k1 = _read(r_ptr, positions, R_ROW, keep, P, P_P2, MASKED).to(COMPUTE)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
         if MASKED:
             s = tl.where(positions[None, :] < row_hi[:, None], s, float("-inf"))
@@ -102,10 +90,7 @@ def _attend_expanded(
         p = tl.exp2(s * scale - m_new[:, None])
         decay = tl.exp2(m - m_new)
         total = total * decay + tl.sum(p, 1)
-        if TMA and not MASKED:
-            v = v_tma.load([at + first, 0]).to(COMPUTE)
-        else:
-            v = _read(v_ptr, positions, V, keep, V, V_P2, MASKED).to(COMPUTE)
+        v = _read(v_ptr, positions, V, keep, V, V_P2, MASKED).to(COMPUTE)
         acc = tl.dot(p.to(COMPUTE), v, acc * decay[:, None], input_precision=PRECISION)
         m = m_new
     return m, total, acc
@@ -113,10 +98,10 @@ def _attend_expanded(
 
 @jit(do_not_specialize=["num_positions"])
 def _expanded_kernel(
-    q_ptr, q_rot_ptr, k_ptr, r_ptr, v_ptr, k_tma, r_tma, v_tma, out_ptr, tile_ptr,
+    q_ptr, q_rot_ptr, k_ptr, r_ptr, v_ptr, out_ptr, tile_ptr,
     q_row, q_head, q_rot_row, q_rot_head, out_row, out_head, num_positions, scale,
     N: tl.constexpr, N_P2: tl.constexpr, P: tl.constexpr, P_P2: tl.constexpr, V: tl.constexpr, V_P2: tl.constexpr,
-    R_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    R_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, heads): BLOCK_M rows of a sequence for one head."""
@@ -131,8 +116,6 @@ def _expanded_kernel(
     q1 = _read(q_rot_ptr + head * q_rot_head, rows, q_rot_row, mine, P, P_P2, True).to(COMPUTE)
     k_base = k_ptr + (head * num_positions + offset) * N
     v_base = v_ptr + (head * num_positions + offset) * V
-    r_at = tl.load(tile + 2)
-    at = tl.program_id(1) * num_positions + r_at
     r_base = r_ptr + offset * R_ROW
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -141,12 +124,12 @@ def _expanded_kernel(
     end = shortest + num_rows - 1
     middle = shortest // BLOCK_N * BLOCK_N  # before it every row sees every position
     m, total, acc = _attend_expanded(
-        m, total, acc, q0, q1, k_base, r_base, v_base, k_tma, r_tma, v_tma, at, r_at, row_hi, 0, middle, end, scale,
-        N, N_P2, P, P_P2, V, V_P2, R_ROW, BLOCK_N, False, TMA, PRECISION, COMPUTE,
+        m, total, acc, q0, q1, k_base, r_base, v_base, row_hi, 0, middle, end, scale,
+        N, N_P2, P, P_P2, V, V_P2, R_ROW, BLOCK_N, False, PRECISION, COMPUTE,
     )  # fmt: skip
     m, total, acc = _attend_expanded(
-        m, total, acc, q0, q1, k_base, r_base, v_base, k_tma, r_tma, v_tma, at, r_at, row_hi, middle, end, end, scale,
-        N, N_P2, P, P_P2, V, V_P2, R_ROW, BLOCK_N, True, TMA, PRECISION, COMPUTE,
+        m, total, acc, q0, q1, k_base, r_base, v_base, row_hi, middle, end, end, scale,
+        N, N_P2, P, P_P2, V, V_P2, R_ROW, BLOCK_N, True, PRECISION, COMPUTE,
     )  # fmt: skip
     columns = tl.arange(0, V_P2)
     pointers = out_ptr + head * out_head + rows[:, None] * out_row + columns[None, :]
@@ -155,12 +138,17 @@ def _expanded_kernel(
 
 
 def expanded_tile(num_rows: int, num_heads: int, dtype: torch.dtype, device: torch.device) -> ExpandedTile:
-    """Sizes of a launch for so many rows and heads: 128 rows of a head, fewer where that leaves processors idle."""
+    """Sizes of a launch for so many rows and heads: 128 rows of a head, fewer where that leaves processors idle.
+
+    The fastest of those measured on an H100 (benchmarks/latent_attention.py --sweep), with as many stages as shared
+    memory has room for: 90, 131 and 213 KB for two, three and four (tests/kernels/triton/compile_launches.py).
+    """
     if dtype.itemsize == 4:
         return ExpandedTile(64, 32, 4, 2)
     if -(-num_rows // 128) * num_heads < num_multiprocessors(device):
-        return ExpandedTile(64, 64, 4, 3)
-    return ExpandedTile(128, 64, 8, 3)
+        return ExpandedTile(64, 64, 4, 2)
+    room = shared_bytes(device)
+    return ExpandedTile(128, 64, 8, 4 if room >= 213 << 10 else 3 if room >= 132 << 10 else 2)
 
 
 def tiles_of(runs: Iterable[ExpandedRun], block_m: int) -> Tensor:
@@ -175,13 +163,6 @@ def tiles_of(runs: Iterable[ExpandedRun], block_m: int) -> Tensor:
     ]
     tiles.sort(key=lambda tile: -tile[3])
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
-
-
-def _is_copied_in_tiles(x: Tensor) -> bool:
-    """Whether the copy engine takes tiles of x [positions, columns], see `ExpandedTile`."""
-    columns = x.shape[1]
-    is_plain = x.element_size() == 2 and columns >= 16 and columns == power_of_two(columns)
-    return is_plain and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 def expanded_attention(
@@ -218,15 +199,12 @@ def expanded_attention(
         raise ValueError(f"tiles must be contiguous int32 [tiles, 4] and scale positive, got {tiles.dtype} and {scale}")
     if tiles.shape[0] == 0:
         return
-    parts = (keys.view(-1, nope), k_rot, values.view(-1, v_dim))
-    uses_tma = tile.uses_tma and all(_is_copied_in_tiles(part) for part in parts)
-    tma = (TensorDescriptor.from_tensor(x, [tile.block_n, x.shape[1]]) if uses_tma else None for x in parts)
     _expanded_kernel[(tiles.shape[0], heads)](
-        q, q_rot, keys, k_rot, values, *tma, out, tiles,
+        q, q_rot, keys, k_rot, values, out, tiles,
         q.stride(0), q.stride(1), q_rot.stride(0), q_rot.stride(1), out.stride(0), out.stride(1), num_positions,
         scale * _LOG2E,
         N=nope, N_P2=max(16, power_of_two(nope)), P=rope, P_P2=max(16, power_of_two(rope)),
         V=v_dim, V_P2=max(16, power_of_two(v_dim)), R_ROW=k_rot.stride(0), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        TMA=uses_tma, PRECISION="tf32x3" if keys.dtype == torch.float32 else "tf32", COMPUTE=compute_type(keys.dtype),
+        PRECISION="tf32x3" if keys.dtype == torch.float32 else "tf32", COMPUTE=compute_type(keys.dtype),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

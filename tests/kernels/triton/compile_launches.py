@@ -1,37 +1,39 @@
-"""Compiles for an H100 what calls would launch, on a machine without a GPU: what the interpreter does not check.
+"""Compiles for a GPU what calls would launch, on a machine without one: what the interpreter does not check.
 
-    python tests/kernels/triton/compile_launches.py [--all]
+    python tests/kernels/triton/compile_launches.py [--sm 80|86|89|90|120] [--all]
 
-Launches are caught, their arguments turned into a signature, and the kernels compiled for sm_90. Prints a line for
+Launches are caught, their arguments turned into a signature, and the kernels compiled for such a GPU. Prints a line for
 each; exits with an error for one that does not compile, keeps arrays in local memory or needs more shared memory than
 there is.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ktransformers.kernels.native import Activation
 from ktransformers.kernels.quant import QuantType
-from ktransformers.kernels.triton import dequant
+from ktransformers.kernels.triton import dequant, runtime
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.convert import convert_rows
 from ktransformers.kernels.triton.elementwise import add_rms_norm
-from ktransformers.kernels.triton.expanded import ExpandedRun, ExpandedTile, expanded_attention, expanded_tile, tiles_of
+from ktransformers.kernels.triton.expanded import ExpandedRun, expanded_attention, expanded_tile, tiles_of
 from ktransformers.kernels.triton.fp8 import fp8_linear, pack_fp8
 from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pair
+from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.moe import ExpertMatrices, moe
 from ktransformers.kernels.triton.packing import Layout, can_repack, layout_nbytes
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, RouterSpec, route_rows
 
-SHARED_BYTES = 227 * 1024  # of one program on an H100
+# By compute capability: what one program can have at most, as the CUDA programming guide has it.
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0)
 POINTERS = {
     torch.uint8: "*u8",
@@ -42,14 +44,13 @@ POINTERS = {
     torch.bfloat16: "*bf16",
 }
 compiled = set()
+target = 90
 
 
 def describe(value):
     """The type of an argument in a signature, and whether it is known to be a multiple of 16."""
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype], value.data_ptr() % 16 == 0
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>", False
     if isinstance(value, float):
         return "fp32", False
     return "i32", value % 16 == 0
@@ -76,13 +77,13 @@ def compile_launch(self, *args, grid, warmup, num_warps=4, num_stages=3, **kwarg
     compiled.add(key)
     source = ASTSource(self, signature, constants, attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    kernel = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     local = kernel.asm["ptx"].count(".local .align")
     print(
         f"{self.fn.__name__:20} warps {num_warps} shared {kernel.metadata.shared:6} {list(constants.values())}",
         flush=True,
     )
-    if kernel.metadata.shared > SHARED_BYTES or local:
+    if kernel.metadata.shared > SHARED_BYTES[target] or local:
         sys.exit(f"{self.fn.__name__}: {kernel.metadata.shared} bytes of shared memory, {local} local arrays")
 
 
@@ -129,6 +130,12 @@ def call_attention(heads, kv_heads, dim, tokens, pages=64):
     attention(q, cache, cache, table, 256, ids, ids, 0.1, counters=counters)
 
 
+def call_mla(heads, tokens, pages=64):
+    cache, ids = torch.zeros(256, 1, 576, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
+    q = torch.zeros(tokens, heads, 576, dtype=torch.bfloat16)
+    mla_attention(q, cache, 512, torch.zeros(tokens, pages, dtype=torch.int32), 256, ids, ids, 0.1)
+
+
 def call_latent(tokens, heads=128, rank=512, rotary=64, width=128, query=1536):
     cos, slots = torch.zeros(tokens, rotary // 2), torch.zeros(tokens, dtype=torch.int64)
     both = torch.zeros(tokens, query + rank + rotary, dtype=torch.bfloat16)
@@ -140,8 +147,8 @@ def call_latent(tokens, heads=128, rank=512, rotary=64, width=128, query=1536):
     expand(absorbed[..., :rank].contiguous(), torch.zeros(heads, rank, width, dtype=torch.bfloat16))
 
 
-def call_expanded(heads, rows, length, tile=None, nope=128, rotary=64, width=128):
-    tile = tile or expanded_tile(rows, heads, torch.bfloat16, torch.device("cpu"))
+def call_expanded(heads, rows, length, nope=128, rotary=64, width=128):
+    tile = expanded_tile(rows, heads, torch.bfloat16, torch.device("cpu"))
     q = torch.zeros(rows, heads, nope + rotary, dtype=torch.bfloat16)
     latents = torch.zeros(length, 512 + rotary, dtype=torch.bfloat16)
     keys = torch.zeros(heads, length, nope, dtype=torch.bfloat16)
@@ -169,10 +176,13 @@ def some():
     call_convert(4, 2048)
     call_convert(1, 2880, 1)
     call_attention(32, 4, 128, 2)
+    call_attention(64, 8, 64, 600)
+    call_attention(32, 4, 128, 600)
+    call_mla(128, 2)
+    call_mla(16, 40)
     call_latent(2)
     call_expanded(128, 256, 512)
     call_expanded(4, 128, 256)
-    call_expanded(4, 128, 256, ExpandedTile(128, 128, 8, 2, uses_tma=True))
     call_norm(7168, 2)
     call_router(128, 2048, 1, RouterSpec(8))
     call_router(256, 7168, 4, RouterSpec(8, "sigmoid", num_groups=8, topk_groups=4, scaling=2.5))
@@ -216,8 +226,14 @@ def everything():
 
 
 def main():
+    global target
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sm", type=int, default=90, choices=sorted(SHARED_BYTES))
+    parser.add_argument("--all", action="store_true")
+    args = parser.parse_args()
+    target, runtime.default_shared_bytes = args.sm, SHARED_BYTES[args.sm]
     triton.runtime.jit.JITFunction.run = compile_launch
-    everything() if "--all" in sys.argv[1:] else some()
+    everything() if args.all else some()
 
 
 if __name__ == "__main__":

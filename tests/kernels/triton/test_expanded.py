@@ -10,7 +10,6 @@ from ktransformers.kernels.triton.expanded import ExpandedRun, ExpandedTile, exp
 # As in test_attention: the probabilities' and the result's rounding, half a unit of 2^-11 (fp16) or 2^-8 (bf16) each.
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SMALL = ExpandedTile(16, 16, 4, 2)
-IN_TILES = ExpandedTile(16, 32, 4, 2, uses_tma=True)
 
 # (rows, positions) of each sequence
 RAGGED = [(1, 1), (33, 33), (16, 40), (5, 64), (17, 17)]
@@ -67,14 +66,6 @@ def check(sequences, heads, dims, dtype, device, tile=SMALL, gap=0):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_ragged_sequences(dtype, device):
     check(RAGGED, 3, (32, 16, 32), dtype, device)
-
-
-def test_through_the_copy_engine(device):
-    """And where it cannot: fp32."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-        pytest.skip("the device has no such engine")
-    for dtype in TOLERANCE:
-        check(RAGGED, 3, (32, 16, 64), dtype, device, IN_TILES)
 
 
 @pytest.mark.parametrize("dims", [(24, 8, 40), (16, 16, 16), (48, 20, 8)], ids=str)
