@@ -212,7 +212,8 @@ class KTransformersExperts(Operator):
     def load(self, source: WeightSource) -> None:
         weights = source.experts(self.key, self.layout, self.config.cpu_quant)
         if self.device.is_gpu:
-            self._gpu = GpuExperts.of(weights, self.device)
+            assert self.activation is not None, "the constructor refuses such experts"
+            self._gpu = GpuExperts.of(weights, self.activation, self.device)
             return
         self._weights = relaid_experts(weights, self.config.require_pool(), wants_bf16=self.wants_bf16)
         if self.activation is not None:

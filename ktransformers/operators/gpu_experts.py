@@ -12,9 +12,9 @@ import torch
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
-from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights
+from ktransformers.kernels.native import ActivationSpec, ExpertWeights
 from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, RawTensor, WeightType
-from ktransformers.kernels.triton.moe import ExpertMatrices, moe
+from ktransformers.kernels.triton.moe import Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.packing import GPU_TYPES, Layout, can_repack, packed_nbytes, repack
 from ktransformers.operators.device import Device
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout
@@ -26,11 +26,9 @@ _AT_ONCE = 64 << 20  # bytes of experts that are re-laid together
 
 def why_not_on_gpu(layout: ExpertsLayout, activation: ActivationSpec | None) -> str | None:
     """Why the kernels cannot run such experts, or None when they can; types of weights aside."""
-    if not layout.has_gate or layout.has_bias:
-        return "they have biases or no gate"
-    if activation is None or activation.kind is not Activation.SILU:
-        return "their activation is not SiLU"
-    return None
+    if not layout.has_gate:
+        return "they have no gate"
+    return "no kernel computes their activation" if activation is None else None
 
 
 def can_be_copied(qtype: WeightType) -> bool:
@@ -39,11 +37,10 @@ def can_be_copied(qtype: WeightType) -> bool:
 
 
 def gpu_experts_nbytes(key: str, info: ExpertsInfo) -> int:
-    """Bytes on a GPU. Raises UnsupportedError for types that the kernels do not read."""
-    total = 0
-    for part in (info.gate, info.up, info.down):
-        if part is None:
-            continue
+    """Bytes on a GPU, biases included. Raises UnsupportedError for types that the kernels do not read."""
+    parts = [part for part in (info.gate, info.up, info.down) if part is not None]
+    total = info.nbytes - sum(part.nbytes for part in parts)
+    for part in parts:
         if part.resident_type not in GPU_TYPES:
             known = ", ".join(sorted(qtype.name for qtype in GPU_TYPES))
             raise UnsupportedError(
@@ -77,15 +74,16 @@ def _matrices(weights: Sequence[RawTensor | PackedTensor], device: Device) -> Ex
 
 @dataclass(frozen=True, slots=True)
 class GpuExperts:
-    """gate, up: E matrices [I, H]; down: E matrices [H, I]."""
+    """gate, up: E matrices [I, H]; down: E matrices [H, I]. between: activation and biases."""
 
     device: Device
     gate: ExpertMatrices
     up: ExpertMatrices
     down: ExpertMatrices
+    between: Between
 
     @classmethod
-    def of(cls, weights: ExpertWeights, device: Device) -> GpuExperts:
+    def of(cls, weights: ExpertWeights, activation: ActivationSpec, device: Device) -> GpuExperts:
         """Bring one layer's experts to a GPU."""
         assert weights.gate is not None
         parts = [
@@ -98,7 +96,7 @@ class GpuExperts:
         gate, up, down = (_matrices(part, device) for part in parts)
         if gate.layout != up.layout:
             raise UnsupportedError("gate and up projections of one layer must be both re-laid or neither")
-        return cls(device, gate, up, down)
+        return cls(device, gate, up, down, Between.of(weights, activation, device.torch_device))
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """x [T, H] of any float type, ids [T, K], weights fp32 [T, K], all on the device -> [T, H] of x's type."""
@@ -106,4 +104,4 @@ class GpuExperts:
         space = self.device.moe_workspace(rows, topk_ids.shape[1], self.up.slots, self.up, self.down)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.contiguous()
-        return moe(rows, ids, weights, self.gate, self.up, self.down, out, workspace=space)
+        return moe(rows, ids, weights, self.gate, self.up, self.down, out, workspace=space, between=self.between)

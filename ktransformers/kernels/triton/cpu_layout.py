@@ -8,7 +8,7 @@ bytes; the constants below are its own, and the tests compare with what `native.
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.bits import Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, shifted
+from ktransformers.kernels.triton.bits import MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, e2m1, e8m0, shifted
 from ktransformers.kernels.triton.runtime import jit, tl
 
 __all__ = ["cpu_tile"]
@@ -38,6 +38,8 @@ def line_words(base, at, n, mask, SIZE: tl.constexpr):
 @jit
 def value(word, extra, s, m, one, b: tl.constexpr, h: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
     """The number in nibble h of byte b (of Q8_0: in byte b): (1 + u / 256) 256 s - (256 s + m)."""
+    if TYPE == MXFP4:
+        return (e2m1(word, 8 * b + 4 * h) * s).to(DTYPE)
     if TYPE == Q8_0:
         bits = shifted(word, 15 - 8 * b) & 0x7F8000
     else:
@@ -97,14 +99,18 @@ def tile_of_256(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTY
 @jit
 def tile_of_32(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
     """64 columns of a type with blocks of 32; those past K are zero."""
-    HEAD: tl.constexpr = (K // 32 * 32 + 63) // 64 * 64
+    HEAD: tl.constexpr = (K // 32 * (16 if TYPE == MXFP4 else 32) + 63) // 64 * 64
     WORDS: tl.constexpr = 8 if TYPE == Q8_0 else 4  # of a block
     SIZE: tl.constexpr = HEAD + K // 32 * 64 * WORDS
     at = tl.arange(0, 2 * WORDS)[:, None]
     block = k0 // 32 + at // WORDS
     mask = mask & (block < K // 32)
     word = line_words(base, HEAD + 64 * (WORDS * block + at % WORDS), n, mask, SIZE)
-    s = halves(base, 32 * block, n, mask, SIZE)
+    if TYPE == MXFP4:
+        exponent = tl.load(base + n // 16 * SIZE + (16 * block + n % 16), mask=mask, other=0)
+        s = e8m0(exponent.to(tl.int32))
+    else:
+        s = halves(base, 32 * block, n, mask, SIZE)
     if TYPE == Q8_0:
         word = word ^ -2139062144  # 0x80808080: signed bytes become q + 128
         tile = tl.permute(four_bytes(word, word, s, 128.0 * s, one, 0, TYPE, DTYPE), (0, 2, 3, 1))
@@ -119,7 +125,7 @@ def tile_of_32(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYP
 @jit
 def cpu_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
     """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN]."""
-    if TYPE == Q8_0 or TYPE == Q4_0:
+    if TYPE == Q8_0 or TYPE == Q4_0 or TYPE == MXFP4:
         tile = tile_of_32(base, k0, n, mask, one, TYPE, K, DTYPE)
     else:
         tile = tile_of_256(base, k0, n, mask, one, TYPE, K, DTYPE)

@@ -8,7 +8,7 @@ goes through the tensor cores. Both accumulate in fp32. Knows dequant.py; does n
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.bits import F8_E4M3, Q5_K, Q6_K, Q8_0, half_bits
+from ktransformers.kernels.triton.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0, half_bits
 from ktransformers.kernels.triton.dequant import one_plus, scales, unit, weight_tile
 from ktransformers.kernels.triton.runtime import jit, tl
 
@@ -92,7 +92,7 @@ def add_eight(sums, x_low, x_high, words, one, i: tl.constexpr, TYPE: tl.constex
 def add_scaled(acc, sums, s, m, TYPE: tl.constexpr):
     """acc + sum of x w over the columns of one scale, from what `add_eight` summed."""
     even, odd, x_even, x_odd = sums
-    if TYPE == F8_E4M3:
+    if TYPE == F8_E4M3 or TYPE == MXFP4:
         return acc + (even + odd) * s
     s_even, s_odd = unit(0, TYPE) * s, unit(1, TYPE) * s
     return acc + (even * s_even - x_even * (s_even + m)) + (odd * s_odd - x_odd * (s_odd + m))

@@ -17,6 +17,8 @@ N rows and K columns, the planes of a matrix in their order:
            d        fp16 [K / 32, N]
     Q8_0   quants   int32 [K / 4, N]      4 signed bytes
            d        fp16 [K / 32, N]
+    MXFP4  quants   int32 [K / 8, N]      nibbles
+           scales   uint8 [K / 32, N]     exponents
 
 Q4_K grows by 4 bytes in 144, Q5_K by 4 in 176 (scales unpacked from six bits to eight), the others not at all.
 N must be a multiple of 8, so that every plane begins at a multiple of 16 bytes and four rows are one aligned word.
@@ -35,7 +37,7 @@ from ktransformers.kernels.quant import QuantType, block_size, row_bytes
 __all__ = ["GPU_TYPES", "Layout", "can_repack", "join_rows", "layout_nbytes", "packed_nbytes", "repack"]
 
 #: The block formats that the Triton kernels read.
-GPU_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0})
+GPU_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4})
 
 
 class Layout(IntEnum):
@@ -136,6 +138,8 @@ def _planes(blocks: Tensor, qtype: QuantType) -> list[tuple[Tensor, int]]:
         return _k_planes(blocks, qtype)
     if qtype == QuantType.Q6_K:
         return _q6_planes(blocks)
+    if qtype == QuantType.MXFP4:
+        return [(_words(_nibbles(blocks[..., None, 1:]), 4), 4), (blocks[..., :1], 1)]
     quants = blocks[..., 2:]
     if qtype == QuantType.Q4_0:
         quants = _words(_nibbles(quants.unsqueeze(-2)), 4)
@@ -184,6 +188,7 @@ _PLANES = {
     QuantType.Q6_K: ((16, 12), (16, 1), (256, 2)),
     QuantType.Q4_0: ((8, 4), (32, 2)),
     QuantType.Q8_0: ((4, 4), (32, 2)),
+    QuantType.MXFP4: ((8, 4), (32, 1)),
 }
 
 

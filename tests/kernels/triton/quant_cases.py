@@ -17,6 +17,7 @@ SCALES = {
     QuantType.Q4_K: (0, 2),
     QuantType.Q5_K: (0, 2),
     QuantType.Q6_K: (208,),
+    QuantType.MXFP4: (),  # its scale is an exponent, in byte 0
 }
 TYPES = tuple(SCALES)
 
@@ -28,6 +29,8 @@ def random_matrix(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> tupl
     for at in SCALES[qtype]:
         scale = rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks))
         blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    if qtype == QuantType.MXFP4:
+        blocks[:, 0] = rng.integers(118, 121, len(blocks))  # 2^-9 to 2^-7
     raw = blocks.reshape(rows, -1)
     return torch.from_numpy(raw), torch.from_numpy(np.ascontiguousarray(quants.dequantize(raw, qtype)))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from gguf import quants
 
 from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton import runtime
@@ -82,3 +84,21 @@ def test_refuses_what_does_not_fit(device):
         dequant.dequantize(raw, QuantType.Q4_K, 11, 256)
     with pytest.raises(TypeError, match="uint8"):
         dequant.dequantize(raw.float(), QuantType.Q4_K, 12, 256)
+
+
+@pytest.mark.parametrize("layout", Layout, ids=lambda x: x.name)
+def test_every_exponent_and_code_of_mxfp4(layout, device):
+    """Exact, down to subnormal numbers of fp32 and up to the last exponent with which all fit into it."""
+    codes = (np.arange(16) | np.roll(np.arange(16), 5) << 4).astype(np.uint8)
+    blocks = np.concatenate(
+        [np.arange(256).clip(0, 252).astype(np.uint8)[:, None], np.broadcast_to(codes, (256, 16))], axis=1
+    )
+    raw = torch.from_numpy(blocks.reshape(32, 8 * 17))
+    values = torch.from_numpy(quants.dequantize(raw.numpy(), QuantType.MXFP4))
+    data = raw.to(device)
+    if layout == Layout.GPU:
+        data = packing.repack(data, QuantType.MXFP4, 32, 256)
+    if layout == Layout.CPU:
+        data = pack_for_cpu(raw, QuantType.MXFP4, 32, 256).to(device)
+    got = dequant.dequantize(data, QuantType.MXFP4, 32, 256, layout=layout).cpu()
+    assert torch.equal(got, values)
