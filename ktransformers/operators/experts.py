@@ -23,7 +23,13 @@ from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, p
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back
 from ktransformers.operators.expert_prefill import PrefillLayer, PrefillTicket
-from ktransformers.operators.gpu_experts import GpuExperts, can_be_copied, gpu_experts_nbytes, why_not_on_gpu
+from ktransformers.operators.gpu_experts import (
+    GpuExperts,
+    bias_nbytes,
+    can_be_copied,
+    gpu_experts_nbytes,
+    why_not_on_gpu,
+)
 from ktransformers.operators.relaid import relaid_experts, relaid_nbytes, wants_bf16
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, WeightSource
 
@@ -194,15 +200,15 @@ class KTransformersExperts(Operator):
         except UnsupportedError:
             return None  # a type that no kernel reads: they stay on the CPU
 
-    def streamed_nbytes(self, source: WeightSource) -> int | None:
-        """Bytes of one expert on the CPU, or None when they cannot be streamed to a GPU from there."""
+    def streamed_nbytes(self, source: WeightSource) -> tuple[int, int] | None:
+        """Bytes of one expert on the CPU and of all experts' biases; None when they cannot be streamed from there."""
         if self.device.is_gpu or why_not_on_gpu(self.layout, self.activation) is not None:
             return None
         info = self._info(source)
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
         if not all(can_be_copied(part.resident_type) for part in parts):
             return None
-        return sum(relaid_nbytes(part) for part in parts) // self.num_experts
+        return sum(relaid_nbytes(part) for part in parts) // self.num_experts, bias_nbytes(info)
 
     @property
     def kernel(self) -> native.MoeKernel | None:

@@ -19,7 +19,7 @@ from ktransformers.kernels.triton.packing import GPU_TYPES, Layout, can_repack, 
 from ktransformers.operators.device import Device
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout
 
-__all__ = ["GpuExperts", "can_be_copied", "gpu_experts_nbytes", "why_not_on_gpu"]
+__all__ = ["GpuExperts", "bias_nbytes", "can_be_copied", "gpu_experts_nbytes", "why_not_on_gpu"]
 
 _AT_ONCE = 64 << 20  # bytes of experts that are re-laid together
 
@@ -32,15 +32,21 @@ def why_not_on_gpu(layout: ExpertsLayout, activation: ActivationSpec | None) -> 
 
 
 def can_be_copied(qtype: WeightType) -> bool:
-    """Whether the kernels read experts of this type in the layout of the CPU's kernels."""
-    return qtype in GPU_TYPES and qtype in native.PACKED_TYPES
+    """Whether the kernels read experts of this type as they lie in the CPU's memory."""
+    return qtype in GPU_TYPES
+
+
+def bias_nbytes(info: ExpertsInfo) -> int:
+    """Bytes of all experts' biases, fp32."""
+    return info.nbytes - sum(part.nbytes for part in (info.gate, info.up, info.down) if part is not None)
 
 
 def gpu_experts_nbytes(key: str, info: ExpertsInfo) -> int:
     """Bytes on a GPU, biases included. Raises UnsupportedError for types that the kernels do not read."""
-    parts = [part for part in (info.gate, info.up, info.down) if part is not None]
-    total = info.nbytes - sum(part.nbytes for part in parts)
-    for part in parts:
+    total = bias_nbytes(info)
+    for part in (info.gate, info.up, info.down):
+        if part is None:
+            continue
         if part.resident_type not in GPU_TYPES:
             known = ", ".join(sorted(qtype.name for qtype in GPU_TYPES))
             raise UnsupportedError(
