@@ -174,10 +174,6 @@ class KTransformersExperts(Operator):
     def requirements(self, source: WeightSource) -> Requirements:
         info = self._info(source)
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
-        if self.device.is_gpu and any(part.is_fp8 for part in parts):
-            raise UnsupportedError(
-                f"{self.key}: FP8 experts run on the CPU only: place them on cpu, or quantize them with --cpu_quant"
-            )
         if self.device.is_gpu:
             nbytes = gpu_experts_nbytes(self.key, info)
         else:
@@ -221,9 +217,12 @@ class KTransformersExperts(Operator):
             assert self.activation is not None, "the constructor refuses such experts"
             self._gpu = GpuExperts.of(weights, self.activation, self.device)
             return
-        self._weights = relaid_experts(weights, self.config.require_pool(), wants_bf16=self.wants_bf16)
+        pool = self.config.require_pool()
+        is_streamed = self.home.is_gpu and self.placement.prefill_device == self.home.name
+        is_pinned = is_streamed and self.streamed_nbytes(source) is not None
+        self._weights = relaid_experts(weights, pool, wants_bf16=self.wants_bf16, is_pinned=is_pinned)
         if self.activation is not None:
-            self._kernel = native.MoeKernel(self._weights, self.activation, self.config.require_pool())
+            self._kernel = native.MoeKernel(self._weights, self.activation, pool)
 
     def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
         """Issue the forward of [T, H]. The inputs must not change before `collect`, which must come before the next."""

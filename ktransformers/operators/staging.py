@@ -87,7 +87,8 @@ class HostExperts:
             raise ValueError("only experts with a gate, of a type that GPU kernels read, can be copied")
         first, addresses = tensors[0], tuple(weight.data.data_ptr() for weight in tensors)
         layout = Layout.CPU if isinstance(first, PackedTensor) else Layout.GGML
-        return _Projection(first.qtype, *first.shape, layout, first.nbytes, addresses)
+        rows, cols = first.shape
+        return _Projection(first.qtype, rows, cols, layout, first.nbytes, addresses)
 
     @property
     def expert_nbytes(self) -> int:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.quant import WeightType
 from ktransformers.kernels.triton.bits import (
+    BF16,
     F8_E4M3,
+    F16,
     MXFP4,
     ONE,
     Q4_0,
@@ -31,7 +33,7 @@ from ktransformers.kernels.triton.bits import (
     shifted,
 )
 from ktransformers.kernels.triton.cpu_layout import cpu_tile
-from ktransformers.kernels.triton.packing import GPU_TYPES, Layout, layout_nbytes
+from ktransformers.kernels.triton.packing import READ_TYPES, Layout, layout_nbytes
 from ktransformers.kernels.triton.runtime import constant, jit, tl, triton
 
 __all__ = ["check_matrix", "dequantize", "weight_tile"]
@@ -273,6 +275,9 @@ def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr
         grid = (base + K * N).to(tl.pointer_type(tl.float32))
         s = tl.load(grid + n // 128 * ((K + 127) // 128) + k // 128, mask=mask & (k < K), other=0.0)
         return (one_plus((byte, byte, byte, byte, byte), one, 0, TYPE) * s).to(DTYPE)
+    if TYPE == BF16 or TYPE == F16:
+        values = base.to(tl.pointer_type(tl.bfloat16 if TYPE == BF16 else tl.float16))
+        return tl.load(values + n.to(tl.int64) * K + k, mask=mask & (k < K), other=0.0).to(DTYPE)
     row = base + n.to(tl.int64) * raw_row_bytes(TYPE, K)
     return raw_value(row, k, mask & (k < K), TYPE).to(DTYPE)
 
@@ -288,13 +293,13 @@ def _dequantize_kernel(base, out, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
     tl.store(out + n.to(tl.int64) * K + k, tile.to(out.dtype.element_ty), mask=mask & (k < K))
 
 
-def check_matrix(weight: Tensor, qtype: QuantType, rows: int, cols: int, layout: Layout, matrices: int = 1) -> None:
+def check_matrix(weight: Tensor, qtype: WeightType, rows: int, cols: int, layout: Layout, matrices: int = 1) -> None:
     """Check the bytes of one matrix [rows, cols] or of many.
 
     Raises TypeError or ValueError that names what is wrong: type, dtype, size, strides, a matrix of 2 GiB or more.
     """
-    if qtype not in GPU_TYPES:
-        names = ", ".join(sorted(t.name for t in GPU_TYPES))
+    if qtype not in READ_TYPES:
+        names = ", ".join(sorted(t.name for t in READ_TYPES))
         raise ValueError(f"weight is {qtype.name}, which has no GPU kernel; transcode it to one of {names}")
     if weight.dtype != torch.uint8:
         raise TypeError(f"weight must be uint8, got {weight.dtype}")
@@ -309,7 +314,7 @@ def check_matrix(weight: Tensor, qtype: QuantType, rows: int, cols: int, layout:
 
 
 def dequantize(
-    raw: Tensor, qtype: QuantType, rows: int, cols: int, out: Tensor | None = None, layout: Layout = Layout.GGML
+    raw: Tensor, qtype: WeightType, rows: int, cols: int, out: Tensor | None = None, layout: Layout = Layout.GGML
 ) -> Tensor:
     """A matrix as numbers: [rows, cols], of `out`'s dtype (fp32, fp16 or bf16; fp32 when None).
 

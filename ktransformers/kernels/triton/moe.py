@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.quant import WeightType
 from ktransformers.kernels.triton.align import AlignedPairs, expert_slot, max_blocks, moe_align
 from ktransformers.kernels.triton.bits import ONE
 from ktransformers.kernels.triton.dequant import check_matrix
@@ -56,7 +56,7 @@ class ExpertMatrices:
     """
 
     data: Tensor
-    qtype: QuantType
+    qtype: WeightType
     rows: int
     cols: int
     layout: Layout = Layout.GGML

@@ -7,15 +7,16 @@ import torch
 import torch.nn.functional as functional
 
 from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels.quant import OwnType, QuantType, RawTensor
 from ktransformers.kernels.triton import runtime
-from tests.kernels.triton.quant_cases import pack_for_cpu, random_matrix
+from tests.kernels.triton.quant_cases import pack_for_cpu, pack_fp8_for_cpu, random_fp8, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.triton import packing
 from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
+from ktransformers.kernels.triton.fp8 import pack_fp8
 from ktransformers.kernels.triton.moe import Between, ExpertMatrices, MoeWorkspace, moe, moe_partial, moe_sum
 from ktransformers.kernels.triton.packing import Layout
 
@@ -52,6 +53,8 @@ def test_align(with_slots, tokens, device):
 
 def make(qtype, num, rows, cols, layout, device, order):
     """ExpertMatrices with expert e in slot order[e], and the values [num, rows, cols]."""
+    if qtype is OwnType.F8_E4M3:
+        return make_fp8(num, rows, cols, layout, device, order)
     raws, values = zip(*(random_matrix(qtype, rows, cols, seed) for seed in range(num)), strict=True)
     data = torch.stack([raws[order.index(slot)] for slot in range(num)]).to(device)
     if layout == Layout.GPU:
@@ -59,6 +62,20 @@ def make(qtype, num, rows, cols, layout, device, order):
     if layout == Layout.CPU:
         data = torch.stack([pack_for_cpu(raw, qtype, rows, cols) for raw in data.cpu()]).to(device)
     return ExpertMatrices(data, qtype, rows, cols, layout), torch.stack(values).double()
+
+
+def make_fp8(num, rows, cols, layout, device, order):
+    """As `make`."""
+    matrices, values = zip(*(random_fp8(rows, cols, seed) for seed in range(num)), strict=True)
+    in_slots = [matrices[order.index(slot)] for slot in range(num)]
+    if layout == Layout.CPU:
+        data = [pack_fp8_for_cpu(one) for one in in_slots]
+    else:
+        packed = [pack_fp8(one.values, one.scales) for one in in_slots]
+        assert packed[0].packed == (layout == Layout.GPU)
+        data = [one.data for one in packed]
+    made = ExpertMatrices(torch.stack(data).to(device), OwnType.F8_E4M3, rows, cols, layout)
+    return made, torch.stack(values).double()
 
 
 def reference(x, ids, weights, gate, up, down, skipped=()):
@@ -78,6 +95,8 @@ def reference(x, ids, weights, gate, up, down, skipped=()):
 
 MIXED = (QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
 SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.Q8_0)
+FLOATS = (QuantType.BF16, QuantType.F16, QuantType.BF16)
+BF16, FP8 = (QuantType.BF16,) * 3, (OwnType.F8_E4M3,) * 3
 
 
 @pytest.mark.parametrize(
@@ -88,6 +107,11 @@ SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.Q8_0)
         (2, Layout.GGML, MIXED, 256, 256, True),
         (17, Layout.GPU, SMALL, 96, 64, True),
         (2, Layout.CPU, MIXED, 256, 256, True),
+        (2, Layout.GGML, FLOATS, 100, 72, False),
+        (3, Layout.CPU, BF16, 96, 32, True),
+        (1, Layout.GPU, FP8, 160, 160, True),
+        (17, Layout.GPU, FP8, 160, 160, False),
+        (2, Layout.CPU, FP8, 160, 136, True),
     ],
 )
 def test_experts(tokens, layout, types, width, inner, with_slots, device):
