@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ktransformers.kernels.native import Activation, ActivationSpec
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.quant import OwnType, QuantType
 from ktransformers.kernels.triton import dequant
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.convert import convert_rows
@@ -193,6 +193,9 @@ def some():
     call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 600, layout=Layout.CPU)
     call_gpt_oss(QuantType.MXFP4, 1)
     call_gpt_oss(QuantType.MXFP4, 600, layout=Layout.CPU)
+    call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 4, layout=Layout.GGML)
+    call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 600, layout=Layout.CPU)
+    call_moe((OwnType.F8_E4M3, OwnType.F8_E4M3), 2048, 768, 600, layout=Layout.CPU)
     call_fp8(576, 7168, 2)
 
 
@@ -221,6 +224,12 @@ def everything():
     for tokens in (1, 17, 40, 600, 2100):
         for layout in Layout:
             call_gpt_oss(QuantType.MXFP4, tokens, layout, slots=tokens == 40)
+    for tokens in (1, 17, 600, 2100):
+        for layout in Layout:
+            call_moe((OwnType.F8_E4M3, OwnType.F8_E4M3), 2048, 768, tokens, layout)
+        for layout in (Layout.GGML, Layout.CPU):
+            call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, tokens, layout)
+        call_moe((QuantType.F16, QuantType.F16), 2048, 768, tokens, Layout.GGML)
     for tokens in (1, 4, 16, 200):
         call_fp8(576, 7168, tokens)
         call_fp8(577, 160, tokens)
