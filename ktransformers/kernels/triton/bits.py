@@ -18,6 +18,7 @@ __all__ = [
     "Q6_K",
     "Q8_0",
     "e2m1",
+    "e2m1_small",
     "e4m3",
     "e8m0",
     "half_bits",
@@ -67,10 +68,15 @@ def e4m3(word, at: tl.constexpr):
 
 
 @jit
+def e2m1_small(word, at: tl.constexpr):
+    """2^-126 times the FP4 number in bits at .. at + 3 of an int32."""
+    return ((shifted(word, 28 - at) >> 6) & -2118123520).to(tl.float32, bitcast=True)  # 0x81C00000
+
+
+@jit
 def e2m1(word, at: tl.constexpr):
     """Twice the FP4 number in bits at .. at + 3 of an int32."""
-    bits = (shifted(word, 28 - at) >> 6) & -2118123520  # 0x81C00000: the number times 2^-126
-    return bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38
+    return e2m1_small(word, at) * 1.7014118346046923e38  # 2^127
 
 
 @jit

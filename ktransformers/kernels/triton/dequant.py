@@ -27,6 +27,7 @@ from ktransformers.kernels.triton.bits import (
     Q6_K,
     Q8_0,
     e2m1,
+    e2m1_small,
     e4m3,
     e8m0,
     half_bits,
@@ -108,12 +109,12 @@ def one_plus(words, one, i: tl.constexpr, TYPE: tl.constexpr):
     """1 + u / 2^p of column i of a chunk; 2^p is `unit(i, TYPE)`.
 
     one: 0x3F800000, the bits of 1.0, as a kernel argument: a value that the compiler does not know lies in a register,
-    and one LOP3 does both the mask and the exponent. FP8 and FP4 are the number itself instead (FP4: twice).
+    and one LOP3 does both the mask and the exponent. FP8 is the number itself instead, FP4 2^-126 times it.
     """
     if TYPE == F8_E4M3:
         return e4m3(words[i // 4], 8 * (i % 4))
     if TYPE == MXFP4:
-        return e2m1(words[0], 4 * i)
+        return e2m1_small(words[0], 4 * i)
     if TYPE == Q8_0:
         bits = shifted(words[i // 4], 15 - 8 * (i % 4)) & 0x7F8000
     elif TYPE == Q5_K:
@@ -145,7 +146,9 @@ def unit(i: tl.constexpr, TYPE: tl.constexpr):
 @jit
 def weight(words, s, m, one, i: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
     """Column i of a chunk."""
-    if TYPE == F8_E4M3 or TYPE == MXFP4:
+    if TYPE == MXFP4:
+        return (one_plus(words, one, i, TYPE) * 1.7014118346046923e38 * s).to(DTYPE)  # 2^127
+    if TYPE == F8_E4M3:
         return (one_plus(words, one, i, TYPE) * s).to(DTYPE)
     scaled = unit(i, TYPE) * s
     return (one_plus(words, one, i, TYPE) * scaled - (scaled + m)).to(DTYPE)
