@@ -109,7 +109,7 @@ class KTransformersExperts(Operator):
     """The routed experts of one layer: forward(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H].
 
     Runs on the CPU's SIMD units on the file's own blocks (KExpertsCPU), or, placed on a GPU by generate_device, on
-    quantized weights there (KExpertsMarlin). An expert activation that no native kernel computes runs on the CPU as
+    weights in the file's types there (KExpertsMarlin). An expert activation that no native kernel computes runs on the CPU as
     KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so. Inputs may be on another
     device; results go back to it. `submit` and `collect` are the only places where devices meet: experts on the CPU
     of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more. Where
@@ -120,7 +120,7 @@ class KTransformersExperts(Operator):
     OPS: ClassVar[dict[str, str]] = {
         "KExpertsCPU": "native kernels on the file's own blocks",
         "KExpertsTorch": "dequantized experts and torch",
-        "KExpertsMarlin": "quantized experts on the GPU",
+        "KExpertsMarlin": "experts on the GPU, in the types of the file",
     }
     KWARGS: ClassVar[frozenset[str]] = frozenset({"backend", "cpu_prefill"})
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn"})  # fused into the kernel
