@@ -109,10 +109,10 @@ class KTransformersExperts(Operator):
     """The routed experts of one layer: forward(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H].
 
     Runs on the CPU's SIMD units on the file's own blocks (KExpertsCPU), or, placed on a GPU by generate_device, on
-    weights in the file's types there (KExpertsMarlin). An expert activation that no native kernel computes runs on the CPU as
-    KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so. Inputs may be on another
-    device; results go back to it. `submit` and `collect` are the only places where devices meet: experts on the CPU
-    of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more. Where
+    weights in the file's types there (KExpertsMarlin). An expert activation that no native kernel computes runs on the
+    CPU as KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so. Inputs may be on
+    another device; results go back to it. `submit` and `collect` are the only places where devices meet: experts on the
+    CPU of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more. Where
     `prefill` is set (engine/prefill.py does), steps from its threshold on are run by GPU and CPU together.
     cpu_prefill: see KTransformersLinear.
     """
