@@ -39,7 +39,7 @@ __all__ = ["add_parser", "fitting_layers", "run"]
 
 logger = logging.getLogger(__name__)
 
-SHAPE_NAMES = ("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3")
+SHAPE_NAMES = ("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b")
 PAGE_SIZE = 64
 SPARE_BYTES = 2 << 30
 """RAM left for activations when the number of layers is chosen by what fits."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from transformers import DeepseekV2Config, DeepseekV3Config, PretrainedConfig, Qwen3MoeConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
 from ktransformers.errors import ConfigError
 
@@ -133,12 +134,47 @@ def _deepseek_v3(num_layers: int) -> PretrainedConfig:
     )
 
 
+def _gpt_oss(num_layers: int, num_experts: int) -> PretrainedConfig:
+    return GptOssConfig(
+        architectures=["GptOssForCausalLM"],
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=num_layers,
+        num_local_experts=num_experts,
+        num_experts_per_tok=4,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        attention_bias=True,
+        sliding_window=128,
+        layer_types=[("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)],
+        swiglu_limit=7.0,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
 SHAPES: Mapping[str, Shape] = {
     shape.name: shape
     for shape in (
         Shape("qwen3-30b-a3b", 48, _qwen3_30b_a3b),
         Shape("deepseek-v2-lite", 27, _deepseek_v2_lite),
         Shape("deepseek-v3", 61, _deepseek_v3),
+        Shape("gpt-oss-20b", 24, partial(_gpt_oss, num_experts=32)),
+        Shape("gpt-oss-120b", 36, partial(_gpt_oss, num_experts=128)),
     )
 }
 

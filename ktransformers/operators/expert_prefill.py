@@ -33,7 +33,7 @@ from ktransformers.kernels.cuda import StreamDriver
 from ktransformers.kernels.expert_stream import StreamedExperts
 from ktransformers.kernels.native import MoeKernel
 from ktransformers.kernels.triton.align import moe_align
-from ktransformers.kernels.triton.moe import MoeWorkspace, block_rows, moe_blocks, moe_sum
+from ktransformers.kernels.triton.moe import Between, MoeWorkspace, block_rows, moe_blocks, moe_sum
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.expert_split import NEVER, PrefillRates, Split, choose_split
@@ -71,10 +71,11 @@ class PrefillTicket:
 
 @dataclass(slots=True)
 class _Layer:
-    """number: of the CPU's kernel. counts: rows of each expert in the last step."""
+    """number: of the CPU's kernel. between: on the GPU. counts: rows of each expert in the last step."""
 
     host: HostExperts
     number: int
+    between: Between
     counts: npt.NDArray[np.int64] | None = None
 
 
@@ -150,7 +151,8 @@ class ExpertPrefill:
 
     def add_layer(self, kernel: MoeKernel) -> int:
         """The number under which `submit` knows a layer; layers are added in the order in which steps run them."""
-        self._layers.append(_Layer(HostExperts(kernel.weights), self._cpu.add_layer(kernel)))
+        between = Between.of(kernel.weights, kernel.activation, self.device.torch_device)
+        self._layers.append(_Layer(HostExperts(kernel.weights), self._cpu.add_layer(kernel), between))
         return len(self._layers) - 1
 
     def takes(self, num_rows: int) -> bool:
@@ -181,7 +183,7 @@ class ExpertPrefill:
             self._cpu.submit(self._layers[layer].number, hidden, kept, weights)
         of_gpu = None
         if split.on_gpu:
-            of_gpu = self._compute(layer, hidden, ranks, weights, counts, groups, waiting)
+            of_gpu = self._compute(layer, hidden, ids, ranks, weights, counts, groups, waiting)
         self._layers[layer].counts = counts
         self._copy_ahead(layer + 1, len(split.on_gpu))
         return PrefillTicket(of_gpu, bool(of_cpu) or not split.on_gpu, hidden)
@@ -232,6 +234,7 @@ class ExpertPrefill:
         self,
         layer: int,
         hidden: torch.Tensor,
+        ids: torch.Tensor,
         ranks: torch.Tensor,
         weights: torch.Tensor,
         counts: npt.NDArray[np.int64],
@@ -239,7 +242,7 @@ class ExpertPrefill:
         waiting: Sequence[tuple[int, ...]],
     ) -> torch.Tensor:
         """Launch the GPU's part: copies as buffers become free, products as copies arrive."""
-        num_experts = self.shape.num_experts
+        num_experts, between = self.shape.num_experts, self._layers[layer].between
         rows = hidden.to(self.device.matmul_dtype).contiguous()
         space, block = self._workspace(ranks)
         arriving, left, first = deque(groups), deque(waiting), 0
@@ -249,7 +252,7 @@ class ExpertPrefill:
             group = arriving.popleft()
             self._copies.compute_waits(group.ready)
             end = first + int((-(-counts[list(group.experts)] // block)).sum())
-            moe_blocks(rows, weights, *group.matrices, space, (first, end), num_experts)
+            moe_blocks(rows, ids, weights, *group.matrices, space, (first, end), num_experts, between)
             self._staging.done(group)
             first = end
         out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
@@ -287,6 +290,7 @@ class ExpertPrefill:
     def gpu_seconds(self, layer: int, repeats: int = 3) -> float:
         """The GPU's time for one (token, expert) pair of a step of many rows; the first run of all compiles."""
         shape, host, count = self.shape, self._layers[layer].host, self.group_size(layer)
+        between = self._layers[layer].between
         group = self._staging.bring(host, range(count))
         tokens = min(shape.max_rows, 64 * shape.num_experts // shape.top_k)
         where = self.device.torch_device
@@ -300,7 +304,7 @@ class ExpertPrefill:
             space, block = self._workspace(self._tables.ranks(ids))
             span = (0, int((-(-counts // block)).sum()))
             begin = self._copies.compute_mark()
-            moe_blocks(rows, weights, *group.matrices, space, span, shape.num_experts)
+            moe_blocks(rows, ids, weights, *group.matrices, space, span, shape.num_experts, between)
             end = self._copies.compute_mark()
             self._copies.synchronize(end)
             best = min(best, self._copies.seconds_between(begin, end))

@@ -23,7 +23,13 @@ from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, p
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back
 from ktransformers.operators.expert_prefill import PrefillLayer, PrefillTicket
-from ktransformers.operators.gpu_experts import GpuExperts, can_be_copied, gpu_experts_nbytes, why_not_on_gpu
+from ktransformers.operators.gpu_experts import (
+    GpuExperts,
+    bias_nbytes,
+    can_be_copied,
+    gpu_experts_nbytes,
+    why_not_on_gpu,
+)
 from ktransformers.operators.relaid import relaid_experts, relaid_nbytes, wants_bf16
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, WeightSource
 
@@ -103,10 +109,10 @@ class KTransformersExperts(Operator):
     """The routed experts of one layer: forward(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H].
 
     Runs on the CPU's SIMD units on the file's own blocks (KExpertsCPU), or, placed on a GPU by generate_device, on
-    quantized weights there (KExpertsMarlin). An expert activation that no native kernel computes runs on the CPU as
-    KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so. Inputs may be on another
-    device; results go back to it. `submit` and `collect` are the only places where devices meet: experts on the CPU
-    of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more. Where
+    weights in the file's types there (KExpertsMarlin). An expert activation that no native kernel computes runs on the
+    CPU as KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so. Inputs may be on
+    another device; results go back to it. `submit` and `collect` are the only places where devices meet: experts on the
+    CPU of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more. Where
     `prefill` is set (engine/prefill.py does), steps from its threshold on are run by GPU and CPU together.
     cpu_prefill: see KTransformersLinear.
     """
@@ -114,7 +120,7 @@ class KTransformersExperts(Operator):
     OPS: ClassVar[dict[str, str]] = {
         "KExpertsCPU": "native kernels on the file's own blocks",
         "KExpertsTorch": "dequantized experts and torch",
-        "KExpertsMarlin": "quantized experts on the GPU",
+        "KExpertsMarlin": "experts on the GPU, in the types of the file",
     }
     KWARGS: ClassVar[frozenset[str]] = frozenset({"backend", "cpu_prefill"})
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn"})  # fused into the kernel
@@ -168,10 +174,6 @@ class KTransformersExperts(Operator):
     def requirements(self, source: WeightSource) -> Requirements:
         info = self._info(source)
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
-        if self.device.is_gpu and any(part.is_fp8 for part in parts):
-            raise UnsupportedError(
-                f"{self.key}: FP8 experts run on the CPU only: place them on cpu, or quantize them with --cpu_quant"
-            )
         if self.device.is_gpu:
             nbytes = gpu_experts_nbytes(self.key, info)
         else:
@@ -194,15 +196,15 @@ class KTransformersExperts(Operator):
         except UnsupportedError:
             return None  # a type that no kernel reads: they stay on the CPU
 
-    def streamed_nbytes(self, source: WeightSource) -> int | None:
-        """Bytes of one expert on the CPU, or None when they cannot be streamed to a GPU from there."""
+    def streamed_nbytes(self, source: WeightSource) -> tuple[int, int] | None:
+        """Bytes of one expert on the CPU and of all experts' biases; None when they cannot be streamed from there."""
         if self.device.is_gpu or why_not_on_gpu(self.layout, self.activation) is not None:
             return None
         info = self._info(source)
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
         if not all(can_be_copied(part.resident_type) for part in parts):
             return None
-        return sum(relaid_nbytes(part) for part in parts) // self.num_experts
+        return sum(relaid_nbytes(part) for part in parts) // self.num_experts, bias_nbytes(info)
 
     @property
     def kernel(self) -> native.MoeKernel | None:
@@ -212,11 +214,15 @@ class KTransformersExperts(Operator):
     def load(self, source: WeightSource) -> None:
         weights = source.experts(self.key, self.layout, self.config.cpu_quant)
         if self.device.is_gpu:
-            self._gpu = GpuExperts.of(weights, self.device)
+            assert self.activation is not None, "the constructor refuses such experts"
+            self._gpu = GpuExperts.of(weights, self.activation, self.device)
             return
-        self._weights = relaid_experts(weights, self.config.require_pool(), wants_bf16=self.wants_bf16)
+        pool = self.config.require_pool()
+        is_streamed = self.home.is_gpu and self.placement.prefill_device == self.home.name
+        is_pinned = is_streamed and self.streamed_nbytes(source) is not None
+        self._weights = relaid_experts(weights, pool, wants_bf16=self.wants_bf16, is_pinned=is_pinned)
         if self.activation is not None:
-            self._kernel = native.MoeKernel(self._weights, self.activation, self.config.require_pool())
+            self._kernel = native.MoeKernel(self._weights, self.activation, pool)
 
     def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
         """Issue the forward of [T, H]. The inputs must not change before `collect`, which must come before the next."""

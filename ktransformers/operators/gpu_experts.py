@@ -1,4 +1,4 @@
-"""The routed experts of one layer on a GPU: quantized matrices in the layout of the Triton kernels.
+"""The routed experts of one layer on a GPU: matrices in the layouts that the Triton kernels read.
 
 Knows block formats and devices; not routers, modules or where bytes come from.
 """
@@ -12,93 +12,117 @@ import torch
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
-from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights
-from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, RawTensor, WeightType
-from ktransformers.kernels.triton.moe import ExpertMatrices, moe
-from ktransformers.kernels.triton.packing import GPU_TYPES, Layout, can_repack, packed_nbytes, repack
+from ktransformers.kernels.native import ActivationSpec, ExpertWeight, ExpertWeights
+from ktransformers.kernels.quant import Fp8Matrix, OwnType, RawTensor, WeightType
+from ktransformers.kernels.triton.fp8 import FP8_COLUMNS, pack_fp8
+from ktransformers.kernels.triton.moe import Between, ExpertMatrices, moe
+from ktransformers.kernels.triton.packing import READ_TYPES, ROW_MULTIPLE, Layout, can_repack, layout_nbytes, repack
 from ktransformers.operators.device import Device
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout
 
-__all__ = ["GpuExperts", "can_be_copied", "gpu_experts_nbytes", "why_not_on_gpu"]
+__all__ = ["GpuExperts", "bias_nbytes", "can_be_copied", "gpu_experts_nbytes", "why_not_on_gpu"]
 
 _AT_ONCE = 64 << 20  # bytes of experts that are re-laid together
 
 
 def why_not_on_gpu(layout: ExpertsLayout, activation: ActivationSpec | None) -> str | None:
     """Why the kernels cannot run such experts, or None when they can; types of weights aside."""
-    if not layout.has_gate or layout.has_bias:
-        return "they have biases or no gate"
-    if activation is None or activation.kind is not Activation.SILU:
-        return "their activation is not SiLU"
-    return None
+    if not layout.has_gate:
+        return "they have no gate"
+    return "no kernel computes their activation" if activation is None else None
 
 
 def can_be_copied(qtype: WeightType) -> bool:
-    """Whether the kernels read experts of this type in the layout of the CPU's kernels."""
-    return qtype in GPU_TYPES and qtype in native.PACKED_TYPES
+    """Whether the kernels read experts of this type as they lie in the CPU's memory."""
+    return qtype in READ_TYPES
+
+
+def bias_nbytes(info: ExpertsInfo) -> int:
+    """Bytes of all experts' biases, fp32."""
+    return info.nbytes - sum(part.nbytes for part in (info.gate, info.up, info.down) if part is not None)
+
+
+def _layout(qtype: WeightType, rows: int, cols: int) -> Layout:
+    """Of matrices that rest on a GPU."""
+    is_packed_fp8 = qtype is OwnType.F8_E4M3 and rows % ROW_MULTIPLE == 0
+    return Layout.GPU if is_packed_fp8 or can_repack(qtype, rows, cols) else Layout.GGML
 
 
 def gpu_experts_nbytes(key: str, info: ExpertsInfo) -> int:
-    """Bytes on a GPU. Raises UnsupportedError for types that the kernels do not read."""
-    total = 0
+    """Bytes on a GPU, biases included. Raises UnsupportedError for what the kernels do not read."""
+    total, layouts = bias_nbytes(info), list[Layout]()
     for part in (info.gate, info.up, info.down):
         if part is None:
             continue
-        if part.resident_type not in GPU_TYPES:
-            known = ", ".join(sorted(qtype.name for qtype in GPU_TYPES))
-            raise UnsupportedError(
-                f"{key}: experts of type {part.resident_type.name} cannot run on a GPU (known are {known}); "
-                "place them on cpu, or quantize unquantized ones while loading (--cpu_quant)"
-            )
         count, rows, cols = part.shape
-        packed = can_repack(part.resident_type, rows, cols)
-        total += count * packed_nbytes(part.resident_type, rows, cols) if packed else part.nbytes
+        is_odd_fp8 = part.resident_type is OwnType.F8_E4M3 and cols % FP8_COLUMNS
+        if part.resident_type not in READ_TYPES or is_odd_fp8:
+            known = ", ".join(sorted(qtype.name for qtype in READ_TYPES))
+            raise UnsupportedError(
+                f"{key}: experts of type {part.resident_type.name} and {cols} columns cannot run on a GPU (known are "
+                f"{known}; FP8 in {FP8_COLUMNS}s of columns); place them on cpu, or quantize unquantized ones while "
+                "loading (--cpu_quant)"
+            )
+        layouts.append(_layout(part.resident_type, rows, cols))
+        total += count * layout_nbytes(part.resident_type, rows, cols, layouts[-1])
+    if layouts[0] != layouts[-2]:  # of gate and up, if there is a gate
+        raise UnsupportedError(
+            f"{key}: gate and up projections are of types of which only one is re-laid on a GPU, and the kernels want "
+            "both or neither; place them on cpu"
+        )
     return total
 
 
-def _matrices(weights: Sequence[RawTensor | PackedTensor], device: Device) -> ExpertMatrices:
+def _fp8_matrices(weights: Sequence[Fp8Matrix], device: Device) -> ExpertMatrices:
+    """As `_matrices`."""
+    rows, cols = weights[0].shape
+    data = torch.empty(len(weights), weights[0].nbytes, dtype=torch.uint8, device=device.torch_device)
+    for slot, weight in enumerate(weights):
+        values, scales = (part.to(device.torch_device) for part in (weight.values, weight.scales))
+        data[slot] = pack_fp8(values, scales).data
+        native.page_out(weight)
+    return ExpertMatrices(data, OwnType.F8_E4M3, rows, cols, _layout(OwnType.F8_E4M3, rows, cols))
+
+
+def _matrices(weights: Sequence[ExpertWeight], device: Device) -> ExpertMatrices:
     """One projection of all experts on the device. The pages of the file are given back."""
+    fp8 = [weight for weight in weights if isinstance(weight, Fp8Matrix)]
+    if fp8:
+        assert len(fp8) == len(weights), "all experts of a projection share one type"
+        return _fp8_matrices(fp8, device)
     raw = [weight for weight in weights if isinstance(weight, RawTensor)]
     assert len(raw) == len(weights), "experts come from their file in ggml's layout"
     qtype, (rows, cols) = raw[0].qtype, raw[0].shape
-    if not can_repack(qtype, rows, cols):
-        data = torch.stack([weight.data for weight in raw]).to(device.torch_device)
-        return ExpertMatrices(data, qtype, rows, cols, Layout.GGML)
-    nbytes = packed_nbytes(qtype, rows, cols)
+    layout = _layout(qtype, rows, cols)
+    nbytes = layout_nbytes(qtype, rows, cols, layout)
     data = torch.empty(len(raw), nbytes, dtype=torch.uint8, device=device.torch_device)
     step = max(_AT_ONCE // raw[0].nbytes, 1)
     for first in range(0, len(raw), step):
         some = torch.stack([weight.data for weight in raw[first : first + step]]).to(device.torch_device)
-        data[first : first + step] = repack(some, qtype, rows, cols).view(-1, nbytes)
+        if layout == Layout.GPU:
+            some = repack(some, qtype, rows, cols)
+        data[first : first + step] = some.view(-1, nbytes)
     for weight in raw:
         native.page_out(weight)
-    return ExpertMatrices(data, qtype, rows, cols, Layout.GPU)
+    return ExpertMatrices(data, qtype, rows, cols, layout)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuExperts:
-    """gate, up: E matrices [I, H]; down: E matrices [H, I]."""
+    """gate, up: E matrices [I, H]; down: E matrices [H, I]. between: activation and biases."""
 
     device: Device
     gate: ExpertMatrices
     up: ExpertMatrices
     down: ExpertMatrices
+    between: Between
 
     @classmethod
-    def of(cls, weights: ExpertWeights, device: Device) -> GpuExperts:
+    def of(cls, weights: ExpertWeights, activation: ActivationSpec, device: Device) -> GpuExperts:
         """Bring one layer's experts to a GPU."""
         assert weights.gate is not None
-        parts = [
-            [one for one in part if not isinstance(one, Fp8Matrix)] for part in (weights.gate, weights.up, weights.down)
-        ]
-        if any(len(part) < len(weights.up) for part in parts):
-            raise UnsupportedError(
-                "FP8 experts run on the CPU only: place them there, or quantize them with --cpu_quant"
-            )
-        gate, up, down = (_matrices(part, device) for part in parts)
-        if gate.layout != up.layout:
-            raise UnsupportedError("gate and up projections of one layer must be both re-laid or neither")
-        return cls(device, gate, up, down)
+        gate, up, down = (_matrices(part, device) for part in (weights.gate, weights.up, weights.down))
+        return cls(device, gate, up, down, Between.of(weights, activation, device.torch_device))
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """x [T, H] of any float type, ids [T, K], weights fp32 [T, K], all on the device -> [T, H] of x's type."""
@@ -106,4 +130,4 @@ class GpuExperts:
         space = self.device.moe_workspace(rows, topk_ids.shape[1], self.up.slots, self.up, self.down)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.contiguous()
-        return moe(rows, ids, weights, self.gate, self.up, self.down, out, workspace=space)
+        return moe(rows, ids, weights, self.gate, self.up, self.down, out, workspace=space, between=self.between)

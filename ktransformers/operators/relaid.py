@@ -73,12 +73,27 @@ def _relay(weight: RawTensor | Fp8Matrix, pool: WorkerPool, out: torch.Tensor) -
     return made
 
 
+def _copied_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> Sequence[ExpertWeight]:
+    """One projection of all experts as they are, side by side in one buffer."""
+    buffer = native.empty_bytes(sum(weight.nbytes for weight in weights), pool)
+    made, at = list[ExpertWeight](), 0
+    for weight in weights:
+        assert isinstance(weight, RawTensor)
+        data = buffer[at : at + weight.nbytes].copy_(weight.data)
+        made.append(replace(weight, data=data))
+        native.page_out(weight)
+        at += weight.nbytes
+    return made
+
+
 def _relaid_all(
-    weights: Sequence[ExpertWeight] | None, pool: WorkerPool, wants_bf16: bool
+    weights: Sequence[ExpertWeight] | None, pool: WorkerPool, wants_bf16: bool, is_pinned: bool
 ) -> Sequence[ExpertWeight] | None:
-    """One projection of all experts, side by side in one buffer."""
-    if not weights or not _is_relaid(weights[0], pool):
+    """One projection of all experts, side by side in one buffer if they are re-laid or pinned."""
+    if not weights:
         return weights
+    if not _is_relaid(weights[0], pool):
+        return _copied_all(weights, pool) if is_pinned else weights
     rows, cols = weights[0].shape
     nbytes = native.packed_nbytes(weights[0].qtype, rows, cols)
     buffer = native.empty_bytes(len(weights) * nbytes, pool)
@@ -90,10 +105,17 @@ def _relaid_all(
     return made
 
 
-def relaid_experts(weights: ExpertWeights, pool: WorkerPool, *, wants_bf16: bool = False) -> ExpertWeights:
-    """The experts of one layer as the kernels want them. wants_bf16: see PackedTensor."""
-    up, down = _relaid_all(weights.up, pool, wants_bf16), _relaid_all(weights.down, pool, wants_bf16)
+def relaid_experts(
+    weights: ExpertWeights, pool: WorkerPool, *, wants_bf16: bool = False, is_pinned: bool = False
+) -> ExpertWeights:
+    """The experts of one layer as the kernels want them. wants_bf16: see PackedTensor.
+
+    is_pinned: whether their memory is to be pinned for a GPU. Those that stay as they are in the memory map of a file,
+    which cannot be, are then copied out of it.
+    """
+    gate, up, down = (
+        _relaid_all(part, pool, wants_bf16, is_pinned) for part in (weights.gate, weights.up, weights.down)
+    )
     assert up is not None
     assert down is not None
-    gate = _relaid_all(weights.gate, pool, wants_bf16)
     return ExpertWeights(gate, up, down, weights.gate_bias, weights.up_bias, weights.down_bias)

@@ -1,8 +1,8 @@
 """Room on a GPU through which experts that rest in the CPU's memory pass in groups.
 
 A few buffers are used in turn: a group is copied into one while the GPU computes with those before it. A group's
-matrices stand side by side, projection by projection, in the layout of the CPU's kernels. Knows the bytes of experts
-and the order of copies; not routing or activations.
+matrices stand side by side, projection by projection, as they lie in the CPU's memory. Knows the bytes of experts
+and the order of copies; not routing, biases or activations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from ktransformers.errors import CapacityError
 from ktransformers.kernels.copies import CopyQueue, Mark
 from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import PackedTensor, QuantType
+from ktransformers.kernels.quant import PackedTensor, RawTensor, WeightType
 from ktransformers.kernels.triton.moe import ExpertMatrices
 from ktransformers.kernels.triton.packing import Layout
 from ktransformers.operators.gpu_experts import can_be_copied
@@ -59,9 +59,10 @@ _BUFFERS, _FEWEST, _BUFFER_BYTES = 8, 3, 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    qtype: QuantType
+    qtype: WeightType
     rows: int
     cols: int
+    layout: Layout
     nbytes: int
     addresses: tuple[int, ...]
 
@@ -69,7 +70,8 @@ class _Projection:
 class HostExperts:
     """The experts of one layer in the CPU's memory, all three projections, as they can be copied.
 
-    weights: re-laid. Raises ValueError for others, see `gpu_experts.can_be_copied`.
+    weights: as the CPU's kernels take them. Raises ValueError for types that GPU kernels do not read, see
+    `gpu_experts.can_be_copied`, and for experts without a gate.
     """
 
     def __init__(self, weights: ExpertWeights) -> None:
@@ -80,12 +82,13 @@ class HostExperts:
 
     @staticmethod
     def _projection(part: Sequence[object] | None) -> _Projection:
-        tensors = [weight for weight in part or () if isinstance(weight, PackedTensor)]
+        tensors = [weight for weight in part or () if isinstance(weight, PackedTensor | RawTensor)]
         if part is None or len(tensors) != len(part) or not can_be_copied(tensors[0].qtype):
-            raise ValueError("only re-laid experts with a gate, of a type that GPU kernels read, can be copied")
-        qtype, (rows, cols) = tensors[0].qtype, tensors[0].shape
-        assert isinstance(qtype, QuantType)
-        return _Projection(qtype, rows, cols, tensors[0].nbytes, tuple(weight.data.data_ptr() for weight in tensors))
+            raise ValueError("only experts with a gate, of a type that GPU kernels read, can be copied")
+        first, addresses = tensors[0], tuple(weight.data.data_ptr() for weight in tensors)
+        layout = Layout.CPU if isinstance(first, PackedTensor) else Layout.GGML
+        rows, cols = first.shape
+        return _Projection(first.qtype, rows, cols, layout, first.nbytes, addresses)
 
     @property
     def expert_nbytes(self) -> int:
@@ -95,7 +98,7 @@ class HostExperts:
     @property
     def kind(self) -> tuple[object, ...]:
         """Equal for layers whose experts can use the same views of a buffer."""
-        return tuple((part.qtype, part.rows, part.cols) for part in self.projections)
+        return tuple((part.qtype, part.rows, part.cols, part.layout) for part in self.projections)
 
     def pieces(self) -> list[tuple[int, int]]:
         """(address, bytes) of all matrices."""
@@ -175,7 +178,7 @@ class Staging:
             count, at, made = self.capacity(source), 0, list[ExpertMatrices]()
             for part in source.projections:
                 data = self._buffers[number].data[at : at + count * part.nbytes].view(count, part.nbytes)
-                made.append(ExpertMatrices(data, part.qtype, part.rows, part.cols, Layout.CPU))
+                made.append(ExpertMatrices(data, part.qtype, part.rows, part.cols, part.layout))
                 at += -(-count * part.nbytes // _ALIGNED) * _ALIGNED
             found = self._views[key] = (made[0], made[1], made[2])
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ktransformers.config import DEFAULT_CHUNK_SIZE
@@ -34,17 +34,22 @@ _OP = "KExpertsMarlin"
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """The experts that are streamed to one GPU. keys: their modules, in the order of layers."""
+    """The experts that are streamed to one GPU.
+
+    keys: their modules, in the order of layers. bias_nbytes: of those that have biases, which stay on the GPU.
+    """
 
     device: str
     keys: tuple[str, ...]
     shape: PrefillShape
     size: StagingSize
+    bias_nbytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the GPU."""
-        return self.size.total_nbytes + self.shape.workspace_nbytes()
+        biases = sum(self.bias_nbytes.get(key, 0) for key in self.keys)
+        return self.size.total_nbytes + self.shape.workspace_nbytes() + biases
 
     @property
     def host_nbytes(self) -> int:
@@ -87,9 +92,19 @@ def chunk_size_for(asked: int, plan: Plan, hf_config: Any) -> int:
     return next(fitting, DEFAULT_CHUNK_SIZE)
 
 
-def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[tuple[str, KTransformersExperts, int]]]:
-    """{device: (module, operator, bytes of an expert)} of layers whose experts can be streamed."""
-    found: dict[str, list[tuple[str, KTransformersExperts, int]]] = {}
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A layer whose experts can be streamed, with the bytes of one expert and of all biases."""
+
+    key: str
+    operator: KTransformersExperts
+    nbytes: int
+    bias_nbytes: int
+
+
+def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidate]]:
+    """By device."""
+    found: dict[str, list[_Candidate]] = {}
     for entry in plan.entries:
         operator, home = plan.operators.get(entry.key), plan.home_of(entry.key)
         if not isinstance(operator, KTransformersExperts) or home is None or not plan.devices[home].is_gpu:
@@ -97,7 +112,7 @@ def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[tuple[str
         place = entry.placement
         nbytes = operator.streamed_nbytes(source)
         if place.generate_device == "cpu" and place.prefill_device == home and nbytes:
-            found.setdefault(home, []).append((entry.key, operator, nbytes))
+            found.setdefault(home, []).append(_Candidate(entry.key, operator, *nbytes))
     return found
 
 
@@ -105,7 +120,7 @@ def plan_streaming(plan: Plan, source: WeightSource, hf_config: Any, chunk_size:
     """What is streamed to each GPU beside what `plan` holds there; nothing where there is too little room."""
     top_k, made = _experts_per_token(hf_config), list[Streaming]()
     for device, found in _candidates(plan, source).items() if top_k else ():
-        layouts = [operator.layout for _, operator, _ in found]
+        layouts = [one.operator.layout for one in found]
         shape = PrefillShape(
             layouts[0].num_experts, top_k, layouts[0].hidden_size, layouts[0].intermediate_size, chunk_size
         )
@@ -113,11 +128,12 @@ def plan_streaming(plan: Plan, source: WeightSource, hf_config: Any, chunk_size:
             logger.info("experts are not streamed to %s: layers have experts of several shapes", device)
             continue
         left = plan.capacity.get(device, 0) - plan.total_bytes.get(device, 0)
-        budget = int(_SHARE_OF_STAGING * left) - shape.workspace_nbytes()
-        largest = max(nbytes for _, _, nbytes in found)
+        biases = {one.key: one.bias_nbytes for one in found if one.bias_nbytes}
+        budget = int(_SHARE_OF_STAGING * left) - shape.workspace_nbytes() - sum(biases.values())
+        largest = max(one.nbytes for one in found)
         size = StagingSize.of(largest, shape.num_experts, budget)
         if size is None:
-            wanted = format_bytes(3 * largest + shape.workspace_nbytes())
+            wanted = format_bytes(3 * largest + shape.workspace_nbytes() + sum(biases.values()))
             logger.info(
                 "experts are not streamed to %s: that takes at least %s there, and %s are left to share",
                 device,
@@ -125,7 +141,7 @@ def plan_streaming(plan: Plan, source: WeightSource, hf_config: Any, chunk_size:
                 format_bytes(max(left, 0)),
             )
             continue
-        made.append(Streaming(device, tuple(key for key, _, _ in found), shape, size))
+        made.append(Streaming(device, tuple(one.key for one in found), shape, size, biases))
     return tuple(made)
 
 

@@ -2,7 +2,7 @@
 
 Blocks are those of llama.cpp's Q4_K_M mixture as it is usually measured: matrices Q4_K, the LM head and the experts'
 down projections Q6_K, the split latent up-projections Q8_0, routers and vectors F32. Rows that blocks of 256 cannot
-hold are Q8_0, or F32 when blocks of 32 cannot either.
+hold are Q8_0, or F32 when blocks of 32 cannot either. Gpt-oss is as its GGUFs are: experts MXFP4, other matrices Q8_0.
 
 Every matrix has zero mean, and embeddings are large beside what layers add to them. Otherwise the hidden states of all
 tokens would collapse to one direction, all tokens would choose the same experts, and batched figures would be a lie.
@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ktransformers.config import physical_cores
-from ktransformers.errors import TensorMismatchError, UnsupportedError
+from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.native import ExpertWeights
 from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor, block_size, row_bytes, type_size
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
@@ -41,20 +42,39 @@ _KV_B = ".self_attn.kv_b_proj.weight"
 # Of one block: bytes where its fp16 scale begins, and what the scale is about.
 _SCALES = {QuantType.Q4_K: (0, 1e-4), QuantType.Q6_K: (208, 2e-5), QuantType.Q8_0: (0, 2e-4)}
 
+_MXFP4_EXPONENT = 119  # or one more: times numbers in -6 .. 6 with a root mean square of 2.9
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    """Types of matrices, of the LM head, and of experts' gate and up and their down projections."""
+
+    matrices: QuantType
+    head: QuantType
+    first: QuantType
+    down: QuantType
+
+
+_Q4_K_M = _Mixture(QuantType.Q4_K, QuantType.Q6_K, QuantType.Q4_K, QuantType.Q6_K)
+_MIXTURES = {"gpt_oss": _Mixture(QuantType.Q8_0, QuantType.Q8_0, QuantType.MXFP4, QuantType.MXFP4)}
+
 _U8 = npt.NDArray[np.uint8]
 
 
 def random_blocks(out: _U8, qtype: QuantType, seed: Sequence[int], gain: float = 1.0) -> None:
-    """Fill uint8 [n] with random blocks of Q4_K, Q6_K or Q8_0 whose weights have zero mean.
+    """Fill uint8 [n] with random blocks of Q4_K, Q6_K, Q8_0 or MXFP4 whose weights have zero mean.
 
-    Their standard deviation is about 0.015 (Q8_0), 0.017 (Q4_K) or 0.027 (Q6_K), times gain. n must be a multiple of
-    the block's bytes. The same seed gives the same bytes.
+    Their standard deviation is about 0.015 (Q8_0), 0.017 (Q4_K), 0.018 (MXFP4) or 0.027 (Q6_K), times gain (for MXFP4
+    the next power of two). n must be a multiple of the block's bytes. The same seed gives the same bytes.
     """
-    at, scale = _SCALES[qtype]
     generator = np.random.Generator(np.random.SFC64(list(seed)))
     words = generator.integers(0, 2**64 - 1, size=-(-out.size // 8), dtype=np.uint64, endpoint=True)
     out[:] = words.view(np.uint8)[: out.size]
     blocks = out.reshape(-1, type_size(qtype))
+    if qtype is QuantType.MXFP4:
+        blocks[:, 0] = _MXFP4_EXPONENT + round(math.log2(gain)) + (blocks[:, 0] & 1)
+        return
+    at, scale = _SCALES[qtype]
     sign = np.where(blocks[:, at] & 1, np.float32(1), np.float32(-1))
     scales = (sign * np.float32(scale * gain) * _about_one(generator, len(blocks))).astype(np.float16)
     blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
@@ -88,6 +108,7 @@ class SyntheticSource:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], config: PretrainedConfig):
         self._shapes = {name: tuple(shape) for name, shape in shapes.items() if ".experts." not in name}
         self._model_type = config.model_type
+        self._mixture = _MIXTURES.get(config.model_type, _Q4_K_M)
         for name in [name for name in self._shapes if name.endswith(_KV_B)]:
             prefix, heads, rank = name.removesuffix(_KV_B), config.num_attention_heads, config.kv_lora_rank
             self._shapes[f"{prefix}.self_attn.k_b_proj.weight"] = (heads, rank, config.qk_nope_head_dim)
@@ -95,7 +116,8 @@ class SyntheticSource:
 
     def describe(self) -> str:
         """One line for the console."""
-        return f"random weights in the shape of {self._model_type}, Q4_K and Q6_K"
+        names = dict.fromkeys(kind.name for kind in (self._mixture.first, self._mixture.down, self._mixture.matrices))
+        return f"random weights in the shape of {self._model_type}, {' and '.join(names)}"
 
     def stored_names(self) -> Sequence[str]:
         """Every tensor there is, experts excepted."""
@@ -129,22 +151,26 @@ class SyntheticSource:
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
         """Facts about the experts of module `key`. They are quantized already: quantize_to changes nothing."""
-        if layout.has_bias:
-            raise UnsupportedError(f"{key}: random weights are made for experts without biases only")
         count, hidden, inner = layout.num_experts, layout.hidden_size, layout.intermediate_size
-        first = _held_as(QuantType.Q4_K, hidden)
+        first = _held_as(self._mixture.first, hidden)
         gate = _info(f"{key}.gate", (count, inner, hidden), first) if layout.has_gate else None
         up = _info(f"{key}.up", (count, inner, hidden), first)
-        down = _info(f"{key}.down", (count, hidden, inner), _held_as(QuantType.Q6_K, inner))
+        down = _info(f"{key}.down", (count, hidden, inner), _held_as(self._mixture.down, inner))
         parts = [part for part in (gate, up, down) if part is not None]
-        return ExpertsInfo(gate, up, down, tuple(p.name for p in parts), sum(p.nbytes for p in parts))
+        names = (*(part.name for part in parts), *(_bias_name(part) for part in parts if layout.has_bias))
+        biases = sum(4 * math.prod(part.shape[:2]) for part in parts if layout.has_bias)
+        return ExpertsInfo(gate, up, down, names, sum(part.nbytes for part in parts) + biases)
 
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
         """The experts of module `key`, each with numbers and memory of its own."""
         info = self.find_experts(key, layout, quantize_to)
         assert info is not None
         gate = None if info.gate is None else _expert_matrices(info.gate)
-        return ExpertWeights(gate, _expert_matrices(info.up), _expert_matrices(info.down))
+        biases = [
+            _floats(_bias_name(part), part.shape[:2]) if part is not None and layout.has_bias else None
+            for part in (info.gate, info.up, info.down)
+        ]
+        return ExpertWeights(gate, _expert_matrices(info.up), _expert_matrices(info.down), *biases)
 
     def _found(self, name: str) -> TensorInfo:
         info = self.find(name)
@@ -157,12 +183,16 @@ class SyntheticSource:
             return QuantType.F32
         if len(shape) == 3:
             return _held_as(QuantType.Q8_0, shape[-1])
-        return _held_as(QuantType.Q6_K if name == "lm_head.weight" else QuantType.Q4_K, shape[-1])
+        return _held_as(self._mixture.head if name == "lm_head.weight" else self._mixture.matrices, shape[-1])
 
 
 def _info(name: str, shape: tuple[int, ...], qtype: QuantType) -> TensorInfo:
     nbytes = math.prod(shape[:-1]) * row_bytes(qtype, shape[-1])
     return TensorInfo(name, shape, qtype.name, qtype, nbytes, (name,))
+
+
+def _bias_name(part: TensorInfo) -> str:
+    return f"{part.name}.bias"
 
 
 def _floats(name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -37,9 +37,9 @@ def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return codes, scales, codes.float() * wide
 
 
-def write_both(model_type: str, fp8: Path, bf16: Path) -> tuple[int, int]:
+def write_both(model_type: str, fp8: Path, bf16: Path, hidden: int = 256, layers: int = 2) -> tuple[int, int]:
     """Writes the two checkpoints; returns the number of FP8 matrices and the model's vocabulary."""
-    model = tiny_model(model_type, seed=1, hidden=256)
+    model = tiny_model(model_type, seed=1, hidden=hidden, layers=layers)
     for folder in (fp8, bf16):
         write_safetensors(model, folder)
     stored, in_fp8, in_bf16 = safetensors.torch.load_file(fp8 / "model.safetensors"), {}, {}

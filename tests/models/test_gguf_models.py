@@ -61,9 +61,11 @@ def dequantized(model: PreTrainedModel, experts_qtype: QuantType, dense_qtype: Q
             if parameter.dim() < 2 or name.endswith(("mlp.gate.weight", "router.weight", "bias")):
                 continue
             qtype = experts_qtype if ".experts." in name else dense_qtype
+            if model.config.model_type == "gpt_oss" and ".experts." in name:
+                parameter = parameter.transpose(1, 2)  # a view: the file has them the other way round
             if parameter.shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0]:
                 qtype = QuantType.Q8_0 if parameter.shape[-1] % 32 == 0 else QuantType.F16
-            rows = parameter.float().numpy().reshape(-1, parameter.shape[-1])
+            rows = parameter.float().contiguous().numpy().reshape(-1, parameter.shape[-1])
             packed = quantize(rows, qtype) if qtype in QUANTIZABLE_TYPES else gguf.quants.quantize(rows, qtype)
             values = np.ascontiguousarray(gguf.quants.dequantize(packed, qtype), dtype=np.float32)
             parameter.copy_(torch.from_numpy(values).view(parameter.shape))

@@ -15,7 +15,14 @@ def test_the_command_line_names_every_shape() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("qwen3-30b-a3b", 30.5), ("deepseek-v2-lite", 15.7), ("deepseek-v3", 671)]
+    ("name", "billions"),
+    [
+        ("qwen3-30b-a3b", 30.5),
+        ("deepseek-v2-lite", 15.7),
+        ("deepseek-v3", 671),
+        ("gpt-oss-20b", 20.91),
+        ("gpt-oss-120b", 116.83),
+    ],
 )
 def test_parameters_are_as_many_as_published(name: str, billions: float) -> None:
     """Counted for two depths and extended to the whole, so that not every layer is built."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.support.inline_device import EagerCopies, InlineDriver, LazyCopies
 pytest.importorskip("triton")
 
 from ktransformers.engine.prefill import cuda_tools, open_prefill
-from ktransformers.kernels.triton.moe import ExpertMatrices, moe
+from ktransformers.kernels.triton.moe import Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.packing import Layout
 from ktransformers.operators import expert_prefill
 from ktransformers.operators.expert_prefill import ExpertPrefill, PrefillLayer, PrefillShape
@@ -48,21 +49,27 @@ def pool() -> Iterator[WorkerPool]:
     with_threads.close()
 
 
-def make_kernel(pool: WorkerPool, seed: int, qtype: QuantType = QuantType.Q8_0) -> MoeKernel:
+OAI = ActivationSpec(native.Activation.SWIGLU_OAI, alpha=1.5, limit=0.75)
+
+
+def make_kernel(pool: WorkerPool, seed: int, qtype: QuantType = QuantType.Q8_0, is_oai: bool = False) -> MoeKernel:
+    """is_oai: gpt_oss's experts, with biases."""
     generator = torch.Generator().manual_seed(seed)
 
     def part(rows: int, cols: int, kind: QuantType) -> list[PackedTensor]:
         made = []
         for _ in range(E):
             values = torch.randn(rows, cols, generator=generator).numpy() * 0.2
-            raw = RawTensor(torch.from_numpy(quantize(values, kind)).reshape(-1), kind, (rows, cols))
+            blocks = gguf.quants.quantize(values, kind) if kind is QuantType.MXFP4 else quantize(values, kind)
+            raw = RawTensor(torch.from_numpy(blocks).reshape(-1), kind, (rows, cols))
             made.append(native.pack(raw, pool))
         whole = native.empty_bytes(sum(one.data.numel() for one in made), pool)  # on pages of its own, as loaders do
         side_by_side = torch.cat([one.data for one in made], out=whole).view(E, -1)
         return [PackedTensor(data, kind, (rows, cols)) for data in side_by_side]
 
     gate, up, down = (part(*shape) for shape in ((INNER, H, qtype), (INNER, H, qtype), (H, INNER, QuantType.Q8_0)))
-    return MoeKernel(ExpertWeights(gate, up, down), ActivationSpec(), pool)
+    biases = [torch.randn(E, n, generator=generator) / 4 for n in (INNER, INNER, H)] if is_oai else []
+    return MoeKernel(ExpertWeights(gate, up, down, *biases), OAI if is_oai else ActivationSpec(), pool)
 
 
 class Rig:
@@ -71,7 +78,12 @@ class Rig:
     def __init__(
         self, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, copies: EagerCopies, group: int, buffers: int = 3
     ):
-        self.kernels = [make_kernel(pool, 0), make_kernel(pool, 1, QuantType.Q4_0), make_kernel(pool, 2)]
+        self.kernels = [
+            make_kernel(pool, 0),
+            make_kernel(pool, 1, QuantType.Q4_0),
+            make_kernel(pool, 2),
+            make_kernel(pool, 3, QuantType.MXFP4, is_oai=True),
+        ]
         nbytes = max(HostExperts(kernel.weights).expert_nbytes for kernel in self.kernels)
         self.copies, self.driver = copies, InlineDriver()
         staging = Staging(StagingSize(buffers, group * (nbytes + 3 * 256)), torch.device("cpu"), copies)
@@ -127,7 +139,8 @@ def all_on_gpu(kernel: MoeKernel, x: torch.Tensor, ids: torch.Tensor, weights: t
 
     parts = (kernel.weights.gate, kernel.weights.up, kernel.weights.down)
     out = torch.empty_like(x)
-    return moe(x.half(), ids.int(), weights, *(whole(part) for part in parts), out)
+    between = Between.of(kernel.weights, kernel.activation, x.device)
+    return moe(x.half(), ids.int(), weights, *(whole(part) for part in parts), out, between=between)
 
 
 def check(got: torch.Tensor, kernel: MoeKernel, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -143,10 +156,10 @@ def check(got: torch.Tensor, kernel: MoeKernel, x: torch.Tensor, ids: torch.Tens
 def test_a_split_is_the_sum_of_its_sides(
     split: tuple[int, ...], group: int, pool: WorkerPool, copies: EagerCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layers whose weights have different types, so that buffers are used again for others."""
+    """Layers whose weights have different types, so that buffers are used again for others; one with biases."""
     rig = Rig(pool, monkeypatch, copies, group)
     rig.split = split
-    for layer in (0, 1, 2):
+    for layer in (0, 1, 2, 3):
         x, ids, weights = inputs(layer)
         got = rig.run(layer, x, ids, weights)
         check(got, rig.kernels[layer], x, ids, weights)
@@ -154,7 +167,7 @@ def test_a_split_is_the_sum_of_its_sides(
         on_gpu = all_on_gpu(rig.kernels[layer], x, torch.where(is_gpu, ids, E), weights)
         on_cpu = rig.kernels[layer].forward(x, torch.where(is_gpu, E, ids), weights)
         assert torch.equal(got, on_gpu + on_cpu)
-    assert rig.stats.num_rows == 3 * T * K
+    assert rig.stats.num_rows == 4 * T * K
 
 
 @interpreted
@@ -172,10 +185,10 @@ def test_the_choosers_own_split_copies_activated_experts_only(
 ) -> None:
     rig = Rig(pool, monkeypatch, copies, 2)
     x, ids, weights = inputs()
-    check(rig.run(2, x, ids, weights), rig.kernels[2], x, ids, weights)
+    check(rig.run(3, x, ids, weights), rig.kernels[3], x, ids, weights)
     (split,) = rig.splits
     assert 0 < len(split.copied) < E - 1
-    assert copies.num_bytes == len(split.copied) * HostExperts(rig.kernels[2].weights).expert_nbytes
+    assert copies.num_bytes == len(split.copied) * HostExperts(rig.kernels[3].weights).expert_nbytes
 
 
 @interpreted
@@ -204,7 +217,7 @@ def test_neighbours_in_memory_are_one_copy(
 ) -> None:
     rig = Rig(pool, monkeypatch, copies, 6)
     rig.split = (0, 1, 2, 4)
-    rig.run(2, *inputs())
+    rig.run(3, *inputs())
     assert copies.num_copies == 6
 
 
@@ -250,10 +263,10 @@ def test_a_failure_on_the_cpu_is_raised_by_collect(
 
 def test_what_cannot_be_copied(pool: WorkerPool) -> None:
     kernel = make_kernel(pool, 0)
-    with pytest.raises(ValueError, match="re-laid"):
+    with pytest.raises(ValueError, match="with a gate"):
         HostExperts(replace(kernel.weights, gate=None))
     raw = [RawTensor.from_tensor(torch.zeros(INNER, H)) for _ in range(E)]
-    with pytest.raises(ValueError, match="re-laid"):
+    with pytest.raises(ValueError, match="of a type"):
         HostExperts(replace(kernel.weights, up=raw))
 
 
@@ -274,7 +287,8 @@ def test_on_a_device(num_buffers: int, pool: WorkerPool) -> None:
     device = Device("cuda:0", torch.device("cuda:0"), torch.bfloat16, is_gpu=True)
     tools = cuda_tools(device)
     assert tools is not None
-    kernels = [make_kernel(pool, seed) for seed in range(4)]
+    kernels = [make_kernel(pool, seed) for seed in range(3)]
+    kernels.append(make_kernel(pool, 3, QuantType.MXFP4, is_oai=True))
     nbytes = HostExperts(kernels[0].weights).expert_nbytes
     shape, size = PrefillShape(E, K, H, INNER, 64), StagingSize(num_buffers, 2 * (nbytes + 3 * 256))
     stream = open_prefill(device, kernels, shape, size, tools, pool, remembers=False)

@@ -7,7 +7,7 @@ import torch
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
-from ktransformers.kernels.native import Isa, WorkerPool
+from ktransformers.kernels.native import ExpertWeights, Isa, WorkerPool
 from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, QuantType, RawTensor
 from ktransformers.operators import relaid as module
 from ktransformers.weights.quantize import quantize
@@ -84,4 +84,22 @@ def test_the_wish_for_bf16_comes_from_the_rule_or_the_default() -> None:
         True,
         True,
     ]
+    pool.close()
+
+
+def test_experts_that_are_to_be_pinned_leave_their_file() -> None:
+    """Those that stay as they are: copied, side by side, on pages of their own."""
+    parts = [[RawTensor.from_tensor(torch.randn(rows, 48).half()) for _ in range(3)] for rows in (8, 8, 16)]
+    weights, pool = ExpertWeights(*parts), WorkerPool(1)
+    assert module.relaid_experts(weights, pool).up is weights.up
+    made = module.relaid_experts(weights, pool, is_pinned=True)
+    for old, new in zip(parts, (made.gate, made.up, made.down), strict=True):
+        assert new is not None
+        addresses = [weight.data.data_ptr() for weight in new]
+        assert addresses[0] % 4096 == 0
+        assert addresses == [addresses[0] + i * new[0].nbytes for i in range(3)]
+        for before, after in zip(old, new, strict=True):
+            assert isinstance(after, RawTensor)
+            assert torch.equal(before.data, after.data)
+            assert before.data.data_ptr() != after.data.data_ptr()
     pool.close()

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from ktransformers.engine.skeleton import build_skeleton
-from ktransformers.errors import TensorMismatchError, UnsupportedError
+from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.quant import QuantType, RawTensor
 from ktransformers.weights import synthetic
 from ktransformers.weights.source import ExpertsLayout
@@ -40,6 +40,8 @@ def decoded(raw: RawTensor) -> np.ndarray:
         # fp16 scale, 8-bit scale in -128 .. 127, quant in -32 .. 31
         (QuantType.Q6_K, 210, 2e-5 * math.sqrt((256**2 + 2) / 12) * math.sqrt((64**2 + 2) / 12)),
         (QuantType.Q8_0, 34, 2e-4 * math.sqrt((256**2 + 2) / 12)),
+        # scales of 1/256 and 1/128, numbers 0, 1/2, 1, 3/2, 2, 3, 4, 6; without the spread of the others' scales
+        (QuantType.MXFP4, 17, math.sqrt((2**-16 + 2**-14) / 2 * (0.25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8 / 1.01)),
     ],
 )
 def test_blocks_have_zero_mean_and_the_spread_of_their_parts(qtype: QuantType, nbytes: int, spread: float) -> None:
@@ -55,6 +57,22 @@ def test_blocks_have_zero_mean_and_the_spread_of_their_parts(qtype: QuantType, n
     # that of 4096 blocks less than 1/64 of it, the root half of that: 2 % is two and a half of them at the very least.
     assert values.std() == pytest.approx(spread * math.sqrt(1.01), rel=0.02)
     assert (values.std(axis=1) > 0).all()
+
+
+def test_gpt_oss_has_biases_and_mxfp4() -> None:
+    config = tiny_config("gpt_oss")
+    source = SyntheticSource({"lm_head.weight": (8, 256), "model.layers.0.self_attn.o_proj.weight": (8, 256)}, config)
+    assert {source.tensor(name).qtype for name in source.stored_names()} == {QuantType.Q8_0}
+    layout = ExpertsLayout(num_experts=6, hidden_size=96, intermediate_size=32, has_bias=True)
+    info, weights = source.find_experts(KEY, layout), source.experts(KEY, layout)
+    assert info is not None
+    assert weights.gate is not None
+    parts = [*weights.gate, *weights.up, *weights.down]
+    biases = [weights.gate_bias, weights.up_bias, weights.down_bias]
+    assert {raw.qtype for raw in parts} == {QuantType.MXFP4}
+    assert [tuple(bias.shape) for bias in biases if bias is not None] == [(6, 32), (6, 32), (6, 96)]
+    assert info.nbytes == sum(raw.nbytes for raw in parts) + 4 * 6 * (32 + 32 + 96)
+    assert "MXFP4 and Q8_0" in source.describe()
 
 
 def test_gain_scales_all_weights() -> None:
@@ -157,5 +175,3 @@ def test_what_cannot_be_made_is_refused() -> None:
         source.tensor("model.nothing.weight")
     with pytest.raises(TensorMismatchError, match="is not FP8"):
         source.fp8("model.nothing.weight")
-    with pytest.raises(UnsupportedError, match="without biases"):
-        source.find_experts(KEY, ExpertsLayout(4, 256, 256, has_bias=True))

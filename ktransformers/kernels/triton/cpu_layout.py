@@ -2,13 +2,27 @@
 
 Experts that rest in RAM in that form can be copied over PCIe and multiplied without another copy or a conversion. Its
 tiles of 16 rows hold words of 4 columns with the rows side by side, so reads are as wide as in the GPU's own layout; a
-tile here is always 64 columns: one group g of a K-quant's block, or two blocks of 32. csrc/packed.inl describes the
-bytes; the constants below are its own, and the tests compare with what `native.pack` writes.
+tile here is always 64 columns: one group g of a K-quant's block, or two blocks of 32. csrc/packed.inl, bf16.inl and
+fp8.inl describe the bytes; the constants below are theirs, and the tests compare with what `native.pack` and
+`native.pack_fp8` write.
 """
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.bits import Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, shifted
+from ktransformers.kernels.triton.bits import (
+    BF16,
+    F8_E4M3,
+    MXFP4,
+    Q4_0,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    e2m1,
+    e4m3,
+    e8m0,
+    shifted,
+)
 from ktransformers.kernels.triton.runtime import jit, tl
 
 __all__ = ["cpu_tile"]
@@ -38,6 +52,8 @@ def line_words(base, at, n, mask, SIZE: tl.constexpr):
 @jit
 def value(word, extra, s, m, one, b: tl.constexpr, h: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
     """The number in nibble h of byte b (of Q8_0: in byte b): (1 + u / 256) 256 s - (256 s + m)."""
+    if TYPE == MXFP4:
+        return (e2m1(word, 8 * b + 4 * h) * s).to(DTYPE)
     if TYPE == Q8_0:
         bits = shifted(word, 15 - 8 * b) & 0x7F8000
     else:
@@ -97,14 +113,18 @@ def tile_of_256(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTY
 @jit
 def tile_of_32(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
     """64 columns of a type with blocks of 32; those past K are zero."""
-    HEAD: tl.constexpr = (K // 32 * 32 + 63) // 64 * 64
+    HEAD: tl.constexpr = (K // 32 * (16 if TYPE == MXFP4 else 32) + 63) // 64 * 64
     WORDS: tl.constexpr = 8 if TYPE == Q8_0 else 4  # of a block
     SIZE: tl.constexpr = HEAD + K // 32 * 64 * WORDS
     at = tl.arange(0, 2 * WORDS)[:, None]
     block = k0 // 32 + at // WORDS
     mask = mask & (block < K // 32)
     word = line_words(base, HEAD + 64 * (WORDS * block + at % WORDS), n, mask, SIZE)
-    s = halves(base, 32 * block, n, mask, SIZE)
+    if TYPE == MXFP4:
+        exponent = tl.load(base + n // 16 * SIZE + (16 * block + n % 16), mask=mask, other=0)
+        s = e8m0(exponent.to(tl.int32))
+    else:
+        s = halves(base, 32 * block, n, mask, SIZE)
     if TYPE == Q8_0:
         word = word ^ -2139062144  # 0x80808080: signed bytes become q + 128
         tile = tl.permute(four_bytes(word, word, s, 128.0 * s, one, 0, TYPE, DTYPE), (0, 2, 3, 1))
@@ -117,10 +137,41 @@ def tile_of_32(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYP
 
 
 @jit
+def columns_of_pairs(even, odd):
+    """[32, rows] of even and of odd columns -> [64, rows]."""
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), (64, even.shape[1]))
+
+
+@jit
+def tile_of_bf16(base, k0, n, mask, K: tl.constexpr, DTYPE: tl.constexpr):
+    """64 columns of BF16: line i of a tile holds columns 2 i and 2 i + 1; those past K are zero."""
+    i = k0 // 2 + tl.arange(0, 32)[:, None]
+    word = line_words(base, 64 * i, n, mask & (i < K // 2), 32 * K)
+    even, odd = word.to(tl.int16).to(tl.bfloat16, bitcast=True), (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return columns_of_pairs(even.to(DTYPE), odd.to(DTYPE))
+
+
+@jit
+def tile_of_fp8(base, k0, n, mask, K: tl.constexpr, DTYPE: tl.constexpr):
+    """64 columns of FP8: half i of a line holds columns 2 i and 2 i + 1; those past K are zero."""
+    HEAD: tl.constexpr = ((K + 127) // 128 * 4 + 63) // 64 * 64
+    SIZE: tl.constexpr = HEAD + 16 * K
+    i = k0 // 2 + tl.arange(0, 32)[:, None]
+    pair = byte_pairs(base, HEAD + 32 * i, n, mask & (i < K // 2), SIZE)
+    head = (base + n // 16 * SIZE).to(tl.pointer_type(tl.float32)) + k0 // 128
+    scale = tl.load(head, mask=mask, other=0.0) * 0.00390625  # the head holds 256 times the scale
+    return columns_of_pairs((e4m3(pair, 0) * scale).to(DTYPE), (e4m3(pair, 8) * scale).to(DTYPE))
+
+
+@jit
 def cpu_tile(base, k0, n, mask, one, TYPE: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
     """Columns k0 .. k0 + 63 (k0 a multiple of 64) of the rows n [1, BN] -> [64, BN] of DTYPE. mask: [1, BN]."""
-    if TYPE == Q8_0 or TYPE == Q4_0:
+    if TYPE == Q8_0 or TYPE == Q4_0 or TYPE == MXFP4:
         tile = tile_of_32(base, k0, n, mask, one, TYPE, K, DTYPE)
+    elif TYPE == BF16:
+        tile = tile_of_bf16(base, k0, n, mask, K, DTYPE)
+    elif TYPE == F8_E4M3:
+        tile = tile_of_fp8(base, k0, n, mask, K, DTYPE)
     else:
         tile = tile_of_256(base, k0, n, mask, one, TYPE, K, DTYPE)
     return tile

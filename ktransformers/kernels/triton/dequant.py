@@ -2,10 +2,10 @@
 
 Three layouts: the GPU's own (packing.py, fast: aligned words, neighbouring rows side by side), the CPU kernels'
 (cpu_layout.py) and ggml's (byte by byte, for what packing does not take). Matrices are [N rows, K columns]; tiles here
-are [columns or words, rows], rows fastest, as the re-laid planes lie. Every format is `w = s * u - m` with an unsigned
-integer u and a scale and a minimum per 16 or 32 columns. In the re-laid forms u goes into the mantissa of a float
-1 + u / 2^p, so that the integer never has to be converted: w = (1 + u / 2^p) (2^p s) - (2^p s + m), with p at most 8,
-off by less than 2^-14 |s| for its roundings.
+are [columns or words, rows], rows fastest, as the re-laid planes lie. MXFP4 and FP8 are small floats times a scale. The
+other block formats are `w = s * u - m` with an unsigned integer u and a scale and a minimum per 16 or 32 columns. In
+the re-laid forms u goes into the mantissa of a float 1 + u / 2^p, so that the integer never has to be converted:
+w = (1 + u / 2^p) (2^p s) - (2^p s + m), with p at most 8, off by less than 2^-14 |s| for its roundings.
 Knows the bits of the formats; does not know matrix products or experts.
 """
 
@@ -14,10 +14,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.quant import QuantType
-from ktransformers.kernels.triton.bits import F8_E4M3, ONE, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, half_bits, shifted
+from ktransformers.kernels.quant import WeightType
+from ktransformers.kernels.triton.bits import (
+    BF16,
+    F8_E4M3,
+    F16,
+    MXFP4,
+    ONE,
+    Q4_0,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    e2m1,
+    e2m1_small,
+    e4m3,
+    e8m0,
+    half_bits,
+    shifted,
+)
 from ktransformers.kernels.triton.cpu_layout import cpu_tile
-from ktransformers.kernels.triton.packing import GPU_TYPES, Layout, layout_nbytes
+from ktransformers.kernels.triton.packing import READ_TYPES, Layout, layout_nbytes
 from ktransformers.kernels.triton.runtime import constant, jit, tl, triton
 
 __all__ = ["check_matrix", "dequantize", "weight_tile"]
@@ -79,6 +96,9 @@ def scales(base, g, n, mask, TYPE: tl.constexpr, K: tl.constexpr, N: tl.constexp
         s8 = tl.load(grid + g // 4 * ((N + 127) // 128) + column, mask=g < K // 32, other=0.0)
         s8 = tl.broadcast_to(s8, (g.shape[0], n.shape[1]))
         return s8, s8
+    if TYPE == MXFP4:
+        s4 = e8m0(tl.load(base + K // 2 * N + g * N + n, mask=mask, other=0).to(tl.int32))
+        return s4, s4
     at0: tl.constexpr = K * N if TYPE == Q8_0 else K // 2 * N
     d = tl.load((base + at0).to(tl.pointer_type(tl.float16)) + g * N + n, mask=mask, other=0.0).to(tl.float32)
     return d, (128.0 if TYPE == Q8_0 else 8.0) * d
@@ -89,12 +109,12 @@ def one_plus(words, one, i: tl.constexpr, TYPE: tl.constexpr):
     """1 + u / 2^p of column i of a chunk; 2^p is `unit(i, TYPE)`.
 
     one: 0x3F800000, the bits of 1.0, as a kernel argument: a value that the compiler does not know lies in a register,
-    and one LOP3 does both the mask and the exponent. FP8 is the number itself instead: its bits, moved to the place of
-    fp32's (where the arithmetic shift copies the sign), are the number times 2^-120.
+    and one LOP3 does both the mask and the exponent. FP8 is the number itself instead, FP4 2^-126 times it.
     """
     if TYPE == F8_E4M3:
-        word = shifted(words[i // 4], 24 - 8 * (i % 4))
-        return ((word >> 4) & -2014314496).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 0x87F00000; 2^120
+        return e4m3(words[i // 4], 8 * (i % 4))
+    if TYPE == MXFP4:
+        return e2m1_small(words[0], 4 * i)
     if TYPE == Q8_0:
         bits = shifted(words[i // 4], 15 - 8 * (i % 4)) & 0x7F8000
     elif TYPE == Q5_K:
@@ -126,6 +146,8 @@ def unit(i: tl.constexpr, TYPE: tl.constexpr):
 @jit
 def weight(words, s, m, one, i: tl.constexpr, TYPE: tl.constexpr, DTYPE: tl.constexpr):
     """Column i of a chunk."""
+    if TYPE == MXFP4:
+        return (one_plus(words, one, i, TYPE) * 1.7014118346046923e38 * s).to(DTYPE)  # 2^127
     if TYPE == F8_E4M3:
         return (one_plus(words, one, i, TYPE) * s).to(DTYPE)
     scaled = unit(i, TYPE) * s
@@ -217,6 +239,10 @@ def raw_value(row, k, mask, TYPE: tl.constexpr):
         block8 = row + (k // 32) * 34
         q8 = load_byte((block8 + 2 + k % 32).to(tl.pointer_type(tl.int8)), mask)
         return load_half(block8, mask) * q8.to(tl.float32)
+    if TYPE == MXFP4:
+        block17 = row + (k // 32) * 17
+        code = load_byte(block17 + 1 + k % 16, mask) >> (4 * (k % 32 // 16))
+        return e2m1(code, 0) * e8m0(load_byte(block17, mask))
     block4 = row + (k // 32) * 18
     q4 = (load_byte(block4 + 2 + k % 16, mask) >> (4 * (k % 32 // 16))) & 15
     return load_half(block4, mask) * (q4 - 8).to(tl.float32)
@@ -231,7 +257,7 @@ def raw_row_bytes(TYPE: tl.constexpr, K: tl.constexpr):
         return K // 256 * 176
     if TYPE == Q6_K:
         return K // 256 * 210
-    return K // 32 * (34 if TYPE == Q8_0 else 18)
+    return K // 32 * (34 if TYPE == Q8_0 else 17 if TYPE == MXFP4 else 18)
 
 
 @jit
@@ -252,6 +278,9 @@ def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr
         grid = (base + K * N).to(tl.pointer_type(tl.float32))
         s = tl.load(grid + n // 128 * ((K + 127) // 128) + k // 128, mask=mask & (k < K), other=0.0)
         return (one_plus((byte, byte, byte, byte, byte), one, 0, TYPE) * s).to(DTYPE)
+    if TYPE == BF16 or TYPE == F16:
+        values = base.to(tl.pointer_type(tl.bfloat16 if TYPE == BF16 else tl.float16))
+        return tl.load(values + n.to(tl.int64) * K + k, mask=mask & (k < K), other=0.0).to(DTYPE)
     row = base + n.to(tl.int64) * raw_row_bytes(TYPE, K)
     return raw_value(row, k, mask & (k < K), TYPE).to(DTYPE)
 
@@ -267,13 +296,13 @@ def _dequantize_kernel(base, out, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
     tl.store(out + n.to(tl.int64) * K + k, tile.to(out.dtype.element_ty), mask=mask & (k < K))
 
 
-def check_matrix(weight: Tensor, qtype: QuantType, rows: int, cols: int, layout: Layout, matrices: int = 1) -> None:
+def check_matrix(weight: Tensor, qtype: WeightType, rows: int, cols: int, layout: Layout, matrices: int = 1) -> None:
     """Check the bytes of one matrix [rows, cols] or of many.
 
     Raises TypeError or ValueError that names what is wrong: type, dtype, size, strides, a matrix of 2 GiB or more.
     """
-    if qtype not in GPU_TYPES:
-        names = ", ".join(sorted(t.name for t in GPU_TYPES))
+    if qtype not in READ_TYPES:
+        names = ", ".join(sorted(t.name for t in READ_TYPES))
         raise ValueError(f"weight is {qtype.name}, which has no GPU kernel; transcode it to one of {names}")
     if weight.dtype != torch.uint8:
         raise TypeError(f"weight must be uint8, got {weight.dtype}")
@@ -288,7 +317,7 @@ def check_matrix(weight: Tensor, qtype: QuantType, rows: int, cols: int, layout:
 
 
 def dequantize(
-    raw: Tensor, qtype: QuantType, rows: int, cols: int, out: Tensor | None = None, layout: Layout = Layout.GGML
+    raw: Tensor, qtype: WeightType, rows: int, cols: int, out: Tensor | None = None, layout: Layout = Layout.GGML
 ) -> Tensor:
     """A matrix as numbers: [rows, cols], of `out`'s dtype (fp32, fp16 or bf16; fp32 when None).
 

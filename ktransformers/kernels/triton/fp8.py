@@ -16,8 +16,10 @@ from ktransformers.kernels.triton.bits import F8_E4M3_TYPE
 from ktransformers.kernels.triton.linear import Rows, Workspace, launch
 from ktransformers.kernels.triton.packing import ROW_MULTIPLE, Layout
 
-__all__ = ["Fp8Matrix", "fp8_linear", "pack_fp8"]
+__all__ = ["FP8_COLUMNS", "Fp8Matrix", "fp8_linear", "pack_fp8"]
 
+FP8_COLUMNS = 32
+"""What the columns of a matrix must be a multiple of."""
 _BLOCK = 128
 
 
@@ -45,7 +47,7 @@ def pack_fp8(weight: Tensor, scales: Tensor) -> Fp8Matrix:
         raise TypeError(f"weight must be float8_e4m3fn and scales float32, got {weight.dtype} and {scales.dtype}")
     rows, cols = weight.shape
     blocks = (-(-rows // _BLOCK), -(-cols // _BLOCK))
-    if cols % 32 or tuple(scales.shape) != blocks:
+    if cols % FP8_COLUMNS or tuple(scales.shape) != blocks:
         raise ValueError(f"weight [{rows}, {cols}] needs columns in 32s and scales {blocks}, got {tuple(scales.shape)}")
     if rows * cols + 4 * scales.numel() >= 2**31:
         raise ValueError(f"a matrix [{rows}, {cols}] is too large for 32-bit offsets")

@@ -8,7 +8,7 @@ goes through the tensor cores. Both accumulate in fp32. Knows dequant.py; does n
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.bits import F8_E4M3, Q5_K, Q6_K, Q8_0, half_bits
+from ktransformers.kernels.triton.bits import F8_E4M3, MXFP4, Q5_K, Q6_K, Q8_0, half_bits
 from ktransformers.kernels.triton.dequant import one_plus, scales, unit, weight_tile
 from ktransformers.kernels.triton.runtime import jit, tl
 
@@ -24,10 +24,16 @@ def pair(word, HALF: tl.constexpr):
 
 
 @jit
-def four(word, HALF: tl.constexpr):
-    """The four 16-bit floats of an int64, as fp32."""
+def four(word, TYPE: tl.constexpr, HALF: tl.constexpr):
+    """The four 16-bit floats of an int64, as fp32; for MXFP4 times 2^96, so that no weight need be scaled by itself.
+
+    These are 2^-126 times what they stand for, sums then 2^-30 times, and the scales half of what they are.
+    """
     x0, x1 = pair(word.to(tl.int32), HALF)
     x2, x3 = pair((word >> 32).to(tl.int32), HALF)
+    if TYPE == MXFP4:
+        up = 7.922816251426434e28
+        return x0 * up, x1 * up, x2 * up, x3 * up
     return x0, x1, x2, x3
 
 
@@ -73,14 +79,14 @@ def add_eight(sums, x_low, x_high, words, one, i: tl.constexpr, TYPE: tl.constex
     sums: of x (1 + u / 2^p) over even and over odd columns [KS, BN], and of x alone over each [KS, 1].
     """
     even, odd, x_even, x_odd = sums
-    x0, x1, x2, x3 = four(x_low, HALF)
+    x0, x1, x2, x3 = four(x_low, TYPE, HALF)
     even += one_plus(words, one, i, TYPE) * x0
     odd += one_plus(words, one, i + 1, TYPE) * x1
     even += one_plus(words, one, i + 2, TYPE) * x2
     odd += one_plus(words, one, i + 3, TYPE) * x3
     x_even += x0 + x2
     x_odd += x1 + x3
-    x4, x5, x6, x7 = four(x_high, HALF)
+    x4, x5, x6, x7 = four(x_high, TYPE, HALF)
     even += one_plus(words, one, i + 4, TYPE) * x4
     odd += one_plus(words, one, i + 5, TYPE) * x5
     even += one_plus(words, one, i + 6, TYPE) * x6
@@ -92,6 +98,8 @@ def add_eight(sums, x_low, x_high, words, one, i: tl.constexpr, TYPE: tl.constex
 def add_scaled(acc, sums, s, m, TYPE: tl.constexpr):
     """acc + sum of x w over the columns of one scale, from what `add_eight` summed."""
     even, odd, x_even, x_odd = sums
+    if TYPE == MXFP4:
+        return acc + (even + odd) * 2147483648.0 * s  # 2^31, see `four`
     if TYPE == F8_E4M3:
         return acc + (even + odd) * s
     s_even, s_odd = unit(0, TYPE) * s, unit(1, TYPE) * s

@@ -2,6 +2,7 @@
 
     hidden = silu(x W_gate^T) * (x W_up^T);  out[t] = sum over j of topk_weights[t, j] * (hidden W_down^T)
 
+or with biases behind the three products and another activation (`Between`).
 Two paths. Few tokens with weights in the GPU's layout: one program per pair and tile of rows, on the vector loop (an
 expert that two tokens share is read from the L2 cache the second time); two launches. Otherwise: pairs sorted by expert
 (align.py), then tensor-core tiles over blocks of one expert. Both add a token's experts in the order of its top-k list.
@@ -12,22 +13,26 @@ Knows no router and no model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights
+from ktransformers.kernels.quant import WeightType
 from ktransformers.kernels.triton.align import AlignedPairs, expert_slot, max_blocks, moe_align
 from ktransformers.kernels.triton.bits import ONE
 from ktransformers.kernels.triton.dequant import check_matrix
+from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.linear import check_rows, result, warps_for
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_pair, vector_tile
 from ktransformers.kernels.triton.packing import Layout, layout_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
 __all__ = [
+    "SILU",
     "VECTOR_TOKENS",
+    "Between",
     "ExpertMatrices",
     "MoeWorkspace",
     "block_rows",
@@ -51,7 +56,7 @@ class ExpertMatrices:
     """
 
     data: Tensor
-    qtype: QuantType
+    qtype: WeightType
     rows: int
     cols: int
     layout: Layout = Layout.GGML
@@ -67,6 +72,52 @@ class ExpertMatrices:
     def nbytes(self) -> int:
         """Bytes of one matrix."""
         return layout_nbytes(self.qtype, self.rows, self.cols, self.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What experts compute beside products.
+
+    activation: of gate and up. biases: None, or those of gate and up, [E, I], and of down, [E, H], fp32, contiguous, on
+    the device; by the experts' ids, wherever their matrices are.
+    """
+
+    activation: ActivationSpec = field(default_factory=ActivationSpec)
+    biases: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, weights: ExpertWeights, activation: ActivationSpec, device: torch.device) -> Between:
+        """Of experts with a gate; a bias that is missing beside others is zero."""
+        given = (weights.gate_bias, weights.up_bias, weights.down_bias)
+        if all(bias is None for bias in given):
+            return cls(activation)
+        made = list[Tensor]()
+        for bias, part in zip(given, (weights.gate, weights.up, weights.down), strict=True):
+            assert part is not None
+            zeros = torch.zeros(len(part), part[0].shape[0]) if bias is None else bias
+            made.append(zeros.to(device, torch.float32).contiguous())
+        return cls(activation, (made[0], made[1], made[2]))
+
+    def check(self, num_experts: int, inner: int, width: int) -> None:
+        """Raises TypeError or ValueError for biases of other experts than these."""
+        for bias, size in zip(self.biases or (), (inner, inner, width), strict=False):
+            if bias.dtype != torch.float32:
+                raise TypeError(f"biases must be float32, got {bias.dtype}")
+            if bias.shape != (num_experts, size) or not bias.is_contiguous():
+                raise ValueError(f"a bias must be contiguous [{num_experts}, {size}], got {tuple(bias.shape)}")
+
+    def options(self) -> dict[str, object]:
+        """Constants of the kernels; numbers that an activation does not use make no kernels of their own."""
+        is_oai = self.activation.kind is Activation.SWIGLU_OAI
+        return {
+            "ACT": self.activation.kind.name,
+            "ALPHA": float(self.activation.alpha) if is_oai else 0.0,
+            "LIMIT": float(self.activation.limit) if is_oai else 0.0,
+            "HAS_BIAS": self.biases is not None,
+        }
+
+
+SILU = Between()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,38 +176,49 @@ def block_rows(pairs: int, num_experts: int) -> int:
 
 
 @jit
-def silu_mul(gate, up):
-    return gate / (1.0 + tl.exp(-gate)) * up
+def activated(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    if ACT == "SILU":
+        return gate / (1.0 + tl.exp(-gate)) * up
+    return activation_value(gate, up, ALPHA, LIMIT, ACT, True)
 
 
 @jit
-def _gate_up_vector(x, stride, ids, slots, gate, up, hidden, one, GATE: tl.constexpr, UP: tl.constexpr,
-                    GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-                    E: tl.constexpr, HAS_SLOTS: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr,
-                    KS: tl.constexpr):  # fmt: skip
+def _gate_up_vector(x, stride, ids, slots, gate, up, gate_bias, up_bias, hidden, one, GATE: tl.constexpr,
+                    UP: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, K: tl.constexpr,
+                    N: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr,
+                    KS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                    HAS_BIAS: tl.constexpr):  # fmt: skip
     tile, p = tl.program_id(0), tl.program_id(1)
-    slot = expert_slot(slots, tl.load(ids + p), E, HAS_SLOTS)
+    expert = tl.load(ids + p)
+    slot = expert_slot(slots, expert, E, HAS_SLOTS)
     if slot >= 0:
         n = tile * BN + tl.arange(0, BN)
         at = slot.to(tl.int64)
         row = x + (p // TOP_K).to(tl.int64) * stride
         g, u = vector_pair(row, gate + at * GATE_BYTES, up + at * UP_BYTES, n[None, :], n[None, :] < N, one, 0,
                                (K // 32 + KS - 1) // KS, GATE, UP, K, N, KS)  # fmt: skip
-        tl.store(hidden + p * N + n, silu_mul(g, u).to(hidden.dtype.element_ty), mask=n < N)
+        if HAS_BIAS:
+            g += tl.load(gate_bias + expert * N + n, mask=n < N, other=0.0)
+            u += tl.load(up_bias + expert * N + n, mask=n < N, other=0.0)
+        value = activated(g, u, ACT, ALPHA, LIMIT)
+        tl.store(hidden + p * N + n, value.to(hidden.dtype.element_ty), mask=n < N)
 
 
 @jit
-def _down_vector(hidden, ids, slots, weights, down, parts, counters, out, one, TYPE: tl.constexpr, BYTES: tl.constexpr,
-                 K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr, TOP_K: tl.constexpr,
-                 BN: tl.constexpr, KS: tl.constexpr):  # fmt: skip
+def _down_vector(hidden, ids, slots, weights, down, bias, parts, counters, out, one, TYPE: tl.constexpr,
+                 BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr,
+                 TOP_K: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     """The last program of a token and a tile to finish adds the parts of all its experts, in their order."""
     tile, p = tl.program_id(0), tl.program_id(1)
-    slot = expert_slot(slots, tl.load(ids + p), E, HAS_SLOTS)
+    expert = tl.load(ids + p)
+    slot = expert_slot(slots, expert, E, HAS_SLOTS)
     n = tile * BN + tl.arange(0, BN)
     mask = n < N
     steps = tl.where(slot >= 0, (K // 32 + KS - 1) // KS, 0)  # no expert: the part is zero
     value, _, _, _ = vector_tile(hidden + p * K, 0, down + slot.to(tl.int64) * BYTES, n[None, :], mask[None, :], one, 0,
                                  steps, TYPE, K, N, KS, 1)  # fmt: skip
+    if HAS_BIAS:
+        value += tl.load(bias + expert * N + n, mask=n < tl.where(slot >= 0, N, 0), other=0.0)
     tl.store(parts + p * N + n, value * tl.load(weights + p), mask=mask)
     token = p // TOP_K
     if arrive_last(counters + token * tl.num_programs(0) + tile, TOP_K):
@@ -168,10 +230,11 @@ def _down_vector(hidden, ids, slots, weights, down, parts, counters, out, one, T
 
 
 @jit(do_not_specialize=["first"])
-def _gate_up_tile(x, stride, pair_ids, block_slots, gate, up, hidden, P, first, one, GATE: tl.constexpr,
-                  UP: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, LAYOUT: tl.constexpr,
-                  K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                  BK: tl.constexpr):  # fmt: skip
+def _gate_up_tile(x, stride, ids, pair_ids, block_slots, gate, up, gate_bias, up_bias, hidden, P, first, one,
+                  GATE: tl.constexpr, UP: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr,
+                  LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr,
+                  BN: tl.constexpr, BK: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                  HAS_BIAS: tl.constexpr):  # fmt: skip
     block = first + tl.program_id(0)
     slot = tl.load(block_slots + block).to(tl.int64)
     if slot >= 0:
@@ -180,14 +243,18 @@ def _gate_up_tile(x, stride, pair_ids, block_slots, gate, up, hidden, P, first, 
         rows = x + (pair // TOP_K).to(tl.int64) * stride
         g, u = dot_tile_pair(rows, pair < P, gate + slot * GATE_BYTES, up + slot * UP_BYTES, n, n < N, one, 0,
                              (K + BK - 1) // BK, GATE, UP, LAYOUT, K, N, BK)  # fmt: skip
-        value = silu_mul(g, u).to(hidden.dtype.element_ty)
+        if HAS_BIAS:
+            expert = tl.load(ids + tl.load(pair_ids + block * BM))  # of all pairs in the block
+            g += tl.load(gate_bias + expert * N + n, mask=n < N, other=0.0)
+            u += tl.load(up_bias + expert * N + n, mask=n < N, other=0.0)
+        value = activated(g, u, ACT, ALPHA, LIMIT).to(hidden.dtype.element_ty)
         tl.store(hidden + pair.to(tl.int64) * N + n, value, mask=(pair < P) & (n < N))
 
 
 @jit(do_not_specialize=["first"])
-def _down_tile(hidden, pair_ids, block_slots, weights, down, parts, P, first, one, TYPE: tl.constexpr,
+def _down_tile(hidden, ids, pair_ids, block_slots, weights, down, bias, parts, P, first, one, TYPE: tl.constexpr,
                BYTES: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
-               BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+               BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     block = first + tl.program_id(0)
     slot = tl.load(block_slots + block).to(tl.int64)
     if slot >= 0:
@@ -195,6 +262,9 @@ def _down_tile(hidden, pair_ids, block_slots, weights, down, parts, P, first, on
         pair = tl.load(pair_ids + block * BM + tl.arange(0, BM))[:, None]
         acc = dot_tile(hidden + pair.to(tl.int64) * K, pair < P, down + slot * BYTES, n, n < N, one, 0,
                        (K + BK - 1) // BK, TYPE, LAYOUT, K, N, BK)  # fmt: skip
+        if HAS_BIAS:
+            expert = tl.load(ids + tl.load(pair_ids + block * BM))
+            acc += tl.load(bias + expert * N + n, mask=n < N, other=0.0)
         value = acc * tl.load(weights + pair, mask=pair < P, other=0.0)
         tl.store(parts + pair.to(tl.int64) * N + n, value.to(parts.dtype.element_ty), mask=(pair < P) & (n < N))
 
@@ -216,52 +286,57 @@ def _sum_kernel(parts, ids, slots, out, N: tl.constexpr, E: tl.constexpr, HAS_SL
 def _vector(
     x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, has_slots: bool, num_experts: int,
     matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], out: Tensor, space: MoeWorkspace,
+    between: Between,
 ) -> None:  # fmt: skip
     gate, up, down = matrices
+    gate_bias, up_bias, down_bias = between.biases or (x, x, x)
     pairs, top_k = ids.numel(), ids.shape[1]
     common = {"E": num_experts, "HAS_SLOTS": has_slots, "TOP_K": top_k}
     block = 64 if triton.cdiv(up.rows, 64) * pairs >= 256 else 32
     warps, groups = warps_for(up.cols // 32, block)
     _gate_up_vector[(triton.cdiv(up.rows, block), pairs)](
-        x, x.stride(0), ids, slots, gate.data, up.data, space.hidden, ONE, int(gate.qtype), int(up.qtype), gate.nbytes,
-        up.nbytes, up.cols, up.rows, BN=block, KS=groups, num_warps=warps, **common,
+        x, x.stride(0), ids, slots, gate.data, up.data, gate_bias, up_bias, space.hidden, ONE, int(gate.qtype),
+        int(up.qtype), gate.nbytes, up.nbytes, up.cols, up.rows, BN=block, KS=groups, num_warps=warps, **common,
+        **between.options(),
     )  # fmt: skip
     warps, groups = warps_for(down.cols // 32, _DOWN_ROWS)
     _down_vector[(triton.cdiv(down.rows, _DOWN_ROWS), pairs)](
-        space.hidden, ids, slots, weights, down.data, space.parts, space.counters, out, ONE, int(down.qtype),
-        down.nbytes, down.cols, down.rows, BN=_DOWN_ROWS, KS=groups, num_warps=warps, **common,
+        space.hidden, ids, slots, weights, down.data, down_bias, space.parts, space.counters, out, ONE, int(down.qtype),
+        down.nbytes, down.cols, down.rows, BN=_DOWN_ROWS, KS=groups, HAS_BIAS=between.biases is not None,
+        num_warps=warps, **common,
     )  # fmt: skip
 
 
 def _tiles(
     x: Tensor, ids: Tensor, weights: Tensor, expert_slots: Tensor | None, num_experts: int,
-    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace,
+    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace, between: Between,
 ) -> None:  # fmt: skip
     pairs = ids.numel()
     block = block_rows(pairs, num_experts)
     aligned = moe_align(ids, num_experts, block, expert_slots, space.aligned)
-    _blocks(x, weights, aligned, (0, max_blocks(pairs, num_experts, block)), block, matrices, space)
+    _blocks(x, ids, weights, aligned, (0, max_blocks(pairs, num_experts, block)), block, matrices, space, between)
 
 
 def _blocks(
-    x: Tensor, weights: Tensor, aligned: AlignedPairs, span: tuple[int, int], block: int,
-    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace,
+    x: Tensor, ids: Tensor, weights: Tensor, aligned: AlignedPairs, span: tuple[int, int], block: int,
+    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace, between: Between,
 ) -> None:  # fmt: skip
     """The blocks span[0] .. span[1] - 1, of `block` rows each."""
     gate, up, down = matrices
+    gate_bias, up_bias, down_bias = between.biases or (x, x, x)
     pairs, top_k = weights.numel(), weights.shape[1]
     first, blocks = span[0], span[1] - span[0]
     warps = 8 if block == 128 else 4
     _gate_up_tile[(blocks, triton.cdiv(up.rows, 64))](
-        x, x.stride(0), aligned.pair_ids, aligned.block_slots, gate.data, up.data, space.hidden, pairs, first, ONE,
-        int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes, int(up.layout), up.cols, up.rows, TOP_K=top_k, BM=block,
-        BN=64, BK=64, num_warps=warps,
+        x, x.stride(0), ids, aligned.pair_ids, aligned.block_slots, gate.data, up.data, gate_bias, up_bias,
+        space.hidden, pairs, first, ONE, int(gate.qtype), int(up.qtype), gate.nbytes, up.nbytes, int(up.layout),
+        up.cols, up.rows, TOP_K=top_k, BM=block, BN=64, BK=64, num_warps=warps, **between.options(),
     )  # fmt: skip
     block_n = 128 if block == 128 else 64
     _down_tile[(blocks, triton.cdiv(down.rows, block_n))](
-        space.hidden, aligned.pair_ids, aligned.block_slots, weights, down.data, space.parts, pairs, first, ONE,
-        int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,
-        BM=block, BN=block_n, BK=64, num_warps=warps,
+        space.hidden, ids, aligned.pair_ids, aligned.block_slots, weights, down.data, down_bias, space.parts, pairs,
+        first, ONE, int(down.qtype), down.nbytes, int(down.layout), down.cols, down.rows,
+        BM=block, BN=block_n, BK=64, HAS_BIAS=between.biases is not None, num_warps=warps,
     )  # fmt: skip
 
 
@@ -296,15 +371,16 @@ def moe(
     *,
     expert_slots: Tensor | None = None,
     workspace: MoeWorkspace | None = None,
+    between: Between = SILU,
 ) -> Tensor:
     """The sum of each token's experts, [T, H], times their weights.
 
     x: [T, H] fp16 or bf16. topk_ids: int32 [T, k]; an id outside the experts counts for nothing. topk_weights: fp32
     [T, k]. gate, up: [I, H], of one layout; down: [H, I]; the types may differ. expert_slots: int32 [num_experts],
     expert to slot, -1 for an expert that is left out; without it expert e is in slot e. out: fp16, bf16 or fp32, x's
-    dtype when None. workspace: of `MoeWorkspace.allocate` for this many rows. Between the projections, and on the path
-    of many tokens before the sum, values are rounded to x's dtype. Raises TypeError or ValueError for arguments that
-    do not fit.
+    dtype when None. workspace: of `MoeWorkspace.allocate` for this many rows. between: activation and biases. Between
+    the projections, and on the path of many tokens before the sum, values are rounded to x's dtype. Raises TypeError or
+    ValueError for arguments that do not fit.
     """
     _check(x, topk_ids, topk_weights, gate, up, down, expert_slots)
     num_experts = up.slots if expert_slots is None else expert_slots.numel()
@@ -313,12 +389,14 @@ def moe(
         return target.zero_()
     space = workspace or MoeWorkspace.allocate(x, topk_ids.shape[1], num_experts, up, down)
     space.check(topk_ids.numel(), up.rows, down.rows)
+    between.check(num_experts, up.rows, down.rows)
     matrices = (gate, up, down)
     if uses_vector_path(x.shape[0], up, down):
         slots = topk_ids if expert_slots is None else expert_slots
-        _vector(x, topk_ids, topk_weights, slots, expert_slots is not None, num_experts, matrices, target, space)
+        has_slots = expert_slots is not None
+        _vector(x, topk_ids, topk_weights, slots, has_slots, num_experts, matrices, target, space, between)
     else:
-        _tiles(x, topk_ids, topk_weights, expert_slots, num_experts, matrices, space)
+        _tiles(x, topk_ids, topk_weights, expert_slots, num_experts, matrices, space, between)
         moe_sum(topk_ids, target, space, num_experts, expert_slots)
     return target
 
@@ -332,6 +410,7 @@ def moe_partial(
     down: ExpertMatrices,
     expert_slots: Tensor,
     workspace: MoeWorkspace,
+    between: Between = SILU,
 ) -> None:
     """Compute the pairs whose experts are in slots now, for experts that come in turns through a staging buffer.
 
@@ -340,12 +419,14 @@ def moe_partial(
     """
     _check(x, topk_ids, topk_weights, gate, up, down, expert_slots)
     workspace.check(topk_ids.numel(), up.rows, down.rows)
+    between.check(expert_slots.numel(), up.rows, down.rows)
     if topk_ids.numel():
-        _tiles(x, topk_ids, topk_weights, expert_slots, expert_slots.numel(), (gate, up, down), workspace)
+        _tiles(x, topk_ids, topk_weights, expert_slots, expert_slots.numel(), (gate, up, down), workspace, between)
 
 
 def moe_blocks(
     x: Tensor,
+    topk_ids: Tensor,
     topk_weights: Tensor,
     gate: ExpertMatrices,
     up: ExpertMatrices,
@@ -353,17 +434,19 @@ def moe_blocks(
     workspace: MoeWorkspace,
     span: tuple[int, int],
     num_experts: int,
+    between: Between = SILU,
 ) -> None:
     """`moe_partial` for a caller who sorted the pairs once for all turns and knows which blocks are whose.
 
-    workspace.aligned: of `moe_align` with blocks of block_rows(pairs, num_experts). span: first block of this turn, and
-    the one after its last. Other arguments as in `moe`.
+    workspace.aligned: of `moe_align` with blocks of block_rows(pairs, num_experts), of topk_ids or of others that stand
+    for them; topk_ids says whose the biases are. span: first block of this turn, and the one after its last. Other
+    arguments as in `moe`.
     """
     assert workspace.aligned is not None, "the workspace was not allocated in_turns"
     workspace.check(topk_weights.numel(), up.rows, down.rows)
     block = block_rows(topk_weights.numel(), num_experts)
     if span[1] > span[0]:
-        _blocks(x, topk_weights, workspace.aligned, span, block, (gate, up, down), workspace)
+        _blocks(x, topk_ids, topk_weights, workspace.aligned, span, block, (gate, up, down), workspace, between)
 
 
 def moe_sum(

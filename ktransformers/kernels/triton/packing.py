@@ -17,6 +17,8 @@ N rows and K columns, the planes of a matrix in their order:
            d        fp16 [K / 32, N]
     Q8_0   quants   int32 [K / 4, N]      4 signed bytes
            d        fp16 [K / 32, N]
+    MXFP4  quants   int32 [K / 8, N]      nibbles
+           scales   uint8 [K / 32, N]     exponents
 
 Q4_K grows by 4 bytes in 144, Q5_K by 4 in 176 (scales unpacked from six bits to eight), the others not at all.
 N must be a multiple of 8, so that every plane begins at a multiple of 16 bytes and four rows are one aligned word.
@@ -30,12 +32,25 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.native import packed_nbytes as cpu_packed_nbytes
-from ktransformers.kernels.quant import QuantType, block_size, row_bytes
+from ktransformers.kernels.quant import OwnType, QuantType, WeightType, block_size, fp8_nbytes, row_bytes
 
-__all__ = ["GPU_TYPES", "Layout", "can_repack", "join_rows", "layout_nbytes", "packed_nbytes", "repack"]
+__all__ = [
+    "GPU_TYPES",
+    "READ_TYPES",
+    "ROW_MULTIPLE",
+    "Layout",
+    "can_repack",
+    "join_rows",
+    "layout_nbytes",
+    "packed_nbytes",
+    "repack",
+]
 
-#: The block formats that the Triton kernels read.
-GPU_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0})
+#: The block formats that the Triton kernels read; `repack` re-lays them.
+GPU_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4})
+
+#: All types of matrices that they read.
+READ_TYPES: frozenset[WeightType] = GPU_TYPES | {QuantType.BF16, QuantType.F16, OwnType.F8_E4M3}
 
 
 class Layout(IntEnum):
@@ -51,20 +66,27 @@ _PIECE = 1 << 22  # weights re-laid at once
 _EXTRA = {QuantType.Q4_K: 4, QuantType.Q5_K: 4}
 
 
-def can_repack(qtype: QuantType, rows: int, cols: int) -> bool:
-    """Whether a matrix [rows, cols] has a re-laid form; one that has not is read in ggml's layout."""
-    return qtype in GPU_TYPES and rows % ROW_MULTIPLE == 0 and cols % block_size(qtype) == 0 and rows * cols > 0
+def can_repack(qtype: WeightType, rows: int, cols: int) -> bool:
+    """Whether `repack` takes a matrix [rows, cols]; others are read in ggml's layout."""
+    if isinstance(qtype, OwnType) or qtype not in GPU_TYPES:
+        return False
+    return rows % ROW_MULTIPLE == 0 and cols % block_size(qtype) == 0 and rows * cols > 0
 
 
-def packed_nbytes(qtype: QuantType, rows: int, cols: int) -> int:
+def packed_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
     """Bytes of a re-laid matrix [rows, cols]. Raises ValueError where `can_repack` is False."""
-    if not can_repack(qtype, rows, cols):
+    if isinstance(qtype, OwnType) or not can_repack(qtype, rows, cols):
         raise ValueError(f"a {qtype.name} matrix [{rows}, {cols}] has no re-laid form")
     return rows * (row_bytes(qtype, cols) + cols // block_size(qtype) * _EXTRA.get(qtype, 0))
 
 
-def layout_nbytes(qtype: QuantType, rows: int, cols: int, layout: Layout) -> int:
-    """Bytes of a matrix [rows, cols] in a layout. Raises ValueError where it has no such form."""
+def layout_nbytes(qtype: WeightType, rows: int, cols: int, layout: Layout) -> int:
+    """Bytes of a matrix [rows, cols] in a layout. Raises ValueError where it has no such form.
+
+    FP8 in the GPU's layout or ggml's is what fp8.py makes: packed or not, codes and then scales.
+    """
+    if isinstance(qtype, OwnType):
+        return cpu_packed_nbytes(qtype, rows, cols) if layout == Layout.CPU else fp8_nbytes(rows, cols)
     if layout == Layout.GPU:
         return packed_nbytes(qtype, rows, cols)
     nbytes = row_bytes(qtype, cols) * rows  # also checks the columns
@@ -136,6 +158,8 @@ def _planes(blocks: Tensor, qtype: QuantType) -> list[tuple[Tensor, int]]:
         return _k_planes(blocks, qtype)
     if qtype == QuantType.Q6_K:
         return _q6_planes(blocks)
+    if qtype == QuantType.MXFP4:
+        return [(_words(_nibbles(blocks[..., None, 1:]), 4), 4), (blocks[..., :1], 1)]
     quants = blocks[..., 2:]
     if qtype == QuantType.Q4_0:
         quants = _words(_nibbles(quants.unsqueeze(-2)), 4)
@@ -184,6 +208,7 @@ _PLANES = {
     QuantType.Q6_K: ((16, 12), (16, 1), (256, 2)),
     QuantType.Q4_0: ((8, 4), (32, 2)),
     QuantType.Q8_0: ((4, 4), (32, 2)),
+    QuantType.MXFP4: ((8, 4), (32, 1)),
 }
 
 

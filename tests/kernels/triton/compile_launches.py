@@ -17,8 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ktransformers.kernels.native import Activation
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.native import Activation, ActivationSpec
+from ktransformers.kernels.quant import OwnType, QuantType
 from ktransformers.kernels.triton import dequant, runtime
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.convert import convert_rows
@@ -28,13 +28,13 @@ from ktransformers.kernels.triton.fp8 import fp8_linear, pack_fp8
 from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.mla import mla_attention
-from ktransformers.kernels.triton.moe import ExpertMatrices, moe
+from ktransformers.kernels.triton.moe import SILU, Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.packing import Layout, can_repack, layout_nbytes
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, RouterSpec, route_rows
 
 # By compute capability: what one program can have at most, as the CUDA programming guide has it.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0)
+TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4)
 POINTERS = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
@@ -107,14 +107,20 @@ def call_gated(qtype, rows, cols, tokens):
     gated_linear(x, weights(qtype, rows, cols, Layout.GPU), qtype, rows, cols, Activation.SILU)
 
 
-def call_moe(types, hidden, width, tokens, layout=Layout.GPU, num=8, top_k=4, slots=False):
+def call_moe(types, hidden, width, tokens, layout=Layout.GPU, num=8, top_k=4, slots=False, between=SILU):
     first, second = types
     gate = ExpertMatrices(weights(first, width, hidden, layout, num), first, width, hidden, layout)
     down = ExpertMatrices(weights(second, hidden, width, layout, num), second, hidden, width, layout)
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     table = torch.zeros(num, dtype=torch.int32) if slots else None
-    moe(x, ids, torch.zeros(tokens, top_k), gate, gate, down, expert_slots=table)
+    moe(x, ids, torch.zeros(tokens, top_k), gate, gate, down, expert_slots=table, between=between)
+
+
+def call_gpt_oss(qtype, tokens, layout=Layout.GPU, slots=False, num=8, hidden=2880):
+    biases = (torch.zeros(num, hidden), torch.zeros(num, hidden), torch.zeros(num, hidden))
+    between = Between(ActivationSpec(Activation.SWIGLU_OAI), biases)
+    call_moe((qtype, qtype), hidden, hidden, tokens, layout, num, slots=slots, between=between)
 
 
 def call_router(num_experts, hidden, tokens, spec):
@@ -195,6 +201,11 @@ def some():
     call_moe((QuantType.Q4_K, QuantType.Q8_0), 2048, 1408, 40)
     call_moe((QuantType.Q4_0, QuantType.Q4_0), 32, 32, 1, layout=Layout.GGML, num=1, top_k=1)
     call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 600, layout=Layout.CPU)
+    call_gpt_oss(QuantType.MXFP4, 1)
+    call_gpt_oss(QuantType.MXFP4, 600, layout=Layout.CPU)
+    call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 4, layout=Layout.GGML)
+    call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 600, layout=Layout.CPU)
+    call_moe((OwnType.F8_E4M3, OwnType.F8_E4M3), 2048, 768, 600, layout=Layout.CPU)
     call_fp8(576, 7168, 2)
 
 
@@ -220,6 +231,15 @@ def everything():
             call_moe(types, 512, 768, tokens, slots=True)
         call_moe(types, 512, 768, 3, layout=Layout.GGML)
         call_moe(types, 512, 768, 2100, layout=Layout.CPU)
+    for tokens in (1, 17, 40, 600, 2100):
+        for layout in Layout:
+            call_gpt_oss(QuantType.MXFP4, tokens, layout, slots=tokens == 40)
+    for tokens in (1, 17, 600, 2100):
+        for layout in Layout:
+            call_moe((OwnType.F8_E4M3, OwnType.F8_E4M3), 2048, 768, tokens, layout)
+        for layout in (Layout.GGML, Layout.CPU):
+            call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, tokens, layout)
+        call_moe((QuantType.F16, QuantType.F16), 2048, 768, tokens, Layout.GGML)
     for tokens in (1, 4, 16, 200):
         call_fp8(576, 7168, tokens)
         call_fp8(577, 160, tokens)

@@ -7,8 +7,9 @@ import torch
 from gguf import quants
 from torch import Tensor
 
-from ktransformers.kernels.native import WorkerPool, pack
-from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
+from ktransformers.kernels.native import Isa, WorkerPool, pack, pack_fp8
+from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor, row_bytes, type_size
+from ktransformers.kernels.reference import dequantize
 
 # Where the half-precision scales of a block are.
 SCALES = {
@@ -17,25 +18,55 @@ SCALES = {
     QuantType.Q4_K: (0, 2),
     QuantType.Q5_K: (0, 2),
     QuantType.Q6_K: (208,),
+    QuantType.MXFP4: (),  # its scale is an exponent, in byte 0
 }
 TYPES = tuple(SCALES)
+FLOATS = (QuantType.BF16, QuantType.F16)
 
 
 def random_matrix(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random bits with sane scales of both signs: uint8 [rows, row_bytes] and its values, fp32 [rows, cols]."""
+    """Random bits with sane scales of both signs: uint8 [rows, row_bytes] and its values, fp32 [rows, cols].
+
+    Of a type of floats: random numbers.
+    """
     rng = np.random.default_rng([seed, int(qtype), rows, cols])
+    if qtype in FLOATS:
+        dtype = torch.bfloat16 if qtype is QuantType.BF16 else torch.float16
+        held = torch.from_numpy(rng.standard_normal((rows, cols)) / 8).to(dtype)
+        return held.view(torch.uint8), held.float()
     blocks = rng.integers(0, 256, (rows * row_bytes(qtype, cols) // type_size(qtype), type_size(qtype)), dtype=np.uint8)
     for at in SCALES[qtype]:
         scale = rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks))
         blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    if qtype == QuantType.MXFP4:
+        blocks[:, 0] = rng.integers(118, 121, len(blocks))  # 2^-9 to 2^-7
     raw = blocks.reshape(rows, -1)
     return torch.from_numpy(raw), torch.from_numpy(np.ascontiguousarray(quants.dequantize(raw, qtype)))
 
 
 def pack_for_cpu(raw: Tensor, qtype: QuantType, rows: int, cols: int) -> Tensor:
-    """A matrix as the CPU kernels re-lay it, uint8 1-D."""
-    pool = WorkerPool(1)
+    """A matrix as the CPU kernels re-lay it, uint8 1-D; BF16 by emulated instructions, where the machine has none."""
+    pool = WorkerPool(1, Isa.AVX512_BF16_EMULATED if qtype is QuantType.BF16 else None)
     try:
         return pack(RawTensor(raw.contiguous().reshape(-1), qtype, (rows, cols)), pool).data
+    finally:
+        pool.close()
+
+
+def random_fp8(rows: int, cols: int, seed: int = 0) -> tuple[Fp8Matrix, Tensor]:
+    """All codes but NaN under scales of both signs, and the values, fp32 [rows, cols]."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 254, (rows, cols), dtype=torch.uint8, generator=generator)
+    codes += (codes >= 127).to(torch.uint8)
+    scales = (torch.rand(-(-rows // 128), -(-cols // 128), generator=generator) - 0.5) / 100
+    matrix = Fp8Matrix(codes, scales)
+    return matrix, dequantize(matrix)
+
+
+def pack_fp8_for_cpu(matrix: Fp8Matrix) -> Tensor:
+    """As the CPU kernels re-lay it, uint8 1-D."""
+    pool = WorkerPool(1)
+    try:
+        return pack_fp8(matrix, pool).data
     finally:
         pool.close()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from gguf import quants
 
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.quant import OwnType, QuantType
 from ktransformers.kernels.triton import runtime
-from tests.kernels.triton.quant_cases import TYPES, pack_for_cpu, random_matrix
+from tests.kernels.triton.quant_cases import FLOATS, TYPES, pack_for_cpu, pack_fp8_for_cpu, random_fp8, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from ktransformers.kernels.triton import dequant, packing
+from ktransformers.kernels.triton import dequant, fp8, packing
 from ktransformers.kernels.triton.packing import Layout
 
 
@@ -82,3 +84,46 @@ def test_refuses_what_does_not_fit(device):
         dequant.dequantize(raw, QuantType.Q4_K, 11, 256)
     with pytest.raises(TypeError, match="uint8"):
         dequant.dequantize(raw.float(), QuantType.Q4_K, 12, 256)
+
+
+@pytest.mark.parametrize("layout", Layout, ids=lambda x: x.name)
+def test_every_exponent_and_code_of_mxfp4(layout, device):
+    """Exact, down to subnormal numbers of fp32 and up to the last exponent with which all fit into it."""
+    codes = (np.arange(16) | np.roll(np.arange(16), 5) << 4).astype(np.uint8)
+    blocks = np.concatenate(
+        [np.arange(256).clip(0, 252).astype(np.uint8)[:, None], np.broadcast_to(codes, (256, 16))], axis=1
+    )
+    raw = torch.from_numpy(blocks.reshape(32, 8 * 17))
+    values = torch.from_numpy(quants.dequantize(raw.numpy(), QuantType.MXFP4))
+    data = raw.to(device)
+    if layout == Layout.GPU:
+        data = packing.repack(data, QuantType.MXFP4, 32, 256)
+    if layout == Layout.CPU:
+        data = pack_for_cpu(raw, QuantType.MXFP4, 32, 256).to(device)
+    got = dequant.dequantize(data, QuantType.MXFP4, 32, 256, layout=layout).cpu()
+    assert torch.equal(got, values)
+
+
+@pytest.mark.parametrize("qtype", FLOATS, ids=lambda t: t.name)
+def test_floats_as_they_lie(qtype, device):
+    raw, values = random_matrix(qtype, 10, 72)
+    assert torch.equal(dequant.dequantize(raw.to(device), qtype, 10, 72).cpu(), values)
+
+
+@pytest.mark.parametrize("cols", [64, 96])
+def test_bf16_in_the_layout_of_the_cpu_kernels(cols, device):
+    raw, values = random_matrix(QuantType.BF16, 20, cols)
+    data = pack_for_cpu(raw, QuantType.BF16, 20, cols).to(device)
+    assert torch.equal(dequant.dequantize(data, QuantType.BF16, 20, cols, layout=Layout.CPU).cpu(), values)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(136, 160), (24, 288), (20, 132)])
+def test_fp8_in_the_layout_of_the_cpu_kernels(rows, cols, device):
+    matrix, values = random_fp8(rows, cols)
+    data = pack_fp8_for_cpu(matrix).to(device)
+    assert torch.equal(dequant.dequantize(data, OwnType.F8_E4M3, rows, cols, layout=Layout.CPU).cpu(), values)
+    if cols % 32 == 0:
+        packed = fp8.pack_fp8(matrix.values, matrix.scales)
+        layout = Layout.GPU if packed.packed else Layout.GGML
+        got = dequant.dequantize(packed.data.to(device), OwnType.F8_E4M3, rows, cols, layout=layout)
+        assert torch.equal(got.cpu(), values)

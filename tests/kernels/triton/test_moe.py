@@ -6,16 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights
+from ktransformers.kernels.quant import OwnType, QuantType, RawTensor
 from ktransformers.kernels.triton import runtime
-from tests.kernels.triton.quant_cases import pack_for_cpu, random_matrix
+from tests.kernels.triton.quant_cases import pack_for_cpu, pack_fp8_for_cpu, random_fp8, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.triton import packing
 from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
-from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, moe, moe_partial, moe_sum
+from ktransformers.kernels.triton.fp8 import pack_fp8
+from ktransformers.kernels.triton.moe import Between, ExpertMatrices, MoeWorkspace, moe, moe_partial, moe_sum
 from ktransformers.kernels.triton.packing import Layout
 
 
@@ -51,6 +53,8 @@ def test_align(with_slots, tokens, device):
 
 def make(qtype, num, rows, cols, layout, device, order):
     """ExpertMatrices with expert e in slot order[e], and the values [num, rows, cols]."""
+    if qtype is OwnType.F8_E4M3:
+        return make_fp8(num, rows, cols, layout, device, order)
     raws, values = zip(*(random_matrix(qtype, rows, cols, seed) for seed in range(num)), strict=True)
     data = torch.stack([raws[order.index(slot)] for slot in range(num)]).to(device)
     if layout == Layout.GPU:
@@ -58,6 +62,20 @@ def make(qtype, num, rows, cols, layout, device, order):
     if layout == Layout.CPU:
         data = torch.stack([pack_for_cpu(raw, qtype, rows, cols) for raw in data.cpu()]).to(device)
     return ExpertMatrices(data, qtype, rows, cols, layout), torch.stack(values).double()
+
+
+def make_fp8(num, rows, cols, layout, device, order):
+    """As `make`."""
+    matrices, values = zip(*(random_fp8(rows, cols, seed) for seed in range(num)), strict=True)
+    in_slots = [matrices[order.index(slot)] for slot in range(num)]
+    if layout == Layout.CPU:
+        data = [pack_fp8_for_cpu(one) for one in in_slots]
+    else:
+        packed = [pack_fp8(one.values, one.scales) for one in in_slots]
+        assert packed[0].packed == (layout == Layout.GPU)
+        data = [one.data for one in packed]
+    made = ExpertMatrices(torch.stack(data).to(device), OwnType.F8_E4M3, rows, cols, layout)
+    return made, torch.stack(values).double()
 
 
 def reference(x, ids, weights, gate, up, down, skipped=()):
@@ -77,6 +95,8 @@ def reference(x, ids, weights, gate, up, down, skipped=()):
 
 MIXED = (QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)
 SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.Q8_0)
+FLOATS = (QuantType.BF16, QuantType.F16, QuantType.BF16)
+BF16, FP8 = (QuantType.BF16,) * 3, (OwnType.F8_E4M3,) * 3
 
 
 @pytest.mark.parametrize(
@@ -87,6 +107,11 @@ SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.Q8_0)
         (2, Layout.GGML, MIXED, 256, 256, True),
         (17, Layout.GPU, SMALL, 96, 64, True),
         (2, Layout.CPU, MIXED, 256, 256, True),
+        (2, Layout.GGML, FLOATS, 100, 72, False),
+        (3, Layout.CPU, BF16, 96, 32, True),
+        (1, Layout.GPU, FP8, 160, 160, True),
+        (17, Layout.GPU, FP8, 160, 160, False),
+        (2, Layout.CPU, FP8, 160, 136, True),
     ],
 )
 def test_experts(tokens, layout, types, width, inner, with_slots, device):
@@ -106,6 +131,96 @@ def test_experts(tokens, layout, types, width, inner, with_slots, device):
     # fp16: weights of three products are rounded to 11 bits (2^-11 each at most), the hidden values too, and the parts.
     assert ((out.cpu().double() - wanted).abs() <= 5 * 2**-11 * size + 1e-6).all()
     assert not space.counters.any()
+
+
+OAI = ActivationSpec(Activation.SWIGLU_OAI, alpha=1.5, limit=0.75)
+
+
+def random_biases(num, inner, width, device):
+    generator = torch.Generator().manual_seed(4)
+    return tuple((torch.randn(num, n, generator=generator) / 2).to(device) for n in (inner, inner, width))
+
+
+def reference_oai(x, ids, weights, matrices, biases, skipped):
+    """As `reference`, of gpt_oss's clamped experts with biases."""
+    (gate, up, down), (gate_bias, up_bias, down_bias) = matrices, [bias.cpu().double() for bias in biases]
+    out, size = torch.zeros(x.shape[0], down.shape[1]).double(), torch.zeros(x.shape[0], down.shape[1]).double()
+    for t, row in enumerate(x.cpu().double()):
+        for j, e in enumerate(ids[t].tolist()):
+            if e < len(up) and e not in skipped:
+                g = (gate[e] @ row + gate_bias[e]).clamp(max=OAI.limit)
+                u = (up[e] @ row + up_bias[e]).clamp(-OAI.limit, OAI.limit)
+                hidden = g * torch.sigmoid(OAI.alpha * g) * (u + 1)
+                out[t] += float(weights[t, j]) * (down[e] @ hidden + down_bias[e])
+                # x sigmoid(alpha x) has slopes below 1.1 for alpha >= 1, and |u + 1| <= limit + 1; then rounding.
+                of_gate, of_up = gate[e].abs() @ row.abs(), up[e].abs() @ row.abs()
+                wide = 1.1 * of_gate * (OAI.limit + 1) + g.abs() * of_up + hidden.abs()
+                size[t] += float(weights[t, j]) * (down[e].abs() @ wide + (down[e] @ hidden + down_bias[e]).abs())
+    return out, size
+
+
+@pytest.mark.parametrize(
+    ("tokens", "layout", "with_slots"),
+    [
+        (1, Layout.GPU, False),
+        (3, Layout.GPU, True),
+        (17, Layout.GPU, True),
+        (2, Layout.GGML, True),
+        (3, Layout.CPU, False),
+    ],
+)
+def test_experts_of_gpt_oss(tokens, layout, with_slots, device):
+    """MXFP4, biases and the clamped activation. Widths are no multiples of 64; limits cut a good part of the values."""
+    num, top_k, width, inner = 4, 2, 96, 32
+    order = [2, 0, 3, 1] if with_slots else [0, 1, 2, 3]
+    shapes = ((inner, width), (inner, width), (width, inner))
+    made = [make(QuantType.MXFP4, num, rows, cols, layout, device, order) for rows, cols in shapes]
+    matrices, values = [one for one, _ in made], [value for _, value in made]
+    ids, weights = routing(tokens, top_k, num, device)
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)).half().to(device)
+    slots = torch.tensor([2, -1, 3, 1], dtype=torch.int32, device=device) if with_slots else None
+    between = Between(OAI, random_biases(num, inner, width, device))
+    out = torch.full((tokens, width), torch.nan, device=device)
+    moe(x, ids, weights, *matrices, out, expert_slots=slots, between=between)
+    wanted, size = reference_oai(x, ids, weights, values, between.biases, (1,) if with_slots else ())
+    # Numbers of MXFP4 are numbers of fp16: what is rounded to 11 bits is hidden values and parts, once each.
+    assert ((out.cpu().double() - wanted).abs() <= 2 * 2**-11 * size + 1e-6).all()
+
+
+@pytest.mark.parametrize("kind", [Activation.GELU, Activation.RELU2], ids=lambda k: k.name)
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_other_activations_without_biases(tokens, kind, device):
+    shapes = ((32, 64), (32, 64), (64, 32))
+    made = [make(QuantType.Q8_0, 2, rows, cols, Layout.GPU, device, [0, 1]) for rows, cols in shapes]
+    matrices, (gate, up, down) = [one for one, _ in made], [value for _, value in made]
+    x = (torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1)) / 8).half().to(device)
+    ids, weights = torch.zeros(tokens, 1, dtype=torch.int32, device=device), torch.ones(tokens, 1, device=device)
+    out = torch.empty(tokens, 64, device=device)
+    moe(x, ids, weights, *matrices, out, between=Between(ActivationSpec(kind)))
+    act = functional.gelu if kind is Activation.GELU else lambda v: torch.relu(v) ** 2
+    wide = x.cpu().double()
+    g, u = wide @ gate[0].T, wide @ up[0].T
+    wanted = (act(g) * u) @ down[0].T
+    # Slopes: gelu's below 1.2, relu2's is 2 |g|.
+    slope = 1.2 if kind is Activation.GELU else 2 * g.abs()
+    of_gate, of_up = wide.abs() @ gate[0].abs().T, wide.abs() @ up[0].abs().T
+    size = (slope * of_gate * u.abs() + act(g).abs() * of_up + (act(g) * u).abs()) @ down[0].abs().T
+    assert ((out.cpu().double() - wanted).abs() <= 3 * 2**-11 * size + 1e-6).all()
+
+
+def test_biases_of_experts(device):
+    """Those that are missing beside others are zero; none at all are none; others' are refused."""
+    raw = [RawTensor.from_tensor(torch.zeros(4, 8)) for _ in range(3)]
+    down = [RawTensor.from_tensor(torch.zeros(8, 4)) for _ in range(3)]
+    assert Between.of(ExpertWeights(raw, raw, down), OAI, device) == Between(OAI)
+    bias = torch.ones(3, 8)
+    made = Between.of(ExpertWeights(raw, raw, down, down_bias=bias), OAI, device).biases
+    assert [tuple(one.shape) for one in made] == [(3, 4), (3, 4), (3, 8)]
+    assert [float(one.sum()) for one in made] == [0, 0, 24]
+    with pytest.raises(ValueError, match=r"\[2, 4\]"):
+        Between(OAI, made).check(2, 4, 8)
+    with pytest.raises(TypeError, match="float32"):
+        Between(OAI, tuple(one.half() for one in made)).check(3, 4, 8)
 
 
 def test_experts_in_turns_give_what_all_at_once_give(device):
