@@ -288,12 +288,12 @@ def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | No
     modules, embedding = dict(opened.model.named_modules()), opened.model.get_input_embeddings()
     apply_plan(opened.model, plan)
     restore_buffers(opened.model)
+    settle_homes(plan)  # before loading: what is streamed to its home is laid out for that
     if progress is None:
         load_plan(opened.model, plan, opened.source)
     else:
         load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
     settle_buffers(modules, plan)
-    settle_homes(plan)
     install_moves(modules, plan)
     for operator in plan.operators.values():
         operator.settle()

@@ -8,12 +8,14 @@ an empty buffer.
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
+from ktransformers.errors import KernelError
 from tests.support.fake_stream import InstantDriver
 
 
 class InlineDriver(InstantDriver):
-    """A StreamDriver over CPU tensors, which waits where a device would go on, and pins nothing."""
+    """A StreamDriver over CPU tensors, which waits where a device would go on, and notes what it is to pin."""
 
     def __init__(self) -> None:
         super().__init__("there is no device")
@@ -24,6 +26,12 @@ class InlineDriver(InstantDriver):
         return self.capturing
 
     def pin(self, address: int, nbytes: int) -> None:
+        """As CUDA, refuses memory that is mapped from a file."""
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, _, _, _, inode, *_ = line.split(maxsplit=5)
+            first, end = (int(part, 16) for part in span.split("-"))
+            if first < address + nbytes and address < end and inode != "0":
+                raise KernelError("cuMemHostRegister_v2 failed with error 1: invalid argument")
         self.pinned_ranges[address] = nbytes
 
     def unpin(self, address: int) -> None:
