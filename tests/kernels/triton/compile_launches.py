@@ -1,6 +1,6 @@
 """Compiles for a GPU what calls would launch, on a machine without one: what the interpreter does not check.
 
-    python tests/kernels/triton/compile_launches.py [--sm 80|86|89|90|120] [--all]
+    python tests/kernels/triton/compile_launches.py [--sm 80|86|89|90|120] [--attention | --all]
 
 Launches are caught, their arguments turned into a signature, and the kernels compiled for such a GPU. Prints a line for
 each; exits with an error for one that does not compile, keeps arrays in local memory or needs more shared memory than
@@ -178,17 +178,22 @@ def call_convert(rows, hidden, num=3):
     convert_rows([sources[0].clone(), sources[1].int(), sources[2].clone()][:num], sources[:num])
 
 
-def some():
-    call_convert(4, 2048)
-    call_convert(1, 2880, 1)
+def all_attention():
+    """What takes as much shared memory as there is."""
     call_attention(32, 4, 128, 2)
     call_attention(64, 8, 64, 600)
     call_attention(32, 4, 128, 600)
     call_mla(128, 2)
     call_mla(16, 40)
-    call_latent(2)
     call_expanded(128, 256, 512)
     call_expanded(4, 128, 256)
+
+
+def some():
+    all_attention()
+    call_convert(4, 2048)
+    call_convert(1, 2880, 1)
+    call_latent(2)
     call_norm(7168, 2)
     call_router(128, 2048, 1, RouterSpec(8))
     call_router(256, 7168, 4, RouterSpec(8, "sigmoid", num_groups=8, topk_groups=4, scaling=2.5))
@@ -249,11 +254,12 @@ def main():
     global target
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sm", type=int, default=90, choices=sorted(SHARED_BYTES))
-    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--attention", action="store_true", help="kernels of attention alone")
+    parser.add_argument("--all", action="store_true", help="many more types and sizes")
     args = parser.parse_args()
     target, runtime.default_shared_bytes = args.sm, SHARED_BYTES[args.sm]
     triton.runtime.jit.JITFunction.run = compile_launch
-    everything() if args.all else some()
+    (everything if args.all else all_attention if args.attention else some)()
 
 
 if __name__ == "__main__":
