@@ -129,17 +129,17 @@ def call_router(num_experts, hidden, tokens, spec):
     route_rows(x, torch.zeros(num_experts, hidden), spec, counters, bias)
 
 
-def call_attention(heads, kv_heads, dim, tokens, pages=64):
+def call_attention(heads, kv_heads, dim, tokens, seqs, pages=64):
     cache, ids = torch.zeros(256, kv_heads, dim, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
-    table, counters = torch.zeros(tokens, pages, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
+    table, counters = torch.zeros(seqs, pages, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
     q = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16)
     attention(q, cache, cache, table, 256, ids, ids, 0.1, counters=counters)
 
 
-def call_mla(heads, tokens, pages=64):
+def call_mla(heads, tokens, seqs, pages=64):
     cache, ids = torch.zeros(256, 1, 576, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
     q = torch.zeros(tokens, heads, 576, dtype=torch.bfloat16)
-    mla_attention(q, cache, 512, torch.zeros(tokens, pages, dtype=torch.int32), 256, ids, ids, 0.1)
+    mla_attention(q, cache, 512, torch.zeros(seqs, pages, dtype=torch.int32), 256, ids, ids, 0.1)
 
 
 def call_latent(tokens, heads=128, rank=512, rotary=64, width=128, query=1536):
@@ -180,11 +180,13 @@ def call_convert(rows, hidden, num=3):
 
 def all_attention():
     """What takes as much shared memory as there is."""
-    call_attention(32, 4, 128, 2)
-    call_attention(64, 8, 64, 600)
-    call_attention(32, 4, 128, 600)
-    call_mla(128, 2)
-    call_mla(16, 40)
+    call_attention(32, 4, 128, 2, 2)
+    call_attention(64, 8, 64, 600, 1)
+    call_attention(32, 4, 128, 600, 4)
+    call_mla(128, 2, 2)
+    call_mla(16, 2, 2)
+    call_mla(128, 200, 1)
+    call_mla(16, 200, 1)
     call_expanded(128, 256, 512)
     call_expanded(4, 128, 256)
 
