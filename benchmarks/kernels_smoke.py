@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as functional
 
+from ktransformers.config import cpu_name
 from ktransformers.kernels.native import (
     NATIVE_TYPES,
     ActivationSpec,
@@ -35,16 +34,6 @@ from ktransformers.kernels.native import (
 from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes
 
 Timing = dict[str, object]
-
-
-def cpu_name() -> str:
-    """The processor's name, as Linux reports it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def best_time(run: Callable[[], object], seconds: float) -> float:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from ktransformers.config import cpu_name
 from ktransformers.core import SamplingParams
 from ktransformers.engine.sampler import RequestSampler, sample_batch
 from ktransformers.kernels.limits import read_bandwidth
@@ -34,15 +33,6 @@ CASES = {
     "min_p": SamplingParams(temperature=0.6, min_p=0.05, seed=0),
     "logprobs": SamplingParams(temperature=0.0, logprobs=5, seed=0),
 }
-
-
-def cpu_name() -> str:
-    """The processor's name, as Linux reports it."""
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def best_ms(run: Callable[[], object], seconds: float) -> float:

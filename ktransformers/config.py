@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ __all__ = [
     "DEFAULT_CHUNK_SIZE",
     "DEMO_MODEL_PATH",
     "EngineConfig",
+    "cpu_name",
     "physical_cores",
     "user_cache_dir",
 ]
@@ -34,6 +36,16 @@ ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 
 DEFAULT_CHUNK_SIZE = 512
 """Tokens of a prefill step on the CPU when nothing is said."""
+
+
+def cpu_name() -> str:
+    """The processor's model name, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def physical_cores() -> int:

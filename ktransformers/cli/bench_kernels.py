@@ -20,8 +20,8 @@ import torch
 from ktransformers.cli.bench_fidelity import relative_errors, with_wish
 from ktransformers.cli.bench_kt_kernel import kt_kernel_peer
 from ktransformers.cli.bench_llama import llama_peer
-from ktransformers.cli.bench_machine import cpu_name
 from ktransformers.cli.bench_peer import PeerProcess, is_missing
+from ktransformers.config import cpu_name
 from ktransformers.kernels import limits
 from ktransformers.kernels.native import ActivationSpec, ExpertWeight, ExpertWeights, MoeKernel, WorkerPool
 from ktransformers.kernels.quant import (

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ktransformers.config import physical_cores
+from ktransformers.config import cpu_name, physical_cores
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.optimize.machine import detect_machine
 
-__all__ = ["VideoMemory", "cpu_name", "describe_machine", "ram_peak", "reset_ram_peak", "reset_vram_peak", "vram_peak"]
+__all__ = ["VideoMemory", "describe_machine", "ram_peak", "reset_ram_peak", "reset_vram_peak", "vram_peak"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +30,6 @@ class VideoMemory:
     reserved: int
     allocated: int
     device_used: int
-
-
-def cpu_name() -> str:
-    """The processor as the system calls it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
 
 
 def describe_machine(pool: WorkerPool) -> dict[str, Any]:

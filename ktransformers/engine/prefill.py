@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from ktransformers.config import cpu_name
 from ktransformers.errors import KernelError
 from ktransformers.kernels.copies import CopyQueue, CudaCopies, PinnedRanges
 from ktransformers.kernels.cuda import CudaDriver, StreamDriver
@@ -21,7 +22,7 @@ from ktransformers.kernels.quant import PackedTensor
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.expert_prefill import ExpertPrefill, PrefillLayer, PrefillShape
-from ktransformers.operators.expert_rates import RatesFile, calibrate, cpu_name
+from ktransformers.operators.expert_rates import RatesFile, calibrate
 from ktransformers.operators.experts import KTransformersExperts
 from ktransformers.operators.staging import HostExperts, Staging, StagingSize
 from ktransformers.optimize.plan import Plan

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from ktransformers.kernels.native import MoeKernel
 from ktransformers.operators.expert_prefill import ExpertPrefill
 from ktransformers.operators.expert_split import NEVER, CpuRate, PrefillRates, threshold_of
 
-__all__ = ["CpuTimer", "RatesFile", "calibrate", "cpu_name", "describe_rates", "measure_rates"]
+__all__ = ["CpuTimer", "RatesFile", "calibrate", "describe_rates", "measure_rates"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,16 +83,6 @@ def measure_rates(prefill: ExpertPrefill, cpu: CpuTimer, layer: int = 0) -> Pref
         cpu=CpuRate(_ROWS, tuple(alone)),
         shared_cpu=CpuRate(_ROWS, tuple(shared)),
     )
-
-
-def cpu_name() -> str:
-    """The processor's model name, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 class RatesFile:
