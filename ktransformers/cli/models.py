@@ -99,7 +99,7 @@ def remove_command(args: argparse.Namespace) -> int:
     is_done = True
     for text, (repo_id, model) in zip(args.models, found, strict=True):
         nbytes = remove(repo_id, model, dry_run=True)
-        if not args.yes and not _confirmed(f"delete {text} ({format_bytes(nbytes)})?"):
+        if not args.yes and not _confirmed(f"{text} ({format_bytes(nbytes)})"):
             print(f"{text}: kept", file=sys.stderr)
             is_done = False
             continue
@@ -107,10 +107,10 @@ def remove_command(args: argparse.Namespace) -> int:
     return 0 if is_done else 1
 
 
-def _confirmed(question: str) -> bool:
+def _confirmed(what: str) -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} There is no terminal to answer on; pass --yes")
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        raise ConfigError(f"there is no terminal to ask on whether to delete {what}; pass --yes")
+    print(f"delete {what}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 

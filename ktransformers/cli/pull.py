@@ -16,15 +16,19 @@ from ktransformers.cli.options import add_logging_flag, set_up_logging
 from ktransformers.cli.pull_progress import make_progress
 from ktransformers.config import CPU_QUANT_TYPES, EngineConfig
 from ktransformers.core import format_bytes
-from ktransformers.errors import CapacityError, ConfigError, KTransformersError, UnsupportedError
-from ktransformers.hub.names import parse_name
+from ktransformers.errors import CapacityError, ConfigError, KTransformersError, UnsupportedError, WeightError
+from ktransformers.hub.names import ModelName, parse_name
 from ktransformers.hub.variants import Variant, find_variants, is_companion, select
 
 if TYPE_CHECKING:
     from ktransformers.engine.planning import Hardware
     from ktransformers.hub.remote import Repository
+    from ktransformers.optimize.plan import Plan
 
 __all__ = ["add_parser", "pull_command"]
+
+_REFUSALS = (UnsupportedError, WeightError, CapacityError)
+"""Errors of a plan that say that the model cannot run here."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,8 +62,8 @@ def pull_command(args: argparse.Namespace) -> int:
     fitting = _Fitting(repository, args)
     if variant is None:
         variant = _chosen(fitting, variants, force=args.force)
-    else:
-        _warn_of_misfit(fitting, variant, force=args.force)
+    elif not args.force and not fitting.is_here(variant):
+        _warn_of_misfit(fitting, variant)
     return _download(repository, variant, variants)
 
 
@@ -100,24 +104,25 @@ class _Fitting:
         """Bytes of all its files."""
         return sum(self.repository.files[path].size for path in variant.files)
 
-    def misfit(self, variant: Variant) -> str | None:
-        """Why it does not fit, None when it does. Raises KTransformersError for what cannot run at all."""
-        from ktransformers.engine.builder import plan_model
-        from ktransformers.hub.headers import fetch_headers
+    def is_here(self, variant: Variant) -> bool:
+        """Whether the cache has it whole."""
+        from ktransformers.hub.download import Downloader
 
+        return Downloader(self.repository).bytes_here(variant.files) == self.nbytes(variant)
+
+    def misfit(self, variant: Variant) -> str | None:
+        """Why it fits neither disk nor memory, None when it does. Raises KTransformersError for what cannot run."""
+        from ktransformers.hub.download import Downloader
+
+        return Downloader(self.repository).disk_shortage(variant.files) or self.memory_shortage(variant)
+
+    def memory_shortage(self, variant: Variant) -> str | None:
+        """Why it does not fit into memory, None when it does. Raises KTransformersError for what cannot run."""
         with tempfile.TemporaryDirectory(prefix="ktransformers-pull-") as folder:
-            path = fetch_headers(self.repository, variant, Path(folder))
-            plan = plan_model(
-                EngineConfig(
-                    model_path=None if variant.is_gguf else path,
-                    gguf_path=path if variant.is_gguf else None,
-                    cache_lens=self.args.cache_lens,
-                    cpu_quant=None if variant.is_gguf else self.args.cpu_quant,
-                    gpu_memory=self.args.gpu_memory,
-                    trust_remote_code=self.args.trust_remote_code,
-                ),
-                hardware=self.hardware,
-            )
+            try:
+                plan = self._plan(variant, Path(folder))
+            except _REFUSALS as error:
+                raise type(error)(str(error).replace(f"{folder}/", "")) from error
         if plan.misfit() is None:
             return None
         total, free = plan.total_bytes, plan.capacity
@@ -127,6 +132,21 @@ class _Fitting:
             for device in short
         )
 
+    def _plan(self, variant: Variant, folder: Path) -> Plan:
+        from ktransformers.engine.builder import plan_model
+        from ktransformers.hub.headers import fetch_headers
+
+        path = fetch_headers(self.repository, variant, folder)
+        config = EngineConfig(
+            model_path=None if variant.is_gguf else path,
+            gguf_path=path if variant.is_gguf else None,
+            cache_lens=self.args.cache_lens,
+            cpu_quant=None if variant.is_gguf else self.args.cpu_quant,
+            gpu_memory=self.args.gpu_memory,
+            trust_remote_code=self.args.trust_remote_code,
+        )
+        return plan_model(config, hardware=self.hardware)
+
 
 def _chosen(fitting: _Fitting, variants: list[Variant], *, force: bool) -> Variant:
     """The best variant that fits, and one line that says why. Raises CapacityError when none does."""
@@ -135,16 +155,17 @@ def _chosen(fitting: _Fitting, variants: list[Variant], *, force: bool) -> Varia
     nbytes = {variant.label: fitting.nbytes(variant) for variant in variants}
     offered = candidates(variants, nbytes)
     smallest = offered[-1]
-    _say(f"{fitting.repository.name.repo_id}: {len(variants)} to choose from; planning on this machine ...")
+    labels = ", ".join(variant.label for variant in reversed(offered))
+    _say(f"{fitting.repository.name.repo_id} has {labels}; planning on this machine ...")
     try:
         choice = choose(offered, nbytes, sum(fitting.hardware.machine.devices.values()), fitting.misfit)
-    except (UnsupportedError, CapacityError) as error:
+    except _REFUSALS as error:
         if not force:
             raise type(error)(f"{error} (--force downloads it all the same)") from error
         _say(f"{smallest.label}: taken by force: {error}")
         return smallest
     if choice.variant is not None:
-        why = "the best that fits"
+        why = "the best that fits" if len(offered) > 1 else "fits"
         if choice.refused:
             better, reason = choice.refused[-1]
             why += f"; {better.label} does not: {reason}"
@@ -161,14 +182,12 @@ def _chosen(fitting: _Fitting, variants: list[Variant], *, force: bool) -> Varia
     )
 
 
-def _warn_of_misfit(fitting: _Fitting, variant: Variant, *, force: bool) -> None:
+def _warn_of_misfit(fitting: _Fitting, variant: Variant) -> None:
     """A variant that was named is taken also when it does not fit, but not when it cannot run."""
     try:
-        reason = fitting.misfit(variant)
-    except KTransformersError as error:
-        if not force:
-            raise type(error)(f"{error} (--force downloads it all the same)") from error
-        reason = str(error)
+        reason = fitting.memory_shortage(variant)
+    except _REFUSALS as error:
+        raise type(error)(f"{error} (--force downloads it all the same)") from error
     if reason is not None:
         _say(f"warning: {variant.label} is taken because you named it, but it does not fit: {reason}")
 
@@ -179,17 +198,14 @@ def _download(repository: Repository, variant: Variant, variants: list[Variant])
     if variant.missing:
         raise ConfigError(f"{repository.name.repo_id} lacks {', '.join(variant.missing[:3])}: its upload is not whole")
     downloader = Downloader(repository)
-    total = sum(repository.files[path].size for path in variant.files)
-    here = downloader.bytes_here(variant.files)
     downloader.check_disk(variant.files)
-    name = repository.name.repo_id
-    if variant.is_gguf or len(variants) > 1:
-        name = f"{name}:{variant.label}"
+    total, here = sum(repository.files[path].size for path in variant.files), downloader.bytes_here(variant.files)
+    quant = variant.label if variant.is_gguf or len(variants) > 1 else None
+    name = str(ModelName(repository.name.repo_id, repository.name.revision, quant))
     if 0 < here < total:
-        _say(f"{format_bytes(here)} of {format_bytes(total)} are here already; going on")
-    progress = make_progress(name, total, here)
+        _say(f"{format_bytes(here)} of {format_bytes(total)} are here; going on")
     try:
-        with progress:
+        with make_progress(name, total, here) as progress:
             for path in variant.files:
                 downloader.fetch(path, progress.advance)
     except (KeyboardInterrupt, KTransformersError) as error:
@@ -199,10 +215,7 @@ def _download(repository: Repository, variant: Variant, variants: list[Variant])
             raise
         return 130
     downloader.finish()
-    _say(
-        f"{name}: {format_bytes(total)}, checksums verified; try: ktransformers chat {name}"
-        if here < total
-        else f"{name}: {format_bytes(total)}, here already; try: ktransformers chat {name}"
-    )
+    state = "checksums verified" if here < total else "here already"
+    _say(f"{name}: {format_bytes(total)}, {state}; try: ktransformers chat {name}")
     print(downloader.snapshot / variant.weights[0] if variant.is_gguf else downloader.snapshot)
     return 0

@@ -171,12 +171,12 @@ def remove(repo_id: str, model: CachedModel | None = None, *, dry_run: bool = Fa
         for file in revision.files
     ]
     chosen = [file for file, path in files if model is None or path in model.variant.files]
-    if len(chosen) == len(files):
-        strategy = info.delete_revisions(*(revision.commit_hash for revision in repo.revisions))
-        freed = strategy.expected_freed_size + incomplete_bytes(repo_id)
-    else:
-        strategy = info.delete_files(*chosen)
-        freed = strategy.expected_freed_size
+    # Not by commit: a copy of a repository has the same ones, and would be deleted in its place.
+    strategy = info.delete_files(*chosen)
+    is_all = len(chosen) == len(files)
+    freed = strategy.expected_freed_size + (incomplete_bytes(repo_id) if is_all else 0)
     if not dry_run:
         strategy.execute()
+        if is_all:
+            shutil.rmtree(repo_folder(repo_id))
     return freed

@@ -70,17 +70,22 @@ class Downloader:
         partial = _partial(blob)
         return min(partial.stat().st_size, file.size) if partial.exists() else 0
 
-    def check_disk(self, paths: Sequence[str]) -> None:
-        """Raise CapacityError when the disk of the cache cannot take what is still to come."""
+    def disk_shortage(self, paths: Sequence[str]) -> str | None:
+        """Why the disk of the cache cannot take what is still to come, None when it can."""
         to_come = sum(self.repository.files[path].size for path in paths) - self.bytes_here(paths)
         place = cache_folder()
         while not place.exists():
             place = place.parent
         free = shutil.disk_usage(place).free
-        if to_come > free:
+        if to_come <= free:
+            return None
+        return f"{format_bytes(to_come)} to come, but {format_bytes(free)} free on the disk of {cache_folder()}"
+
+    def check_disk(self, paths: Sequence[str]) -> None:
+        """Raise CapacityError for a `disk_shortage`."""
+        if reason := self.disk_shortage(paths):
             raise CapacityError(
-                f"the disk of {cache_folder()} has {format_bytes(free)} free and {format_bytes(to_come)} are to come; "
-                "make room (ktransformers list, ktransformers rm) or set HF_HOME to a folder of another disk"
+                f"{reason}; make room (ktransformers list, ktransformers rm), or set HF_HOME to a folder elsewhere"
             )
 
     def fetch(self, path: str, report: Report) -> Path:

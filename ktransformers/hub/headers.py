@@ -83,7 +83,7 @@ def _read(file: RemoteFile, begin: int, end: int) -> bytes:
             response.read()
         hf_raise_for_status(response)
         if response.status_code != 206 and (begin, end) != (0, file.size):
-            raise HubError(f"{constants.ENDPOINT} cannot send a part of {file.path}; name the quantization to take")
+            raise HubError(f"{constants.ENDPOINT} cannot send a part of {file.path}, so nothing can be planned")
         data = response.read()
     if len(data) != end - begin:
         raise HubError(f"{file.path}: the hub sent {len(data)} bytes instead of {end - begin}")

@@ -54,7 +54,8 @@ def locate_path(text: str | os.PathLike[str], flag: str = "") -> Path:
     try:
         return _in_cache(name)
     except _NotCachedError as error:
-        raise ConfigError(f"{prefix}{error}{_near(path)}") from None
+        near = _near(path) if path.parent.exists() else ""
+        raise ConfigError(f"{prefix}{error}{near}") from None
 
 
 class _NotCachedError(ConfigError):
@@ -86,6 +87,6 @@ def _near(path: Path) -> str:
     try:
         names = [entry.name for entry in folder.iterdir()]
     except OSError:
-        return f" (nor does the folder {folder})" if not folder.exists() and len(folder.parts) > 1 else ""
+        return "" if folder.exists() else f" (nor does the folder {folder})"
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {folder / near[0]}?" if near else ""

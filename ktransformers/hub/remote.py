@@ -86,7 +86,7 @@ def hub_errors(name: ModelName) -> Iterator[None]:
 def list_repository(name: ModelName) -> Repository:
     """What the repository holds at the revision asked for. Raises HubError."""
     with hub_errors(name):
-        info = HfApi().model_info(
+        info = HfApi(endpoint=constants.ENDPOINT).model_info(
             name.repo_id, revision=name.revision, files_metadata=True, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
         )
     files = {}
