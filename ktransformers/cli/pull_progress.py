@@ -39,11 +39,11 @@ class _BarProgress:
             progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=None),
             progress.DownloadColumn(binary_units=True),
-            progress.TransferSpeedColumn(),
+            progress.TextColumn("{task.fields[rate]}"),
             progress.TimeRemainingColumn(compact=True),
             console=Console(stderr=True),
         )
-        self._task = self._bar.add_task(name.rpartition("/")[2], total=total, completed=here)
+        self._task = self._bar.add_task(name.rpartition("/")[2], total=total, completed=here, rate="")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -56,7 +56,8 @@ class _BarProgress:
 
     def advance(self, nbytes: int) -> None:
         """See Progress."""
-        self._bar.advance(self._task, nbytes)
+        speed = self._bar.tasks[0].speed
+        self._bar.update(self._task, advance=nbytes, rate=f"{format_bytes(int(speed))}/s" if speed else "")
 
 
 class LineProgress:

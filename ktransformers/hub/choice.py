@@ -37,7 +37,7 @@ def choose(
 
     misfit: why a variant does not fit, None when it does.
     """
-    refused = []
+    refused: list[tuple[Variant, str]] = []
     for variant in variants:
         size = nbytes[variant.label]
         reason = f"{format_bytes(size)} of weights, {format_bytes(memory)} free" if size > memory else misfit(variant)

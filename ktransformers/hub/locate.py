@@ -14,7 +14,7 @@ from pathlib import Path
 from ktransformers.errors import ConfigError
 from ktransformers.hub.names import ModelName, is_name, parse_name
 
-__all__ = ["ModelFiles", "locate_model", "locate_path"]
+__all__ = ["ModelFiles", "locate_model", "locate_path", "title_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +90,12 @@ def _near(path: Path) -> str:
         return "" if folder.exists() else f" (nor does the folder {folder})"
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {folder / near[0]}?" if near else ""
+
+
+def title_of(path: Path) -> str:
+    """What people call the model at `path`: the file's or folder's name, of a folder in the cache the repository's."""
+    path = Path(os.path.abspath(path))  # not resolved: a file of the cache is a link to bytes with a number for a name
+    if path.suffix == ".gguf":
+        return path.stem
+    repo = path.parents[1].name if path.parent.name == "snapshots" else ""
+    return repo.rpartition("--")[2] if repo.startswith("models--") else path.name

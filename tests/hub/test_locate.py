@@ -11,7 +11,7 @@ import pytest
 from ktransformers.errors import ConfigError
 from ktransformers.hub.cache import cached_models, cached_repos, remove
 from ktransformers.hub.download import Downloader
-from ktransformers.hub.locate import ModelFiles, locate_model, locate_path
+from ktransformers.hub.locate import ModelFiles, locate_model, locate_path, title_of
 from ktransformers.hub.names import parse_name
 from ktransformers.hub.remote import list_repository
 from ktransformers.hub.variants import find_variants, select
@@ -138,3 +138,13 @@ def test_a_local_path_imports_no_hub(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_titles(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pull("org/model-GGUF:Q8_0")
+    pull("org/model")
+    assert title_of(locate_path("org/model-GGUF")) == "model-Q8_0"
+    assert title_of(locate_path("org/model")) == "model"
+    (tmp_path / "Qwen3").mkdir()
+    monkeypatch.chdir(tmp_path / "Qwen3")
+    assert title_of(Path(".")) == title_of(Path("../Qwen3/")) == "Qwen3"
