@@ -9,6 +9,8 @@ import argparse
 import difflib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from ktransformers.core import format_bytes
@@ -49,6 +51,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=remove_command)
 
 
+@contextmanager
+def _cache_errors() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{error.filename or cache_folder()}: {error.strerror or error}") from error
+
+
+@_cache_errors()
 def list_command(args: argparse.Namespace) -> int:
     """Print a table of models, or JSON. An empty cache is no error."""
     models = [m for repo in cached_repos() for m in cached_models(repo) if m.variant.is_gguf or is_causal(m)]
@@ -93,6 +106,7 @@ def _document(model: CachedModel) -> dict[str, object]:
     }
 
 
+@_cache_errors()
 def remove_command(args: argparse.Namespace) -> int:
     """Delete models, each after a question. 1 when somebody said no. Raises ConfigError before anything is deleted."""
     found = [_find(text) for text in args.models]

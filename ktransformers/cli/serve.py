@@ -24,6 +24,7 @@ from ktransformers.cli.options import (
     with_default_model,
 )
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.hub.locate import title_of
 
 if TYPE_CHECKING:
     from ktransformers.config import EngineConfig

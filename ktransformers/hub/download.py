@@ -20,6 +20,7 @@ from typing import BinaryIO, Protocol
 
 import httpx2
 from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from ktransformers.core import format_bytes
@@ -96,6 +97,8 @@ class Downloader:
         """
         try:
             return self._fetch(self.repository.files[path], report)
+        except BrokenPipeError:
+            raise  # of whoever reads the reports
         except OSError as error:
             raise ConfigError(f"{self.folder} cannot be written: {error.strerror or error}") from error
 
@@ -164,9 +167,8 @@ class Downloader:
                 with hub_errors(self.repository.name):
                     sink.receive()
             except HubError as error:
-                is_network = isinstance(error.__cause__, httpx2.TransportError)
                 failures = 0 if sink.size > before else failures + 1
-                if not is_network or failures > MAX_RETRIES:
+                if not _may_pass(error.__cause__) or failures > MAX_RETRIES:
                     raise
                 self.sleep(min(2**failures, 30))
 
@@ -205,6 +207,12 @@ class _Sink:
         self.report(-self.size)
         self.out.truncate(0)
         self.hasher = _hasher(self.file)
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether the same request may succeed later: the connection broke, or the hub is busy."""
+    is_busy = isinstance(error, HfHubHTTPError) and error.response.status_code in (408, 429, 500, 502, 503, 504)
+    return is_busy or isinstance(error, httpx2.TransportError)
 
 
 def _partial(blob: Path) -> Path:

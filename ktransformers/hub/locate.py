@@ -45,17 +45,21 @@ def locate_path(text: str | os.PathLike[str], flag: str = "") -> Path:
     ("--gguf_path") begins the message of an error. Raises ConfigError.
     """
     path = Path(text).expanduser()
-    if path.exists():
-        return path
     prefix = f"{flag} " if flag else ""
+    try:
+        if path.exists():
+            return path
+    except OSError as error:
+        raise ConfigError(f"{prefix}{text} cannot be read: {error.strerror or error}") from error
     if not is_name(os.fspath(text)):
         raise ConfigError(f"{prefix}{text} does not exist{_near(path)}")
-    name = parse_name(os.fspath(text))
     try:
-        return _in_cache(name)
+        return _in_cache(parse_name(os.fspath(text)))
     except _NotCachedError as error:
         near = _near(path) if path.parent.exists() else ""
         raise ConfigError(f"{prefix}{error}{near}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error}") from error
 
 
 class _NotCachedError(ConfigError):
@@ -63,10 +67,13 @@ class _NotCachedError(ConfigError):
 
 
 def _in_cache(name: ModelName) -> Path:
-    from ktransformers.hub.cache import cached_models
+    from ktransformers.hub.cache import cached_models, repo_folder
     from ktransformers.hub.variants import select
 
-    models = cached_models(name.repo_id, name.revision)
+    try:
+        models = cached_models(name.repo_id, name.revision)
+    except OSError as error:
+        raise ConfigError(f"{repo_folder(name.repo_id)} cannot be read: {error.strerror or error}") from error
     pull = f"ktransformers pull {name}"
     if not models:
         raise _NotCachedError(f"{name} is neither a path nor in the hub's cache; get it with: {pull}")

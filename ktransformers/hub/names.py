@@ -46,14 +46,16 @@ class ModelName:
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` has the form of a hub name or a link to the hub. A path may have it too: see whether it exists.
+    """Whether `text` has the form of a hub name, or is a link. A path may have it too: see whether it exists.
 
     "folder/model.gguf" does not: it is a path that somebody mistyped.
     """
+    if "://" in text:
+        return True
     try:
         parse_name(text)
     except ConfigError:
-        return _address(text) is not None
+        return False
     return True
 
 

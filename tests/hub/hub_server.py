@@ -58,7 +58,10 @@ class Request:
 
 
 class HubServer:
-    """Serves `repos`. cut_after: bytes of one body after which the connection breaks; corrupt: paths sent wrongly."""
+    """Serves `repos`. cut_after: bytes of one body after which the connection breaks; corrupt: paths sent wrongly.
+
+    failures: statuses that requests for bytes get first.
+    """
 
     TOKEN = "hf_test"
 
@@ -67,6 +70,7 @@ class HubServer:
         self.requests: list[Request] = []
         self.cut_after: list[int] = []  # one number for each connection to break, the first next
         self.corrupt: set[str] = set()
+        self.failures: list[int] = []  # statuses to answer the next requests for bytes with
         self.has_ranges = True
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, is_storage)) for is_storage in (0, 1)]
         for server in self._servers:
@@ -163,6 +167,9 @@ def _handler(hub: HubServer, is_storage: int) -> type[BaseHTTPRequestHandler]:
                 self._send(302, b"", headers)
 
         def _send_file(self, path: str, data: bytes, headers: dict[str, str]) -> None:
+            if hub.failures:
+                self._send(hub.failures.pop(0), b"busy")
+                return
             if path in hub.corrupt:
                 data = bytes([data[0] ^ 1]) + data[1:]
             match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.note.range or "")

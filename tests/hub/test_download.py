@@ -95,6 +95,17 @@ def test_a_connection_that_always_breaks_is_given_up_and_what_came_is_kept(hub: 
     assert given_up.bytes_here([FILE]) >= CHUNK
 
 
+def test_a_busy_hub_is_asked_again(hub: HubServer) -> None:
+    waits: list[float] = []
+    hub.failures = [503, 429]
+    brought = downloader(sleep=waits.append)
+    assert brought.fetch(FILE, lambda nbytes: None).read_bytes() == hub.repos["org/model-GGUF"].files[FILE]
+    assert waits == [2, 4]
+    hub.failures = [410]
+    with pytest.raises(HubError, match="answers 410 for org/model-GGUF"):
+        brought.fetch("Q4_K_M/model-Q4_K_M-00001-of-00002.gguf", lambda nbytes: None)
+
+
 def test_a_server_without_ranges_sends_it_all_again(hub: HubServer) -> None:
     data = hub.repos["org/model-GGUF"].files[FILE]
     hub.cut_after = [2 * CHUNK]

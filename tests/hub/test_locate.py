@@ -102,6 +102,16 @@ def test_a_mistyped_path_gets_the_nearest_name(hub: HubServer, tmp_path: Path, m
         locate_path("nowhere/x.gguf")
 
 
+def test_a_path_that_the_system_refuses_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^--gguf_path a+ cannot be read: File name too long$"):
+        locate_path("a" * 300, "--gguf_path")
+
+
+def test_links_to_elsewhere_say_so() -> None:
+    with pytest.raises(ConfigError, match=r"^--gguf_path https://example.com/m.gguf is not on the hub"):
+        locate_path("https://example.com/m.gguf", "--gguf_path")
+
+
 def test_revisions_are_apart(hub: HubServer) -> None:
     first = pull("org/model-GGUF:Q8_0")
     repo = hub.repos["org/model-GGUF"]
