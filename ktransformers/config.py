@@ -120,9 +120,8 @@ class EngineConfig:
         for flag in ("model_path", "gguf_path", "optimize_config_path"):
             path = getattr(self, flag)
             if path is not None and not Path(path).exists():
-                raise ConfigError(
-                    f"--{flag} {path} does not exist; it must be a local path (model hub names are not downloaded)"
-                )
+                hint = "" if flag == "optimize_config_path" else "; models of the hub: ktransformers pull org/name"
+                raise ConfigError(f"--{flag} {path} does not exist{hint}")
         if self.model_path is not None and not Path(self.model_path).is_dir():
             raise ConfigError(f"--model_path {self.model_path} must be a folder that holds config.json")
         for flag, least in (("cache_lens", 0), ("chunk_size", 0), ("max_new_tokens", 1), ("cpu_infer", 0)):

@@ -17,6 +17,7 @@ __all__ = [
     "SamplingParams",
     "TokenEvent",
     "TokenLogprobs",
+    "format_bytes",
 ]
 
 CAPTURING = "CUDA graphs"
@@ -24,6 +25,14 @@ CAPTURING = "CUDA graphs"
 
 PROMPT_LOGPROB_ROWS = 64
 """Most prompt tokens of one request in one step when all their logits are wanted: 4 * vocab_size bytes each."""
+
+
+def format_bytes(nbytes: int) -> str:
+    """`nbytes` for people: GiB from one GiB on, MiB from one MiB, else KiB or B."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} B"
 
 
 class Phase(StrEnum):

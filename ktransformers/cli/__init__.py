@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from ktransformers.cli import bench, chat, doctor, plan, serve
+from ktransformers.cli import bench, chat, doctor, models, plan, pull, serve
 from ktransformers.cli.options import ArgumentParser, version
 from ktransformers.errors import KTransformersError
 
@@ -24,7 +24,7 @@ def build_parser() -> ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ktransformers {version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (chat, serve, plan, bench, doctor):
+    for command in (chat, serve, plan, bench, doctor, pull, models):
         command.add_parser(subparsers)
     return parser
 

@@ -24,6 +24,7 @@ from ktransformers.cli.options import (
     with_default_model,
 )
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.hub.locate import title_of
 
 if TYPE_CHECKING:
     from ktransformers.config import EngineConfig
@@ -121,8 +122,7 @@ def _model_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, .
     names = [name for text in args.model_name for name in text.split(",")]
     if not all(name.strip() for name in names):
         raise ConfigError("--model_name must not be empty")
-    paths = [path.resolve() for path in (config.model_path, config.gguf_path) if path is not None]
-    names += [path.stem if path.suffix == ".gguf" else path.name for path in paths]
+    names += [title_of(path) for path in (config.model_path, config.gguf_path) if path is not None]
     return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ktransformers.core import Phase
+from ktransformers.core import Phase, format_bytes
 from ktransformers.errors import CapacityError, ConfigError, RuleError, TensorMismatchError, UnsupportedError
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements
 from ktransformers.operators.device import Devices
@@ -133,14 +133,6 @@ class Plan:
         reason = self.misfit()
         if reason is not None:
             raise CapacityError(reason)
-
-
-def format_bytes(nbytes: int) -> str:
-    """`nbytes` for people: GiB from one GiB on, MiB from one MiB, else KiB or B."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes} B"
 
 
 def make_plan(

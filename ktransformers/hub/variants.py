@@ -1,0 +1,143 @@
+"""Which files of a repository make one model: GGUF files by quantization, their shards together, or safetensors.
+
+Works on names alone, so that the hub's listing and a folder of the cache are read alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from ktransformers.errors import ConfigError
+from ktransformers.hub.names import ModelName
+
+__all__ = ["SAFETENSORS", "Variant", "find_variants", "is_companion", "select"]
+
+SAFETENSORS = "safetensors"
+"""What the variant is called that is no quantization but the folder with config.json."""
+
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_QUANT = re.compile(
+    r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q[1-8](?:_[A-Z0-9]+)*|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32|FP16|FP32))"
+    r"(?![A-Za-z0-9])",
+    re.IGNORECASE,
+)
+_FULL = {"F32", "FP32", "F16", "FP16", "BF16"}
+_SIDE_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json", "chat_template.jinja")
+_TOKENIZER_FILES = re.compile(r"(tokenizer|special_tokens|added_tokens|vocab|merges|chat_template).*\.(json|model|txt)")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One model of a repository. label: as one types it after the colon. weights: shards in order; side: all others.
+
+    missing: names of shards that belong to it and are not there.
+    """
+
+    label: str
+    weights: tuple[str, ...]
+    side: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Small files first: what is wrong with them shows at once."""
+        return (*self.side, *self.weights)
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.label != SAFETENSORS
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it has fewer than 16 bits per weight by its name."""
+        return self.is_gguf and self.label.upper() not in _FULL
+
+
+def is_companion(path: str) -> bool:
+    """Whether a GGUF file is no language model: a projector for images, or statistics for quantizing."""
+    name = PurePosixPath(path).name.lower()
+    return name.endswith(".gguf") and ("mmproj" in name or "imatrix" in name)
+
+
+def find_variants(paths: Iterable[str], *, with_code: bool = False) -> list[Variant]:
+    """The models that the files `paths` (relative, with slashes) make. with_code: Python files belong to safetensors.
+
+    Pickles (.bin, .pt, .pth) are never part of a model.
+    """
+    paths = sorted(paths)
+    groups: dict[tuple[str, str, int], list[str]] = {}
+    for path in paths:
+        if path.lower().endswith(".gguf") and not is_companion(path):
+            groups.setdefault(_group(path), []).append(path)
+    labels = [_label(folder, stem) for folder, stem, _ in groups]
+    variants = []
+    for (folder, stem, count), label in zip(groups, labels, strict=True):
+        files = groups[folder, stem, count]
+        if labels.count(label) > 1:  # several models in one repository
+            label = f"{folder}/{stem}".lstrip("/")
+        variants.append(Variant(label, tuple(files), missing=_missing_shards(files, folder, stem, count)))
+    safetensors = _safetensors(paths, with_code)
+    return variants if safetensors is None else [*variants, safetensors]
+
+
+def _group(path: str) -> tuple[str, str, int]:
+    """(folder, name without shard number, how many shards; 0 for a whole file)."""
+    folder, _, name = path.rpartition("/")
+    match = _SHARD.fullmatch(name)
+    return (folder, match["stem"], int(match["count"])) if match else (folder, name[: -len(".gguf")], 0)
+
+
+def _label(folder: str, stem: str) -> str:
+    for text in (stem, folder.rpartition("/")[2]):
+        if found := _QUANT.findall(text):
+            return str(found[-1]).upper()
+    return stem
+
+
+def _missing_shards(files: Sequence[str], folder: str, stem: str, count: int) -> tuple[str, ...]:
+    prefix = f"{folder}/{stem}" if folder else stem
+    wanted = [f"{prefix}-{index:05d}-of-{count:05d}.gguf" for index in range(1, count + 1)]
+    return tuple(name for name in wanted if name not in files)
+
+
+def _safetensors(paths: Sequence[str], with_code: bool) -> Variant | None:
+    """Those of the repository's top folder; what lies deeper is another format's or another model's."""
+    top = [path for path in paths if "/" not in path]
+    weights = tuple(path for path in top if path.endswith(".safetensors"))
+    if not weights or "config.json" not in top:
+        return None
+    side = [path for path in top if path in _SIDE_FILES or _TOKENIZER_FILES.fullmatch(path)]
+    side += [path for path in paths if path.endswith(".py") and with_code]
+    return Variant(SAFETENSORS, weights, tuple(side))
+
+
+def select(variants: Sequence[Variant], name: ModelName) -> Variant | None:
+    """The variant that `name` asks for, None when it does not say which. Raises ConfigError when there is no such."""
+    if name.file is not None:
+        found = [variant for variant in variants if name.file in variant.weights]
+        if not found:
+            near = difflib.get_close_matches(name.file, [path for v in variants for path in v.weights], n=1)
+            raise ConfigError(
+                f"{name.repo_id} has no file {name.file}" + (f"; did you mean {near[0]}?" if near else "")
+            )
+        return found[0]
+    if name.quant is None:
+        return None
+    asked = name.quant.lower()
+    spellings: tuple[Callable[[Variant], str], ...] = (
+        lambda variant: variant.label.lower(),
+        lambda variant: variant.label.lower().removeprefix("ud-"),  # Unsloth's dynamic quantizations
+        lambda variant: _group(variant.weights[0].lower())[1] if variant.is_gguf else SAFETENSORS,
+    )
+    for spell in spellings:
+        found = [variant for variant in variants if spell(variant) == asked]
+        if len(found) == 1:
+            return found[0]
+    labels = [variant.label for variant in variants]
+    near = difflib.get_close_matches(name.quant.upper(), labels, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    raise ConfigError(f"{name.repo_id} has no {name.quant}{hint} It has: {', '.join(labels)}")
