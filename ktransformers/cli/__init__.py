@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from ktransformers.cli import bench, chat, completion, doctor, plan, serve
 from ktransformers.cli.options import version
-from ktransformers.cli.parser import ArgumentParser, leaves
+from ktransformers.cli.parser import COMMAND_LINE, ArgumentParser, leaves
 from ktransformers.cli.settings import unknown_variables
 from ktransformers.errors import ConfigError, KTransformersError
 
@@ -26,7 +26,8 @@ _EXAMPLES = """Examples:
   ktransformers serve Qwen3-30B-A3B-Q4_K_M.gguf --port 8000
 
 `ktransformers help COMMAND` shows its flags. Each can be a variable (KTRANSFORMERS_PORT=8000) or a line of a file
-(--config FILE.yaml) as well."""
+(--config FILE.yaml) as well. Flags of llama.cpp, vLLM and SGLang are understood
+where there is the same thing here: docs/flags.md."""
 
 
 def build_parser() -> ArgumentParser:
@@ -89,11 +90,12 @@ def guarded(run: Callable[[], int], args: argparse.Namespace | None = None) -> i
 
 
 def _origin(message: str, args: argparse.Namespace | None) -> str:
-    """Where the flag that `message` names first was set, with a colon; nothing when on the command line."""
-    named = re.search(r"--(\w+)", message)
+    """Where the value that `message` is about was set, with a colon; nothing when on the command line."""
+    named = re.match(r"(\w+) must be", message) or re.search(r"--(\w+)", message)
     sources: dict[str, str] = getattr(args, "value_sources", {})
-    origin = sources.get(named[1]) if named else None
-    return f"{origin}: " if origin is not None and origin != "command line" else ""
+    is_model = message.startswith(f"{getattr(args, 'model', None)} ")
+    origin = sources.get("model" if is_model else named[1] if named else "")
+    return f"{origin}: " if origin not in (None, COMMAND_LINE) else ""
 
 
 def _warn_of_variables() -> None:

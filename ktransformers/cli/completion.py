@@ -10,11 +10,14 @@ __all__ = ["SHELLS", "add_parser", "completion_script", "run"]
 
 SHELLS = ("bash", "zsh", "fish")
 
-_DESCRIPTION = """Print the script by which a shell completes commands, flags and paths. To have it in every shell:
+_DESCRIPTION = """Print the script by which a shell completes commands, flags and paths.
+Keep it where the shell looks for such scripts:
 
-  bash  ktransformers completion bash > ~/.local/share/bash-completion/completions/ktransformers
-  zsh   ktransformers completion zsh > ~/.zfunc/_ktransformers  (a folder of $fpath)
-  fish  ktransformers completion fish > ~/.config/fish/completions/ktransformers.fish"""
+  bash  ~/.local/share/bash-completion/completions/ktransformers
+  zsh   ~/.zfunc/_ktransformers, with ~/.zfunc in $fpath
+  fish  ~/.config/fish/completions/ktransformers.fish
+
+or try it in this shell: source <(ktransformers completion bash)"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -37,7 +37,7 @@ class ForeignFlag:
         """Whether the word that follows on the command line is its value."""
         if not self.becomes or set(self.becomes) == {NOTHING}:
             return False
-        return NOTHING not in self.becomes or (following is not None and following.lower() in self.becomes)
+        return NOTHING not in self.becomes or (following is not None and following.lower() in _SWITCH_WORDS)
 
     def word(self, value: str | None) -> str | None:
         """What stands for it on our command line, "" for nothing; None when this cannot be had."""
@@ -52,6 +52,9 @@ class ForeignFlag:
 
 
 _TRUE = ("true", "yes", "on", "1")
+
+_SWITCH_WORDS = (*_TRUE, "false", "no", "off", "0", "auto")
+"""What is the value of a flag that may stand alone, rather than MODEL."""
 
 
 def _alias(names: str, flag: str, note: str = "", note_beside: str = "", **values: str) -> ForeignFlag:

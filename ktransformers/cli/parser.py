@@ -21,7 +21,7 @@ from ktransformers.cli.foreign_flags import MODEL, ForeignFlag
 from ktransformers.cli.settings import Setting
 from ktransformers.errors import ConfigError
 
-__all__ = ["ArgumentParser", "add_toggle", "leaves", "user_path", "with_underscores"]
+__all__ = ["COMMAND_LINE", "ArgumentParser", "add_toggle", "leaves", "user_path", "with_underscores"]
 
 COMMAND_LINE = "command line"
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -182,22 +182,32 @@ class ArgumentParser(argparse.ArgumentParser):
         namespace.value_sources = sources
         if vars(namespace).pop("print_config", False):
             values = {name: getattr(namespace, a.dest) for name, a in actions.items() if name != "config"}
-            origins = {name: sources.get(a.dest) for name, a in actions.items()}
+            origins = {name: sources[a.dest] for name, a in actions.items() if a.dest in sources}
             self._print_message(settings.as_yaml(self.prog, values, origins), sys.stdout)
             self.exit(0)
 
     def _merge(self, namespace: argparse.Namespace, sources: dict[str, str], given: Sequence[Setting]) -> None:
         """Take the values of one source where no earlier one has said anything. All are checked."""
-        scratch, origins = argparse.Namespace(), {}
+        scratch = argparse.Namespace()
+        origins: dict[str, str] = {}
         for setting in given:
             self._origin = setting.origin
             for dest in self._apply(setting, scratch):
-                origins[dest] = setting.origin
+                if origins.setdefault(dest, setting.origin) != setting.origin:
+                    self.error(f"{setting.name} says what {origins[dest]} says already; leave one out")
         self._origin = None
-        for dest, origin in origins.items():
-            if dest not in sources:
-                setattr(namespace, dest, getattr(scratch, dest))
-                sources[dest] = origin
+        settled = set(sources)
+        for rivals in self._rivals():
+            if rivals & settled:
+                settled |= rivals
+        for dest in origins.keys() - settled:
+            setattr(namespace, dest, getattr(scratch, dest))
+            sources[dest] = origins[dest]
+
+    def _rivals(self) -> list[set[str]]:
+        """Dests that are one choice: who names a model, or one of several exclusive flags, has chosen."""
+        exclusive = [{action.dest for action in group._group_actions} for group in self._mutually_exclusive_groups]
+        return [{"model", "model_path", "gguf_path"}, *exclusive]
 
     def _apply(self, setting: Setting, namespace: argparse.Namespace) -> Iterator[str]:
         """Parse one setting into `namespace`. Yields the dests that it sets."""
@@ -217,7 +227,8 @@ class ArgumentParser(argparse.ArgumentParser):
                 action = self._option_string_actions.get(name)
                 if action is None:  # what foreign flags make of --model
                     action, name, equals, value = self._model_argument(), "model", "=", word
-                if action is None or isinstance(action, _PrintConfig) or action.dest in ("config", "help"):
+                assert action is not None, f"{word} was translated for another command"
+                if action not in self.settings().values() or (action.dest == "config" and setting.is_from_file):
                     self.error(f"{setting.name} cannot be set here")
                 yield self._take(action, [value] if equals else [], name, namespace)
 
@@ -226,14 +237,15 @@ class ArgumentParser(argparse.ArgumentParser):
         try:
             action(self, namespace, self._get_values(action, values), name)
         except argparse.ArgumentError as error:
-            self.error(error.message)
+            self.error(f"{name}: {error.message}")
         return action.dest
 
     # What is rewritten
 
     def _translated(self, words: Sequence[str]) -> list[str]:
         """Underscores for hyphens, words for toggles' values, our flags for those of other programs."""
-        rest, done = list(words), []
+        rest = list(words)
+        done: list[str] = []
         by_target: dict[str, str] = {}  # what was given, by what it became
         while rest:
             word = rest.pop(0)
@@ -333,7 +345,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def with_underscores(words: Sequence[str]) -> list[str]:
     """The names of long flags with underscores, up to a bare --."""
-    done = []
+    done: list[str] = []
     for index, word in enumerate(words):
         if word == "--":
             return [*done, *words[index:]]

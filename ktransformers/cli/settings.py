@@ -32,6 +32,7 @@ class Setting:
     name: str
     texts: tuple[str, ...]
     origin: str
+    is_from_file: bool = False
 
 
 def variable(name: str) -> str:
@@ -51,14 +52,16 @@ def from_environment(environ: Mapping[str, str], names: Iterable[str]) -> list[S
 
 def unknown_variables(environ: Mapping[str, str], names: Iterable[str]) -> str | None:
     """One line about the variables with our prefix that mean nothing, with the nearest of those that do."""
-    known = {variable(name) for name in names} | OTHER_VARIABLES
-    unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    known = [variable(name).removeprefix(PREFIX) for name in names]
+    known += [name.removeprefix(PREFIX) for name in OTHER_VARIABLES]
+    given = (name.removeprefix(PREFIX) for name in environ if name.startswith(PREFIX))
+    unknown = sorted(set(given).difference(known))
     if not unknown:
         return None
     hints = []
     for name in unknown:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-        hints.append(f"{name} (did you mean {near[0]}?)" if near else name)
+        near = difflib.get_close_matches(name, known, n=1)
+        hints.append(f"{PREFIX}{name}" + (f" (did you mean {PREFIX}{near[0]}?)" if near else ""))
     return f"environment variables without effect: {', '.join(hints)}"
 
 
@@ -92,7 +95,7 @@ def from_file(path: Path) -> list[Setting]:
         if texts is None:
             raise ConfigError(f"line {value.start_mark.line + 1}: {name} must be one value, or a list of values")
         if texts:
-            found[name] = Setting(name, texts, origin)
+            found[name] = Setting(name, texts, origin, is_from_file=True)
     return list(found.values())
 
 
@@ -107,14 +110,14 @@ def _texts(node: Any) -> tuple[str, ...] | None:
     return None
 
 
-def as_yaml(command: str, values: Mapping[str, Any], origins: Mapping[str, str | None]) -> str:
+def as_yaml(command: str, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     """`values` as a file for --config, the origin of each as a comment. Secrets and open values are comments."""
     lines = [f"# {command}: effective values"]
     for name, value in values.items():
-        origin = origins.get(name) or "default"
+        origin = origins.get(name, "default")
         if name in SECRETS and value:
             lines.append(f"# {name}: hidden  # {origin}")
-        elif value is None or value == []:
+        elif value in (None, []) or (value == "" and name not in origins):
             lines.append(f"# {name}:  # not set")
         else:
             lines.append(f"{name}: {_scalar(value)}  # {origin}")
@@ -132,6 +135,6 @@ def _scalar(value: Any) -> str:
     text = str(value)
     is_plain = text.isascii() and not set(text) & set("\"'#,:[]{}&*!|>%@`\n\r\t") and text == text.strip()
     try:
-        return text if is_plain and yaml.safe_load(text) == text else json.dumps(text)
+        return text if is_plain and yaml.safe_load(text) == text else json.dumps(text, ensure_ascii=False)
     except yaml.YAMLError:
-        return json.dumps(text)
+        return json.dumps(text, ensure_ascii=False)
