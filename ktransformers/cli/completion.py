@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ktransformers.cli.parser import leaves, user_path
 
@@ -38,7 +39,7 @@ def completion_script(shell: str) -> str:
     parser = build_parser()
     for leaf in leaves(parser):
         for action in leaf._actions:
-            if action.type is user_path or action.dest == "model":
+            if action.type in (user_path, Path) or action.dest == "model":
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     return str(shtab.complete(parser, shell))
 
