@@ -51,7 +51,8 @@ def build_parser() -> ArgumentParser:
 
 def _flags_of(parser: ArgumentParser) -> dict[str, str]:
     """The names of all commands' flags, and of the first command that has each."""
-    return {name: leaf.prog for leaf in reversed(list(leaves(parser))) for name in leaf.option_names()}
+    found = reversed(list(leaves(parser)))
+    return {name: leaf.prog for leaf in found for name in (*leaf.option_names(), *leaf.settings())}
 
 
 def _add_help(subparsers: argparse._SubParsersAction[ArgumentParser]) -> None:

@@ -217,7 +217,7 @@ class ArgumentParser(argparse.ArgumentParser):
             yield self._take(positional, [",".join(setting.texts)], setting.name, namespace)
             return
         if not self.has_option(option) and self._foreign(option) is None:
-            if setting.name not in self.elsewhere:
+            if self._owner(option) is None:
                 self.error(self._explain(setting.name, "unknown key"))
             print(f"note: {setting.origin}: {setting.name} has no effect on {self.prog}", file=sys.stderr)
             return
@@ -319,15 +319,20 @@ class ArgumentParser(argparse.ArgumentParser):
         if what == "unknown argument" and not name.startswith("-"):
             model = self._model_argument()
             return f"unexpected argument {name}" + ("; MODEL is given already" if model is not None else "")
-        if name.startswith("--") and plain in self.elsewhere:
-            return f"{name} is not a flag of {self.prog} but of {self.elsewhere[plain]}"
-        for foreign in foreign_flags.BY_NAME.get(name, ()):
-            other = self.elsewhere.get(foreign.flag[2:])
-            if other is not None:
-                return f"{name} is {foreign.flag} here, which is not a flag of {self.prog} but of {other}"
+        owner = self._owner(name)
+        if owner is not None:
+            return f"{name} is not a flag of {self.prog} but of {owner}"
         near = difflib.get_close_matches(plain, self.option_names(), n=1)
         dashes = "--" if name.startswith("-") else ""
         return f"{what} {name}" + (f"; did you mean {dashes}{near[0]}?" if near else "")
+
+    def _owner(self, name: str) -> str | None:
+        """Another command that has a flag or understands another program's."""
+        ours = [name[2:]] if name.startswith("--") else []
+        theirs = [
+            foreign.flag.removeprefix("--").replace(MODEL, "model") for foreign in foreign_flags.BY_NAME.get(name, ())
+        ]
+        return next((self.elsewhere[one] for one in ours + theirs if one in self.elsewhere), None)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:

@@ -88,7 +88,7 @@ def test_spellings(words: list[str], name: str, value: object) -> None:
         (["serve", "--strict=perhaps"], "--strict is on or off: true or false, not 'perhaps'"),
         (["serve", "--prot", "1"], "unknown argument --prot; did you mean --port?"),
         (["plan", "--port", "1"], "--port is not a flag of ktransformers plan but of ktransformers serve"),
-        (["plan", "-np", "1"], "-np is --max_batch_size here, which is not a flag of ktransformers plan but of"),
+        (["plan", "-np", "1"], "-np is not a flag of ktransformers plan but of ktransformers serve"),
         (["serve", "a", "b"], "unexpected argument b; MODEL is given already"),
         (["--port", "x"], "argument --port: invalid int value: 'x' (see ktransformers serve --help)"),
         (["serve", "--config", "/nowhere.yaml"], "--config /nowhere.yaml: the file cannot be read: No such file"),
@@ -198,9 +198,13 @@ def test_ranges_name_the_source(
 
 def test_a_file_for_several_commands(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`plan --config serve.yaml` says whether a server's model fits."""
-    config_file.write_text("cache_lens: 5\nport: 1\n")
+    config_file.write_text("cache_lens: 5\nport: 1\nmax-num-seqs: 3\nmodel: x\n")
     assert parse("plan", "--config", str(config_file)).cache_lens == 5
-    assert capsys.readouterr().err == f"note: {config_file} line 2: port has no effect on ktransformers plan\n"
+    notes = [f"note: {config_file} line 2: port", f"note: {config_file} line 3: max_num_seqs"]
+    assert capsys.readouterr().err == "".join(f"{note} has no effect on ktransformers plan\n" for note in notes)
+    assert server_parser().parse_args(["--config", str(config_file)]).max_batch_size == 3
+    parse("doctor", "--config", str(config_file))
+    assert capsys.readouterr().err.count("has no effect on ktransformers doctor") == 4
 
 
 def test_unknown_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
