@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "Routed experts of one layer at several token counts: microseconds, GB/s of weights touched, TFLOP/s."
-    kernels = kinds.add_parser("kernels", help="the CPU kernels", description=text)
+    kernels = kinds.add_parser("kernels", help="the CPU kernels", description=text).add_argument_group("measuring")
     kernels.add_argument("--threads", type=int, default=0, help="worker threads; 0: one per core")
     kernels.add_argument("--types", default="q4_k_m,q8_0", help=f"of {', '.join(TYPES)} (%(default)s)")
     kernels.add_argument("--tokens", default="1,4,16,64,256,1024", help="token counts (%(default)s)")
@@ -63,8 +63,9 @@ def _add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_model(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "A whole model on the CPU: tokens/s of prefill and decode, beside what the read bandwidth allows."
-    model = kinds.add_parser("model", help="a whole model", description=text)
-    add_model_argument(model)
+    parser = kinds.add_parser("model", help="a whole model", description=text)
+    add_model_argument(parser)
+    model = parser.add_argument_group("measuring")
     model.add_argument("--model_path", type=user_path, help="folder with config.json, for a GGUF that says too little")
     model.add_argument("--gguf_path", type=user_path, help="a GGUF file; without it and MODEL, the bundled model")
     model.add_argument("--threads", type=int, default=0, help="worker threads; 0: one per core")

@@ -120,9 +120,8 @@ class ArgumentParser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         namespace = argparse.Namespace() if namespace is None else namespace
         actions = self.settings() if self._has_settings else {}
-        defaults = {action.dest: action.default for action in reversed(actions.values())}
-        for dest in defaults:
-            setattr(namespace, dest, None)  # argparse keeps what is there, so that None means "not given"
+        for action in actions.values():
+            setattr(namespace, action.dest, None)  # argparse keeps what is there, so that None means "not given"
         translated = self._translated(words) if self._has_settings else with_underscores(words)
         namespace, unknown = super().parse_known_args(translated, namespace)
         if unknown:
@@ -175,10 +174,9 @@ class ArgumentParser(argparse.ArgumentParser):
             self._merge(namespace, sources, given)
         for action in actions.values():
             if action.dest not in sources and getattr(namespace, action.dest) is None:
-                default = action.default
-                setattr(
-                    namespace, action.dest, self._get_value(action, default) if isinstance(default, str) else default
-                )
+                is_text = isinstance(action.default, str)
+                default = self._get_value(action, action.default) if is_text else action.default
+                setattr(namespace, action.dest, default)
         namespace.value_sources = sources
         if vars(namespace).pop("print_config", False):
             values = {name: getattr(namespace, a.dest) for name, a in actions.items() if name != "config"}
@@ -220,6 +218,10 @@ class ArgumentParser(argparse.ArgumentParser):
             if self._owner(option) is None:
                 self.error(self._explain(setting.name, "unknown key"))
             print(f"note: {setting.origin}: {setting.name} has no effect on {self.prog}", file=sys.stderr)
+            return
+        own = self._option_string_actions.get(option)
+        if own is not None and own.nargs in (argparse.ZERO_OR_MORE, argparse.ONE_OR_MORE):
+            yield self._take(own, list(setting.texts), option, namespace)
             return
         for text in setting.texts if self._is_list(option) else [",".join(setting.texts)]:
             for word in self._translated([f"{option}={text}"]):
@@ -308,7 +310,7 @@ class ArgumentParser(argparse.ArgumentParser):
         if word is None:
             self.error(f"{name}: {foreign.error}")
         if foreign.note and (not foreign.note_beside or self.has_option(foreign.note_beside)):
-            print(f"note: {name}: {foreign.note}", file=sys.stderr)
+            print(f"note: {self._where()}{name}: {foreign.note}", file=sys.stderr)
         return [word] if word else []
 
     # What is said
@@ -329,9 +331,8 @@ class ArgumentParser(argparse.ArgumentParser):
     def _owner(self, name: str) -> str | None:
         """Another command that has a flag or understands another program's."""
         ours = [name[2:]] if name.startswith("--") else []
-        theirs = [
-            foreign.flag.removeprefix("--").replace(MODEL, "model") for foreign in foreign_flags.BY_NAME.get(name, ())
-        ]
+        foreign = foreign_flags.BY_NAME.get(name, ())
+        theirs = ["model" if one.flag == MODEL else one.flag[2:] for one in foreign]
         return next((self.elsewhere[one] for one in ours + theirs if one in self.elsewhere), None)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -344,8 +345,10 @@ class ArgumentParser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
-        origin = f"{self._origin}: " if self._origin else ""
-        self.exit(2, f"error: {origin}{message} (see {self.prog} --help)\n")
+        self.exit(2, f"error: {self._where()}{message} (see {self.prog} --help)\n")
+
+    def _where(self) -> str:
+        return f"{self._origin}: " if self._origin else ""
 
 
 def with_underscores(words: Sequence[str]) -> list[str]:
@@ -355,7 +358,8 @@ def with_underscores(words: Sequence[str]) -> list[str]:
         if word == "--":
             return [*done, *words[index:]]
         name, equals, value = word.partition("=")
-        done.append(f"--{name[2:].replace('-', '_')}{equals}{value}" if word.startswith("--") else word)
+        is_flag = name.startswith("--") and name[2:].replace("-", "_").isidentifier()  # not a text with spaces
+        done.append(f"--{name[2:].replace('-', '_')}{equals}{value}" if is_flag else word)
     return done
 
 

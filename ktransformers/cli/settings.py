@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ PREFIX = "KTRANSFORMERS_"
 
 OTHER_VARIABLES = frozenset({"KTRANSFORMERS_ISA"})
 """Variables with the prefix that are not flags: kernels/native_base.py reads this one, in every process."""
+
+_KUBERNETES = re.compile(rf"{PREFIX}(SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+)")
+"""Variables that Kubernetes gives every container beside a service called ktransformers; PORT=tcp://... is another."""
 
 SECRETS = frozenset({"api_key", "token", "hf_token"})
 """Flags whose values are never printed."""
@@ -45,7 +49,8 @@ def from_environment(environ: Mapping[str, str], names: Iterable[str]) -> list[S
     found = []
     for name in names:
         text = environ.get(variable(name), "")
-        if text and variable(name) not in OTHER_VARIABLES:
+        is_ours = variable(name) not in OTHER_VARIABLES and not text.startswith("tcp://")
+        if text and is_ours:
             found.append(Setting(name, tuple(text.split(",")), variable(name)))
     return found
 
@@ -54,7 +59,9 @@ def unknown_variables(environ: Mapping[str, str], names: Iterable[str]) -> str |
     """One line about the variables with our prefix that mean nothing, with the nearest of those that do."""
     known = [variable(name).removeprefix(PREFIX) for name in names]
     known += [name.removeprefix(PREFIX) for name in OTHER_VARIABLES]
-    given = (name.removeprefix(PREFIX) for name in environ if name.startswith(PREFIX))
+    given = (
+        name.removeprefix(PREFIX) for name in environ if name.startswith(PREFIX) and not _KUBERNETES.fullmatch(name)
+    )
     unknown = sorted(set(given).difference(known))
     if not unknown:
         return None

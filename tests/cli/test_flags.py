@@ -218,6 +218,40 @@ def test_unknown_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert capsys.readouterr().err.startswith(warning + "error: ")
 
 
+def test_variables_of_kubernetes_are_not_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What containers get beside a service that is called ktransformers."""
+    monkeypatch.setenv("KTRANSFORMERS_PORT", "tcp://10.0.0.7:80")
+    for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_80_TCP", "PORT_80_TCP_ADDR"):
+        monkeypatch.setenv(f"KTRANSFORMERS_{name}", "10.0.0.7")
+    assert parse("serve").port == 10002
+    assert main(["serve", "/nowhere"]) == 1
+    assert capsys.readouterr().err.startswith("error: /nowhere does not exist")
+
+
+def test_lists_and_texts_with_dashes(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = ArgumentParser(prog="p")
+    parser.add_argument("--some_files", nargs="*", type=Path)
+    parser.add_argument("--text")
+    config_file.write_text("some-files: [a, b]\n")
+    assert parser.parse_args(["--config", str(config_file)]).some_files == [Path("a"), Path("b")]
+    monkeypatch.setenv("KTRANSFORMERS_SOME_FILES", "c,d")
+    assert parser.parse_args([]).some_files == [Path("c"), Path("d")]
+    assert parser.parse_args(["--text", "--well-known as a-b"]).text == "--well-known as a-b"
+
+
+def test_exclusive_flags_are_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = ArgumentParser(prog="p")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--json", action="store_true")
+    group.add_argument("--full", action="store_true")
+    monkeypatch.setenv("KTRANSFORMERS_JSON", "1")
+    assert parser.parse_args([]).json is True
+    args = parser.parse_args(["--full"])
+    assert (args.json, args.full) == (False, True)
+
+
 def test_no_flag_has_the_name_of_another_variable() -> None:
     assert native_base.ISA_VARIABLE in OTHER_VARIABLES
     flags = {f"KTRANSFORMERS_{name.upper()}" for parser in leaves(build_parser()) for name in parser.settings()}
