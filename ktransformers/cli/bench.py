@@ -6,12 +6,19 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from dataclasses import replace
 
 from ktransformers.cli import bench_offline
 from ktransformers.cli.bench_work import ModelWork
-from ktransformers.cli.options import positive_numbers, set_up_logging, with_default_model
-from ktransformers.config import CPU_PREFILLS, EngineConfig, physical_cores
+from ktransformers.cli.options import (
+    add_model_argument,
+    engine_config,
+    positive_numbers,
+    set_up_logging,
+    with_default_model,
+)
+from ktransformers.cli.parser import user_path
+from ktransformers.config import CPU_PREFILLS, physical_cores
 from ktransformers.errors import ConfigError
 
 __all__ = ["add_parser", "run_kernels", "run_model"]
@@ -24,7 +31,9 @@ TYPES = ("q4_k_m", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs", "mxfp4", "f
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("bench", help="measure this machine", description="Measure this machine.")
+    parser = subparsers.add_parser(
+        "bench", has_settings=False, help="measure this machine", description="Measure this machine."
+    )
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     _add_kernels(kinds)
     _add_model(kinds)
@@ -33,12 +42,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "Routed experts of one layer at several token counts: microseconds, GB/s of weights touched, TFLOP/s."
-    kernels = kinds.add_parser("kernels", help="the CPU kernels", description=text)
+    kernels = kinds.add_parser("kernels", help="the CPU kernels", description=text).add_argument_group("measuring")
     kernels.add_argument("--threads", type=int, default=0, help="worker threads; 0: one per core")
     kernels.add_argument("--types", default="q4_k_m,q8_0", help=f"of {', '.join(TYPES)} (%(default)s)")
     kernels.add_argument("--tokens", default="1,4,16,64,256,1024", help="token counts (%(default)s)")
     kernels.add_argument("--experts", type=int, default=128, help="experts of a layer (%(default)s)")
-    kernels.add_argument("--top_k", type=int, default=8, help="experts per token (%(default)s)")
+    kernels.add_argument(
+        "--experts_per_token", "--top_k", dest="top_k", type=int, default=8, help="experts per token (%(default)s)"
+    )
     kernels.add_argument("--hidden", type=int, default=2048, help="hidden size (%(default)s)")
     kernels.add_argument("--width", type=int, default=768, help="intermediate size of an expert (%(default)s)")
     kernels.add_argument("--layers", type=int, default=3, help="layers in turn, so that caches stay cold (%(default)s)")
@@ -52,9 +63,11 @@ def _add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_model(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "A whole model on the CPU: tokens/s of prefill and decode, beside what the read bandwidth allows."
-    model = kinds.add_parser("model", help="a whole model", description=text)
-    model.add_argument("gguf", metavar="GGUF", nargs="?", type=Path, help="a GGUF file; default: the bundled model")
-    model.add_argument("--model_path", type=Path, help="folder with config.json, for a GGUF that says too little")
+    parser = kinds.add_parser("model", help="a whole model", description=text)
+    add_model_argument(parser)
+    model = parser.add_argument_group("measuring")
+    model.add_argument("--model_path", type=user_path, help="folder with config.json, for a GGUF that says too little")
+    model.add_argument("--gguf_path", type=user_path, help="a GGUF file; without it and MODEL, the bundled model")
     model.add_argument("--threads", type=int, default=0, help="worker threads; 0: one per core")
     model.add_argument("--prefill", default="128,256,512,2048", help="prompt lengths (%(default)s)")
     model.add_argument("--batches", default="1,4", help="sequences that decode together (%(default)s)")
@@ -111,8 +124,8 @@ def run_model(args: argparse.Namespace) -> int:
         context=args.context,
         repeats=args.repeats,
     )
-    config = EngineConfig(model_path=args.model_path, gguf_path=args.gguf, cpu_infer=args.threads)
-    if args.gguf is None and args.model_path is not None:
+    config = replace(engine_config(args), cpu_infer=args.threads)
+    if config.gguf_path is None and config.model_path is not None:
         raise ConfigError("name the GGUF file too: ktransformers bench model GGUF --model_path FOLDER")
     config = with_default_model(config)
     from ktransformers.cli.bench_model import bench_model

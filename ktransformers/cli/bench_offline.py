@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers.cli.options import (
     add_logging_flag,
+    add_model_argument,
     add_model_flags,
     engine_config,
     positive_numbers,
@@ -52,7 +53,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     text = "Prefill and decode of a model: tokens/s, GB/s of weights touched, distinct experts, peaks of memory. "
     text += "--max_new_tokens is the length of a decode pass. Without MODEL and --synthetic, the bundled model."
     parser = kinds.add_parser("offline", help="a model, or random weights in its shape", description=text)
-    parser.add_argument("model", metavar="MODEL", nargs="?", type=Path, help="a model's folder, or a GGUF file")
+    add_model_argument(parser)
     group = parser.add_argument_group("measuring")
     group.add_argument("--synthetic", metavar="SHAPE", help=f"random weights: {', '.join(SHAPE_NAMES)}")
     group.add_argument("--layers", type=int, help="layers of SHAPE; default: as many as fit into memory")
@@ -97,13 +98,6 @@ def run(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> EngineConfig:
     """What the flags ask for. Raises ConfigError when they contradict each other."""
     config = engine_config(args)
-    if args.model is not None:
-        if config.gguf_path is not None:
-            raise ConfigError("MODEL and --gguf_path are two names for the weights; leave one out")
-        if not args.model.exists():
-            raise ConfigError(f"{args.model} does not exist; MODEL must be a local folder or a GGUF file")
-        is_config_folder = (args.model / "config.json").is_file() and config.model_path is None
-        config = replace(config, **{"model_path" if is_config_folder else "gguf_path": args.model})
     if args.synthetic is None:
         if args.layers is not None:
             raise ConfigError("--layers cuts a --synthetic shape; a model's files have the layers that they have")

@@ -131,7 +131,6 @@ def _pipe() -> tuple[View, ReadLine]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole of local_chat.py. Returns the exit code."""
-    from ktransformers.cli import guarded
+    from ktransformers.cli import run_command
 
-    args = local_chat_parser().parse_args(argv)
-    return guarded(lambda: run(args))
+    return run_command(local_chat_parser(), argv)

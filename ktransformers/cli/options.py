@@ -1,35 +1,36 @@
-"""What the commands share: the argument parser, the flags of a model and of sampling, logging.
+"""What the commands share: the flags of a model and of sampling, the model that they name, logging.
 
-Flags are spelled with underscores, as users' scripts have them; hyphens are accepted for them everywhere.
-Imports nothing heavy.
+The parser is in parser.py. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.metadata
+import json
 import logging
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from ktransformers.cli.parser import ArgumentParser, add_toggle, user_path
 from ktransformers.config import ATTENTION_BACKENDS, CPU_PREFILLS, CPU_QUANT_TYPES, DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
+from ktransformers.hub.locate import locate_model, locate_path
 from ktransformers.logs import set_up_logging
 
 __all__ = [
     "ArgumentParser",
     "add_logging_flag",
+    "add_model_argument",
     "add_model_flags",
     "add_plan_flags",
     "add_sampling_flags",
     "add_toggle",
     "engine_config",
     "given_sampling",
+    "model_files",
     "positive_numbers",
     "sampling_params",
     "set_up_logging",
@@ -48,55 +49,10 @@ def version() -> str:
         return "unknown (not installed)"
 
 
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse without abbreviations, with hyphens for underscores and with the nearest name for a flag it lacks."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """See argparse. Flags that nobody knows are an error here already, while their neighbours are at hand."""
-        given = sys.argv[1:] if args is None else list(args)
-        namespace, unknown = super().parse_known_args([_with_underscores(arg) for arg in given], namespace)
-        if unknown:
-            self.error(self._explain(unknown[0]))
-        return namespace, unknown
-
-    def _explain(self, unknown: str) -> str:
-        name = unknown.partition("=")[0]
-        near = difflib.get_close_matches(name, self._option_string_actions, n=1)
-        return f"unknown argument {name}" + (f"; did you mean {near[0]}?" if near else "")
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
-
-
-def _with_underscores(arg: str) -> str:
-    if not arg.startswith("--"):
-        return arg
-    name, equals, value = arg[2:].partition("=")
-    return f"--{name.replace('-', '_')}{equals}{value}"
-
-
-class _Toggle(argparse.Action):
-    """--flag and --no_flag."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any):
-        super().__init__(option_strings, dest, nargs=0, **kwargs)
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, not (option_string or "").startswith("--no_"))
-
-
-def add_toggle(parser: argparse._ActionsContainer, name: str, *, default: bool | None, help: str) -> None:
-    """Add --name and --no_name."""
-    parser.add_argument(f"--{name}", f"--no_{name}", dest=name, action=_Toggle, default=default, help=help)
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """MODEL, which the parser knows by -m and --model too; see engine_config."""
+    text = "a GGUF file, a folder of them, or a model's folder; also -m, --model"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -117,15 +73,16 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="products of quantized weights with many rows: int8 is the same in every step, bf16 (AMX) more precise "
         "but slower (%(default)s)",
     )
+    group.add_argument("--architectures", metavar="CLASS", help="not needed: checked against the model's config.json")
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
 
 
 def add_plan_flags(group: argparse._ActionsContainer) -> None:
     """Those of them that decide which module goes where, and what fits."""
     config = EngineConfig()
-    group.add_argument("--model_path", type=Path, help="folder with config.json and tokenizer (and safetensors)")
-    group.add_argument("--gguf_path", type=Path, help="a GGUF file, a folder of them, or a folder of safetensors")
-    group.add_argument("--optimize_config_path", type=Path, help="YAML rule file; default: the architecture's own")
+    group.add_argument("--model_path", type=user_path, help="folder with config.json and tokenizer (and safetensors)")
+    group.add_argument("--gguf_path", type=user_path, help="a GGUF file, a folder of them, or a folder of safetensors")
+    group.add_argument("--optimize_config_path", type=user_path, help="YAML rule file; default: the architecture's own")
     group.add_argument(
         "--chunk_size",
         type=int,
@@ -153,24 +110,54 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The configuration that add_model_flags' flags ask for, not resolved yet."""
-    return EngineConfig(
-        model_path=args.model_path,
-        gguf_path=args.gguf_path,
-        optimize_config_path=args.optimize_config_path,
-        cache_lens=args.cache_lens,
-        chunk_size=args.chunk_size,
-        max_new_tokens=args.max_new_tokens,
-        cpu_infer=args.cpu_infer,
-        cpu_quant=args.cpu_quant,
-        cpu_prefill=args.cpu_prefill,
-        gpu_memory=args.gpu_memory,
-        strict=args.strict,
-        trust_remote_code=args.trust_remote_code,
-        use_cuda=args.use_cuda,
-        use_cuda_graph=args.use_cuda_graph,
-        attention_backend=args.attention_backend,
-    )
+    """The configuration that MODEL and the flags ask for, not resolved yet. Flags that a command lacks are defaults.
+
+    Raises ConfigError when they contradict each other, and for a MODEL that there is not.
+    """
+    names = [one.name for one in fields(EngineConfig) if hasattr(args, one.name)]
+    model_path, gguf_path = model_files(args)
+    config = EngineConfig(**{name: getattr(args, name) for name in names})
+    config = replace(config, model_path=model_path, gguf_path=gguf_path)
+    _check_architecture(getattr(args, "architectures", None), model_path)
+    return config
+
+
+def model_files(args: argparse.Namespace) -> tuple[Path | None, Path | None]:
+    """model_path and gguf_path of EngineConfig from MODEL, --model_path and --gguf_path. Raises ConfigError.
+
+    Beside one of the flags, MODEL is what the other one would name.
+    """
+    model = getattr(args, "model", None)
+    model_path, gguf_path = (_located(args, name) for name in ("model_path", "gguf_path"))
+    if model is None:
+        return model_path, gguf_path
+    if model_path is not None and gguf_path is not None:
+        raise ConfigError("MODEL, --model_path and --gguf_path together say too much; leave one out")
+    found = locate_model(model)
+    if model_path is not None:
+        return model_path, found.gguf_path or found.model_path
+    if gguf_path is not None:
+        return found.model_path or found.gguf_path, gguf_path
+    return found.model_path, found.gguf_path
+
+
+def _located(args: argparse.Namespace, name: str) -> Path | None:
+    given = getattr(args, name, None)
+    return None if given is None else locate_path(given, f"--{name}")
+
+
+def _check_architecture(named: str | None, model_path: Path | None) -> None:
+    """--architectures chooses nothing here: the model's own config does. A contradiction is an error."""
+    if named is None:
+        return
+    try:
+        config = json.loads((model_path / "config.json").read_text(encoding="utf-8")) if model_path else {}
+        known = config.get("architectures") or []
+    except (OSError, ValueError, AttributeError):
+        known = []  # whoever opens the model says what is wrong with its config
+    if known and named not in known:
+        raise ConfigError(f"--architectures {named}: {model_path}/config.json says {', '.join(known)}; leave it out")
+    _log.info("--architectures %s: not needed, the model's config says it", named)
 
 
 def positive_numbers(text: str, flag: str) -> list[int]:
@@ -232,4 +219,6 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Sampl
 
 def add_logging_flag(parser: argparse._ActionsContainer) -> None:
     levels = ("debug", "info", "warning", "error")
-    parser.add_argument("--log_level", choices=levels, default="info", help="what is logged to standard error")
+    parser.add_argument(
+        "--log_level", type=str.lower, choices=levels, default="info", help="what is logged to standard error"
+    )

@@ -9,12 +9,12 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.cli.options import (
     ArgumentParser,
     add_logging_flag,
+    add_model_argument,
     add_model_flags,
     add_sampling_flags,
     add_toggle,
@@ -23,6 +23,7 @@ from ktransformers.cli.options import (
     set_up_logging,
     with_default_model,
 )
+from ktransformers.cli.parser import user_path
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import title_of
 
@@ -46,19 +47,18 @@ MAX_BATCH_SIZE = 16
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = subparsers.add_parser("serve", help="serve a model over HTTP", description=_DESCRIPTION)
-    parser.add_argument("model", nargs="?", type=Path, help="a GGUF file or a model's folder; see --model_path")
     _add_flags(parser)
 
 
 def server_parser() -> ArgumentParser:
     """The parser of server/main.py: the flags of `serve` without a command in front."""
     parser = ArgumentParser(prog="main.py", description=_DESCRIPTION)
-    parser.set_defaults(model=None)
     _add_flags(parser)
     return parser
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
     add_model_flags(parser)
     add_sampling_flags(parser, has_seed=False)
     group = parser.add_argument_group("server")
@@ -72,9 +72,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_toggle(group, "prefix_cache", default=None, help="balance_serve: share cached prefixes (on)")
     group.add_argument("--model_name", action="append", default=[], metavar="NAME", help="name in the API; repeatable")
     group.add_argument("--api_key", action="append", default=[], metavar="KEY", help="repeatable, or with commas")
-    group.add_argument("--api_key_file", type=Path, help="a file with one API key per line")
-    group.add_argument("--ssl_keyfile", type=Path, help="TLS: private key (PEM)")
-    group.add_argument("--ssl_certfile", type=Path, help="TLS: certificate chain (PEM)")
+    group.add_argument("--api_key_file", type=user_path, help="a file with one API key per line")
+    group.add_argument("--ssl_keyfile", type=user_path, help="TLS: private key (PEM)")
+    group.add_argument("--ssl_certfile", type=user_path, help="TLS: certificate chain (PEM)")
     group.add_argument("--cors_origins", action="append", default=[], metavar="ORIGIN", help="repeatable; * for all")
     group.add_argument("--max_queue", type=int, default=256, help="waiting requests beyond which 503 (%(default)s)")
     group.add_argument("--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout")
@@ -104,17 +104,6 @@ def _check_flags(args: argparse.Namespace) -> None:
                 _log.warning(
                     "--%s has no effect: the %s backend computes one request at a time", flag, args.backend_type
                 )
-    if args.model is not None and (args.model_path is not None or args.gguf_path is not None):
-        raise ConfigError("give the model once: as the argument, or with --model_path and --gguf_path")
-
-
-def _engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The model's configuration, its paths checked."""
-    if args.model is not None:
-        is_folder = args.model.is_dir()
-        has_config = is_folder and (args.model / "config.json").is_file()
-        args.model_path, args.gguf_path = (args.model, None) if has_config else (None, args.model)
-    return with_default_model(engine_config(args)).resolved()
 
 
 def _model_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, ...]:
@@ -173,7 +162,7 @@ def run(args: argparse.Namespace, backend: Callable[[], Backend] | None = None) 
     """Serve until a signal comes. Returns the exit code. `backend` replaces the real one, for tests."""
     set_up_logging(args.log_level)
     _check_flags(args)
-    config = _engine_config(args)  # before the slow imports: a wrong path shows at once
+    config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
     server_config = _server_config(args, config)
     from ktransformers.cli.chat_output import loading_bar
     from ktransformers.server.run import serve
@@ -187,7 +176,6 @@ def run(args: argparse.Namespace, backend: Callable[[], Backend] | None = None) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole of server/main.py. Returns the exit code."""
-    from ktransformers.cli import guarded
+    from ktransformers.cli import run_command
 
-    args = server_parser().parse_args(argv)
-    return guarded(lambda: run(args))
+    return run_command(server_parser(), argv)

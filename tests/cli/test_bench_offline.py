@@ -136,7 +136,7 @@ def test_a_model_of_files(capsys: pytest.CaptureFixture[str]) -> None:
         (["--synthetic", "tiny", "."], "--synthetic needs no model"),
         (["--synthetic", "tiny", "--model_path", "."], "--synthetic needs no model"),
         (["nowhere.gguf"], "nowhere.gguf does not exist"),
-        ([".", "--gguf_path", "."], "MODEL and --gguf_path are two names"),
+        ([".", "--gguf_path", ".", "--model_path", "."], "MODEL, --model_path and --gguf_path together"),
         (["--prefill", "1,x"], "--prefill must be positive numbers"),
         (["--decode", "0"], "--decode must be positive numbers"),
         (["--prompt_len", "0"], "--prompt_len must be at least 1"),

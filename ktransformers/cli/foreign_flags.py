@@ -1,0 +1,179 @@
+"""Flags of other programs (llama.cpp, vLLM, SGLang with kt-kernel, upstream), as data: what they are called here.
+
+An entry applies to the commands that have the flag which it leads to, where they have none of its own by that name.
+What has no counterpart is refused with the name of what there is instead; what is so anyway is taken, with one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["BY_NAME", "FOREIGN_FLAGS", "MODEL", "ForeignFlag"]
+
+MODEL = "MODEL"
+"""In place of a flag: the positional argument."""
+
+ANY, NOTHING = "*", ""
+"""Keys of ForeignFlag.becomes: any other value, and no value at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignFlag:
+    """names: the spellings, with underscores. flag: ours that it leads to, with dashes, or MODEL.
+
+    becomes: our word by the value that was given ({} stands for it); an empty word means that nothing is to be done.
+    error: said for every other value. note: printed when it is used, if the command has `note_beside` too (or always).
+    """
+
+    names: tuple[str, ...]
+    flag: str
+    becomes: Mapping[str, str] = field(default_factory=dict)
+    error: str = ""
+    note: str = ""
+    note_beside: str = ""
+
+    def takes_value(self, following: str | None) -> bool:
+        """Whether the word that follows on the command line is its value."""
+        if not self.becomes or set(self.becomes) == {NOTHING}:
+            return False
+        return NOTHING not in self.becomes or (following is not None and following.lower() in _SWITCH_WORDS)
+
+    def word(self, value: str | None) -> str | None:
+        """What stands for it on our command line, "" for nothing; None when this cannot be had."""
+        key = NOTHING if value is None else value.lower()
+        if key in self.becomes:
+            return self.becomes[key]
+        if value is not None and value.lower() in _TRUE and set(self.becomes) == {NOTHING}:
+            return self.becomes[NOTHING]  # a switch of another program in a file: `enforce_eager: true`
+        if value is None or ANY not in self.becomes:
+            return None
+        return self.becomes[ANY].replace("{}", value)
+
+
+_TRUE = ("true", "yes", "on", "1")
+
+_SWITCH_WORDS = (*_TRUE, "false", "no", "off", "0", "auto")
+"""What is the value of a flag that may stand alone, rather than MODEL."""
+
+
+def _alias(names: str, flag: str, note: str = "", note_beside: str = "", **values: str) -> ForeignFlag:
+    """The same thing by another name."""
+    word = "{}" if flag == MODEL else f"{flag}={{}}"
+    return ForeignFlag(tuple(names.split()), flag, {ANY: word} | values, "", note, note_beside)
+
+
+def _switch(names: str, flag: str, word: str, note: str = "") -> ForeignFlag:
+    """A flag without a value that is the word of ours; none when it is so anyway."""
+    error = f"it takes no value here; leave it out, or see {flag}"
+    return ForeignFlag(tuple(names.split()), flag, {NOTHING: word}, error, note)
+
+
+def _choice(names: str, flag: str, becomes: Mapping[str, str], error: str, note: str = "") -> ForeignFlag:
+    """Some values mean something here, the others are refused."""
+    return ForeignFlag(tuple(names.split()), flag, becomes, error, note)
+
+
+def _refused(names: str, flag: str, error: str) -> ForeignFlag:
+    """What this program does not have."""
+    return ForeignFlag(tuple(names.split()), flag, {}, error)
+
+
+_WHOLE_CACHE = "taken as --cache_lens, which all requests share; no single request has a limit of its own"
+_RULES = "rule files say which module goes where: --optimize_config_path, docs/rules.md"
+_SPREAD = f"one process drives all GPUs; a transfer_map in the rules spreads layers over them ({_RULES})"
+_ONE_GPU = f"for one GPU set CUDA_VISIBLE_DEVICES, for several use rules ({_RULES})"
+_FILL = "experts fill what attention leaves of a GPU by themselves; --gpu_memory GIB limits it"
+_TYPES = "weights are computed in the file's own types; --cpu_quant TYPE quantizes experts while loading"
+
+_MODEL_AND_CACHE = (
+    _alias("-m --model -hf --hf_repo", MODEL),
+    _alias("--model_dir", "--model_path"),
+    _alias("--ctx_size -c --max_total_tokens", "--cache_lens"),
+    _alias("--max_model_len --context_length", "--cache_lens", _WHOLE_CACHE, "--max_batch_size"),
+    _alias("--max_num_batched_tokens --chunked_prefill_size --batch_size -b --ubatch_size -ub", "--chunk_size"),
+    _alias("-n --predict --n_predict --max_tokens", "--max_new_tokens"),
+    _switch("--enable_chunked_prefill", "--chunk_size", "", "prompts are always computed in chunks of --chunk_size"),
+    _choice("--kv_cache_dtype --cache_type_k -ctk --cache_type_v -ctv", "--cache_lens", {"auto": ""},
+            "keys and values are not quantized; --cache_lens sets how many tokens are held"),
+    _choice("--dtype", "--cpu_quant", {"auto": ""}, _TYPES),
+    _choice("--quantization -q", "--cpu_quant", {"gguf": "", "fp8": ""}, _TYPES,
+            "the types of weights are read from the model's files"),
+    _switch("--mlock", "--gguf_path", "", "nothing is locked; most weights are copied into memory that no file backs"),
+    _switch("--no_mmap", "--gguf_path", "",
+            "quantized weights are copied into memory of their own anyway; F32 and F16 stay mapped"),
+)  # fmt: skip
+
+_DEVICES = (
+    _choice("--n_gpu_layers -ngl --gpu_layers", "--use_cuda", {"0": "--no_use_cuda"}, f"{_FILL}; {_RULES}; 0: no GPU"),
+    _choice("--device -dev", "--use_cuda",
+            {"cpu": "--no_use_cuda", "none": "--no_use_cuda", "cuda": "--use_cuda", "cuda:0": "--use_cuda"},
+            f"cpu or cuda; {_ONE_GPU}"),
+    _refused("--main_gpu -mg --tensor_split -ts --split_mode -sm", "--use_cuda", _ONE_GPU),
+    _choice("--tensor_parallel_size -tp --tp_size --tp", "--use_cuda", {"1": ""}, _SPREAD,
+            "every module is whole on one device; there is nothing to switch off"),
+    _choice("--pipeline_parallel_size -pp --pp_size --data_parallel_size -dp --dp_size", "--use_cuda", {"1": ""},
+            _SPREAD, "one process drives all GPUs; there is nothing to switch off"),
+    _refused("--gpu_memory_utilization --mem_fraction_static", "--gpu_memory",
+             "it is a share of the GPU; give GiB instead: --gpu_memory 20"),
+    _refused("--cpu_offload_gb --swap_space", "--gpu_memory", _FILL),
+    _choice("--flash_attn -fa", "--attention_backend", {NOTHING: "", "on": "", "auto": "", "1": "", "true": ""},
+            "scores are never stored, and that cannot be switched off; --attention_backend chooses kernels on a GPU",
+            "scores are never stored; --attention_backend chooses kernels on a GPU"),
+    _switch("--enforce_eager --disable_cuda_graph", "--use_cuda_graph", "--no_use_cuda_graph"),
+    _switch("--cpu_moe -cmoe", "--optimize_config_path", "",
+            "so it is by default; experts go to a GPU where it has room for them, which --gpu_memory GIB limits"),
+    _refused("--n_cpu_moe -ncmoe --override_tensor -ot", "--optimize_config_path", _RULES),
+    _alias("-t --threads --n_threads", "--cpu_infer", **{"-1": "--cpu_infer=0"}),
+    _alias("-t", "--threads"),
+    _refused("--threads_batch -tb", "--cpu_infer", "prompts and answers use the same threads: --cpu_infer"),
+    _refused("--numa", "--cpu_infer", "memory nodes are found without a flag; --cpu_infer sets the threads"),
+)  # fmt: skip
+
+_KT_KERNEL = (
+    _alias("--kt_cpuinfer", "--cpu_infer"),
+    _alias("--kt_weight_path", "--gguf_path", "taken as --gguf_path: GGUF, or safetensors as published"),
+    _choice("--kt_method", "--cpu_quant", {"llamafile": ""}, _TYPES, "kernels are chosen by the weights' types"),
+    _refused("--kt_num_gpu_experts", "--gpu_memory", _FILL),
+    _choice("--kt_threadpool_count", "--cpu_infer", {ANY: ""}, "", "memory nodes are found without a flag"),
+    _choice("--kt_max_deferred_experts_per_token", "--cpu_infer", {"0": ""},
+            "no expert is deferred: answers would change; --cpu_infer sets the threads"),
+)  # fmt: skip
+
+_SAMPLING_AND_CHAT = (
+    _alias("--temp", "--temperature"),
+    _alias("--repeat_penalty", "--repetition_penalty"),
+    _alias("-s", "--seed"),
+    _refused("--seed -s", "--max_queue", "a request carries its seed in its own `seed` field, not the server"),
+    _alias("-sys --system_prompt", "--system"),
+    _alias("-f --file", "--prompt_file"),
+)
+
+_SERVER = (
+    _alias("--served_model_name --alias -a", "--model_name"),
+    _alias("--max_num_seqs --max_running_requests --parallel -np", "--max_batch_size"),
+    _switch("--enable_prefix_caching", "--prefix_cache", "--prefix_cache"),
+    _switch("--no_enable_prefix_caching --disable_radix_cache", "--prefix_cache", "--no_prefix_cache"),
+    _alias("--ssl_key_file", "--ssl_keyfile"),
+    _alias("--ssl_cert_file", "--ssl_certfile"),
+    _switch("--no_webui", "--web", "--no_web"),
+    _switch("--jinja", "--max_queue", "", "the model's chat template is always used"),
+    _choice("--reasoning_parser --tool_call_parser", "--max_queue", {ANY: ""}, "",
+            "the model's chat template says how it reasons and calls tools"),
+    _switch("--enable_auto_tool_choice", "--max_queue", "", "the model's chat template says how it calls tools"),
+    _switch("--verbose -v", "--log_level", "--log_level=debug"),
+)  # fmt: skip
+
+FOREIGN_FLAGS = (*_MODEL_AND_CACHE, *_DEVICES, *_KT_KERNEL, *_SAMPLING_AND_CHAT, *_SERVER)
+
+
+def _by_name() -> dict[str, tuple[ForeignFlag, ...]]:
+    found: dict[str, tuple[ForeignFlag, ...]] = {}
+    for entry in FOREIGN_FLAGS:
+        for name in entry.names:
+            found[name] = (*found.get(name, ()), entry)
+    return found
+
+
+BY_NAME = _by_name()
+"""The entries of each name, in the order in which they are tried."""

@@ -1,0 +1,154 @@
+"""Flags of other programs: what they become here, and what is said about those that become nothing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+
+import pytest
+
+from ktransformers.cli import build_parser
+from ktransformers.cli.foreign_flags import ANY, FOREIGN_FLAGS, MODEL, NOTHING, ForeignFlag
+from ktransformers.cli.parser import ArgumentParser, leaves
+
+PARSERS = list(leaves(build_parser()))
+OPTIONS = {option for parser in PARSERS for option in parser._option_string_actions}
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("KTRANSFORMERS_"):
+            monkeypatch.delenv(name)
+
+
+def value_of(args: argparse.Namespace, name: str) -> object:
+    value = getattr(args, name)
+    return value if isinstance(value, bool | int | float | list | type(None)) else str(value)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        # llama.cpp
+        ("serve -m x.gguf", "model", "x.gguf"),
+        ("serve -hf owner/name:Q4_K_M", "model", "owner/name:Q4_K_M"),
+        ("serve --model x.gguf", "model", "x.gguf"),
+        ("bench offline --model=x.gguf", "model", "x.gguf"),
+        ("chat -c 4096", "cache_lens", 4096),
+        ("plan --ctx-size 4096", "cache_lens", 4096),
+        ("chat -ngl 0", "use_cuda", False),
+        ("chat --n-gpu-layers=0", "use_cuda", False),
+        ("serve --device none", "use_cuda", False),
+        ("chat -t 8", "cpu_infer", 8),
+        ("chat --threads -1", "cpu_infer", 0),
+        ("bench kernels -t 8", "threads", 8),
+        ("bench model --threads 8", "threads", 8),
+        ("chat -n 64", "max_new_tokens", 64),
+        ("chat --n-predict 64", "max_new_tokens", 64),
+        ("chat --temp 0.5", "temperature", 0.5),
+        ("chat --repeat-penalty 1.1", "repetition_penalty", 1.1),
+        ("chat -s 7", "seed", 7),
+        ("serve -a some", "model_name", ["some"]),
+        ("serve --alias some --model_name other", "model_name", ["some", "other"]),
+        ("serve -np 4", "max_batch_size", 4),
+        ("serve -b 512", "chunk_size", 512),
+        ("serve --ssl-key-file k", "ssl_keyfile", "k"),
+        ("serve -fa x.gguf", "model", "x.gguf"),
+        ("serve -fa on x.gguf", "model", "x.gguf"),
+        ("serve --flash-attn auto", "model", None),
+        ("serve --cpu-moe x.gguf", "model", "x.gguf"),
+        ("serve --mlock --no-mmap x.gguf", "model", "x.gguf"),
+        ("serve -v", "log_level", "debug"),
+        # vLLM
+        ("serve --max-model-len 8192", "cache_lens", 8192),
+        ("serve --max-num-seqs 8", "max_batch_size", 8),
+        ("serve --max-num-batched-tokens 2048", "chunk_size", 2048),
+        ("serve --served-model-name some", "model_name", ["some"]),
+        ("serve --enforce-eager", "use_cuda_graph", False),
+        ("serve --enable-prefix-caching x.gguf", "prefix_cache", True),
+        ("serve --no-enable-prefix-caching", "prefix_cache", False),
+        ("serve -tp 1 x.gguf", "model", "x.gguf"),
+        ("serve --dtype auto --quantization gguf x.gguf", "model", "x.gguf"),
+        ("serve --host h --port 1 --api-key k --trust-remote-code", "trust_remote_code", True),
+        # SGLang and kt-kernel
+        ("serve --context-length 8192", "cache_lens", 8192),
+        ("serve --chunked-prefill-size 4096", "chunk_size", 4096),
+        ("serve --disable-radix-cache", "prefix_cache", False),
+        ("serve --max-running-requests 8", "max_batch_size", 8),
+        ("serve --kt-cpuinfer 60", "cpu_infer", 60),
+        ("serve --kt-weight-path /w", "gguf_path", "/w"),
+        ("serve --kt-threadpool-count 2 x.gguf", "model", "x.gguf"),
+        ("serve --kt-method LLAMAFILE x.gguf", "model", "x.gguf"),
+        # upstream
+        ("serve --model_dir /m", "model_path", "/m"),
+        ("serve --device cpu", "use_cuda", False),
+        ("serve --device cuda:0", "use_cuda", True),
+    ],
+)
+def test_what_it_becomes(line: str, name: str, value: object) -> None:
+    assert value_of(build_parser().parse_args(line.split()), name) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("chat -ngl 99", "error: -ngl: experts fill what attention leaves of a GPU by themselves; --gpu_memory GIB"),
+        ("serve -tp 2", "error: -tp: one process drives all GPUs; a transfer_map in the rules"),
+        ("serve --gpu-memory-utilization 0.9", "error: --gpu_memory_utilization: it is a share of the GPU; give GiB"),
+        ("serve -ot exps=CPU", "error: -ot: rule files say which module goes where: --optimize_config_path"),
+        ("serve --dtype float16", "error: --dtype: weights are computed in the file's own types; --cpu_quant"),
+        ("serve --seed 1", "error: --seed: a request carries its seed"),
+        ("serve --kt-num-gpu-experts 8", "error: --kt_num_gpu_experts: experts fill"),
+        ("serve -fa off", "error: -fa: scores are never stored, and that cannot be switched off; --attention_backend"),
+        ("serve --flash-attn=off", "error: --flash_attn: scores are never stored"),
+        ("serve -c", "error: -c: expected a value"),
+        ("serve -c 1 --cache_lens 2", "error: -c and --cache_lens both mean --cache_lens; leave one out"),
+        ("serve -b 1 -ub 2", "error: -b and -ub both mean --chunk_size; leave one out"),
+        ("serve -m a --model b", "error: -m and --model both mean MODEL; leave one out"),
+        ("serve -m a b", "error: unexpected argument b; MODEL is given already"),
+    ],
+)
+def test_what_is_refused(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_args(line.split())
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_other_meanings_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    build_parser().parse_args(["serve", "--max_model_len", "5"])
+    assert capsys.readouterr().err.startswith("note: --max_model_len: taken as --cache_lens, which all requests share")
+    build_parser().parse_args(["chat", "--max_model_len", "5", "--temp", "1"])  # one request at a time: the same thing
+    assert capsys.readouterr().err == ""
+
+
+def users(entry: ForeignFlag, name: str) -> list[ArgumentParser]:
+    """The commands to which an entry applies by this name."""
+    return [parser for parser in PARSERS if not parser.has_option(name) and parser._foreign(name) is entry]
+
+
+@pytest.mark.parametrize("entry", FOREIGN_FLAGS, ids=lambda entry: entry.names[0])
+def test_the_whole_table(entry: ForeignFlag, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each name applies somewhere; each value becomes what the parser takes; the rest is refused, and never silent."""
+    assert entry.flag == MODEL or entry.flag in OPTIONS
+    for named in re.findall(r"--\w+", f"{entry.error} {entry.note}"):
+        assert named in OPTIONS, f"{entry.names[0]} names {named}, which no command has"
+    for name in entry.names:
+        assert users(entry, name), f"{name} applies to no command"
+        assert name == name.replace("-", "_").replace("__", "--", 1) or re.fullmatch(r"-\w+", name)
+        parser = users(entry, name)[0]
+        for value, word in entry.becomes.items():
+            given = {ANY: [name, "5"], NOTHING: [name]}.get(value, [name, value])
+            args = parser.parse_args(given)
+            target = entry.flag if entry.flag == MODEL else parser._option_string_actions[entry.flag].dest
+            changed = args.value_sources
+            assert changed == ({} if not word else {"model" if target == MODEL else target: "command line"})
+            assert bool(word) or entry.note or value in ("0", "auto", "gguf", "fp8"), f"{name} is taken in silence"
+            capsys.readouterr()
+        if ANY not in entry.becomes:
+            with pytest.raises(SystemExit):
+                parser.parse_args([f"{name}=nonsense"])
+            assert entry.error
+            assert capsys.readouterr().err.startswith(f"error: {name}: {entry.error}")
