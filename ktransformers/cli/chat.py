@@ -92,6 +92,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
     if args.prompt is not None and args.prompt_text is not None:
         raise ConfigError("there are two prompts: PROMPT and --prompt; leave one out")
+    _keeps_history(args, os.environ)
     prompt = _prompt(args)
     if prompt is not None and not prompt.strip():
         raise ConfigError("--prompt is empty; it must be the text of a prompt")
@@ -177,11 +178,14 @@ def _terminal_source(args: argparse.Namespace) -> Source:
     from ktransformers.cli.chat_terminal import TerminalSource
     from ktransformers.cli.prompt_history import open_history
 
-    keeps = args.history if args.history is not None else _wants_history(os.environ)
+    keeps = _keeps_history(args, os.environ)
     return TerminalSource(open_history(user_state_dir() / "prompts") if keeps else InMemoryHistory())
 
 
-def _wants_history(environ: Mapping[str, str]) -> bool:
+def _keeps_history(args: argparse.Namespace, environ: Mapping[str, str]) -> bool:
+    """The flag, else the environment variable, else yes. Raises ConfigError for a value that is neither yes nor no."""
+    if args.history is not None:
+        return bool(args.history)
     value = environ.get(HISTORY_VARIABLE, "")
     if value.lower() not in ("", "0", "1", "false", "true", "no", "yes", "off", "on"):
         raise ConfigError(f"{HISTORY_VARIABLE}={value}: it must be 0 or 1")
@@ -208,8 +212,9 @@ def _script(args: argparse.Namespace, first_turns: list[Turn]) -> tuple[View, So
     if sys.stdin is None:
         return plain, NoSource()
     # Somebody who types is answered line by line, also when the answers go to a file.
-    by_line = args.reads_lines if args.lines is None else args.lines
-    return plain, LineSource(sys.stdin) if by_line or sys.stdin.isatty() else DocumentSource(sys.stdin)
+    if sys.stdin.isatty() or (args.reads_lines if args.lines is None else args.lines):
+        return plain, LineSource(sys.stdin)
+    return plain, DocumentSource(sys.stdin, is_needed=not first_turns)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

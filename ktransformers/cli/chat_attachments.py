@@ -44,7 +44,7 @@ def _file(name: str) -> tuple[str, Path] | None:
 def _size(text: str) -> str:
     """What the user needs to know of it: will it fit?"""
     lines = text.count("\n") + 1
-    return f"{lines:,} line{'s' * (lines > 1)}, {len(text):,} characters"
+    return f"{lines:,} line{'s' * (lines > 1)}, {len(text):,} character{'s' * (len(text) > 1)}"
 
 
 def attach_files(text: str, note: Callable[[str], None]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 
-from ktransformers.cli.chat_commands import COMMANDS
+from ktransformers.cli.chat_commands import COMMANDS, Command
 
 __all__ = ["ChatCompleter"]
 
@@ -33,13 +33,14 @@ class ChatCompleter(Completer):
         if "\n" in text:
             return
         name, space, argument = text.partition(" ")
-        if not space and text.startswith("/"):
-            yield from _words(text, COMMANDS)
+        names = {known: bool(one.words) or one.takes_path for known, one in COMMANDS.items() if known.startswith(text)}
         if space and name in COMMANDS:
             command = COMMANDS[name]
             if command.takes_path:
                 yield from self._paths(argument, complete_event)
-            yield from _arguments(argument, command.words)
+            yield from _arguments(argument, command)
+        elif names and text:
+            yield from _words(text, names)
         elif _LIKE_A_PATH.match(text):
             yield from self._paths(text, complete_event)
 
@@ -61,15 +62,16 @@ class ChatCompleter(Completer):
             yield Completion(found.text + "/" * is_folder, start_position=0, display=found.display)
 
 
-def _words(typed: str, words: Iterable[str]) -> Iterator[Completion]:
-    for word in words:
+def _words(typed: str, words: Mapping[str, bool]) -> Iterator[Completion]:
+    """The words that begin as typed. Each says whether something can follow it, which a space makes ready for."""
+    for word, takes_more in words.items():
         if word.startswith(typed):
-            yield Completion(word, start_position=-len(typed))
+            yield Completion(word + " " * takes_more, start_position=-len(typed), display=word)
 
 
-def _arguments(typed: str, words: dict[str, tuple[str, ...]]) -> Iterator[Completion]:
+def _arguments(typed: str, command: Command) -> Iterator[Completion]:
     first, space, rest = typed.partition(" ")
     if not space:
-        yield from _words(first, words)
+        yield from _words(first, {word: bool(command.words[word]) for word in command.words})
     elif " " not in rest:
-        yield from _words(rest, words.get(first, ()))
+        yield from _words(rest, dict.fromkeys(command.words.get(first, ()), True))

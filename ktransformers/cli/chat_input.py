@@ -5,6 +5,7 @@ Puts `\"\"\"` blocks together. Does not know commands or models. Terminals are i
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -30,6 +31,8 @@ __all__ = [
     "read_turn",
     "typed_path",
 ]
+
+_log = logging.getLogger(__name__)
 
 _QUOTES = '"""'
 _MAX_FILE_BYTES = 32 * 2**20
@@ -87,18 +90,24 @@ class LineSource(Source):
 
 
 class DocumentSource(Source):
-    """A whole stream as one turn. Nothing in it is a command, a path or an attachment."""
+    """A whole stream as one turn. Nothing in it is a command, a path or an attachment.
+
+    is_needed: whether an empty one deserves a line, because then there is no prompt at all.
+    """
 
     has_commands = False
 
-    def __init__(self, stream: TextIO):
+    def __init__(self, stream: TextIO, is_needed: bool = True):
         self._stream: TextIO | None = stream
+        self._is_needed = is_needed
 
     def read_turn(self) -> Turn | None:
         """See Source."""
         if self._stream is None:
             return None
         text, self._stream = read_document(self._stream), None
+        if not text and self._is_needed:
+            _log.warning("standard input is empty, so there is no prompt")
         return Turn(text, is_literal=True, has_attachments=False) if text else None
 
 

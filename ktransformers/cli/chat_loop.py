@@ -165,7 +165,7 @@ class ChatLoop:
         """Answer the last question again, with another seed. Raises ConfigError when there is none."""
         question, params = self._last_question(), self.settings.params
         if params.is_greedy:
-            self.view.note("temperature is 0: every answer is the likeliest one; /set parameter temperature 0.7 varies")
+            self.view.note("at temperature 0 answers do not vary; /set parameter temperature 0.7 changes that")
         elif params.seed is not None:
             self._num_retries += 1
             params = replace(params, seed=params.seed + self._num_retries)

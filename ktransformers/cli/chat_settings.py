@@ -17,11 +17,7 @@ __all__ = ["PARAMETERS", "Settings"]
 
 
 def _strings(text: str) -> tuple[str, ...]:
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"stop: {error}; put each string in quotes") from error
-    return tuple(word.replace("\\n", "\n").replace("\\t", "\t") for word in words)
+    return tuple(word.replace("\\n", "\n").replace("\\t", "\t") for word in shlex.split(text))
 
 
 PARAMETERS: Mapping[str, Callable[[str], Any]] = {
@@ -38,6 +34,7 @@ PARAMETERS: Mapping[str, Callable[[str], Any]] = {
 }
 """The fields of SamplingParams that /set parameter knows, and how their values are read."""
 
+_WANTED = {int: "a whole number", float: "a number"}
 _OFF: Mapping[str, Any] = {"seed": None, "max_tokens": None, "stop": ()}
 _SAME = {"num_predict": "max_tokens", "max_new_tokens": "max_tokens"}
 _ELSEWHERE = {  # what other programs call it: where it is here
@@ -62,7 +59,7 @@ class Settings:
     ):
         self._tokenizer, self._chosen, self._defaults, self._always_stop = tokenizer, params, params, always_stop
         self.force_think = force_think
-        self.template_kwargs: dict[str, bool] = {}
+        self.template_kwargs: dict[str, Any] = {}  # for the chat template
 
     @property
     def params(self) -> SamplingParams:
@@ -92,8 +89,7 @@ class Settings:
             number = kind(value)
         except ValueError as error:
             words = " or off" if name in _OFF else ""
-            wanted = "a whole number" if kind is int else "a number"
-            raise ConfigError(f"{name} takes {wanted}{words}, got {value!r}") from error
+            raise ConfigError(f"{name} takes {_WANTED.get(kind, 'strings in quotes')}{words}, got {value!r}") from error
         if kind is float and not math.isfinite(number):
             raise ConfigError(f"{name} takes a finite number, got {value!r}")
         return number

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from ktransformers.cli.chat import local_chat_parser, run
 
 FAKES = Path(__file__).parent.parent / "engine" / "fakes.py"
 ENDLESS = "endless"
+
+Chat = Callable[..., tuple[str, str]]
+"""The fixture `chat`: what standard input has and the flags, then `code`; standard output and error."""
 
 
 def load_fakes() -> Any:
