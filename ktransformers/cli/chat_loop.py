@@ -180,6 +180,7 @@ class ChatLoop:
             question = quoted(question)
         self.source.prefill(question)
         self._is_editing = True
+        self.view.note("Enter replaces the question and its answer, Ctrl-C leaves them")
 
     def answer(self, text: str, *, replaces: bool = False, params: SamplingParams | None = None) -> None:
         """Add a user turn and stream the answer to it. Raises KTransformersError after taking the turn back.

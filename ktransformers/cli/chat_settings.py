@@ -34,7 +34,7 @@ PARAMETERS: Mapping[str, Callable[[str], Any]] = {
 }
 """The fields of SamplingParams that /set parameter knows, and how their values are read."""
 
-_WANTED = {int: "a whole number", float: "a number"}
+_WANTED: Mapping[Callable[[str], Any], str] = {int: "a whole number", float: "a number"}
 _OFF: Mapping[str, Any] = {"seed": None, "max_tokens": None, "stop": ()}
 _SAME = {"num_predict": "max_tokens", "max_new_tokens": "max_tokens"}
 _ELSEWHERE = {  # what other programs call it: where it is here

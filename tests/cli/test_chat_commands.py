@@ -220,7 +220,7 @@ def test_parameters(name: str, value: str, field: str, expected: object) -> None
             "repeat_penalty",
             "1",
             "repeat_penalty is not a parameter here: /set parameter repetition_penalty, which looks at the whole text",
-        ),  # fmt: skip
+        ),
     ],
 )
 def test_parameters_that_cannot_be(name: str, value: str, message: str) -> None:
