@@ -9,12 +9,16 @@ from pathlib import Path
 
 from ktransformers.cli.chat_input import read_text_file
 
-__all__ = ["attach_files", "fenced", "with_document"]
+__all__ = ["MENTION_START", "attach_files", "fenced", "with_document"]
 
-# Not after a letter: an @ inside of a word belongs to an address. Quotes allow spaces.
-_MENTION = re.compile(r"""(?<![\w@./])@(?:"(?P<quoted>[^"\n]+)"|(?P<plain>[^\s"@]\S*))""")
+MENTION_START = r"(?<![A-Za-z0-9_@./])@"
+"""Not after a letter: an @ inside of a word belongs to an address. Scripts without spaces may stand before it."""
+
+# Quotes allow spaces.
+_MENTION = re.compile(MENTION_START + r"""(?:"(?P<quoted>[^"\n]+)"|(?P<plain>[^\s"@]\S*))""")
 _BACKTICKS = re.compile(r"`{3,}")
-_AFTER_A_PATH = "?.,;:!)]}>'\"`"  # what a sentence puts behind a path
+_AFTER_A_PATH = "?.,;:!)]}>'\"`"  # what a sentence puts behind a path, and letters that are not ASCII
+_ENDS_A_PATH = re.compile(r"""[,;)\]}>'"`]|[^\x00-\x7f]""")  # of these, what a sentence can go on after
 
 
 def fenced(text: str, language: str = "") -> str:
@@ -30,14 +34,16 @@ def with_document(prompt: str, document: str) -> str:
 
 
 def _file(name: str) -> tuple[str, Path] | None:
-    """The file that `name` begins with, as it is spelled and as it is opened; what follows it is punctuation."""
+    """The longest file that `name` begins with, as it is spelled and as it is opened; a sentence goes on after it."""
+    name = name[:4096]  # no path is longer
     while name:
         path = Path(os.path.expanduser(name))
         if "\0" not in name and os.path.isfile(path):
             return name, path
-        if name[-1] not in _AFTER_A_PATH:
-            return None
-        name = name[:-1]
+        if name[-1] in _AFTER_A_PATH or not name[-1].isascii():
+            name = name[:-1]
+        else:
+            name = name[: max((found.start() for found in _ENDS_A_PATH.finditer(name)), default=0)]
     return None
 
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 
+from ktransformers.cli.chat_attachments import MENTION_START
 from ktransformers.cli.chat_commands import COMMANDS, Command
 
 __all__ = ["ChatCompleter"]
 
-_MENTION = re.compile(r"""(?<![\w@./])@(?:"(?P<quoted>[^"\n]*)|(?P<plain>[^\s"@]*))\Z""")
+_MENTION = re.compile(MENTION_START + r"""(?:"(?P<quoted>[^"\n]*)|(?P<plain>[^\s"@]*))\Z""")
 _LIKE_A_PATH = re.compile(r"(~|\.{1,2})?/")
 
 

@@ -43,6 +43,9 @@ def test_a_file_follows_the_question(here: Path) -> None:
         ("line\n@noext", "noext"),
         ("@~/noext", "~/noext"),
         ("@./src/x.c.", "./src/x.c"),
+        ("explain @src/x.c's use", "src/x.c"),
+        ("请看@src/x.c中的实现。", "src/x.c"),
+        ("阅读 @src/x.c，再看x", "src/x.c"),
     ],
 )
 def test_spellings(here: Path, text: str, name: str) -> None:
@@ -52,7 +55,20 @@ def test_spellings(here: Path, text: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["mail me@noext now", "@property\ndef f(): ...", "a @ b", "@", "@@noext", 'say @""', "x/@noext", "@\0"]
+    "text",
+    [
+        "mail me@noext now",
+        "@property\ndef f(): ...",
+        "a @ b",
+        "@",
+        "@@noext",
+        'say @""',
+        "x/@noext",
+        "@\0",
+        "@noext.c",
+        "@noext-2",
+        "@no",
+    ],
 )
 def test_what_stays_text(here: Path, text: str) -> None:
     assert attached(text) == (text, [])

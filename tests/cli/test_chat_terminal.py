@@ -230,6 +230,7 @@ def completed(text: str) -> list[str]:
         ("@a", ['@"a b.txt']),
         ('@"a b', ['@"a b.txt']),
         ("me@s", []),
+        ("请看@src/", ["请看@src/x.c"]),
         ("./s", ["./saved.json", "./src/"]),
         ("~/src/", ["~/src/x.c"]),
         ("hello s", []),
