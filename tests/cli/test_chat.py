@@ -259,14 +259,20 @@ def test_ctrl_c(terminal: Terminal) -> None:
     assert terminal.exit_code() == 0
 
 
-def test_the_first_lines() -> None:
+def test_first_lines_and_history(own_state_folder: Path) -> None:
     terminal = Terminal("chat")
     assert re.search(r"(No GPU found|GiB\S*), \d+ cores?, ", terminal.expect("4,096 tokens of context"))
     terminal.expect("/help lists the commands")
     terminal.expect("Send a message (/help for commands)")
-    terminal.type("\x04")
+    terminal.type("hello\r")
+    terminal.expect("you said hello")
+    terminal.expect("Send a message")
+    terminal.type("exit\r")
     assert terminal.exit_code() == 0
     terminal.close()
+    kept = (own_state_folder / "prompts").read_text()
+    assert "+hello\n" in kept
+    assert "+exit\n" in kept
 
 
 def test_one_prompt_on_a_terminal(own_state_folder: Path) -> None:
@@ -275,19 +281,3 @@ def test_one_prompt_on_a_terminal(own_state_folder: Path) -> None:
     assert terminal.exit_code() == 0
     terminal.close()
     assert not own_state_folder.exists()  # what is not typed is not kept
-
-
-def test_prompts_of_a_terminal_are_kept(own_state_folder: Path) -> None:
-    for flags, keeps in (((), True), (("--no_history",), False)):
-        terminal = Terminal("chat", *flags)
-        terminal.expect("Send a message")
-        terminal.type(f"hello {keeps}\r")
-        terminal.expect("you said")
-        terminal.expect("Send a message")
-        terminal.type("exit\r")
-        assert terminal.exit_code() == 0
-        terminal.close()
-    kept = (own_state_folder / "prompts").read_text()
-    assert "+hello True\n" in kept
-    assert "+exit\n" in kept
-    assert "False" not in kept

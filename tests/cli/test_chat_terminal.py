@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import History, InMemoryHistory
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from ktransformers.cli import prompt_history
+from ktransformers.cli import build_parser, prompt_history
+from ktransformers.cli.chat import _terminal_source
 from ktransformers.cli.chat_completion import ChatCompleter
 from ktransformers.cli.chat_input import Turn
 from ktransformers.cli.chat_settings import PARAMETERS
@@ -178,6 +180,28 @@ def test_history_that_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFi
     history.append_string("b")
     assert caplog.text.count("prompts are no longer kept") == 1
     assert history.get_strings() == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "keeps"),
+    [((), "", True), ((), "0", False), (("--no-history",), "1", False), (("--history",), "off", True)],
+)
+def test_when_prompts_are_kept(
+    keyboard: PipeInput,
+    monkeypatch: pytest.MonkeyPatch,
+    own_state_folder: Path,
+    flags: tuple[str, ...],
+    variable: str,
+    keeps: bool,
+) -> None:
+    monkeypatch.setenv("KTRANSFORMERS_HISTORY", variable)
+    with create_app_session(input=keyboard, output=DummyOutput()):
+        source = _terminal_source(build_parser().parse_args(["chat", *flags]))
+        keyboard.send_text("hello\r")
+        assert source.read_turn() == Turn("hello")
+    assert (own_state_folder / "prompts").exists() == keeps
+    if keeps:
+        assert recalled(own_state_folder / "prompts") == ["hello"]
 
 
 def test_where_state_is() -> None:
