@@ -21,6 +21,7 @@ __all__ = [
     "cpu_name",
     "physical_cores",
     "user_cache_dir",
+    "user_state_dir",
 ]
 
 DEMO_MODEL_PATH = Path(__file__).resolve().parent / "assets" / "demo"
@@ -73,6 +74,20 @@ def user_cache_dir(system: str = sys.platform, environ: Mapping[str, str] = os.e
         return Path(environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "ktransformers" / "Cache"
     named = environ.get("XDG_CACHE_HOME", "")
     return (Path(named) if named and Path(named).is_absolute() else home / ".cache") / "ktransformers"
+
+
+def user_state_dir(system: str = sys.platform, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this user's programs keep what should outlive a session; ours is below it. It need not exist.
+
+    XDG_STATE_HOME or ~/.local/state, ~/Library/Application Support on macOS, LOCALAPPDATA on Windows.
+    """
+    home = Path.home()
+    if system == "darwin":
+        return home / "Library" / "Application Support" / "ktransformers"
+    if system == "win32":
+        return Path(environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "ktransformers" / "State"
+    named = environ.get("XDG_STATE_HOME", "")
+    return (Path(named) if named and Path(named).is_absolute() else home / ".local" / "state") / "ktransformers"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """`ktransformers chat`, and `python ktransformers/local_chat.py`, which takes the same flags.
 
-With no model given it chats with the bundled one. When standard input or output is not a terminal, each line of input
-is one turn, answers go to standard output as plain text and everything else to standard error.
+With no model given it chats with the bundled one. When standard input or output is not a terminal, answers go to
+standard output as plain text and everything else to standard error. A pipe is one prompt; with --lines, as in
+local_chat.py, each of its lines is a turn.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from ktransformers.cli.options import (
     ArgumentParser,
     add_logging_flag,
+    add_model_argument,
     add_model_flags,
     add_sampling_flags,
     add_toggle,
@@ -25,10 +27,11 @@ from ktransformers.cli.options import (
     set_up_logging,
     with_default_model,
 )
-from ktransformers.errors import UnsupportedError
+from ktransformers.config import user_state_dir
+from ktransformers.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from ktransformers.cli.chat_input import ReadLine
+    from ktransformers.cli.chat_input import Source, Turn
     from ktransformers.cli.chat_output import View
     from ktransformers.config import EngineConfig
     from ktransformers.engine.builder import Engine
@@ -44,28 +47,37 @@ BuildEngine = Callable[["EngineConfig", "Callable[[int, int, str], None] | None"
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("chat", help="chat with a model in the terminal", description=_DESCRIPTION)
-    _add_flags(parser)
+    parser = subparsers.add_parser(
+        "chat", aliases=["run"], help="chat with a model in the terminal", description=_DESCRIPTION
+    )
+    add_model_argument(parser)
+    parser.add_argument("prompt_text", metavar="PROMPT", nargs="?", help="the same as -p PROMPT")
+    _add_flags(parser, reads_lines=False)
 
 
 def local_chat_parser() -> ArgumentParser:
-    """The parser of local_chat.py: the flags of `chat` without a command in front."""
+    """The parser of local_chat.py: the flags of `chat` without a command in front, and a pipe is read line by line."""
     parser = ArgumentParser(prog="local_chat.py", description=_DESCRIPTION)
-    _add_flags(parser)
+    parser.set_defaults(model=None, prompt_text=None)
+    _add_flags(parser, reads_lines=True)
     return parser
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_flags(parser: argparse.ArgumentParser, *, reads_lines: bool) -> None:
     add_model_flags(parser)
     add_sampling_flags(parser)
     group = parser.add_argument_group("chat")
+    group.add_argument("-p", "--prompt", metavar="PROMPT", help="answer this prompt and exit; a pipe is added to it")
     group.add_argument("--system", metavar="TEXT", help="system prompt")
     group.add_argument("--prompt_file", type=Path, help="a file whose text is the first prompt")
+    text = "a pipe has one turn a line, commands among them" + ("" if reads_lines else "; default: it is one prompt")
+    add_toggle(group, "lines", default=None, help=text)
+    add_toggle(group, "history", default=None, help="keep prompts for the Up key of later chats (on)")
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
     modes = ("normal", "long_context")
     group.add_argument("--mode", choices=modes, default="normal", help="long_context is not supported")
     add_logging_flag(group)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, reads_lines=reads_lines, log_level="warning")
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -73,6 +85,18 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UnsupportedError(
             "--mode long_context is not supported; use --mode normal and a --cache_lens as long as the context you need"
         )
+    if args.prompt is not None and args.prompt_text is not None:
+        raise ConfigError("there are two prompts: PROMPT and --prompt; leave one out")
+    prompt = _prompt(args)
+    if prompt is not None and not prompt.strip():
+        raise ConfigError("--prompt is empty; it must be the text of a prompt")
+    if prompt is not None and args.lines:
+        raise ConfigError("--prompt adds the whole pipe to one prompt; leave --lines or --prompt out")
+
+
+def _prompt(args: argparse.Namespace) -> str | None:
+    given: str | None = args.prompt if args.prompt is not None else args.prompt_text
+    return given
 
 
 def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
@@ -80,53 +104,83 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     set_up_logging(args.log_level)
     _check_flags(args)
     config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
+    from ktransformers.cli.chat_greeting import describe_machine, describe_model
     from ktransformers.cli.chat_input import Turn, read_prompt_file
     from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
     from ktransformers.cli.chat_output import loading_bar
     from ktransformers.engine.llm import LLM, default_sampling_params
 
-    first_turns = [] if args.prompt_file is None else [Turn(read_prompt_file(args.prompt_file), is_literal=True)]
+    first_turns = []
+    if args.prompt_file is not None:
+        first_turns.append(Turn(read_prompt_file(args.prompt_file), is_literal=True, has_attachments=False))
     # What can be wrong with the flags shows before the model loads, not minutes later.
     sampling_params(args, default_sampling_params({}, args.max_new_tokens))
     if build is None:
         from ktransformers.engine.builder import build_engine
 
         build = build_engine
-    is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with loading_bar(sys.stderr) as progress:
         engine = build(config, progress)
     try:
         llm = LLM.from_engine(engine)
         params = sampling_params(args, llm.default_params)
-        options = ChatOptions(params, args.system, args.force_think, is_interactive)
-        view, read_line = _terminal() if is_interactive else _pipe()
-        chat = ChatLoop(llm, view, read_line, options)
+        is_interactive = _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and _prompt(args) is None
+        view, source = (_terminal_view(), _terminal_source(args)) if is_interactive else _script(args, first_turns)
+        chat = ChatLoop(llm, view, source, ChatOptions(params, args.system, args.force_think, is_interactive))
+        machine, model = describe_machine(config.use_cuda), describe_model(engine)
+        _log.info("%s; %s", machine, model)
         if is_interactive:
-            view.note(f"{engine.description}\n{llm.session.max_len} tokens of context; /help lists the commands")
+            view.note(f"{machine}\n{model}\n/help lists the commands, Ctrl-D leaves")
         return chat.run(first_turns)
     finally:
         engine.close()
 
 
-def _terminal() -> tuple[View, ReadLine]:
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()
+
+
+def _terminal_view() -> View:
     from rich.console import Console
 
-    from ktransformers.cli.chat_input import prompt_lines
     from ktransformers.cli.chat_output import RichView
 
-    return RichView(Console()), prompt_lines()
+    return RichView(Console())
 
 
-def _pipe() -> tuple[View, ReadLine]:
-    from ktransformers.cli.chat_input import lines_of
+def _terminal_source(args: argparse.Namespace) -> Source:
+    from prompt_toolkit.history import InMemoryHistory
+
+    from ktransformers.cli.chat_terminal import TerminalSource
+    from ktransformers.cli.prompt_history import open_history
+
+    keeps = args.history is not False
+    return TerminalSource(open_history(user_state_dir() / "prompts") if keeps else InMemoryHistory())
+
+
+def _script(args: argparse.Namespace, first_turns: list[Turn]) -> tuple[View, Source]:
+    """How a chat without a person at both ends reads and writes. Adds --prompt to the first turns."""
+    from ktransformers.cli.chat_input import DocumentSource, LineSource, NoSource, Turn, read_document
     from ktransformers.cli.chat_output import PlainView
 
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # text is UTF-8 whatever the locale says; bad bytes must not end a chat
+        if isinstance(stream, io.TextIOWrapper):
+            # text is UTF-8 whatever the locale says; bad bytes must not end a chat
             stream.reconfigure(encoding="utf-8", errors="replace")
-    return PlainView(sys.stdout, sys.stderr), lines_of(sys.stdin)
+    prompt = _prompt(args)
+    if prompt is not None:
+        is_piped = sys.stdin is not None and not sys.stdin.isatty()
+        document = read_document(sys.stdin) if is_piped else ""
+        view = _terminal_view() if _is_terminal(sys.stdout) else PlainView(sys.stdout, sys.stderr)
+        first_turns.append(Turn(prompt, is_literal=True, document=document))
+        return view, NoSource()
+    plain = PlainView(sys.stdout, sys.stderr)
+    if sys.stdin is None:
+        return plain, NoSource()
+    # Somebody who types is answered line by line, also when the answers go to a file.
+    if sys.stdin.isatty() or (args.reads_lines if args.lines is None else args.lines):
+        return plain, LineSource(sys.stdin)
+    return plain, DocumentSource(sys.stdin, is_needed=not first_turns)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktransformers.cli.chat_settings import PARAMETERS
 from ktransformers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,26 +18,38 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS", "Command", "find_command"]
 
-_LIKE_A_COMMAND = re.compile(r"/[A-Za-z]+\Z")
+_LIKE_A_COMMAND = re.compile(r"/[A-Za-z]+!?\Z")
+
+
+_KEYS = {
+    '"""': "opens and closes a prompt of several lines",
+    "@FILE": "in a prompt: the file's text is added",
+    "a file's path": "as the prompt: the file's text is the prompt",
+    "Alt-Enter": "begins a new line of the prompt",
+    "Tab": "completes commands and paths",
+    "Up, Ctrl-R": "recall and search earlier prompts",
+    "Ctrl-C": "stops the answer; at the prompt clears the line",
+    "Ctrl-D": "leaves",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """usage and help are shown by /help; run gets what stands after the command's name."""
+    """help: usages with a line each, for /help; run gets what stands after the command's name.
 
-    usage: str
-    help: str
+    words: what its first argument can be, and for each what can follow it; takes_path: it is a path. For completion.
+    """
+
+    names: tuple[str, ...]
+    help: Mapping[str, str]
     run: Callable[[ChatLoop, str], None]
+    words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    takes_path: bool = False
 
 
 def _help(chat: ChatLoop, argument: str) -> None:
-    lines = [f"{command.usage:<16}{command.help}" for command in COMMANDS.values()]
-    lines += [
-        f"{chr(34) * 3:<16}opens and closes a prompt of several lines",
-        f"{'a file path':<16}typed as the prompt: the file's text is the prompt",
-        f"{'Ctrl-C':<16}stops the answer; twice at the prompt, or Ctrl-D, leaves",
-    ]
-    chat.view.note("\n".join(lines))
+    lines = [line for command in _ALL for line in command.help.items()]
+    chat.view.note("\n".join(f"{usage:<27}{help}".rstrip() for usage, help in [*lines, *_KEYS.items()]))
 
 
 def _clear(chat: ChatLoop, argument: str) -> None:
@@ -46,19 +59,36 @@ def _clear(chat: ChatLoop, argument: str) -> None:
 
 def _system(chat: ChatLoop, argument: str) -> None:
     if argument:
-        chat.conversation.system = None if argument == "off" else argument
-    system = chat.conversation.system
-    chat.view.note("there is no system prompt" if system is None else f"system prompt: {system}")
+        chat.conversation.system = None if argument == "off" else _unquoted(argument)
+    _show_system(chat)
+
+
+def _unquoted(text: str) -> str:
+    for quotes in ('"""', '"', "'"):
+        if len(text) > 2 * len(quotes) and text.startswith(quotes) and text.endswith(quotes):
+            return text[len(quotes) : -len(quotes)]
+    return text
 
 
 def _path(argument: str, usage: str) -> Path:
-    if not argument:
+    if not argument or "\0" in argument:
         raise ConfigError(f"usage: {usage}")
-    return Path(os.path.expanduser(argument))
+    return Path(os.path.expanduser(_unquoted(argument)))
 
 
 def _save(chat: ChatLoop, argument: str) -> None:
     path = _path(argument, "/save FILE")
+    if os.path.isfile(path):
+        if not chat.is_interactive:
+            raise ConfigError(f"{path} exists; /save! {argument} overwrites it")
+        if not chat.source.confirm(f"{path} exists. Overwrite it?"):
+            chat.view.note("not saved")
+            return
+    _save_over(chat, argument)
+
+
+def _save_over(chat: ChatLoop, argument: str) -> None:
+    path = _path(argument, "/save! FILE")
     chat.conversation.save(path)
     chat.view.note(f"saved {len(chat.conversation.messages)} messages to {path}")
 
@@ -77,15 +107,126 @@ def _exit(chat: ChatLoop, argument: str) -> None:
     chat.is_finished = True
 
 
-COMMANDS: dict[str, Command] = {
-    "/help": Command("/help", "show this", _help),
-    "/clear": Command("/clear", "forget the conversation; the system prompt stays", _clear),
-    "/system": Command("/system [TEXT]", "show or set the system prompt; 'off' removes it", _system),
-    "/save": Command("/save FILE", "write the conversation as JSON", _save),
-    "/load": Command("/load FILE", "go on with a saved conversation", _load),
-    "/stats": Command("/stats", "show counts and rates of this chat, and how full the cache is", _stats),
-    "/exit": Command("/exit", "leave", _exit),
+def _regenerate(chat: ChatLoop, argument: str) -> None:
+    chat.regenerate()
+
+
+def _edit(chat: ChatLoop, argument: str) -> None:
+    chat.edit()
+
+
+def _set_parameter(chat: ChatLoop, argument: str) -> None:
+    name, _, value = argument.partition(" ")
+    if not name:
+        raise ConfigError(f"usage: /set parameter NAME VALUE, with NAME one of {', '.join(PARAMETERS)}")
+    chat.view.note(chat.settings.set_parameter(name, value.strip()))
+
+
+def _set_system(chat: ChatLoop, argument: str) -> None:
+    if not argument:
+        raise ConfigError("usage: /set system TEXT")
+    _system(chat, argument)
+
+
+def _set_history(chat: ChatLoop, is_on: bool) -> None:
+    chat.source.record_history(is_on)
+    chat.view.note(f"prompts are {'kept' if is_on else 'not kept'} for later sessions")
+
+
+def _set_thinking(chat: ChatLoop, is_on: bool) -> None:
+    chat.settings.set_thinking(is_on)
+    chat.view.note(f"thinking is {'on' if is_on else 'off'}")
+
+
+def _show_system(chat: ChatLoop) -> None:
+    system = chat.conversation.system
+    chat.view.note("there is no system prompt" if system is None else f"system prompt: {system}")
+
+
+def _show_parameters(chat: ChatLoop) -> None:
+    chat.view.note(f"{chat.settings.describe_parameters()}\n{'thinking':<20}{chat.settings.describe_thinking()}")
+
+
+def _show_model(chat: ChatLoop) -> None:
+    chat.view.note(chat.describe_model())
+
+
+def _show_template(chat: ChatLoop) -> None:
+    chat.view.note(chat.describe_template())
+
+
+def _show_all(chat: ChatLoop) -> None:
+    for show in (_show_model, _show_parameters, _show_system):
+        show(chat)
+
+
+_Setter = Callable[["ChatLoop", str], None]
+_SET: dict[str, _Setter] = {
+    "parameter": _set_parameter,
+    "system": _set_system,
+    "history": lambda chat, argument: _set_history(chat, True),
+    "nohistory": lambda chat, argument: _set_history(chat, False),
+    "think": lambda chat, argument: _set_thinking(chat, True),
+    "nothink": lambda chat, argument: _set_thinking(chat, False),
 }
+_SHOW: dict[str, Callable[[ChatLoop], None]] = {
+    "info": _show_all,
+    "model": _show_model,
+    "parameters": _show_parameters,
+    "system": _show_system,
+    "template": _show_template,
+}
+
+
+def _one_of(word: str, known: Mapping[str, object], usage: str) -> str:
+    """`word`, which must be known. Raises ConfigError that names the nearest."""
+    if word in known:
+        return word
+    near = difflib.get_close_matches(word, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    raise ConfigError(f"unknown {usage} {word}; {hint}" if word else f"usage: {usage} {'|'.join(known)}")
+
+
+def _set(chat: ChatLoop, argument: str) -> None:
+    word, _, rest = argument.partition(" ")
+    rest = rest.strip()
+    setter = _SET[_one_of(word, _SET, "/set")]
+    if rest and word not in ("parameter", "system"):
+        raise ConfigError(f"/set {word} takes nothing more, got {rest!r}")
+    setter(chat, rest)
+
+
+def _show(chat: ChatLoop, argument: str) -> None:
+    _SHOW[_one_of(argument or "info", _SHOW, "/show")](chat)
+
+
+_ALL = (
+    Command(("/help", "/?"), {"/help, /?": "show this"}, _help),
+    Command(("/regen",), {"/regen": "answer the last question again, with another seed"}, _regenerate),
+    Command(("/edit",), {"/edit": "change the last question; its answer is replaced"}, _edit),
+    Command(("/clear",), {"/clear": "forget the conversation; the system prompt stays"}, _clear),
+    Command(("/system",), {"/system [TEXT]": "show or set the system prompt; off: none"}, _system, {"off": ()}),
+    Command(
+        ("/set",),
+        {
+            "/set parameter NAME VALUE": "temperature, top_p, max_tokens, stop, ...",
+            "/set system TEXT": "the same as /system TEXT",
+            "/set think|nothink": "whether the model thinks before it answers",
+            "/set history|nohistory": "whether prompts are kept for later sessions",
+        },
+        _set,
+        {word: tuple(PARAMETERS) if word == "parameter" else () for word in _SET},
+    ),
+    Command(("/show",), {f"/show {'|'.join(_SHOW)}": ""}, _show, dict.fromkeys(_SHOW, ())),
+    Command(("/save",), {"/save FILE": "write the conversation as JSON"}, _save, takes_path=True),
+    Command(("/save!",), {"/save! FILE": "the same, overwriting without asking"}, _save_over, takes_path=True),
+    Command(("/load",), {"/load FILE": "go on with a saved conversation"}, _load, takes_path=True),
+    Command(("/stats",), {"/stats": "counts and rates of this chat, use of the cache"}, _stats),
+    Command(("/bye", "/exit", "/quit"), {"/bye, /exit, /quit": "leave; exit and quit do it too"}, _exit),
+)
+
+COMMANDS: dict[str, Command] = {name: command for command in _ALL for name in command.names}
+"""Commands by the names that the user types."""
 
 
 def find_command(text: str) -> tuple[Command, str] | None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +38,35 @@ class Conversation:
         turn = {"role": "assistant", "content": content}
         self.turns.append(turn | {"reasoning_content": reasoning} if reasoning else turn)
 
-    def drop_last(self) -> None:
-        """Take back the last turn."""
-        self.turns.pop()
+    @property
+    def last_question(self) -> str | None:
+        """The user's last turn, None when there is none."""
+        return next((turn["content"] for turn in reversed(self.turns) if turn["role"] == "user"), None)
+
+    def drop_question(self) -> None:
+        """Take back the user's last turn and all that followed it."""
+        while self.turns and self.turns.pop()["role"] != "user":
+            pass
 
     def clear(self) -> None:
         """Forget all turns; the system prompt stays."""
         self.turns.clear()
 
     def save(self, path: Path) -> None:
-        """Write the messages as a JSON list. Raises ConfigError when the file cannot be written."""
+        """Write the messages as a JSON list, whole or not at all. Raises ConfigError when that fails."""
         text = json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n"
+        target = Path(os.path.realpath(path))  # a link stays one
+        rest = target.with_name(f".{target.name[:200]}.{os.getpid()}.new")
         try:
-            path.write_text(text, encoding="utf-8")
+            if target.exists() and not target.is_file():  # replacing would remove a device or a pipe
+                raise ConfigError(f"cannot save to {path}: it is not a regular file")
+            rest.write_text(text, encoding="utf-8")
+            if target.exists():
+                rest.chmod(stat.S_IMODE(target.stat().st_mode))
+            os.replace(rest, target)
         except OSError as error:
+            with suppress(OSError):
+                rest.unlink()
             raise ConfigError(f"cannot save to {path}: {error.strerror}") from error
 
     def load(self, path: Path) -> None:

@@ -1,11 +1,13 @@
-"""Where the user's turns come from: a terminal with editing and history, or lines of a pipe.
+"""Where the user's turns come from when it is no terminal: one document, or the lines of a pipe.
 
-Puts `\"\"\"` blocks together. Does not know commands or models.
+Puts `\"\"\"` blocks together. Does not know commands or models. Terminals are in chat_terminal.py.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,24 @@ from typing import TextIO
 
 from ktransformers.errors import ConfigError
 
-__all__ = ["ReadLine", "Turn", "lines_of", "prompt_lines", "read_prompt_file", "read_turn", "typed_path"]
+__all__ = [
+    "DocumentSource",
+    "LineSource",
+    "NoSource",
+    "ReadLine",
+    "Source",
+    "Turn",
+    "is_open_block",
+    "lines_of",
+    "quoted",
+    "read_document",
+    "read_prompt_file",
+    "read_text_file",
+    "read_turn",
+    "typed_path",
+]
+
+_log = logging.getLogger(__name__)
 
 _QUOTES = '"""'
 _MAX_FILE_BYTES = 32 * 2**20
@@ -24,10 +43,101 @@ ReadLine = Callable[[bool], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the user typed. is_literal: a block or pasted lines, which are never a command or a path."""
+    """What the user said.
+
+    is_literal: a block or several lines, which are never a command or a path.
+    has_attachments: whether `@path` in it attaches that file; a text that comes from elsewhere is left as it is.
+    document: what the text is about, to be put below it.
+    """
 
     text: str
     is_literal: bool = False
+    has_attachments: bool = True
+    document: str = ""
+
+
+class Source(ABC):
+    """Where turns come from. has_commands: whether more turns, and commands among them, can follow an answer."""
+
+    has_commands = True
+
+    @abstractmethod
+    def read_turn(self) -> Turn | None:
+        """The next turn; None at the end. Raises KeyboardInterrupt, and ConfigError for input that is no turn."""
+
+    def prefill(self, text: str) -> None:
+        """Begin the next turn with `text`, for editing. Raises ConfigError where nobody can edit."""
+        raise ConfigError("/edit needs a terminal")
+
+    def confirm(self, question: str) -> bool:
+        """Whether the user says yes. Nobody does where nobody sits."""
+        return False
+
+    def record_history(self, is_on: bool) -> None:
+        """Whether prompts are written to the history from now on. Raises ConfigError where there is none."""
+        raise ConfigError("only prompts that are typed at a terminal are written to a history")
+
+
+class LineSource(Source):
+    """One turn a line; `\"\"\"` blocks have several."""
+
+    def __init__(self, stream: TextIO):
+        self._read_line = lines_of(stream)
+
+    def read_turn(self) -> Turn | None:
+        """See Source."""
+        return read_turn(self._read_line)
+
+
+class DocumentSource(Source):
+    """A whole stream as one turn. Nothing in it is a command, a path or an attachment.
+
+    is_needed: whether an empty one deserves a line, because then there is no prompt at all.
+    """
+
+    has_commands = False
+
+    def __init__(self, stream: TextIO, is_needed: bool = True):
+        self._stream: TextIO | None = stream
+        self._is_needed = is_needed
+
+    def read_turn(self) -> Turn | None:
+        """See Source."""
+        if self._stream is None:
+            return None
+        text, self._stream = read_document(self._stream), None
+        if not text and self._is_needed:
+            _log.warning("standard input is empty, so there is no prompt")
+        return Turn(text, is_literal=True, has_attachments=False) if text else None
+
+
+class NoSource(Source):
+    """Nothing follows the first turns."""
+
+    has_commands = False
+
+    def read_turn(self) -> Turn | None:
+        """See Source."""
+        return None
+
+
+def read_document(stream: TextIO) -> str:
+    """All of a pipe, without empty lines around it. Raises ConfigError when it is too much for a prompt."""
+    text = stream.read(_MAX_FILE_BYTES + 1)
+    if len(text) > _MAX_FILE_BYTES:
+        raise ConfigError(f"standard input has more than {_MAX_FILE_BYTES // 2**20} MiB, too much for a prompt")
+    return text.strip("\n").rstrip()
+
+
+def is_open_block(text: str) -> bool:
+    """Whether `text` opens a `\"\"\"` block that it does not close."""
+    start = text.lstrip()
+    return start.startswith(_QUOTES) and not start[len(_QUOTES) :].rstrip().endswith(_QUOTES)
+
+
+def quoted(text: str) -> str:
+    """`text` as a block, so that it is no command and no path."""
+    return f"{_QUOTES}{text}{_QUOTES}"
 
 
 def read_turn(read_line: ReadLine) -> Turn | None:
@@ -37,13 +147,12 @@ def read_turn(read_line: ReadLine) -> Turn | None:
         return None
     if not text.lstrip().startswith(_QUOTES):
         return Turn(text.strip(), is_literal="\n" in text.strip())
-    body = text.lstrip()[len(_QUOTES) :]
-    while not body.rstrip().endswith(_QUOTES):
+    while is_open_block(text):
         line = read_line(True)
         if line is None:
-            return Turn(body.strip("\n"), is_literal=True)
-        body += "\n" + line
-    return Turn(body.rstrip()[: -len(_QUOTES)].strip("\n"), is_literal=True)
+            return Turn(text.lstrip()[len(_QUOTES) :].strip("\n"), is_literal=True)
+        text += "\n" + line
+    return Turn(text.strip()[len(_QUOTES) : -len(_QUOTES)].strip("\n"), is_literal=True)
 
 
 def lines_of(stream: TextIO) -> ReadLine:
@@ -56,21 +165,6 @@ def lines_of(stream: TextIO) -> ReadLine:
     return read_line
 
 
-def prompt_lines() -> ReadLine:
-    """Lines typed at a terminal, with editing and history; pasted lines come as one. Ctrl-D ends the input."""
-    from prompt_toolkit import PromptSession
-
-    session: PromptSession[str] = PromptSession()
-
-    def read_line(is_inside: bool) -> str | None:
-        try:
-            return session.prompt("... " if is_inside else ">>> ")
-        except EOFError:
-            return None
-
-    return read_line
-
-
 def typed_path(text: str) -> Path | None:
     """The existing file that `text` is the path of, or None."""
     if not text or "\n" in text or "\0" in text or len(text) > 4096:
@@ -79,16 +173,26 @@ def typed_path(text: str) -> Path | None:
     return path if os.path.isfile(path) else None
 
 
-def read_prompt_file(path: Path) -> str:
-    """The text of a file, as a prompt. Raises ConfigError when it cannot be one."""
+def read_text_file(path: Path, purpose: str) -> str:
+    """The text of a file. purpose: what it is wanted for ("a prompt"). Raises ConfigError when it cannot be that."""
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {_MAX_FILE_BYTES // 2**20} MiB, too much for a prompt")
-        text = path.read_text(encoding="utf-8").strip()
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)  # not by its size: it may grow, and files in /proc have none
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path} has more than {_MAX_FILE_BYTES // 2**20} MiB, too much for {purpose}")
+    try:
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text, so it cannot be a prompt") from error
-    if not text:
-        raise ConfigError(f"{path} is empty, so it cannot be a prompt")
-    return text
+        raise ConfigError(f"{path} is not UTF-8 text, so it cannot be {purpose}") from error
+    if "\0" in text:
+        raise ConfigError(f"{path} is not text (it has zero bytes), so it cannot be {purpose}")
+    if not text.strip():
+        raise ConfigError(f"{path} is empty, so it cannot be {purpose}")
+    return text.replace("\r\n", "\n")
+
+
+def read_prompt_file(path: Path) -> str:
+    """The text of a file, as a prompt. Raises ConfigError when it cannot be one."""
+    return read_text_file(path, "a prompt").strip()

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
 
+from ktransformers.cli.chat_attachments import attach_files, with_document
 from ktransformers.cli.chat_commands import find_command
 from ktransformers.cli.chat_history import Conversation
-from ktransformers.cli.chat_input import ReadLine, Turn, read_prompt_file, read_turn, typed_path
+from ktransformers.cli.chat_input import Source, Turn, quoted, read_prompt_file, typed_path
 from ktransformers.cli.chat_output import View, format_stats
+from ktransformers.cli.chat_settings import Settings
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.llm import LLM
 from ktransformers.errors import ConfigError, ContextLengthError, KTransformersError
@@ -24,6 +26,9 @@ from ktransformers.tokenizer.reasoning import ReasoningParser
 __all__ = ["ChatLoop", "ChatOptions"]
 
 _log = logging.getLogger(__name__)
+
+_LEAVING = ("exit", "quit")
+_NOT_EDITED = "the question stays as it was"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +59,15 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 class ChatLoop:
     """One chat with one model. Raises ConfigError when the model cannot chat as the options ask."""
 
-    def __init__(self, llm: LLM, view: View, read_line: ReadLine, options: ChatOptions):
-        self._llm, self.view, self._read_line, self._options = llm, view, read_line, options
+    def __init__(self, llm: LLM, view: View, source: Source, options: ChatOptions):
+        self.llm, self.view, self.source, self._options = llm, view, source, options
         self.conversation = Conversation(options.system)
         self.is_finished = False
         self._num_errors = 0
         self._answers: list[GenerationStats] = []
-        self._params = options.params
+        self._typed: tuple[str, str] | None = None  # the last question as it was sent and as it was typed
+        self._is_editing = False
+        self._num_retries = 0
         self._tags = llm.tokenizer.reasoning_tags
         if not llm.tokenizer.has_vocabulary:
             raise ConfigError(
@@ -68,9 +75,17 @@ class ChatLoop:
             )
         if options.force_think and self._tags is None:
             raise ConfigError("--force_think: this model's tokenizer knows no reasoning tags such as <think>")
-        if not llm.tokenizer.has_chat_template:
+        has_template = llm.tokenizer.has_chat_template
+        if not has_template:
             _log.warning("this model has no chat template; turns are sent as plain lines of 'role: content'")
-            self._params = replace(options.params, stop=(*options.params.stop, "\nuser:"))
+        self.settings = Settings(
+            llm.tokenizer, options.params, options.force_think, () if has_template else ("\nuser:",)
+        )
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether a person sits at a terminal."""
+        return self._options.is_interactive
 
     def run(self, first_turns: Iterable[Turn] = ()) -> int:
         """Chat until the input ends. Returns the exit code, 1 when a script's turn failed.
@@ -79,82 +94,136 @@ class ChatLoop:
         """
         for first in first_turns:
             self.handle(first)
-        was_interrupted = False
         while not self.is_finished:
             try:
-                turn = read_turn(self._read_line)
-            except KeyboardInterrupt:
-                if not self._options.is_interactive:
-                    raise
-                if was_interrupted:
+                turn = self._next_turn()
+                if turn is None:
                     break
-                was_interrupted = True
-                self.view.note("press Ctrl-C again, or Ctrl-D, to leave")
-                continue
-            if turn is None:
-                break
-            was_interrupted = False
-            self.handle(turn)
-        return 1 if self._num_errors and not self._options.is_interactive else 0
+                self.handle(turn)
+            except KeyboardInterrupt:
+                if not self.is_interactive:
+                    raise
+                self.view.note(self._what_ctrl_c_did())
+        return 1 if self._num_errors and not self.is_interactive else 0
+
+    def _next_turn(self) -> Turn | None:
+        try:
+            return self.source.read_turn()
+        except ConfigError as error:  # only of documents, after which nothing comes
+            self._show_error(str(error))
+            return None
+
+    def _what_ctrl_c_did(self) -> str:
+        was_editing, self._is_editing = self._is_editing, False
+        return _NOT_EDITED if was_editing else "Ctrl-D or /bye leaves"
 
     def handle(self, turn: Turn) -> None:
         """Run a command, or answer a prompt. Errors are shown and counted."""
         text = turn.text.encode("utf-8", "replace").decode()  # terminals can deliver lone surrogates
+        is_edited, self._is_editing = self._is_editing, False
         try:
-            if not text.strip():
-                return
             path = None if turn.is_literal else typed_path(text)
-            command = None if turn.is_literal or path is not None else find_command(text)
-            if command is not None:
-                command[0].run(self, command[1])
+            if not text.strip() or (not turn.is_literal and path is None and self._run_command(text)):
+                if is_edited and not self._is_editing:
+                    self.view.note(_NOT_EDITED)
                 return
+            typed = quoted(text) if turn.is_literal and "\n" not in text else text
             if path is not None:
                 text = read_prompt_file(path)
                 self.view.note(f"the prompt is the text of {path}, {len(text)} characters")
-            self.answer(text)
+            elif turn.has_attachments:
+                text = with_document(attach_files(text, self.view.note), turn.document)
+            self.answer(text, replaces=is_edited)
+            self._typed = (text, typed)
         except ContextLengthError as error:
-            self._show_error(f"{error}. The conversation is kept: /clear starts over, /save FILE keeps it first")
+            hint = ". The conversation is kept: /clear starts over, /save FILE keeps it first"
+            self._show_error(f"{error}{hint if self.source.has_commands else ''}")
         except KTransformersError as error:
             self._show_error(str(error))
+
+    def _run_command(self, text: str) -> bool:
+        """Run the command in `text`; False when it is a prompt. Raises ConfigError."""
+        if self.is_interactive and text in _LEAVING:  # a line of a pipe can be such a word
+            self.is_finished = True
+            return True
+        command = find_command(text)
+        if command is not None:
+            command[0].run(self, command[1])
+        return command is not None
 
     def _show_error(self, text: str) -> None:
         self._num_errors += 1
         self.view.error(text)
 
-    def answer(self, text: str) -> None:
-        """Add a user turn and stream the answer to it. Raises KTransformersError after taking the turn back."""
+    def _last_question(self) -> str:
+        question = self.conversation.last_question
+        if question is None:
+            raise ConfigError("there is no question yet")
+        return question
+
+    def regenerate(self) -> None:
+        """Answer the last question again, with another seed. Raises ConfigError when there is none."""
+        question, params = self._last_question(), self.settings.params
+        if params.is_greedy:
+            self.view.note("at temperature 0 answers do not vary; /set parameter temperature 0.7 changes that")
+        elif params.seed is not None:
+            self._num_retries += 1
+            params = replace(params, seed=params.seed + self._num_retries)
+        self.answer(question, replaces=True, params=params)
+
+    def edit(self) -> None:
+        """Put the last question into the next prompt, whose turn replaces it. Raises ConfigError."""
+        question = self._last_question()
+        if self._typed is not None and self._typed[0] == question:
+            question = self._typed[1]
+        elif question.startswith(("/", '"""')):
+            question = quoted(question)
+        self.source.prefill(question)
+        self._is_editing = True
+        self.view.note("Enter replaces the question and its answer, Ctrl-C leaves them")
+
+    def answer(self, text: str, *, replaces: bool = False, params: SamplingParams | None = None) -> None:
+        """Add a user turn and stream the answer to it. Raises KTransformersError after taking the turn back.
+
+        replaces: in place of the last question and its answer. params: None for those of the settings.
+        """
+        before = list(self.conversation.turns)
+        if replaces:
+            self.conversation.drop_question()
         self.conversation.add_user(text)
         try:
             prompt_ids = self._prompt_ids()
             with _interruptible() as is_interrupted:
-                last, content, reasoning = self._stream(prompt_ids, is_interrupted)
-        except KTransformersError:
-            self.conversation.drop_last()
+                last, content, reasoning = self._stream(prompt_ids, params or self.settings.params, is_interrupted)
+        except BaseException:
+            self.conversation.turns[:] = before
             raise
         is_aborted = last.finish_reason is FinishReason.ABORT
         if is_aborted and not content:
-            self.conversation.drop_last()
+            self.conversation.turns[:] = before
         else:
             self.conversation.add_assistant(content, reasoning)
         self._answers.append(last.stats)
         self._explain_end(last)
         self.view.note(format_stats(last.stats))
-        if is_aborted and not self._options.is_interactive:
+        if is_aborted and not self.is_interactive:
             raise KeyboardInterrupt
 
     def _prompt_ids(self) -> list[int]:
-        tokenizer, messages = self._llm.tokenizer, self.conversation.messages
+        tokenizer, messages = self.llm.tokenizer, self.conversation.messages
         if not tokenizer.has_chat_template:
             return tokenizer.apply_plain_template(messages)
-        prompt_ids = tokenizer.apply_chat_template(messages)
-        if self._options.force_think and self._tags and not tokenizer.opens_reasoning(prompt_ids):
+        prompt_ids = tokenizer.apply_chat_template(messages, **self.settings.template_kwargs)
+        if self.settings.force_think and self._tags and not tokenizer.opens_reasoning(prompt_ids):
             prompt_ids += tokenizer.encode(self._tags[0] + "\n", add_special_tokens=False)
         return prompt_ids
 
-    def _stream(self, prompt_ids: list[int], is_interrupted: Callable[[], bool]) -> tuple[TokenEvent, str, str]:
+    def _stream(
+        self, prompt_ids: list[int], params: SamplingParams, is_interrupted: Callable[[], bool]
+    ) -> tuple[TokenEvent, str, str]:
         """Show the answer as it comes; its last event, its content and its reasoning."""
-        events = self._llm.stream(prompt_ids, self._params, is_interrupted)
-        parser = ReasoningParser(self._tags, self._llm.tokenizer.opens_reasoning(prompt_ids))
+        events = self.llm.stream(prompt_ids, params, is_interrupted)
+        parser = ReasoningParser(self._tags, self.llm.tokenizer.opens_reasoning(prompt_ids))
         content, reasoning, last = [], [], None
         try:
             for last in events:
@@ -177,7 +246,7 @@ class ChatLoop:
         if last.finish_reason is FinishReason.ABORT:
             self.view.note("stopped")
         elif last.finish_reason is FinishReason.LENGTH:
-            stats, max_len = last.stats, self._llm.session.max_len
+            stats, max_len = last.stats, self.llm.session.max_len
             if stats.prompt_len + stats.completion_len >= max_len:
                 self.view.note(
                     f"the answer was cut: the cache of {max_len} tokens is full. "
@@ -198,7 +267,7 @@ class ChatLoop:
         )
         steps = total.completion_len - sum(1 for stats in answers if stats.completion_len)
         rate = steps / total.decode_seconds if total.decode_seconds > 0 else 0.0
-        session = self._llm.session
+        session = self.llm.session
         return (
             f"{len(answers)} answers, {len(self.conversation.messages)} messages\n"
             f"prompt: {total.prompt_len} tokens, {total.cached_len} of them reused, "
@@ -206,3 +275,23 @@ class ChatLoop:
             f"answers: {total.completion_len} tokens, {total.decode_seconds:.2f} s, {rate:.1f} tokens/s\n"
             f"cache: {len(session.cached_ids)} of {session.max_len} tokens"
         )
+
+    def describe_model(self) -> str:
+        """What was loaded, a line per fact."""
+        engine, tokenizer = self.llm.engine, self.llm.tokenizer
+        thinking = "no" if tokenizer.reasoning_tags is None else " ".join(tokenizer.reasoning_tags)
+        return (
+            f"model: {engine.description}\n"
+            f"context: {self.llm.session.max_len:,} tokens (--cache_lens)\n"
+            f"vocabulary: {tokenizer.vocab_size:,} tokens\n"
+            f"chat template: {'yes' if tokenizer.has_chat_template else 'none'}, thinking: {thinking}"
+        )
+
+    def describe_template(self) -> str:
+        """The model's chat template. Raises ConfigError when it has none."""
+        if not self.llm.tokenizer.has_chat_template:
+            raise ConfigError("this model has no chat template")
+        template = self.llm.tokenizer.backend.chat_template
+        if isinstance(template, str):
+            return template
+        return "\n\n".join(f"{name}:\n{text}" for name, text in template.items())

@@ -8,14 +8,18 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ktransformers.cli import guarded
+from ktransformers.cli import build_parser, guarded
 from ktransformers.cli.chat import local_chat_parser, run
 
 FAKES = Path(__file__).parent.parent / "engine" / "fakes.py"
 ENDLESS = "endless"
+
+Chat = Callable[..., tuple[str, str]]
+"""The fixture `chat`: what standard input has and the flags, then `code`; standard output and error."""
 
 
 def load_fakes() -> Any:
@@ -45,7 +49,11 @@ def reply(prompt: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     fakes = load_fakes()
-    args = local_chat_parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    # with a command in front: `ktransformers chat`
+    args = (
+        build_parser().parse_args(given) if given[:1] in (["chat"], ["run"]) else local_chat_parser().parse_args(given)
+    )
     args.gguf_path = Path(__file__)  # any path: nothing is loaded
 
     def build(config: Any, progress: Any) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import os
 import pty
 import re
@@ -12,12 +10,12 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from . import fake_chat
+from .fake_chat import Chat
 
 PROGRAM = [sys.executable, str(Path(__file__).parent / "fake_chat.py")]
 ROOT = Path(__file__).parent.parent.parent
@@ -34,33 +32,6 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
     }
 
-
-@pytest.fixture
-def chat(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[str, str]]]:
-    """Runs a chat whose input is a pipe, in this process; returns standard output and error."""
-    logger = logging.getLogger("ktransformers")
-    before = logger.handlers[:], logger.propagate, logger.level
-
-    def run(text: str | bytes, *flags: str, code: int = 0) -> tuple[str, str]:
-        data = text if isinstance(text, bytes) else text.encode()
-        streams = [io.TextIOWrapper(io.BytesIO(content), encoding="ascii") for content in (data, b"", b"")]
-        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
-            monkeypatch.setattr(sys, name, stream)
-        try:
-            found = fake_chat.main(list(flags))
-        except SystemExit as end:
-            found = end.code
-        streams[2].flush()
-        out, err = (stream.buffer.getvalue().decode() for stream in streams[1:])  # type: ignore[attr-defined]
-        assert found == code, err
-        return out, err
-
-    yield run
-    logger.handlers[:], logger.propagate, level = before
-    logger.setLevel(level)
-
-
-Chat = Callable[..., tuple[str, str]]
 
 # --- pipes -----------------------------------------------------------------------------------------------------------
 
@@ -277,14 +248,36 @@ def test_ctrl_c(terminal: Terminal) -> None:
     terminal.type("count\r")
     terminal.expect("2 turns")  # the stopped answer is part of the conversation
     terminal.expect(">>>")
-    terminal.type("\x03")
-    terminal.expect("press Ctrl-C again")
+    terminal.type("\x03\x03")
+    terminal.expect("Ctrl-D or /bye leaves")
+    terminal.expect("Ctrl-D or /bye leaves")
     terminal.expect(">>>")
-    terminal.type("count\r")  # it only counts twice in a row
+    terminal.type("nonsense\x03count\r")  # a line that was begun is cleared
     terminal.expect("3 turns")
     terminal.expect(">>>")
-    terminal.type("\x03")
-    terminal.expect("press Ctrl-C again")
-    terminal.expect(">>>")
-    terminal.type("\x03")
+    terminal.type("/bye\r")
     assert terminal.exit_code() == 0
+
+
+def test_first_lines_and_history(own_state_folder: Path) -> None:
+    terminal = Terminal("chat")
+    assert re.search(r"(No GPU found|GiB\S*), \d+ cores?, ", terminal.expect("4,096 tokens of context"))
+    terminal.expect("/help lists the commands")
+    terminal.expect("Send a message (/help for commands)")
+    terminal.type("hello\r")
+    terminal.expect("you said hello")
+    terminal.expect("Send a message")
+    terminal.type("exit\r")
+    assert terminal.exit_code() == 0
+    terminal.close()
+    kept = (own_state_folder / "prompts").read_text()
+    assert "+hello\n" in kept
+    assert "+exit\n" in kept
+
+
+def test_one_prompt_on_a_terminal(own_state_folder: Path) -> None:
+    terminal = Terminal("run", "-p", "hello")
+    terminal.expect("you said hello")
+    assert terminal.exit_code() == 0
+    terminal.close()
+    assert not own_state_folder.exists()  # what is not typed is not kept
