@@ -1,4 +1,4 @@
-"""AsyncLLM on the bundled model: the answers of LLM, streamed to many tasks; nothing slow on the event loop's thread."""
+"""AsyncLLM on the bundled model: the answers of LLM, streamed to many tasks; nothing slow on the event loop."""
 
 from __future__ import annotations
 
