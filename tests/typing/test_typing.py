@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import ktransformers
 
 HERE = Path(__file__).parent
@@ -25,6 +27,7 @@ ignore_missing_imports = True
 """
 
 
+@pytest.mark.slow
 def test_a_users_script_passes_mypy_strict(tmp_path: Path) -> None:
     package = Path(ktransformers.__file__).parent
     assert (package / "py.typed").is_file()
