@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.batch_loop import BatchLoop, Question
-from ktransformers.engine.llm import describe_batches
+from ktransformers.engine.llm import describe_batches, load_batches, prompt_reader
 from ktransformers.engine.llm_options import EngineOptions, LLMOptions, llm_options
 from ktransformers.engine.outputs import (
     Conversation,
@@ -23,7 +23,6 @@ from ktransformers.engine.outputs import (
     PromptReader,
     RequestOutput,
     collect_output,
-    default_sampling_params,
 )
 from ktransformers.errors import EngineError
 from ktransformers.tokenizer.tokenizer import Tokenizer
@@ -109,7 +108,7 @@ class AsyncLLM:
         """The API over an engine that is already built, for up to max_batch_size sequences at once."""
         llm = cls.__new__(cls)
         llm._options, llm._progress, llm._starting = None, None, asyncio.Lock()
-        llm._take(_loaded(engine, max_batch_size, None))
+        llm._take(_Loaded(BatchLoop(lambda report: engine, max_batch_size), prompt_reader(engine, None)))
         return llm
 
     def _take(self, loaded: _Loaded) -> None:
@@ -136,7 +135,8 @@ class AsyncLLM:
 
     def _load(self, given_up: threading.Event) -> _Loaded:
         """On another thread."""
-        from ktransformers.engine.builder import build_paged_engine  # late: it imports every operator and kernel
+        options = self._options
+        assert options is not None
 
         def progress(*report: Any) -> None:
             if given_up.is_set():  # the only way to end a long load early
@@ -144,12 +144,8 @@ class AsyncLLM:
             if self._progress is not None:
                 self._progress(*report)
 
-        options = self._options
-        assert options is not None
-        engine = build_paged_engine(
-            options.config, page_size=options.page_size, max_batch_size=options.max_batch_size, progress=progress
-        )
-        return _loaded(engine, options.max_batch_size, options.seed)
+        batches = load_batches(options, progress)
+        return _Loaded(batches, prompt_reader(batches.engine, options.seed))
 
     async def aclose(self) -> None:
         """End what runs, with an EngineError to those who wait, and free the model. Safe to call twice."""
@@ -241,11 +237,6 @@ class AsyncLLM:
                 is_over = said.finish_reason is not None
         finally:
             batches.abort([question])
-
-
-def _loaded(engine: PagedEngine, max_batch_size: int, seed: int | None) -> _Loaded:
-    defaults = default_sampling_params(engine.model.generation_defaults, engine.config.max_new_tokens)
-    return _Loaded(BatchLoop(engine, max_batch_size), PromptReader(engine.model.tokenizer, defaults, seed))
 
 
 def _close_abandoned(loading: asyncio.Future[_Loaded]) -> None:

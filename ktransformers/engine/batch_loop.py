@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.answer_events import AnswerEvents
 from ktransformers.engine.checks import check_prompt
-from ktransformers.errors import EngineError
+from ktransformers.errors import ConfigError, EngineError
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
@@ -31,7 +31,7 @@ from ktransformers.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from ktransformers.engine.builder import PagedEngine
 
-__all__ = ["BatchLoop", "Question", "Sink"]
+__all__ = ["BatchLoop", "Build", "Question", "Sink"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,38 +80,78 @@ class _Look:
 _Command = _Add | _Abort | _Look | None  # None: stop
 
 
-class BatchLoop:
-    """Owns `engine` from now on: `close` closes it. All methods may be called on any thread.
+Build = Callable[[Callable[..., None]], "PagedEngine"]
+"""Builds the engine on the loop's thread. Given a function to report progress to, which raises when nobody waits."""
 
-    max_batch_size: most sequences of one step; the engine must have been built for as many.
+
+class BatchLoop:
+    """Owns its engine: `close` closes it. All methods may be called on any thread.
+
+    The engine is built where it runs, on the loop's thread (some of what GPUs need belongs to a thread). The
+    constructor waits for it and raises what that raises; an interrupt meanwhile gives the loading up. max_batch_size:
+    most sequences of one step; the engine must be built for as many. progress: called on the loop's thread.
     """
 
-    def __init__(self, engine: PagedEngine, max_batch_size: int, *, checks_integrity: bool = False):
-        self._engine, self._checks = engine, checks_integrity
-        self.config = SchedulerConfig(
-            num_pages=engine.cache.num_pages,
-            page_size=engine.cache.page_size,
-            chunk_size=engine.config.chunk_size,
-            max_batch_size=max_batch_size,
-            vocab_size=engine.model.vocab_size,
-            eos_token_ids=engine.model.eos_token_ids,
-            max_model_len=engine.model.context_len,
-        )
-        self._scheduler = Scheduler(self.config)
+    engine: PagedEngine
+    config: SchedulerConfig
+    _scheduler: Scheduler
+
+    def __init__(self, build: Build, max_batch_size: int, progress: Callable[..., None] | None = None):
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._readers: dict[str, _Reader] = {}
         self._ids = itertools.count()
         self._lock = threading.Lock()  # between a submit and a close: nobody is left waiting for a thread that is gone
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="ktransformers-engine", daemon=True)
+        started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def report(*done: object) -> None:
+            if self._is_closed:  # the only way to end a long load early
+                raise EngineError("loading was given up")
+            if progress is not None:
+                progress(*done)
+
+        def run() -> None:
+            try:
+                self._prepare(build(report), max_batch_size)
+            except BaseException as error:  # noqa: BLE001 - the constructor raises it
+                started.put(error)
+                return
+            started.put(None)
+            self._run()
+
+        self._thread = threading.Thread(target=run, name="ktransformers-engine", daemon=True)
         self._thread.start()
+        try:
+            error = started.get()
+        except BaseException:
+            self.close()
+            raise
+        if error is not None:
+            raise error
+
+    def _prepare(self, engine: PagedEngine, max_batch_size: int) -> None:
+        self.engine = engine
+        try:
+            self.config = SchedulerConfig(
+                num_pages=engine.cache.num_pages,
+                page_size=engine.cache.page_size,
+                chunk_size=engine.config.chunk_size,
+                max_batch_size=max_batch_size,
+                vocab_size=engine.model.vocab_size,
+                eos_token_ids=engine.model.eos_token_ids,
+                max_model_len=engine.model.context_len,
+            )
+        except ConfigError:
+            engine.close()
+            raise
+        self._scheduler = Scheduler(self.config)
 
     # For readers.
 
     @property
     def description(self) -> str:
         """The model, in words."""
-        return self._engine.model.description
+        return self.engine.model.description
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises ConfigError or ContextLengthError for what `submit` could never answer, EngineError when closed."""
@@ -123,7 +163,7 @@ class BatchLoop:
             params,
             max_len=self.config.max_len,
             vocab_size=self.config.vocab_size,
-            has_vocabulary=self._engine.model.tokenizer.has_vocabulary,
+            has_vocabulary=self.engine.model.tokenizer.has_vocabulary,
             limit="the model takes at most" if is_models else "the cache holds",
             remedy="shorten the prompt" + ("" if is_models else ", or make the cache larger with cache_lens"),
         )
@@ -167,8 +207,6 @@ class BatchLoop:
         try:
             while self._obey_all():
                 self._step()
-                if self._checks:
-                    self._scheduler.check_integrity()
         finally:
             self._end()
 
@@ -187,7 +225,7 @@ class BatchLoop:
                         question.sink(lost)
                 case _Look(answer):
                     answer.put(self._scheduler.stats())
-        self._engine.close()
+        self.engine.close()
 
     def _obey_all(self) -> bool:
         """Take in commands; wait for one when there is nothing else to do. False when told to stop."""
@@ -215,7 +253,7 @@ class BatchLoop:
 
     def _add(self, question: Question) -> None:
         name, params = question.request_id, question.params
-        events = AnswerEvents(self._engine.model.tokenizer, params, len(question.prompt_ids))
+        events = AnswerEvents(self.engine.model.tokenizer, params, len(question.prompt_ids))
         self._readers[name] = _Reader(question.sink, events)
         self._scheduler.add(Request(request_id=name, prompt_ids=question.prompt_ids, params=params))
 
@@ -228,7 +266,7 @@ class BatchLoop:
             if reader is not None and reader.began is None:
                 reader.began = now
         try:
-            result = self._engine.executor.execute(plan)
+            result = self.engine.executor.execute(plan)
         except Exception as error:  # whatever a kernel or torch raises must reach the readers, and the log
             logger.exception("a step failed: the answers that were in it end here, all others go on")
             self._lose(plan, error)
@@ -240,7 +278,7 @@ class BatchLoop:
         """A step that failed may have left anything in the cache: it is forgotten, and those that were in it end."""
         suspects = self._scheduler.in_flight_ids(plan.step_id)
         self._scheduler.engine_lost()
-        self._engine.executor.reset()
+        self.engine.executor.reset()
         for request_id in suspects:
             self._scheduler.abort(request_id)
             lost = EngineError(f"the engine failed with {type(error).__name__}: {error}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.batch_loop import BatchLoop, Question
-from ktransformers.engine.llm_options import EngineOptions, llm_options
+from ktransformers.engine.llm_options import EngineOptions, LLMOptions, llm_options
 from ktransformers.engine.outputs import (
     Conversation,
     Prompt,
@@ -31,7 +31,16 @@ from ktransformers.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ktransformers.engine.builder import Engine, PagedEngine
 
-__all__ = ["LLM", "EngineOptions", "Prompt", "RequestOutput", "default_sampling_params", "describe_batches"]
+__all__ = [
+    "LLM",
+    "EngineOptions",
+    "Prompt",
+    "RequestOutput",
+    "default_sampling_params",
+    "describe_batches",
+    "load_batches",
+    "prompt_reader",
+]
 
 _STOP_POLL_SECONDS = 0.05
 """Between two questions to should_stop while nothing comes."""
@@ -65,15 +74,11 @@ class LLM:
         """model: a GGUF file, a folder, or the hub id of a model that is on this machine; None is the bundled model.
 
         gguf_path, model_path: the same as two names, for a GGUF whose config and tokenizer are in another folder.
-        progress: called while weights load, as `build_engine` describes. options: see EngineOptions and EngineConfig.
+        progress: called while weights load, as `build_engine` describes, on the model's thread.
+        options: see EngineOptions and EngineConfig.
         """
         chosen = llm_options(model, gguf_path, model_path, options)
-        from ktransformers.engine.builder import build_paged_engine  # late: it imports every operator and kernel
-
-        engine = build_paged_engine(
-            chosen.config, page_size=chosen.page_size, max_batch_size=chosen.max_batch_size, progress=progress
-        )
-        self._take_paged(engine, chosen.max_batch_size, chosen.seed)
+        self._take_paged(load_batches(chosen, progress), chosen.seed)
 
     @classmethod
     def from_engine(cls, engine: Engine | PagedEngine, max_batch_size: int = 16) -> LLM:
@@ -86,17 +91,15 @@ class LLM:
 
         llm = cls.__new__(cls)
         if isinstance(engine, PagedEngine):
-            llm._take_paged(engine, max_batch_size, None)
+            llm._take_paged(BatchLoop(lambda report: engine, max_batch_size), None)
         else:
             llm._take_single(engine)
         return llm
 
-    def _take_paged(self, engine: PagedEngine, max_batch_size: int, seed: int | None) -> None:
-        self.engine: Engine | PagedEngine = engine
-        self._batches = BatchLoop(engine, max_batch_size)
-        defaults = default_sampling_params(engine.model.generation_defaults, engine.config.max_new_tokens)
-        self._reader = PromptReader(engine.model.tokenizer, defaults, seed)
-        weakref.finalize(self, self._batches.close)
+    def _take_paged(self, batches: BatchLoop, seed: int | None) -> None:
+        self.engine: Engine | PagedEngine = batches.engine
+        self._batches, self._reader = batches, prompt_reader(batches.engine, seed)
+        weakref.finalize(self, batches.close)
 
     def _take_single(self, engine: Engine) -> None:
         self.engine = engine
@@ -236,6 +239,24 @@ class LLM:
                     return
         finally:
             batches.abort([question])
+
+
+def load_batches(options: LLMOptions, progress: Callable[..., None] | None) -> BatchLoop:
+    """Load a model for many prompts at once. Errors as `build_paged_engine`."""
+    from ktransformers.engine.builder import build_paged_engine  # late: it imports every operator and kernel
+
+    def build(report: Callable[..., None]) -> PagedEngine:
+        return build_paged_engine(
+            options.config, page_size=options.page_size, max_batch_size=options.max_batch_size, progress=report
+        )
+
+    return BatchLoop(build, options.max_batch_size, progress)
+
+
+def prompt_reader(engine: PagedEngine, seed: int | None) -> PromptReader:
+    """Reads prompts for `engine`. See PromptReader."""
+    defaults = default_sampling_params(engine.model.generation_defaults, engine.config.max_new_tokens)
+    return PromptReader(engine.model.tokenizer, defaults, seed)
 
 
 def describe_batches(batches: BatchLoop) -> str:

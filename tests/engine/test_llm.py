@@ -20,6 +20,7 @@ import pytest
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import FinishReason, SamplingParams
+from ktransformers.engine.batch_loop import BatchLoop
 from ktransformers.engine.builder import build_engine, build_paged_engine
 from ktransformers.engine.llm import LLM
 from ktransformers.engine.outputs import Prompt, RequestOutput
@@ -232,7 +233,7 @@ def test_threads_share_the_model(llm: LLM, alone: LLM) -> None:
 
 
 def test_an_interrupt_ends_the_call_and_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor, steps = batches(llm)._engine.executor, 0
+    executor, steps = batches(llm).engine.executor, 0
     execute = executor.execute
 
     def interrupting(plan: StepPlan) -> StepResult:
@@ -252,10 +253,45 @@ def test_an_interrupt_ends_the_call_and_nothing_else(llm: LLM, monkeypatch: pyte
     assert llm.generate("Once upon a time", GREEDY)[0].token_ids == before.token_ids
 
 
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ktransformers-engine"]
+
+
+def test_an_interrupt_gives_loading_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, reports, closing, close = engine_threads(), [], threading.Event(), BatchLoop.close
+
+    def progress(*report: Any) -> None:
+        reports.append(report)
+        if len(reports) == 2:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert closing.wait(60)
+
+    def noticed(self: BatchLoop) -> None:
+        threading.Thread(target=close, args=(self,)).start()  # which waits for the loading to end
+        while not self._is_closed:
+            pass
+        closing.set()
+        close(self)
+
+    monkeypatch.setattr(BatchLoop, "close", noticed)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(DEMO, cpu_infer=1, cache_lens=64, progress=progress)
+    assert len(reports) == 2
+    assert engine_threads() == before
+
+
+def test_a_cache_without_room_is_refused() -> None:
+    before = engine_threads()
+    with pytest.raises(ConfigError, match="no room for a prompt and an answer"):
+        LLM(DEMO, cpu_infer=1, cache_lens=1, page_size=1)
+    for thread in set(engine_threads()) - set(before):
+        thread.join()
+
+
 def test_a_step_that_fails_ends_the_answers_that_were_in_it(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    executor, fails = batches(llm)._engine.executor, [True]
+    executor, fails = batches(llm).engine.executor, [True]
     execute = executor.execute
 
     def failing(plan: StepPlan) -> StepResult:
@@ -275,7 +311,7 @@ def test_a_step_that_fails_ends_the_answers_that_were_in_it(
 
 def test_closing(capfd: pytest.CaptureFixture[str]) -> None:
     def workers() -> int:
-        return sum(thread.name == "ktransformers-engine" for thread in threading.enumerate())
+        return len(engine_threads())
 
     others = workers()
     with LLM(DEMO, cpu_infer=1, cache_lens=512) as llm:
