@@ -87,6 +87,7 @@ class AsyncLLM:
 
     _loaded: _Loaded | None = None
     _is_closed = False
+    _given_up: threading.Event | None = None  # tells the present loading to end
     _finalizer: weakref.finalize[[], AsyncLLM] | None = None
 
     def __init__(
@@ -123,15 +124,17 @@ class AsyncLLM:
             self._require_open()
             if self._loaded is not None:
                 return
-            given_up = threading.Event()
-            loading = asyncio.get_running_loop().run_in_executor(None, self._load, given_up)
+            self._given_up = threading.Event()
+            loading = asyncio.get_running_loop().run_in_executor(None, self._load, self._given_up)
             try:
-                loaded = await asyncio.shield(loading)
+                self._take(await asyncio.shield(loading))
             except asyncio.CancelledError:
-                given_up.set()
+                self._given_up.set()
                 loading.add_done_callback(_close_abandoned)
                 raise
-            self._take(loaded)
+        if self._is_closed:  # meanwhile
+            await self.aclose()
+            raise EngineError(_CLOSED)
 
     def _load(self, given_up: threading.Event) -> _Loaded:
         """On another thread."""
@@ -150,6 +153,8 @@ class AsyncLLM:
     async def aclose(self) -> None:
         """End what runs, with an EngineError to those who wait, and free the model. Safe to call twice."""
         self._is_closed = True
+        if self._given_up is not None:
+            self._given_up.set()
         if self._finalizer is not None:
             await asyncio.to_thread(self._finalizer)
 
@@ -212,7 +217,8 @@ class AsyncLLM:
         return AsyncAnswer(self._events(asked), asked)  # which the generator does not know: no cycle keeps it alive
 
     async def _events(self, asked: _Asked) -> AsyncGenerator[TokenEvent, None]:
-        await self.start()
+        if self._loaded is None:
+            await self.start()
         loaded, loop = self._require_loaded(), asyncio.get_running_loop()
         batches, params = loaded.batches, loaded.reader.params(asked.given)
         asked.prompt_ids, asked.params = await asyncio.to_thread(asked.read, loaded.reader), params

@@ -196,6 +196,58 @@ def test_nothing_slow_runs_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) ->
     assert len(threads["build_paged_engine"]) == 1
 
 
+def test_a_step_that_fails_ends_only_the_answers_that_were_in_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All seven have asked when the first step fails; it has room for four of them at most."""
+    execute, submit = PagedExecutor.execute, BatchLoop.submit
+    asked, failed = threading.Semaphore(0), []
+
+    def submitting(self: BatchLoop, questions: Sequence[Question]) -> None:
+        submit(self, questions)
+        asked.release()
+
+    def failing(self: PagedExecutor, plan: StepPlan) -> StepResult:
+        if not failed:
+            assert all(asked.acquire(timeout=60) for _ in PROMPTS)
+            failed.extend(start.request_id for start in plan.starts)
+            raise RuntimeError("out of luck")
+        return execute(self, plan)
+
+    async def ask() -> list[Any]:
+        async with AsyncLLM(DEMO, **OPTIONS) as served:
+            answers = [served.generate(prompt, params(i)) for i, prompt in enumerate(PROMPTS)]
+            return await asyncio.gather(*answers, return_exceptions=True)
+
+    monkeypatch.setattr(BatchLoop, "submit", submitting)
+    monkeypatch.setattr(PagedExecutor, "execute", failing)
+    answers = asyncio.run(ask())
+    monkeypatch.undo()
+    lost = [answer for answer in answers if isinstance(answer, EngineError)]
+    assert 1 <= len(lost) == len(failed) <= 4
+    assert all("RuntimeError: out of luck" in str(error) for error in lost)
+    for i, answer in enumerate(answers):
+        if answer not in lost:
+            assert answer.token_ids == llm.generate(PROMPTS[i], params(i))[0].token_ids
+
+
+def test_closing_while_it_loads() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def progress(*report: Any) -> None:
+        reached.set()
+        go_on.wait()
+
+    async def ask() -> None:
+        served = AsyncLLM(DEMO, progress=progress, **OPTIONS)
+        loading = asyncio.create_task(served.start())
+        await asyncio.to_thread(reached.wait)
+        await served.aclose()
+        go_on.set()
+        with pytest.raises(EngineError, match=r"given up|closed"):
+            await loading
+
+    asyncio.run(ask())
+
+
 def test_loading_that_is_cancelled_is_given_up() -> None:
     reached, go_on = threading.Event(), threading.Event()
 
