@@ -1,9 +1,9 @@
 """ktransformers: run Mixture-of-Experts LLMs that do not fit in VRAM.
 
-    from ktransformers import LLM, SamplingParams
+    from ktransformers import LLM
 
-    llm = LLM(gguf_path="model.gguf")
-    print(llm.generate("Hello", SamplingParams(temperature=0, max_tokens=16))[0].text)
+    llm = LLM()  # the bundled model; LLM("model.gguf") for your own
+    print(llm.chat("What is 17 + 25?")[0].text)
 
 Names load on first use, so that importing the package (the command line does) costs nothing.
 """
@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ktransformers.core import SamplingParams as SamplingParams
+    from ktransformers.core import TokenEvent as TokenEvent
+    from ktransformers.engine.async_llm import AsyncLLM as AsyncLLM
     from ktransformers.engine.llm import LLM as LLM
-    from ktransformers.engine.llm import RequestOutput as RequestOutput
+    from ktransformers.engine.outputs import RequestOutput as RequestOutput
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "TokenEvent", "__version__"]
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "AsyncLLM": "ktransformers.engine.async_llm",
     "LLM": "ktransformers.engine.llm",
-    "RequestOutput": "ktransformers.engine.llm",
+    "RequestOutput": "ktransformers.engine.outputs",
     "SamplingParams": "ktransformers.core",
+    "TokenEvent": "ktransformers.core",
 }
 
 
@@ -34,3 +38,7 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,7 +5,8 @@ Who fills which field is noted on it. Lengths end in `_len` and are in tokens; t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import reprlib
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 
 __all__ = [
@@ -25,6 +26,11 @@ CAPTURING = "CUDA graphs"
 
 PROMPT_LOGPROB_ROWS = 64
 """Most prompt tokens of one request in one step when all their logits are wanted: 4 * vocab_size bytes each."""
+
+
+_REPR = reprlib.Repr()
+_REPR.maxtuple = _REPR.maxlist = _REPR.maxdict = 8
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
 
 def format_bytes(nbytes: int) -> str:
@@ -50,7 +56,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams:
     """How the next token is chosen. The meaning of each field is OpenAI's or vLLM's of the same name.
 
@@ -103,6 +109,16 @@ class SamplingParams:
         for is_valid, message in checks:
             if not is_valid:  # also catches NaN, which fails every comparison
                 raise ConfigError(message)
+
+    def __repr__(self) -> str:
+        """What differs from the defaults, long collections shortened."""
+        changed = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            default = {} if one.default is MISSING else one.default
+            if value != default:
+                changed.append(f"{one.name}={_REPR.repr(value)}")
+        return f"SamplingParams({', '.join(changed)})"
 
     @property
     def is_greedy(self) -> bool:

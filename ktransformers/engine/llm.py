@@ -1,121 +1,131 @@
-"""The offline API: `LLM(model_path=..., gguf_path=...).generate(prompts, SamplingParams(...))`.
+"""The offline API: `LLM("model.gguf").generate(prompts, SamplingParams(...))`.
 
-Answers one prompt after the other on one static cache, reusing what a prompt shares with the one before it. Does not
-know HTTP or terminals.
+The prompts of one call, and of several threads, are answered together: they share the steps of one engine, and pages of
+one cache where they begin alike. Each gets the tokens that it would get alone. Does not know HTTP or terminals.
 """
 
 from __future__ import annotations
 
+import os
+import queue
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ktransformers.config import EngineConfig
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, TokenLogprobs
-from ktransformers.engine.sampler import draw_seed
+from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.engine.batch_loop import BatchLoop, Question
+from ktransformers.engine.llm_options import EngineOptions, LLMOptions, llm_options
+from ktransformers.engine.outputs import (
+    Conversation,
+    Prompt,
+    PromptReader,
+    RequestOutput,
+    collect_output,
+    default_sampling_params,
+    raise_numbered,
+)
 from ktransformers.engine.session import Session
-from ktransformers.errors import ConfigError
-from ktransformers.tokenizer.tokenizer import Message, Tokenizer
+from ktransformers.errors import EngineError, KTransformersError, UnsupportedError
+from ktransformers.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ktransformers.engine.builder import Engine
+    from ktransformers.engine.builder import Engine, PagedEngine
 
-__all__ = ["LLM", "EngineOptions", "Prompt", "RequestOutput", "default_sampling_params"]
+__all__ = [
+    "LLM",
+    "EngineOptions",
+    "Prompt",
+    "RequestOutput",
+    "default_sampling_params",
+    "describe_batches",
+    "load_batches",
+    "prompt_reader",
+]
 
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
+_STOP_POLL_SECONDS = 0.05
+"""Between two questions to should_stop while nothing comes."""
 
+_CLOSED = "this LLM is closed: make a new one, or keep the `with` block open for as long as it is used"
 
-class EngineOptions(TypedDict, total=False):
-    """The fields of EngineConfig besides the two paths to the model."""
-
-    optimize_config_path: Path | None
-    cache_lens: int
-    chunk_size: int
-    max_new_tokens: int
-    cpu_infer: int
-    cpu_quant: str | None
-    cpu_prefill: str
-    gpu_memory: float
-    use_cuda: bool | None
-    use_cuda_graph: bool | None
-    attention_backend: str
-    strict: bool
-    trust_remote_code: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """One answer. token_ids include the end token; text does not. params is what was used, its seed filled in.
-
-    logprobs has one entry per token when params.logprobs is set, else it is None; prompt_logprobs the same for the
-    prompt, None for its first token.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    logprobs: tuple[TokenLogprobs, ...] | None
-    stats: GenerationStats
-    params: SamplingParams
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-
-
-def default_sampling_params(generation_defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
-    """What a model's generation config asks for, as `transformers` reads it: greedy unless it says otherwise."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: generation_defaults[name] for name in names if generation_defaults.get(name) is not None}
-    if not generation_defaults.get("do_sample", "temperature" in given):
-        return SamplingParams(
-            temperature=0.0, repetition_penalty=given.get("repetition_penalty", 1.0), max_tokens=max_tokens
-        )
-    return SamplingParams(max_tokens=max_tokens, **given)
+_Events = queue.SimpleQueue[TokenEvent | EngineError]
 
 
 class LLM:
-    """One loaded model. Loading happens in the constructor; its errors are those of `build_engine`."""
+    """One loaded model. Loading happens in the constructor; its errors are those of `build_paged_engine`.
+
+    May be used from several threads at once: the model runs on a thread of its own, and what they ask shares its steps.
+    An interrupt (Ctrl-C) ends the call that it meets; the LLM stays as it is. `close` it, or use it in a `with` block;
+    one that is forgotten is closed when it is collected, or at exit.
+    """
+
+    _batches: BatchLoop | None = None
+    _session: Session | None = None
+    _is_closed = False
 
     def __init__(
         self,
-        model_path: str | Path | None = None,
-        gguf_path: str | Path | None = None,
+        model: str | os.PathLike[str] | None = None,
+        gguf_path: str | os.PathLike[str] | None = None,
         *,
+        model_path: str | os.PathLike[str] | None = None,
         progress: Callable[..., None] | None = None,
         **options: Unpack[EngineOptions],
     ):
-        """progress: called while weights load, as `build_engine` describes. options: see EngineConfig."""
-        from ktransformers.engine.builder import build_engine  # late: it imports every operator and kernel
+        """model: a GGUF file, a folder, or the hub id of a model that is on this machine; None is the bundled model.
 
-        config = EngineConfig(
-            model_path=None if model_path is None else Path(model_path),
-            gguf_path=None if gguf_path is None else Path(gguf_path),
-            **options,
-        )
-        self._set_engine(build_engine(config, progress))
+        gguf_path, model_path: the same as two names, for a GGUF whose config and tokenizer are in another folder.
+        progress: called while weights load, as `build_engine` describes, on the model's thread.
+        options: see EngineOptions and EngineConfig.
+        """
+        chosen = llm_options(model, gguf_path, model_path, options)
+        self._take_paged(load_batches(chosen, progress), chosen.seed)
 
     @classmethod
-    def from_engine(cls, engine: Engine) -> LLM:
-        """The API over an engine that is already built."""
+    def from_engine(cls, engine: Engine | PagedEngine, max_batch_size: int = 16) -> LLM:
+        """The API over an engine that is already built.
+
+        Over an `Engine`, which holds one sequence, prompts are answered one after the other, on the caller's thread and
+        one thread only, and `session` is there for a conversation. max_batch_size: what a `PagedEngine` was built for.
+        """
+        from ktransformers.engine.builder import PagedEngine
+
         llm = cls.__new__(cls)
-        llm._set_engine(engine)
+        if isinstance(engine, PagedEngine):
+            llm._take_paged(BatchLoop(lambda report: engine, max_batch_size), None)
+        else:
+            llm._take_single(engine)
         return llm
 
-    def _set_engine(self, engine: Engine) -> None:
+    def _take_paged(self, batches: BatchLoop, seed: int | None) -> None:
+        self.engine: Engine | PagedEngine = batches.engine
+        self._batches, self._reader = batches, prompt_reader(batches.engine, seed)
+        weakref.finalize(self, batches.close)
+
+    def _take_single(self, engine: Engine) -> None:
         self.engine = engine
-        self._tokenizer = engine.tokenizer or Tokenizer(None)
-        self.session = Session(
+        tokenizer = engine.tokenizer or Tokenizer(None)
+        defaults = default_sampling_params(engine.generation_defaults, engine.config.max_new_tokens)
+        self._reader = PromptReader(tokenizer, defaults)
+        self._session = Session(
             engine.runner,
             chunk_size=engine.config.chunk_size,
             eos_token_ids=engine.eos_token_ids,
-            tokenizer=self._tokenizer,
+            tokenizer=tokenizer,
         )
 
     def close(self) -> None:
-        """Stop the worker threads. The object cannot be used afterwards; a `with` block closes it at its end."""
-        self.session.clear()
-        self.engine.close()
+        """Stop the model's threads and free it. The object cannot be used afterwards. Safe to call twice.
+
+        What another thread is waiting for ends with an EngineError.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._batches is not None:
+            self._batches.close()
+        else:
+            self.session.clear()
+            self.engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -123,15 +133,37 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return "LLM(closed)"
+        if self._batches is None:
+            return f"LLM({self.session.max_len} tokens of context, one prompt at a time)"
+        return f"LLM({describe_batches(self._batches)})"
+
+    @property
+    def session(self) -> Session:
+        """The one sequence of an `Engine`. Raises UnsupportedError when many prompts are answered at once."""
+        if self._session is None:
+            raise UnsupportedError(
+                "this LLM answers many prompts at once and reuses what they share by itself; "
+                "LLM.from_engine(build_engine(config)) has a session"
+            )
+        return self._session
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; one without vocabulary when the model's files hold none."""
-        return self._tokenizer
+        return self._reader.tokenizer
 
     @property
     def default_params(self) -> SamplingParams:
-        """What is used when a call names no sampling parameters: the model's own, up to --max_new_tokens tokens."""
-        return default_sampling_params(self.engine.generation_defaults, self.engine.config.max_new_tokens)
+        """What is used when a call names no sampling parameters: the model's own, up to max_new_tokens tokens."""
+        return self._reader.default_params
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of one prompt and its answer together."""
+        return self.session.max_len if self._batches is None else self._batches.config.max_len
 
     def stream(
         self,
@@ -139,61 +171,138 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Iterator[TokenEvent]:
-        """The answer to one prompt, token by token. Raises ConfigError and ContextLengthError before any work."""
-        return self.session.generate(self._prompt_ids(prompt), sampling_params or self.default_params, should_stop)
+        """The answer to one prompt, token by token. Raises ConfigError and ContextLengthError before any work.
+
+        should_stop: asked now and then, on this thread; when it says yes the answer ends with ABORT. So does an
+        iterator that is closed or dropped, without an event. Several may be open at once.
+        """
+        self._require_open()
+        ids, params = self._reader.ids(prompt), self._reader.params(sampling_params)
+        if self._batches is None:
+            return self.session.generate(ids, params, should_stop)
+        self._batches.check(ids, params)
+        return self._events(self._batches, ids, params, should_stop)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """The answers to one or more prompts, in order. sampling_params: for all of them, or one per prompt."""
-        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        each = [cast(Prompt, prompts)] if is_one else cast(Sequence[Prompt], prompts)
-        params = self._params_of(sampling_params, len(each))
-        all_ids = [self._prompt_ids(prompt) for prompt in each]
-        return [self._answer(ids, one) for ids, one in zip(all_ids, params, strict=True)]
+        """The answers to one or more prompts, in order. sampling_params: for all of them, or one per prompt.
+
+        Prompts beyond max_batch_size, or for which there is no room in the cache, wait for others to end. Raises
+        ConfigError and ContextLengthError before any work, with the number of the prompt; EngineError when an answer
+        could not be computed to its end.
+        """
+        self._require_open()
+        return self._answer_all(self._reader.all_ids(prompts), sampling_params)
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
-        """The next turn of one conversation, or of several, through the model's chat template."""
-        if not messages:
-            raise ConfigError("a conversation needs at least one message")
-        is_one = isinstance(messages[0], Mapping)
-        conversations = [cast(Sequence[Message], messages)] if is_one else cast(Sequence[Sequence[Message]], messages)
-        prompts = [self.tokenizer.apply_chat_template(turn, tools, **template_kwargs) for turn in conversations]
-        params = self._params_of(sampling_params, len(prompts))
-        return [self._answer(ids, one) for ids, one in zip(prompts, params, strict=True)]
+        """The next turn of one conversation, or of several, through the model's chat template.
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token_id) for token_id in prompt]
+        A conversation is a list of messages, or a string, which is one message of the user. See `generate`.
+        """
+        self._require_open()
+        return self._answer_all(self._reader.all_conversation_ids(messages, tools, template_kwargs), sampling_params)
 
-    def _params_of(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or self.default_params] * count
-        if len(given) != count:
-            raise ConfigError(f"{len(given)} sampling parameters for {count} prompts; give one, or one per prompt")
-        return list(given)
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineError(_CLOSED)
 
-    def _answer(self, prompt_ids: list[int], params: SamplingParams) -> RequestOutput:
-        if params.seed is None:
-            params = replace(params, seed=draw_seed())
-        events = list(self.session.generate(prompt_ids, params))
-        reason = events[-1].finish_reason
-        assert reason is not None
-        logprobs = tuple(event.logprobs for event in events if event.logprobs is not None)
-        return RequestOutput(
-            prompt_token_ids=tuple(prompt_ids),
-            token_ids=tuple(event.token_id for event in events if event.token_id is not None),
-            text="".join(event.text for event in events),
-            finish_reason=reason,
-            logprobs=None if params.logprobs is None else logprobs,
-            stats=events[-1].stats,
-            params=params,
-            prompt_logprobs=events[0].prompt_logprobs,
+    def _answer_all(
+        self, all_ids: Sequence[list[int]], given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        params = self._reader.all_params(given, len(all_ids))
+        each = list(zip(all_ids, params, strict=True))
+        if self._batches is None:
+            return [collect_output(ids, one, list(self.session.generate(ids, one))) for ids, one in each]
+        return _answer_batch(self._batches, each)
+
+    def _events(
+        self, batches: BatchLoop, ids: list[int], params: SamplingParams, should_stop: Callable[[], bool] | None
+    ) -> Iterator[TokenEvent]:
+        """A method, so that the LLM is not closed while its last user iterates."""
+        events: _Events = queue.SimpleQueue()
+        question = Question(ids, params, events.put)
+        try:
+            batches.submit([question])
+            while True:
+                event = _next_event(batches, question, events, should_stop)
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            batches.abort([question])
+
+
+def load_batches(options: LLMOptions, progress: Callable[..., None] | None) -> BatchLoop:
+    """Load a model for many prompts at once. Errors as `build_paged_engine`."""
+    from ktransformers.engine.builder import build_paged_engine  # late: it imports every operator and kernel
+
+    def build(report: Callable[..., None]) -> PagedEngine:
+        return build_paged_engine(
+            options.config, page_size=options.page_size, max_batch_size=options.max_batch_size, progress=report
         )
+
+    return BatchLoop(build, options.max_batch_size, progress)
+
+
+def prompt_reader(engine: PagedEngine, seed: int | None) -> PromptReader:
+    """Reads prompts for `engine`. See PromptReader."""
+    defaults = default_sampling_params(engine.model.generation_defaults, engine.config.max_new_tokens)
+    return PromptReader(engine.model.tokenizer, defaults, seed)
+
+
+def describe_batches(batches: BatchLoop) -> str:
+    """A model that answers many prompts at once, in one line."""
+    config = batches.config
+    return f"{batches.description}, {config.total_len} tokens of cache, {config.max_running} prompts at once"
+
+
+def _next_event(
+    batches: BatchLoop, question: Question, events: _Events, should_stop: Callable[[], bool] | None
+) -> TokenEvent:
+    """Raises the EngineError that ended the answer."""
+    said: TokenEvent | EngineError | None = None
+    while said is None:
+        if should_stop is not None and should_stop():
+            batches.abort([question])  # its last event is on its way
+            should_stop = None
+        try:
+            said = events.get(timeout=None if should_stop is None else _STOP_POLL_SECONDS)
+        except queue.Empty:
+            continue
+    if isinstance(said, EngineError):
+        raise said
+    return said
+
+
+def _answer_batch(batches: BatchLoop, each: Sequence[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+    """All answers, or none: whatever ends this early, an interrupt too, ends all that has been asked here."""
+    for index, (ids, params) in enumerate(each):
+        try:
+            batches.check(ids, params)
+        except KTransformersError as error:
+            raise_numbered(error, index, len(each))
+    waiting: list[_Events] = [queue.SimpleQueue() for _ in each]
+    questions = [Question(ids, params, events.put) for (ids, params), events in zip(each, waiting, strict=True)]
+    outputs = []
+    try:
+        batches.submit(questions)
+        for index, (question, events) in enumerate(zip(questions, waiting, strict=True)):
+            answer: list[TokenEvent] = []
+            while not answer or answer[-1].finish_reason is None:
+                try:
+                    answer.append(_next_event(batches, question, events, None))
+                except EngineError as error:
+                    raise_numbered(error, index, len(each))
+            outputs.append(collect_output(question.prompt_ids, question.params, answer))
+    finally:
+        batches.abort(questions[len(outputs) :])
+    return outputs

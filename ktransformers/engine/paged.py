@@ -89,6 +89,11 @@ class PagedExecutor:
         """Runs whose state is held."""
         return len(self._runs)
 
+    def reset(self) -> None:
+        """Forget all runs, after a step that failed: the scheduler starts every sequence anew."""
+        self._runs.clear()
+        self._previous = []
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. A row that cannot be sampled gets an error of its own; an exception is about the whole step."""
         began, before = time.perf_counter(), self._expert_counts()

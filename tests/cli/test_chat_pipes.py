@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.cli import build_parser
-from ktransformers.cli.options import engine_config
+from ktransformers.cli.options import engine_config, with_default_model
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.errors import ConfigError
 
@@ -86,15 +86,19 @@ def test_log_level(chat: Chat) -> None:
     assert "INFO ktransformers.cli.chat: " in chat("hi", "chat", "--log_level", "info")[1]
 
 
-def test_history_variable(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_variable(chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("KTRANSFORMERS_HISTORY", "perhaps")
-    assert chat("hi", "chat", code=1)[1] == "error: KTRANSFORMERS_HISTORY=perhaps: it must be 0 or 1\n"
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_args(["chat"])
+    assert caught.value.code == 2
+    assert "KTRANSFORMERS_HISTORY: --history is on or off: true or false, not 'perhaps'" in capsys.readouterr().err
+    monkeypatch.setenv("KTRANSFORMERS_HISTORY", "0")
     assert chat("hi", "chat", "--no-history")[0] == "you said hi\n"
 
 
 def test_where_the_model_goes(tmp_path: Path) -> None:
     def places(*flags: object) -> tuple[Path | None, Path | None]:
-        config = engine_config(build_parser().parse_args(["chat", *map(str, flags)]))
+        config = with_default_model(engine_config(build_parser().parse_args(["chat", *map(str, flags)])))
         return config.model_path, config.gguf_path
 
     gguf, folder = tmp_path / "m.gguf", tmp_path / "hf"

@@ -136,14 +136,15 @@ def test_doctor_shows_what_runs_on_gpus(capsys: pytest.CaptureFixture[str], monk
     assert doctors_lines(capsys)["triton"] == "not used: triton is not installed"
 
 
-def test_flags_become_the_configuration() -> None:
-    flags = "--model-path /m --gguf_path=/g --optimize_config-path /o --cache-lens 9 --chunk_size 8192 --cpu_infer 3"
+def test_flags_become_the_configuration(tmp_path: Path) -> None:
+    flags = f"--model-path {tmp_path} --gguf_path={tmp_path} --optimize_config-path /o --cache-lens 9 --chunk_size 8192"
+    flags += " --cpu_infer 3"
     args = build_parser().parse_args(
         ["chat", *flags.split(), "--cpu-quant", "q8_0", "--cpu-prefill", "bf16", "--strict", "--no-force-think"]
     )
     assert engine_config(args) == EngineConfig(
-        model_path=Path("/m"),
-        gguf_path=Path("/g"),
+        model_path=tmp_path,
+        gguf_path=tmp_path,
         optimize_config_path=Path("/o"),
         cache_lens=9,
         chunk_size=8192,

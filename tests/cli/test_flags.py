@@ -83,7 +83,7 @@ def test_spellings(words: list[str], name: str, value: object) -> None:
         (["serv"], "unknown command 'serv'; did you mean serve? (see ktransformers --help)"),
         (["bench", "modle"], "unknown command 'modle'; did you mean model? (see ktransformers bench --help)"),
         (["help", "plna"], "unknown command 'plna'; did you mean plan?"),
-        (["frobnicate"], "unknown command 'frobnicate'; there are chat, serve, plan, bench"),
+        (["frobnicate"], "unknown command 'frobnicate'; there are chat, run, serve, plan, pull"),
         (["/"], "unknown command '/'; to talk to a model: ktransformers chat /"),
         (["serve", "--strict=perhaps"], "--strict is on or off: true or false, not 'perhaps'"),
         (["serve", "--prot", "1"], "unknown argument --prot; did you mean --port?"),
@@ -349,7 +349,7 @@ def test_model_beside_its_flags(tmp_path: Path) -> None:
         config = engine_config(args)
         assert (config.model_path, config.gguf_path) == files
     with pytest.raises(ConfigError, match="MODEL, --model_path and --gguf_path together"):
-        engine_config(model_parser().parse_args([str(file), "--model_path", "a", "--gguf_path", "b"]))
+        engine_config(model_parser().parse_args([str(file), "--model_path", str(folder), "--gguf_path", str(file)]))
 
 
 def test_architectures_may_agree_only(tmp_path: Path) -> None:

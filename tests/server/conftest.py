@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from ktransformers.config import DEMO_MODEL_PATH
+from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
+from ktransformers.engine.builder import build_engine
 from ktransformers.engine.llm import LLM
 from tests.support.server_process import ServerProcess
 
@@ -28,6 +29,6 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
-    """The offline API on the same model: what answers have to be."""
-    with LLM(gguf_path=DEMO, cpu_infer=1, cache_lens=2048) as made:
+    """The engine of one sequence on the same model: what answers have to be."""
+    with LLM.from_engine(build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=2048))) as made:
         yield made

@@ -18,7 +18,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
+from ktransformers.engine.builder import build_engine
 from ktransformers.engine.llm import LLM
 from tests.server.conftest import DEMO
 from tests.support.server_process import ServerProcess
@@ -205,7 +207,7 @@ class Mix:
 @pytest.fixture(scope="module")
 def mixes() -> tuple[Mix, Mix]:
     """(of every kind, growing)."""
-    with LLM(gguf_path=DEMO, cpu_infer=1, cache_lens=4096) as alone:
+    with LLM.from_engine(build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=4096))) as alone:
         return Mix(alone), Mix(alone, grows=True)
 
 

@@ -12,7 +12,8 @@ import time
 from collections.abc import AsyncGenerator
 from typing import ClassVar
 
-from ktransformers.core import FinishReason, GenerationStats, TokenEvent, TokenLogprobs
+from ktransformers.core import FinishReason, GenerationStats, TokenEvent
+from ktransformers.engine.answer_events import AnswerEvents
 from ktransformers.engine.llm import default_sampling_params
 from ktransformers.engine.opened import ModelDescription, describe_model, open_model
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
@@ -23,7 +24,6 @@ from ktransformers.server.backend.checks import check_request
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
-from ktransformers.tokenizer.stream import TextStream
 
 __all__ = ["BalanceServeBackend"]
 
@@ -34,67 +34,30 @@ class _Stream:
     """One answer on its way to its reader."""
 
     def __init__(self, request: GenerationRequest, model: ModelInfo, buffer: EventBuffer):
-        self.buffer, self._request, self._model = buffer, request, model
-        self.stats = GenerationStats(prompt_len=len(request.prompt_ids))
-        self._text = TextStream(model.tokenizer, request.params.stop)
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        if request.params.prompt_logprobs is not None:
-            self._prompt_logprobs = [None] * len(request.prompt_ids)
-        self._first_token_at = 0.0
+        self.buffer, self._request = buffer, request
+        self._events = AnswerEvents(model.tokenizer, request.params, len(request.prompt_ids))
+
+    @property
+    def stats(self) -> GenerationStats:
+        return self._events.stats
 
     def hear(self, update: RequestUpdate, prefill_seconds: float | None) -> bool:
         """Turn news of the scheduler into an event. True when a stop string was found: the scheduler must be told."""
-        stats = self.stats
-        scored = update.prompt_logprobs
-        if scored is not None and self._prompt_logprobs is not None:
-            self._prompt_logprobs[scored.start : scored.start + len(scored.entries)] = scored.entries
-        if update.token_id is None and update.finish_reason is None:
-            return False
-        stats.cached_len, stats.completion_len = update.cached_len, update.completion_len
-        if prefill_seconds is not None:
-            stats.prefill_seconds = prefill_seconds
-        now = time.perf_counter()
-        if not self._first_token_at:
-            self._first_token_at = now
-        stats.decode_seconds = now - self._first_token_at
-        if update.token_id is None:
-            self._end_without_token(update)
-            return False
-        return self._take(update, update.token_id)
-
-    def _end_without_token(self, update: RequestUpdate) -> None:
         if update.is_expired:
             seconds = self._request.timeout
             self.buffer.fail(DeadlineError(f"the answer was not complete within the {seconds} s that it was given"))
-        elif update.error is not None:
-            self.buffer.fail(EngineError(update.error))
-        else:
-            self.buffer.put(TokenEvent(None, self._text.finish()[0], self.stats, finish_reason=FinishReason.ABORT))
+            return False
+        try:
+            event = self._events.hear(update, prefill_seconds)
+        except EngineError as error:
+            self.buffer.fail(error)
+            return False
+        if event is None:
+            return False
+        self.buffer.put(event)
+        if event.finish_reason is not None:
             self.buffer.end()
-
-    def _take(self, update: RequestUpdate, token_id: int) -> bool:
-        reason, stop = update.finish_reason, None
-        if reason is FinishReason.STOP:
-            text, stop_string = self._text.finish()
-            stop = stop_string or token_id
-        else:
-            text, stop_string = self._text.add(token_id)
-            if reason is FinishReason.LENGTH and stop_string is None:
-                rest, stop_string = self._text.finish()
-                text += rest
-            stop = stop_string
-        has_stopped_here = stop_string is not None and reason is None
-        if stop_string is not None:
-            reason = FinishReason.STOP
-        prompt_logprobs = None
-        if self._prompt_logprobs is not None and update.completion_len == 1:
-            prompt_logprobs = tuple(self._prompt_logprobs)
-        self.buffer.put(
-            TokenEvent(token_id, text, self.stats, update.logprobs, reason, stop, prompt_logprobs=prompt_logprobs)
-        )
-        if reason is not None:
-            self.buffer.end()
-        return has_stopped_here
+        return event.finish_reason is not None and update.finish_reason is None
 
 
 class BalanceServeBackend(Backend):

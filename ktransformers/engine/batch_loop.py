@@ -1,0 +1,305 @@
+"""Scheduler and paged engine in this process, on one thread of their own: many answers at once, for any other threads.
+
+    readers, any thread            the loop's thread
+    submit([question, ...]) ─────> scheduler.add ── schedule ── execute ── commit ─┐
+    sink(event | error)    <────── AnswerEvents.hear <── news of each request ─────┘
+    abort([question, ...])  ─────> scheduler.finish: its pages are free before the next step
+
+Everything that the scheduler and the engine hold is touched by that thread alone, so an exception that reaches a reader
+(Ctrl-C, a cancelled task) never meets a half-done step. Does not know prompts as text, nor event loops.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ktransformers.core import FinishReason, SamplingParams, TokenEvent
+from ktransformers.engine.answer_events import AnswerEvents
+from ktransformers.engine.checks import check_prompt
+from ktransformers.errors import ConfigError, EngineError
+from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
+from ktransformers.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from ktransformers.engine.builder import PagedEngine
+
+__all__ = ["BatchLoop", "Build", "Question", "Sink"]
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[TokenEvent | EngineError], None]
+"""Takes the events of one answer, on the loop's thread; must not block. An error is the last thing it is given."""
+
+_CLOSED = "this model is closed: make a new LLM, or keep the `with` block open for as long as it is used"
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """One prompt on its way. params.seed is set. request_id is given by the loop."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    sink: Sink
+    request_id: str = ""
+
+
+@dataclass(slots=True)
+class _Reader:
+    """began: when its first step was planned."""
+
+    sink: Sink
+    events: AnswerEvents
+    began: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    questions: Sequence[Question]
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_ids: Sequence[str]
+
+
+@dataclass(slots=True)
+class _Look:
+    """Asks for the scheduler's figures."""
+
+    answer: queue.SimpleQueue[SchedulerStats] = field(default_factory=queue.SimpleQueue)
+
+
+_Command = _Add | _Abort | _Look | None  # None: stop
+
+
+Build = Callable[[Callable[..., None]], "PagedEngine"]
+"""Builds the engine on the loop's thread. Given a function to report progress to, which raises when nobody waits."""
+
+
+class BatchLoop:
+    """Owns its engine: `close` closes it. All methods may be called on any thread.
+
+    The engine is built where it runs, on the loop's thread (some of what GPUs need belongs to a thread). The
+    constructor waits for it and raises what that raises; an interrupt meanwhile gives the loading up. max_batch_size:
+    most sequences of one step; the engine must be built for as many. progress: called on the loop's thread.
+    """
+
+    engine: PagedEngine
+    config: SchedulerConfig
+    _scheduler: Scheduler
+
+    def __init__(self, build: Build, max_batch_size: int, progress: Callable[..., None] | None = None):
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._readers: dict[str, _Reader] = {}
+        self._ids = itertools.count()
+        self._lock = threading.Lock()  # between a submit and a close: nobody is left waiting for a thread that is gone
+        self._is_closed = False
+        started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def report(*done: object) -> None:
+            if self._is_closed:  # the only way to end a long load early
+                raise EngineError("loading was given up")
+            if progress is not None:
+                progress(*done)
+
+        def run() -> None:
+            try:
+                self._prepare(build(report), max_batch_size)
+            except BaseException as error:  # noqa: BLE001 - the constructor raises it
+                started.put(error)
+                return
+            started.put(None)
+            self._run()
+
+        self._thread = threading.Thread(target=run, name="ktransformers-engine", daemon=True)
+        self._thread.start()
+        try:
+            error = started.get()
+        except BaseException:
+            self.close()
+            raise
+        if error is not None:
+            raise error
+
+    def _prepare(self, engine: PagedEngine, max_batch_size: int) -> None:
+        self.engine = engine
+        try:
+            self.config = SchedulerConfig(
+                num_pages=engine.cache.num_pages,
+                page_size=engine.cache.page_size,
+                chunk_size=engine.config.chunk_size,
+                max_batch_size=max_batch_size,
+                vocab_size=engine.model.vocab_size,
+                eos_token_ids=engine.model.eos_token_ids,
+                max_model_len=engine.model.context_len,
+            )
+        except ConfigError:
+            engine.close()
+            raise
+        self._scheduler = Scheduler(self.config)
+
+    # For readers.
+
+    @property
+    def description(self) -> str:
+        """The model, in words."""
+        return self.engine.model.description
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises ConfigError or ContextLengthError for what `submit` could never answer, EngineError when closed."""
+        if self._is_closed:
+            raise EngineError(_CLOSED)
+        is_models = self.config.max_len < self.config.total_len
+        check_prompt(
+            prompt_ids,
+            params,
+            max_len=self.config.max_len,
+            vocab_size=self.config.vocab_size,
+            has_vocabulary=self.engine.model.tokenizer.has_vocabulary,
+            limit="the model takes at most" if is_models else "the cache holds",
+            remedy="shorten the prompt" + ("" if is_models else ", or make the cache larger with cache_lens"),
+        )
+
+    def submit(self, questions: Sequence[Question]) -> None:
+        """Answer these, which `check` has passed. They are queued together. Raises EngineError when closed."""
+        for question in questions:
+            question.request_id = f"r{next(self._ids)}"
+        self._post(_Add(tuple(questions)))
+
+    def abort(self, questions: Sequence[Question]) -> None:
+        """End these with ABORT, which their sinks hear. Answers that are over are left alone."""
+        with self._lock:
+            if not self._is_closed:
+                self._inbox.put(_Abort([question.request_id for question in questions]))
+
+    def stats(self) -> SchedulerStats:
+        """The scheduler's figures between two steps. Raises EngineError when closed."""
+        look = _Look()
+        self._post(look)
+        return look.answer.get()
+
+    def _post(self, command: _Add | _Look) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise EngineError(_CLOSED)
+            self._inbox.put(command)
+
+    def close(self) -> None:
+        """End what runs, with an EngineError to its readers, and close the engine. Safe to call twice."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._inbox.put(None)
+        if threading.current_thread() is not self._thread:  # a garbage collection may run anywhere
+            self._thread.join()
+
+    # On the loop's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._obey_all():
+                self._step()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Nobody is left waiting, also when the thread ends by an error of its own."""
+        with self._lock:
+            self._is_closed = True
+        lost = EngineError("the model was closed while it was answering")
+        for reader in self._readers.values():
+            reader.sink(lost)
+        self._readers.clear()
+        while not self._inbox.empty():
+            match self._inbox.get():
+                case _Add(questions):
+                    for question in questions:
+                        question.sink(lost)
+                case _Look(answer):
+                    answer.put(self._scheduler.stats())
+        self.engine.close()
+
+    def _obey_all(self) -> bool:
+        """Take in commands; wait for one when there is nothing else to do. False when told to stop."""
+        while True:
+            try:
+                command = self._inbox.get(block=not self._scheduler.has_requests)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            self._obey(command)
+
+    def _obey(self, command: _Add | _Abort | _Look) -> None:
+        match command:
+            case _Add(questions):
+                for question in questions:
+                    self._add(question)
+            case _Abort(request_ids):
+                for request_id in request_ids:
+                    update = self._scheduler.abort(request_id)
+                    if update is not None:
+                        self._tell(update)
+            case _Look(answer):
+                answer.put(self._scheduler.stats())
+
+    def _add(self, question: Question) -> None:
+        name, params = question.request_id, question.params
+        events = AnswerEvents(self.engine.model.tokenizer, params, len(question.prompt_ids))
+        self._readers[name] = _Reader(question.sink, events)
+        self._scheduler.add(Request(request_id=name, prompt_ids=question.prompt_ids, params=params))
+
+    def _step(self) -> None:
+        plan = self._scheduler.schedule()
+        assert plan is not None, "requests wait and nothing is planned"
+        now = time.perf_counter()
+        for start in plan.starts:
+            reader = self._readers.get(start.request_id)
+            if reader is not None and reader.began is None:
+                reader.began = now
+        try:
+            result = self.engine.executor.execute(plan)
+        except Exception as error:  # whatever a kernel or torch raises must reach the readers, and the log
+            logger.exception("a step failed: the answers that were in it end here, all others go on")
+            self._lose(plan, error)
+            return
+        for update in self._scheduler.commit(result.step_id, result.results, result.prompt_logprobs):
+            self._tell(update)
+
+    def _lose(self, plan: StepPlan, error: Exception) -> None:
+        """A step that failed may have left anything in the cache: it is forgotten, and those that were in it end."""
+        suspects = self._scheduler.in_flight_ids(plan.step_id)
+        self._scheduler.engine_lost()
+        self.engine.executor.reset()
+        for request_id in suspects:
+            self._scheduler.abort(request_id)
+            lost = EngineError(f"the engine failed with {type(error).__name__}: {error}")
+            lost.__cause__ = error
+            self._readers.pop(request_id).sink(lost)
+
+    def _tell(self, update: RequestUpdate) -> None:
+        reader = self._readers[update.request_id]
+        seconds = None
+        if update.completion_len == 1 and update.token_id is not None and reader.began is not None:
+            seconds = time.perf_counter() - reader.began
+        said: TokenEvent | EngineError | None
+        try:
+            said = reader.events.hear(update, seconds)
+        except EngineError as error:
+            said = error
+        if said is None:
+            return
+        is_over = isinstance(said, EngineError) or said.finish_reason is not None
+        if is_over:
+            del self._readers[update.request_id]
+            if update.finish_reason is None:  # a stop string, which only the text has
+                self._scheduler.finish(update.request_id, FinishReason.STOP)
+        reader.sink(said)

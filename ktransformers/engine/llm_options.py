@@ -1,0 +1,160 @@
+"""The keywords of LLM and AsyncLLM: our own, and those of vLLM's LLM that mean something here.
+
+Does not open the model's files.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.hub.locate import ModelFiles, locate_model
+
+__all__ = ["EngineOptions", "LLMOptions", "llm_options"]
+
+PathLike = str | os.PathLike[str]
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig besides the two paths to the model, then those of vLLM's LLM.
+
+    cache_lens: tokens of keys and values, of all prompts together. max_batch_size: prompts answered at once.
+    page_size: tokens of a page of the cache; prompts share whole pages. seed: makes all that is drawn repeatable.
+    max_model_len is cache_lens, max_num_seqs max_batch_size, max_num_batched_tokens chunk_size, block_size page_size,
+    enforce_eager the opposite of use_cuda_graph. Of tensor_parallel_size, pipeline_parallel_size and dtype only 1, 1
+    and "auto" are taken, gpu_memory_utilization and quantization not at all: the error names what does it here.
+    """
+
+    optimize_config_path: PathLike | None
+    cache_lens: int
+    chunk_size: int
+    max_new_tokens: int
+    cpu_infer: int
+    cpu_quant: str | None
+    cpu_prefill: str
+    gpu_memory: float
+    use_cuda: bool | None
+    use_cuda_graph: bool | None
+    attention_backend: str
+    strict: bool
+    trust_remote_code: bool
+    max_batch_size: int
+    page_size: int
+    seed: int | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    block_size: int
+    enforce_eager: bool
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    dtype: str
+    gpu_memory_utilization: float
+    quantization: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LLMOptions:
+    """What the keywords mean. config is not resolved yet. seed None: every request without one draws its own."""
+
+    config: EngineConfig
+    max_batch_size: int = 16
+    page_size: int = 64
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in (("max_batch_size", 1 << 16), ("page_size", 1 << 16)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= most:
+                raise ConfigError(f"{name} must be a number from 1 to {most}, got {value!r}")
+
+
+_RENAMED = {
+    "max_model_len": "cache_lens",
+    "max_num_seqs": "max_batch_size",
+    "max_num_batched_tokens": "chunk_size",
+    "block_size": "page_size",
+}
+"""vLLM's keywords with a counterpart of another name. None means the default there, and here."""
+
+_FIXED: dict[str, tuple[object, str]] = {
+    "tensor_parallel_size": (1, "layers are spread over all GPUs by themselves; CUDA_VISIBLE_DEVICES chooses them"),
+    "pipeline_parallel_size": (1, "layers are spread over all GPUs by themselves; CUDA_VISIBLE_DEVICES chooses them"),
+    "dtype": ("auto", "weights keep the numbers of their file; cpu_quant quantizes experts while loading"),
+    "gpu_memory_utilization": (None, "it is given in GiB here, as gpu_memory=20 (0, the default: all that is free)"),
+    "quantization": (None, "weights keep the numbers of their file; cpu_quant='q4_k' quantizes experts while loading"),
+}
+"""vLLM's keywords of which one value, if any, is what we do anyway: (that value, what to use for the others)."""
+
+
+def llm_options(
+    model: PathLike | None, gguf_path: PathLike | None, model_path: PathLike | None, options: Mapping[str, Any]
+) -> LLMOptions:
+    """The keywords, checked. Raises ConfigError, for an unknown one with the nearest that exists."""
+    known = EngineOptions.__annotations__
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, (*known, "model", "gguf_path", "model_path", "progress"), n=1)
+            raise ConfigError(f"LLM has no keyword {name}" + (f"; did you mean {near[0]}?" if near else ""))
+    own = _translated(options)
+    kept = {name: own.pop(name) for name in ("max_batch_size", "page_size", "seed") if name in own}
+    if own.get("optimize_config_path") is not None:
+        own["optimize_config_path"] = Path(own["optimize_config_path"])
+    for name in ("cache_lens", "chunk_size", "max_new_tokens", "cpu_infer"):
+        if not isinstance(own.get(name, 0), int):
+            raise ConfigError(f"{name} must be a whole number, got {own[name]!r}")
+    files = _files(model, gguf_path, model_path)
+    return LLMOptions(EngineConfig(model_path=files.model_path, gguf_path=files.gguf_path, **own), **kept)
+
+
+def _translated(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same in our own keywords."""
+    own: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _FIXED:
+            only, instead = _FIXED[name]
+            if value is not None and value != only:
+                raise UnsupportedError(f"{name}={value!r} is not supported: {instead}")
+            continue
+        if name == "enforce_eager":
+            target, value = "use_cuda_graph", False if value else None
+        else:
+            target = _RENAMED.get(name, name)
+        if name != target and value is None:
+            continue
+        if target in options and name != target:
+            raise ConfigError(f"{name} and {target} are the same: give one of them")
+        own[target] = value
+    return own
+
+
+def _files(model: PathLike | None, gguf_path: PathLike | None, model_path: PathLike | None) -> ModelFiles:
+    for name, value in (("model", model), ("gguf_path", gguf_path), ("model_path", model_path)):
+        if value is not None and not isinstance(value, str | os.PathLike):
+            raise ConfigError(f"{name} must be a path or a name, got {value!r}")
+    if model is not None and model_path is not None:
+        raise ConfigError("model and model_path both name a model: give one of them (and gguf_path, for its weights)")
+    if model is not None and gguf_path is None:
+        return locate_model(model)
+    folder = model if model_path is None else model_path  # LLM("folder", "weights.gguf")
+    if folder is None and gguf_path is None:
+        return ModelFiles(gguf_path=_bundled())
+    return ModelFiles(
+        model_path=None if folder is None else Path(folder), gguf_path=None if gguf_path is None else Path(gguf_path)
+    )
+
+
+def _bundled() -> Path:
+    found = sorted(DEMO_MODEL_PATH.glob("*.gguf"))
+    if not found:
+        raise ConfigError(
+            f"no model given and the bundled one is missing ({DEMO_MODEL_PATH} holds no *.gguf): "
+            'name one, as in LLM("model.gguf")'
+        )
+    return found[0]

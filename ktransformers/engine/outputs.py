@@ -1,0 +1,178 @@
+"""What a caller asks and gets: prompts and messages in, RequestOutput out. The same for LLM and AsyncLLM."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, TokenLogprobs
+from ktransformers.engine.sampler import draw_seed
+from ktransformers.errors import ConfigError, ContextLengthError, KTransformersError
+from ktransformers.tokenizer.tokenizer import Message, Tokenizer
+
+__all__ = [
+    "Conversation",
+    "Prompt",
+    "PromptReader",
+    "RequestOutput",
+    "collect_output",
+    "default_sampling_params",
+    "raise_numbered",
+]
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+Conversation = str | Sequence[Message]
+"""Messages, oldest first; a plain string is one message of the user."""
+
+_REPR_TEXT = 60
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RequestOutput:
+    """One answer. token_ids include the end token; text does not. params is what was used, its seed filled in.
+
+    logprobs has one entry per token when params.logprobs is set, else it is None; prompt_logprobs the same for the
+    prompt, None for its first token. `str(output)` is the text.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None
+    stats: GenerationStats
+    params: SamplingParams
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _REPR_TEXT else self.text[:_REPR_TEXT] + "..."
+        return (
+            f"RequestOutput(text={text!r}, finish_reason={self.finish_reason.value!r}, "
+            f"{len(self.prompt_token_ids)} prompt tokens, {len(self.token_ids)} tokens)"
+        )
+
+
+def default_sampling_params(generation_defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
+    """What a model's generation config asks for, as `transformers` reads it: greedy unless it says otherwise."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: generation_defaults[name] for name in names if generation_defaults.get(name) is not None}
+    if not generation_defaults.get("do_sample", "temperature" in given):
+        return SamplingParams(
+            temperature=0.0, repetition_penalty=given.get("repetition_penalty", 1.0), max_tokens=max_tokens
+        )
+    return SamplingParams(max_tokens=max_tokens, **given)
+
+
+def collect_output(prompt_ids: Sequence[int], params: SamplingParams, events: Sequence[TokenEvent]) -> RequestOutput:
+    """The whole answer, from its events to the last."""
+    reason = events[-1].finish_reason
+    assert reason is not None
+    logprobs = tuple(event.logprobs for event in events if event.logprobs is not None)
+    return RequestOutput(
+        prompt_token_ids=tuple(prompt_ids),
+        token_ids=tuple(event.token_id for event in events if event.token_id is not None),
+        text="".join(event.text for event in events),
+        finish_reason=reason,
+        logprobs=None if params.logprobs is None else logprobs,
+        stats=events[-1].stats,
+        params=params,
+        prompt_logprobs=events[0].prompt_logprobs,
+    )
+
+
+def raise_numbered(error: KTransformersError, index: int, count: int) -> None:
+    """Raise `error` with the number of the prompt that it is about, when there are several. Prompts count from 0."""
+    if count == 1:
+        raise error
+    message = f"prompt {index} of {count} (counted from 0): {error}"
+    if isinstance(error, ContextLengthError):
+        raise ContextLengthError(message, prompt_len=error.prompt_len, max_len=error.max_len) from error
+    raise type(error)(message) from error
+
+
+class PromptReader:
+    """Turns what a caller gives into ids and parameters. seed: seeds are drawn from it, in the order of the requests.
+
+    default_params: what is used when a call names none. seed None: seeds come from the operating system.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, default_params: SamplingParams, seed: int | None = None):
+        self.tokenizer, self.default_params = tokenizer, default_params
+        self._draw_seed: Callable[[], int] = draw_seed
+        if seed is not None:
+            drawn = random.Random(seed)
+            self._draw_seed = lambda: drawn.getrandbits(63)
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of one prompt. Raises ConfigError for what is neither text nor ids."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [int(token_id) for token_id in prompt]
+        except (TypeError, ValueError):
+            raise ConfigError(f"a prompt is a string or a list of token ids, got {_shown(prompt)}") from None
+
+    def all_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        """Token ids of one prompt, or of each of several."""
+        if isinstance(prompts, str):
+            return [self.ids(prompts)]
+        if not isinstance(prompts, Sequence):
+            raise ConfigError(f"prompts are a string, a list of token ids, or a list of those, got {_shown(prompts)}")
+        if len(prompts) and isinstance(prompts[0], int):
+            return [self.ids(cast(Sequence[int], prompts))]
+        return [self.ids(prompt) for prompt in cast(Sequence[Prompt], prompts)]
+
+    def conversation_ids(
+        self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any]
+    ) -> list[int]:
+        """Prompt ids of one conversation. Raises ConfigError or UnsupportedError."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise ConfigError(
+                    f"a message is a dict with `role` and `content`, got {_shown(message)}; "
+                    'a question by itself is a string: chat("...")'
+                )
+        return self.tokenizer.apply_chat_template(messages, tools, **template_kwargs)
+
+    def all_conversation_ids(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+    ) -> list[list[int]]:
+        """Prompt ids of one conversation, or of each of several."""
+        if not messages:
+            raise ConfigError("a conversation needs at least one message")
+        if isinstance(messages, str) or isinstance(messages[0], Mapping):
+            return [self.conversation_ids(cast(Conversation, messages), tools, template_kwargs)]
+        each = cast(Sequence[Conversation], messages)
+        return [self.conversation_ids(one, tools, template_kwargs) for one in each]
+
+    def params(self, given: SamplingParams | None) -> SamplingParams:
+        """`given`, or the defaults, with a seed. Raises ConfigError for anything else."""
+        params = self.default_params if given is None else given
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(f"sampling_params must be SamplingParams, got {_shown(params)}")
+        return params if params.seed is not None else replace(params, seed=self._draw_seed())
+
+    def all_params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        """One per prompt, seeds filled in."""
+        if given is None or not isinstance(given, Sequence):
+            return [self.params(given) for _ in range(count)]
+        if len(given) != count:
+            raise ConfigError(f"{len(given)} sampling parameters for {count} prompts; give one, or one per prompt")
+        return [self.params(one) for one in given]
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _REPR_TEXT else f"{text[:_REPR_TEXT]}..."
