@@ -27,10 +27,13 @@ from ktransformers.engine.prefill import stream_prefill
 from ktransformers.engine.runner import ModelRunner, StaticRunner
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.threads import settle_torch_threads
+from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.fused import fuse_layers
 from ktransformers.operators.gpu_layers import stack_gpu_layers
+from ktransformers.operators.observed import PROBE_ROWS, LayerCall, check_calls, observe_step, probe_context
+from ktransformers.operators.rope import KRotaryEmbedding, settle_rotations
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.plan import Plan
 from ktransformers.tokenizer import Tokenizer
@@ -145,7 +148,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
         model = describe_model(opened)
         _say_prefill(plan, pool)
         layout = _load(opened, plan, max_len, progress)
-        _fuse(opened, plan, shapes, pool)
+        _arrange_layers(opened, plan, shapes, pool, layout, max_len)
         settle_attention(plan, opened.config.attention_backend, max_len)
         stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool, max_batch_size=1)
         runner = StaticRunner(opened.model, StaticCache(shapes, max_len), pool, model.vocab_size, layout)
@@ -191,15 +194,15 @@ def build_paged_engine(
         plan.check_fits()
         model = describe_model(opened)
         _say_prefill(plan, pool)
-        layout = _load(opened, plan, num_pages * page_size, progress)
-        _fuse(opened, plan, shapes, pool)
+        longest = _longest_sequence(opened.hf_config, num_pages * page_size)
+        layout = _load(opened, plan, longest, progress)
+        _arrange_layers(opened, plan, shapes, pool, layout, longest)
         settle_attention(plan, opened.config.attention_backend, page_size)
         stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool, max_batch_size)
         cache = PagedCache(shapes, num_pages, page_size)
         runner = ModelRunner(opened.model, pool, layout)
-        longest = -(-int(getattr(opened.hf_config, "max_position_embeddings", 0) or cache.num_slots) // page_size)
         prepare = _Decoding(opened, plan, hardware, progress)
-        runner.decode = prepare(runner, cache, max_batch_size=max_batch_size, num_pages=min(longest, num_pages))
+        runner.decode = prepare(runner, cache, max_batch_size=max_batch_size, num_pages=-(-longest // page_size))
     return PagedEngine(
         config=replace(opened.config, cache_lens=cache.num_slots, chunk_size=planned.chunk_size),
         plan=plan,
@@ -274,13 +277,52 @@ class _Decoding:
             )
 
 
-def _fuse(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], pool: WorkerPool) -> None:
-    """Layers in native calls, when every module is on the CPU; else those on a GPU in as few launches as can be."""
+def _longest_sequence(hf_config: Any, num_slots: int) -> int:
+    """Most positions of one sequence: all slots, or what the model was made for."""
+    return min(int(getattr(hf_config, "max_position_embeddings", 0) or num_slots), num_slots)
+
+
+def _arrange_layers(
+    opened: OpenedModel, plan: Plan, shapes: list[LayerShape], pool: WorkerPool, layout: StepLayout, max_len: int
+) -> None:
+    """Run one step, and refuse what cannot be right; then layers in native calls, when every module is on the CPU;
+    else those on a GPU in as few launches as can be.
+
+    max_len: most positions of a sequence. Raises UnsupportedError.
+    """
+    calls = _first_step(opened, plan, shapes, pool, layout, max_len)
+    check_calls(opened.model, calls, max_len)
     if all(entry.placement.generate_device == "cpu" for entry in plan.entries):
-        fuse_layers(opened.model, shapes, pool)
+        fuse_layers(opened.model, shapes, pool, calls)
     else:
         homes = {home.key: plan.devices[home.device] for home in plan.homes}
         stack_gpu_layers(opened.model, homes, move_into)
+
+
+def _first_step(
+    opened: OpenedModel, plan: Plan, shapes: list[LayerShape], pool: WorkerPool, layout: StepLayout, max_len: int
+) -> list[LayerCall]:
+    """What the layers are handed in a step at the last positions that there are: what depends on them shows there.
+
+    Raises UnsupportedError when the model fails in it.
+    """
+    num_rows = PROBE_ROWS if layout.is_cpu else 1
+    context = probe_context(shapes, pool, num_rows)
+    positions = torch.arange(max_len - num_rows, max_len).clamp_min(0)
+    runner = ModelRunner(opened.model, pool, layout, announce=False)
+    keep = torch.tensor([num_rows - 1])
+    try:
+        return observe_step(opened.model, lambda: runner.step(torch.zeros_like(positions), positions, context, keep))
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        logger.debug("the first step failed", exc_info=True)
+        raise UnsupportedError(
+            f"model type {opened.hf_config.model_type} does not run here: its first step fails with "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        ) from error
+    finally:
+        for operator in plan.operators.values():
+            if isinstance(operator, KRotaryEmbedding):
+                operator.forget_table()
 
 
 def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | None) -> StepLayout:
@@ -288,6 +330,7 @@ def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | No
     modules, embedding = dict(opened.model.named_modules()), opened.model.get_input_embeddings()
     apply_plan(opened.model, plan)
     restore_buffers(opened.model)
+    settle_rotations(opened.model, max_len)
     settle_homes(plan)  # before loading: what is streamed to its home is laid out for that
     if progress is None:
         load_plan(opened.model, plan, opened.source)

@@ -28,15 +28,15 @@ class ModelRunner:
     """A loaded model, one flattened step at a time. Whose tokens they are is in the context.
 
     layout: the devices of its layers; the CPU alone when None. decode: how steps of few rows run on a GPU, once they
-    are prepared; like all others when None.
+    are prepared; like all others when None. announce: whether modules that keep torch's forward get a line in the log.
     """
 
     decode: DecodeSteps | None = None
 
-    def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None):
+    def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None, *, announce: bool = True):
         self.layout = None if layout is None or layout.is_cpu else layout
         left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
-        if left:
+        if left and announce:
             logger.info("%s and %d more modules keep their forward, on native products", left[0], len(left) - 1)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
         self.model, self.pool = model, pool

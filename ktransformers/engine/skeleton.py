@@ -44,6 +44,11 @@ def _check_supported(hf_config: Any) -> None:
             f"model type {hf_config.model_type} has layers of type {', '.join(map(str, other))}; "
             f"supported are {', '.join(sorted(_SUPPORTED_LAYER_TYPES))}"
         )
+    if getattr(hf_config, "is_heterogeneous", False):  # of transformers: configs of its own for some layers
+        raise UnsupportedError(
+            f"model type {hf_config.model_type} has layers of different shapes (a config for each layer), which is not "
+            "supported"
+        )
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedError(f"model type {hf_config.model_type} is an encoder-decoder, only decoders are supported")
 

@@ -62,7 +62,10 @@ def attention_forward(
     the result.
     """
     if forward_context is None:
-        raise UnsupportedError("the attention of ktransformers runs inside its engine only: no forward_context given")
+        raise UnsupportedError(
+            f"{type(module).__name__} is given no forward_context: it runs outside of the engine, or its model does "
+            "not hand keyword arguments down to attention, which every supported family does"
+        )
     unknown = sorted(name for name in kwargs if name not in _NEUTRAL_KWARGS and kwargs[name] is not None)
     if unknown or attention_mask is not None or dropout:
         what = ", ".join(unknown) or ("attention_mask" if attention_mask is not None else "dropout")

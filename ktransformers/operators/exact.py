@@ -32,12 +32,23 @@ _ELEMENTWISE: dict[Any, Activation] = {
 }
 
 
+_TRANSCENDENTAL: frozenset[Any] = frozenset(
+    {functional.softplus, torch.tanh, torch.Tensor.tanh, functional.tanh, torch.exp, torch.Tensor.exp}
+    | {torch.cos, torch.Tensor.cos, torch.sin, torch.Tensor.sin, torch.log, torch.Tensor.log, torch.log1p, torch.erf}
+)
+"""What torch computes with one code in whole vectors, and with another in what is left at the end."""
+
+_VECTOR = 64  # elements; a multiple of every vector's and every unrolled loop's
+_BLOCK = 32768  # elements; torch shares more than these among threads, at borders of its own
+
+
 def _is_plain(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or (t.dtype is torch.float32 and t.device.type == "cpu") for t in tensors)
 
 
 class NativeMathMode(TorchFunctionMode):
-    """While active, linear, sigmoid, silu and gelu of torch on fp32 CPU tensors run on native kernels."""
+    """While active, linear, sigmoid, silu and gelu of torch on fp32 CPU tensors run on native kernels; exponentials and
+    their kin are computed in whole vectors."""
 
     def __init__(self, pool: native.WorkerPool):
         super().__init__()
@@ -51,6 +62,8 @@ class NativeMathMode(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         if func in _ELEMENTWISE:
             return self._elementwise(func, *args, **kwargs)
+        if func in _TRANSCENDENTAL and args and not kwargs.get("out") and _is_plain(args[0]):
+            return _in_whole_vectors(func, *args, **kwargs)
         return func(*args, **kwargs)
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -69,6 +82,13 @@ class NativeMathMode(TorchFunctionMode):
         if out or not _is_plain(input):
             return func(input, *args, **kwargs)
         return native.activate(ActivationSpec(kind), None, input.contiguous(), self.pool)
+
+
+def _in_whole_vectors(func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    padded = functional.pad(input.reshape(-1), (0, -input.numel() % _VECTOR))
+    blocks = [func(block, *args, **kwargs) for block in padded.split(_BLOCK)]
+    result = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+    return result[: input.numel()].view(input.shape)
 
 
 def modules_on_torch(model: nn.Module) -> list[str]:

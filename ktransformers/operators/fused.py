@@ -2,20 +2,21 @@
 
 Python and torch cost more than the kernels once a step carries one token: about 0.3 ms a layer. A layer whose parts
 are all operators of ours, arranged as in Llama and Qwen (norm, attention, add, norm, feed-forward, add), is computed
-part by part in native code. Whether a layer is arranged so is found by computing it both ways on random rows, once per
-kind of layer; parts that do not fit keep their modules.
+part by part in native code. Whether a layer is arranged so is found by computing it both ways on random rows behind a
+history longer than its window, layer by layer; parts that do not fit keep their modules.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ktransformers.cache.paged import LayerShape, PagedCache
-from ktransformers.core import Phase
+from ktransformers.cache.paged import LayerShape
+from ktransformers.errors import KTransformersError
 from ktransformers.kernels.layer import (
     AttentionLayer,
     AttentionStep,
@@ -31,19 +32,22 @@ from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import RawTensor
 from ktransformers.operators.activation import KActivation, recognize_activation
 from ktransformers.operators.base import ExpertStats
-from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.context import ForwardContext, LayerCache
+from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.experts import KTransformersExperts
 from ktransformers.operators.gate import KMoEGate
 from ktransformers.operators.linear import KTransformersLinear
 from ktransformers.operators.mlp import KMLP
 from ktransformers.operators.moe import KMoEBlock
 from ktransformers.operators.norm import KRMSNorm
+from ktransformers.operators.observed import PROBE_ROWS, LayerCall, layer_list, observe_step, probe_context
 
-__all__ = ["FusedLayer", "fuse_layers"]
+__all__ = ["FusedLayer", "fuse_layers", "watch_step"]
 
 logger = logging.getLogger(__name__)
 
-_PROBE_ROWS = 5
+_PROBE_BYTES = 256 * 2**20
+"""Most of a probe's keys and values: windows that are longer than these hold are taken at their word."""
 _TOLERANCE, _TOLERANCE_BF16 = 1e-4, 5e-3
 """Of the largest value: both ways differ by rounding of rotations and sums only, a wrong formula by much more. Where
 activations are rounded to bf16, a difference in the last bit may become one of 2^-8 in one of them."""
@@ -65,13 +69,16 @@ def _projection(module: Any) -> Projection:
     return Projection(module._weight, module._bias)
 
 
-def _attention(layer: Any, rotary_dims: int) -> AttentionLayer:
+def _attention(layer: Any, call: LayerCall) -> AttentionLayer:
     module = layer.self_attn
     module = getattr(module, "inner", module)
     head_norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     heads = [None if norm is None else _norm(norm) for norm in head_norms]
-    if any(getattr(module, name, None) is not None for name in ("kv_lora_rank", "sinks", "softcap")):
+    if len(call.attention) != 1 or call.attention[0].has_sinks or call.attention[0].softcap:
         raise _DoesNotFit("another kind of attention")
+    angles = call.kwargs.get("position_embeddings")
+    if not (isinstance(angles, tuple) and len(angles) == 2 and angles[0].dtype is torch.float32):
+        raise _DoesNotFit("a rotation of its own")
     try:
         return AttentionLayer(
             (_norm(layer.input_layernorm), heads[0], heads[1]),
@@ -82,9 +89,9 @@ def _attention(layer: Any, rotary_dims: int) -> AttentionLayer:
                 _projection(module.o_proj),
             ),
             int(module.head_dim),
-            rotary_dims,
-            float(module.scaling),
-            int(getattr(module, "sliding_window", None) or 0),
+            int(angles[0].shape[-1]),
+            call.attention[0].scale,
+            call.attention[0].window,
         )
     except ValueError as error:
         raise _DoesNotFit(str(error)) from error
@@ -181,7 +188,7 @@ class FusedLayer(nn.Module):
         self.attention.forward(rows, keys, values, step, self.pool, self.memory)
 
 
-def _fused(layer: Any, pool: WorkerPool, buffers: Any, rotary_dims: int) -> FusedLayer | None:
+def _fused(layer: Any, call: LayerCall, pool: WorkerPool, buffers: Any) -> FusedLayer | None:
     """The layer with all native parts that it allows; None when there are none."""
     attention: AttentionLayer | None = None
     feed_forward: MoeLayer | MlpLayer | None = None
@@ -190,7 +197,7 @@ def _fused(layer: Any, pool: WorkerPool, buffers: Any, rotary_dims: int) -> Fuse
     if names != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return None
     try:
-        attention = _attention(layer, rotary_dims)
+        attention = _attention(layer, call)
     except (_DoesNotFit, AttributeError) as error:
         logger.debug("layer %s keeps its attention module: %s", type(layer).__name__, error)
     try:
@@ -205,70 +212,85 @@ def _fused(layer: Any, pool: WorkerPool, buffers: Any, rotary_dims: int) -> Fuse
     return FusedLayer(layer, pool, buffers, attention, feed_forward, stats)
 
 
-def _probe_context(shapes: list[LayerShape], pool: WorkerPool) -> ForwardContext:
-    positions = torch.arange(_PROBE_ROWS)
-    return ForwardContext(
-        cache=PagedCache(shapes, 1, 16),
-        pool=pool,
-        phase=Phase.PREFILL,
-        page_size=16,
-        slot_mapping=positions,
-        seq_ids=torch.zeros(_PROBE_ROWS, dtype=torch.int32),
-        kv_lens=(positions + 1).to(torch.int32),
-        block_table=torch.zeros(1, 1, dtype=torch.int32),
-    )
-
-
-def _agrees(fused: FusedLayer, embeddings: Any, shapes: list[LayerShape], pool: WorkerPool) -> bool:
-    """Whether the fused layer and the modules give the same on random rows."""
+def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerPool) -> bool:
+    """Whether the fused layer and the modules give the same on random rows behind a random history."""
     layer: Any = fused.inner
     hidden = int(layer.input_layernorm.weight.shape[0])
-    rows = torch.randn(1, _PROBE_ROWS, hidden, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(_PROBE_ROWS)[None]
+    rows = torch.randn(1, PROBE_ROWS, hidden, generator=torch.Generator().manual_seed(0))
+    window = max((asked.window for asked in call.attention), default=0)
+    past = min(window + 2, _PROBE_BYTES // shape.nbytes(1))
     results = []
     for way in (layer, fused):
-        out = way(
-            rows.clone(),
-            attention_mask=None,
-            position_ids=positions,
-            past_key_values=None,
-            use_cache=False,
-            position_embeddings=embeddings,
-            forward_context=_probe_context(shapes, pool),
-        )
-        results.append(out[0] if isinstance(out, tuple) else out)
+        context = probe_context([shape], pool, PROBE_ROWS, past)
+        context = replace(context, cache=_OneLayer(context.cache))
+        results.append(way(rows.clone(), *call.args, **{**call.kwargs, "forward_context": context}))
     want, got = results
+    if not isinstance(want, torch.Tensor):  # a tuple: the model's loop expects one
+        return False
     scale = float(want.abs().max())
     tolerance = _TOLERANCE_BF16 if pool.has_bf16 else _TOLERANCE
     return want.shape == got.shape and bool(((want - got).abs() <= tolerance * scale).all())
 
 
+class _OneLayer:
+    """A cache of one layer, whichever is asked for."""
+
+    def __init__(self, cache: LayerCache):
+        self._cache = cache
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.layer(0)
+
+    def is_on_gpu(self, layer_idx: int) -> bool:
+        return self._cache.is_on_gpu(0)
+
+
+def watch_step(model: Any, shapes: list[LayerShape], pool: WorkerPool, last: int = PROBE_ROWS - 1) -> list[LayerCall]:
+    """What the layers of a model that is all on the CPU are handed in a step that ends with position `last`.
+
+    Errors as observe_step.
+    """
+    context = probe_context(shapes, pool, PROBE_ROWS)
+    positions = torch.arange(last - PROBE_ROWS + 1, last + 1).clamp_min(0)
+
+    def run() -> None:
+        with NativeMathMode(pool):
+            model(
+                input_ids=torch.zeros(1, PROBE_ROWS, dtype=torch.int64),
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=torch.tensor([PROBE_ROWS - 1]),
+                forward_context=context,
+            )
+
+    return observe_step(model, run)
+
+
 @torch.inference_mode()
-def fuse_layers(model: Any, shapes: list[LayerShape], pool: WorkerPool) -> int:
+def fuse_layers(model: Any, shapes: list[LayerShape], pool: WorkerPool, calls: list[LayerCall] | None = None) -> int:
     """Put FusedLayers in the places of the decoder layers that allow it; returns how many.
 
-    model: a loaded causal LM of `transformers`. shapes: of the cache, layer by layer.
+    model: a loaded causal LM of `transformers`. shapes: of the cache, layer by layer. calls: of its layers in a step of
+    PROBE_ROWS rows.
     """
-    base = getattr(model.model, "inner", model.model)  # an operator may stand in for the layer loop
-    layers, rotary = getattr(base, "layers", None), getattr(base, "rotary_emb", None)
-    if not isinstance(layers, nn.ModuleList) or rotary is None:
+    layers = layer_list(model)
+    if layers is None:
         return 0
-    embeddings = rotary(torch.zeros(1, _PROBE_ROWS, 1), torch.arange(_PROBE_ROWS)[None])
-    is_plain = isinstance(embeddings, tuple) and len(embeddings) == 2 and embeddings[0].dtype is torch.float32
-    rotary_dims = int(embeddings[0].shape[-1]) if is_plain else 0
+    calls = watch_step(model, shapes, pool) if calls is None else calls
     buffers, count = LayerBuffers(), 0
-    known: dict[Any, bool] = {}
-    for i, layer in enumerate(layers):
-        fused = _fused(layer, pool, buffers, rotary_dims)
+    for i, (layer, call) in enumerate(zip(list(layers), calls, strict=True)):
+        fused = _fused(layer, call, pool, buffers)
         if fused is None:
             continue
-        kind = (type(layer), type(layer.mlp), fused.attention is None, type(fused.feed_forward), shapes[i])
-        if kind not in known:
-            known[kind] = _agrees(fused, embeddings, shapes, pool)
-            if not known[kind]:
-                logger.info("%s is arranged in its own way: its modules run one by one", type(layer).__name__)
-        if known[kind]:
-            layers[i] = fused
-            count += 1
+        try:
+            agrees = _agrees(fused, call, shapes[i], pool)
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, KTransformersError) as error:
+            logger.info("layer %d (%s) keeps its modules: %s", i, type(layer).__name__, error)
+            continue
+        if not agrees:
+            logger.info("layer %d (%s) is arranged in its own way: its modules run one by one", i, type(layer).__name__)
+            continue
+        layers[i] = fused
+        count += 1
     logger.debug("%d of %d decoder layers run in native calls", count, len(layers))
     return count

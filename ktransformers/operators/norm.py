@@ -20,7 +20,7 @@ __all__ = ["KRMSNorm", "computes_rms_norm", "norm_epsilon"]
 
 logger = logging.getLogger(__name__)
 
-_known: dict[type[nn.Module], bool] = {}
+_refused: set[type[nn.Module]] = set()  # kinds that the log has named
 
 
 def norm_epsilon(module: nn.Module) -> float | None:
@@ -36,14 +36,13 @@ def computes_rms_norm(module: nn.Module) -> bool:
     """Whether `module` computes plain RMSNorm, found by running a copy of it on random rows.
 
     Asking the module is what keeps this free of family names: some families add 1 to the weight, subtract the mean,
-    or have no weight, and their class names do not tell.
+    or have no weight, and their class names do not tell. Modules of one class may differ, so each is asked.
     """
-    kind = type(module)
-    if kind not in _known:
-        _known[kind] = _probe(module)
-        if not _known[kind]:
-            logger.info("%s is not plain RMSNorm: it keeps its own forward", kind.__name__)
-    return _known[kind]
+    is_plain, kind = _probe(module), type(module)
+    if not is_plain and kind not in _refused:
+        _refused.add(kind)
+        logger.info("%s is not plain RMSNorm: it keeps its own forward", kind.__name__)
+    return is_plain
 
 
 def _probe(module: nn.Module) -> bool:

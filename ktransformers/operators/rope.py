@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -12,12 +13,56 @@ from ktransformers.core import Phase
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.wrapper import WrapperOperator
 
-__all__ = ["KRotaryEmbedding"]
+__all__ = ["KRotaryEmbedding", "SettledRotation", "settle_rotations"]
+
+logger = logging.getLogger(__name__)
 
 STATIC_ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3"})
-"""RoPE types whose angles depend on the position alone; others ("dynamic", "longrope") look at the sequence."""
+"""RoPE types whose angles depend on the position alone; others ("dynamic", "longrope") look at the step's longest."""
 
 TABLE_STEP = 4096  # positions by which the table grows
+
+
+class SettledRotation(nn.Module):
+    """A rotary embedding whose angles depend on the longest position of a step, asked as if each step had `longest`.
+
+    Otherwise a row would depend on its neighbours and on the size of chunks, and keys that are cached could not be used
+    with queries of a longer sequence. vLLM chooses once for a model's longest sequence too.
+    """
+
+    def __init__(self, inner: nn.Module, longest: int):
+        super().__init__()
+        self.inner, self.longest = inner, longest
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        last = position_ids.new_full((*position_ids.shape[:-1], 1), self.longest)
+        angles = self.inner(x, torch.cat((position_ids, last), dim=-1), *args, **kwargs)
+        if isinstance(angles, tuple):
+            return tuple(part[..., :-1, :] for part in angles)
+        return angles[..., :-1, :]
+
+
+def _depends_on_sequence(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and kind not in STATIC_ROPE_TYPES for kind in kinds)
+
+
+def settle_rotations(model: nn.Module, max_len: int) -> int:
+    """Make angles depend on the position alone, for sequences of up to `max_len`; how many modules that concerns."""
+    found = [
+        (parent, name)
+        for parent in list(model.modules())
+        if not isinstance(parent, SettledRotation)
+        for name, child in parent.named_children()
+        if _depends_on_sequence(child) and not isinstance(child, WrapperOperator)
+    ]
+    for parent, name in found:
+        setattr(parent, name, SettledRotation(parent.get_submodule(name), max_len - 1))
+    if found:
+        kind = getattr(found[0][0].get_submodule(found[0][1]).get_submodule("inner"), "rope_type", None)
+        logger.info("RoPE of type %s: every step has the factors of %d positions (--cache_lens)", kind, max_len)
+    return len(found)
 
 
 class KRotaryEmbedding(WrapperOperator):
@@ -30,27 +75,39 @@ class KRotaryEmbedding(WrapperOperator):
     KEEPS_BUFFERS: ClassVar[bool] = True  # the table is filled on the CPU
     OPS: ClassVar[dict[str, str]] = {
         "KRotaryTable": "looked up in a table that the module filled",
-        "KRotaryTorch": "the module's own forward (angles depend on the sequence)",
+        "KRotaryTorch": "the module's own forward (angles depend on more than the position)",
     }
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         parameters = list(inspect.signature(module.forward).parameters)
-        is_plain = parameters[:2] == ["x", "position_ids"] and len(parameters) == 2
-        self.has_table = is_plain and getattr(module, "rope_type", None) in STATIC_ROPE_TYPES
+        self._is_plain = parameters[:2] == ["x", "position_ids"] and len(parameters) == 2
+        self._is_static = isinstance(getattr(module, "rope_type", None), str) and not _depends_on_sequence(module)
         self._table: tuple[torch.Tensor, ...] = ()
 
+    @property
+    def has_table(self) -> bool:
+        """Whether angles depend on the position alone."""
+        return self._is_plain and (self._is_static or isinstance(self.inner, SettledRotation))
+
     def op(self, phase: Phase) -> str:
-        return "KRotaryTable" if self.has_table else "KRotaryTorch"
+        return "KRotaryTable" if self._is_plain else "KRotaryTorch"
 
     def reserve(self, max_len: int) -> None:
         if self.device.is_gpu:
             self._grow(torch.empty(1, 1, 1), max_len)  # in a step, asking for the largest position would stop the GPU
 
+    def forget_table(self) -> None:
+        """Give the table's memory back; the next step fills it as far as it needs."""
+        if not self.device.is_gpu:
+            self._table = ()
+
     def _grow(self, x: torch.Tensor, needed: int) -> None:
         if not self.has_table:
             return
         size = (needed + TABLE_STEP - 1) // TABLE_STEP * TABLE_STEP
+        if isinstance(self.inner, SettledRotation):  # a position beyond would become the longest of the step
+            size = self.inner.longest + 1
         rows = self.inner(x[:1, :1], torch.arange(size, device=x.device)[None])
         self._table = tuple(self.device.move(part[0]) for part in (rows if isinstance(rows, tuple) else (rows,)))
 

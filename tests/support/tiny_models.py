@@ -9,6 +9,21 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+WINDOW = 16  # positions that a layer with a window sees
+WINDOWED_TYPES = (
+    "mistral",
+    "mixtral",
+    "ministral3",
+    "gemma2",
+    "gemma3_text",
+    "olmo3",
+    "exaone_moe",
+    "mellum",
+    "gpt_oss",
+)
+"""Families whose tiny models have layers with windows, alone or in turn with others."""
+UNROTATED_TYPES = ("smollm3", "exaone_moe", "afmoe")
+"""Families of which some layers do not rotate queries and keys."""
 MOE_TYPES = (
     "qwen2_moe",
     "qwen3_moe",
@@ -244,13 +259,75 @@ def _dots1(inner: int, layers: int) -> dict[str, object]:
     }
 
 
+def _in_turn(layers: int) -> dict[str, object]:
+    """A window in every other layer, the first one included."""
+    return {
+        "sliding_window": WINDOW,
+        "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(layers)],
+    }
+
+
+_TWO_ROTATIONS: dict[str, object] = {
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    }
+}
+
+
+_MINISTRAL_ROPE: dict[str, object] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,  # queries grow with their position
+}
+
+
+def _sigmoid_experts(inner: int) -> dict[str, object]:
+    return {
+        "moe_intermediate_size": inner,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 16,
+    }
+
+
+def _exaone_moe(inner: int, layers: int) -> dict[str, object]:
+    kinds = ["dense"] + ["sparse"] * (layers - 1)
+    return {**_sigmoid_experts(inner), **_in_turn(layers), "mlp_layer_types": kinds}
+
+
+def _afmoe(inner: int, layers: int) -> dict[str, object]:
+    return {**_sigmoid_experts(inner), **_in_turn(layers), "num_dense_layers": 1}
+
+
+def _mellum(inner: int, layers: int) -> dict[str, object]:
+    return {**_sigmoid_experts(inner), **_in_turn(layers), **_TWO_ROTATIONS}
+
+
 _FAMILY_VALUES = {
     "qwen3": lambda inner, layers: {"head_dim": 32},
-    "mistral": lambda inner, layers: {"head_dim": 32, "sliding_window": None},
+    "mistral": lambda inner, layers: {"head_dim": 32, "sliding_window": WINDOW},
+    "ministral3": lambda inner, layers: {"head_dim": 32, "sliding_window": WINDOW, "rope_parameters": _MINISTRAL_ROPE},
+    "gemma2": lambda inner, layers: {**_in_turn(layers), "head_dim": 16, "query_pre_attn_scalar": 16},
+    "gemma3_text": lambda inner, layers: {**_in_turn(layers), **_TWO_ROTATIONS, "head_dim": 16},
+    "olmo3": lambda inner, layers: {**_in_turn(layers), **_TWO_ROTATIONS},
+    "smollm3": lambda inner, layers: {"no_rope_layers": [(i + 1) % 2 for i in range(layers)]},
+    "exaone_moe": _exaone_moe,
+    "afmoe": _afmoe,
+    "mellum": _mellum,
     "mixtral": lambda inner, layers: {
         "num_local_experts": NUM_EXPERTS,
         "num_experts_per_tok": 2,
-        "sliding_window": None,
+        "sliding_window": WINDOW,
     },
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,

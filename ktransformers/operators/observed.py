@@ -1,0 +1,230 @@
+"""One real step of a loaded model, watched: what each decoder layer is handed, and what its attention asks for.
+
+The model's own code decides both, by rules that differ from family to family: which angles a layer gets, whether it has
+a window, how often it calls attention. Watching one step finds them without knowing families, and runs everything once
+before the first request does.
+
+    model ── mask functions, angles, ... ──> decoder layer ── queries, scale, window, ... ──> attention
+                                   noted here                                   and here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktransformers.cache.paged import LayerShape, PagedCache
+from ktransformers.core import Phase
+from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.native import WorkerPool
+from ktransformers.operators.attention import ATTENTION_NAME, KAttention, attention_forward
+from ktransformers.operators.context import ForwardContext
+
+__all__ = [
+    "PROBE_ROWS",
+    "AttentionCall",
+    "LayerCall",
+    "check_calls",
+    "decoder_layers",
+    "layer_list",
+    "observe_step",
+    "probe_context",
+]
+
+_WATCHED = "ktransformers_watched"
+
+PROBE_ROWS = 3
+"""Rows of a step in which layers are compared; one does where they are only watched."""
+
+MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Whether a query's position sees a key's position: (batch, head, query, key), as transformers' masking utilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a module asks of attention. window: positions that a row sees, itself included; 0: all."""
+
+    scale: float
+    window: int
+    softcap: float
+    has_sinks: bool
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """One call of a decoder layer. kwargs: as the model gave them, without mask and context.
+
+    mask: what the model's mask for this layer allows; None when it made none.
+    """
+
+    kwargs: dict[str, Any]
+    args: tuple[Any, ...]
+    mask: MaskFunction | None
+    attention: list[AttentionCall] = field(default_factory=list)
+
+
+class _MaskStandIn:
+    """Goes where a mask would, and carries what it was to be made from."""
+
+    def __init__(self, function: MaskFunction):
+        self.function = function
+
+
+def _stand_in(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> _MaskStandIn:
+    return _MaskStandIn(mask_function)
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The layers of a causal LM of `transformers`, in order; empty when it keeps them in another way."""
+    return list(layer_list(model) or ())
+
+
+def layer_list(model: Any) -> nn.ModuleList | None:
+    """The list that a causal LM of `transformers` keeps its decoder layers in."""
+    base = getattr(model, "model", None)
+    layers = getattr(getattr(base, "inner", base), "layers", None)  # an operator may stand in for the layer loop
+    return layers if isinstance(layers, nn.ModuleList) else None
+
+
+def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: int = 0) -> ForwardContext:
+    """A step of `rows` tokens of one sequence behind `past` random keys and values, on a cache of its own."""
+    cache = PagedCache(shapes, 1, past + rows)
+    generator = torch.Generator().manual_seed(5)
+    for layer_idx in range(len(shapes) if past else 0):
+        for tensor in cache.layer(layer_idx):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    slots = torch.arange(past, past + rows)
+    return ForwardContext(
+        cache=cache,
+        pool=pool,
+        phase=Phase.PREFILL,
+        page_size=past + rows,
+        slot_mapping=slots,
+        seq_ids=torch.zeros(rows, dtype=torch.int32),
+        kv_lens=(slots + 1).to(torch.int32),
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+    )
+
+
+def observe_step(model: Any, run: Callable[[], object]) -> list[LayerCall]:
+    """Watch `run`, which runs one step of `model`: one LayerCall a decoder layer, in order.
+
+    Raises UnsupportedError when a layer is not called once, or attention is asked for by nobody's layer.
+    """
+    layers = decoder_layers(model)
+    calls: dict[int, list[LayerCall]] = {index: [] for index in range(len(layers))}
+    current: list[LayerCall] = []
+
+    def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        masks = [value for value in (*args, *kwargs.values()) if isinstance(value, _MaskStandIn)]
+        clean_args = tuple(None if isinstance(value, _MaskStandIn) else value for value in args)
+        clean = {name: None if isinstance(value, _MaskStandIn) else value for name, value in kwargs.items()}
+        kept = {name: value for name, value in clean.items() if name not in ("forward_context", "hidden_states")}
+        call = LayerCall(kept, clean_args[1:], masks[0].function if masks else None)
+        calls[index].append(call)
+        current[:] = [call]
+        return clean_args, clean
+
+    def watched(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
+        if isinstance(mask, _MaskStandIn):
+            args = (*args[:2], None, *args[3:])
+        if current:
+            current[0].attention.append(_asked(query, kwargs))
+        return attention_forward(module, query, *args, **kwargs)
+
+    handles = [
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs, index=index: before(index, args, kwargs), with_kwargs=True, prepend=True
+        )
+        for index, layer in enumerate(layers)
+    ]
+    try:
+        with _attention_named(model, watched):
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for index, found in calls.items():
+        if len(found) != 1:
+            raise UnsupportedError(
+                f"layer {index} runs {len(found)} times in a step; layers that run once are supported"
+            )
+    return [found[0] for found in calls.values()]
+
+
+def _asked(query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionCall:
+    scaling = kwargs.get("scaling")
+    return AttentionCall(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=int(kwargs.get("sliding_window") or 0),
+        softcap=float(kwargs.get("softcap") or 0.0),
+        has_sinks=kwargs.get("s_aux") is not None,
+    )
+
+
+@contextmanager
+def _attention_named(model: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Let the model's modules find `function` as their attention, and stand-ins as masks."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(_WATCHED, function)
+    AttentionMaskInterface.register(_WATCHED, _stand_in)
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    ours = [config for config in configs.values() if getattr(config, "_attn_implementation", None) == ATTENTION_NAME]
+    for config in ours:
+        config._attn_implementation = _WATCHED
+    try:
+        yield
+    finally:
+        for config in ours:
+            config._attn_implementation = ATTENTION_NAME
+
+
+def check_calls(model: Any, calls: list[LayerCall], max_len: int) -> None:
+    """Refuse what the cache cannot hold: attention twice in a layer, a window that only the mask knows.
+
+    max_len: most positions of a sequence. Raises UnsupportedError that names the layer.
+    """
+    for index, (layer, call) in enumerate(zip(decoder_layers(model), calls, strict=True)):
+        attention = getattr(layer, "self_attn", None)
+        if len(call.attention) > 1:
+            raise UnsupportedError(
+                f"layer {index} ({type(layer).__name__}) calls attention {len(call.attention)} times in a step; its "
+                "keys and values would overwrite each other, so this model cannot run"
+            )
+        window = call.attention[0].window if call.attention else _window_of(attention)
+        if call.mask is not None:
+            _check_mask(f"layer {index} ({type(layer).__name__})", call.mask, window, max_len)
+
+
+def _window_of(attention: Any) -> int:
+    """Of an operator that asks no attention function."""
+    spec = attention.spec if isinstance(attention, KAttention) else None
+    return 0 if spec is None else spec.window
+
+
+def _check_mask(what: str, mask: MaskFunction, window: int, max_len: int) -> None:
+    """Compare the mask with causal attention over `window` positions, seen from the last two of `max_len`."""
+    zero = torch.zeros((), dtype=torch.int64)
+    for last in {max_len - 1, max(max_len - 2, 0)}:
+        keys = torch.arange(max_len)
+        seen = torch.as_tensor(mask(zero, zero, torch.tensor(last), keys)).expand(max_len)
+        back = last - keys
+        expected = (back >= 0) & ((back < window) if window else True)
+        if torch.equal(seen.bool(), expected):
+            continue
+        wrong = back[seen.bool() != expected]
+        nearest = int(wrong.abs().min())
+        raise UnsupportedError(
+            f"{what}: the model's mask and its attention differ from {nearest} positions back, which is not supported"
+            + (f"; --cache_lens {nearest} keeps sequences shorter than that" if nearest > 0 else "")
+        )
