@@ -95,6 +95,11 @@ class PagedEngine:
     model: ModelDescription
     pool: WorkerPool
 
+    @property
+    def description(self) -> str:
+        """The model in a line."""
+        return self.model.description
+
     def close(self) -> None:
         """Stop the worker threads. The engine cannot be used afterwards."""
         self.plan.devices.close()

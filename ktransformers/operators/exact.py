@@ -86,7 +86,7 @@ class NativeMathMode(TorchFunctionMode):
 
 def _in_whole_vectors(func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     padded = functional.pad(input.reshape(-1), (0, -input.numel() % _VECTOR))
-    blocks = [func(block, *args, **kwargs) for block in padded.split(_BLOCK)]
+    blocks = [func(block, *args, **kwargs) for block in torch.split(padded, _BLOCK)]
     result = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
     return result[: input.numel()].view(input.shape)
 
