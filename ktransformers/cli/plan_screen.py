@@ -1,4 +1,4 @@
-"""A plan on one screen of 80 columns: whether it fits and what would help, the model, its speed at best, what goes where.
+"""A plan on one screen of 80 columns: whether it fits, what would help, the model, its speed at best, what goes where.
 
 Lines of text from an Outlook and bandwidths; decides and measures nothing.
 """
@@ -85,10 +85,11 @@ def _wrapped_verdict(outlook: Outlook) -> list[str]:
         return lines
     if not any(remedy.is_enough for remedy in remedies.each) and not remedies.are_enough:
         return [*lines, *_hopeless(outlook, remedies)]
-    shown = [_remedy(remedy) for remedy in remedies.each]
+    alone = [remedy for remedy in remedies.each if remedy.is_enough]
+    shown = [_remedy(remedy) for remedy in alone or remedies.each]
     if len(lines) == 1 and len(lines[0]) + len(shown[0]) + 2 <= WIDTH:
         lines[0] += f"; {shown.pop(0)}"
-    if not any(remedy.is_enough for remedy in remedies.each):
+    if not alone:
         shown.append(f"together they save {shown_size(remedies.saves)}: it fits then")
     return [*lines, *(f"  {text}" for text in shown)]
 

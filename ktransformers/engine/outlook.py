@@ -5,7 +5,11 @@ Reads headers only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+
+import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import cache_len_of
@@ -33,7 +37,22 @@ def look_ahead(opened: OpenedModel, hardware: Hardware | None = None, name: str 
 
     Raises what `plan_model` raises; a model that does not fit is no error here.
     """
-    hardware = hardware or Hardware.detect(opened.config)
+    with _on_one_thread():
+        return _look_ahead(opened, hardware or Hardware.detect(opened.config), name)
+
+
+@contextmanager
+def _on_one_thread() -> Iterator[None]:
+    """Planning tries operators on a few rows: handing those over to torch's threads costs more than computing them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _look_ahead(opened: OpenedModel, hardware: Hardware, name: str | None) -> Outlook:
     planned, settled = _plan(opened, hardware)
     summary = summarize(
         planned.plan,

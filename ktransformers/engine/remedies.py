@@ -21,7 +21,7 @@ PlanAgain = Callable[[EngineConfig, Hardware], Planned]
 """Plans the same model with another configuration, on the hardware as it is."""
 
 _LEAST_CACHE = 512
-_CHUNKS = (2048, 1024, 512, 128)
+_CHUNKS = (2048, 1024, 512)
 _QUANTS = tuple(name for name in ("q8_0", "q5_k", "q4_k") if name in CPU_QUANT_TYPES)
 
 

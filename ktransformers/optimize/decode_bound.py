@@ -1,8 +1,8 @@
 """What a decode step reads, and how many tokens a second memory allows at most.
 
-A step of one sequence reads every weight that takes part in it once: what is in a layer but its routed experts, of those
-the ones that the router chooses, the LM head, and the keys and values of the tokens before. The embedding table is
-looked up, one row of it. Layers run one after another, and so do the parts of a layer, whatever device they are on;
+A step of one sequence reads every weight that takes part in it once: what is in a layer but its routed experts, of
+those the ones that the router chooses, the LM head, and the keys and values of the tokens before. The embedding table
+is looked up, one row of it. Layers run one after another, and so do the parts of a layer, whatever device they are on;
 only shared experts run beside routed experts that are on another device. So, with B the bytes over the device's
 bandwidth,
 
@@ -69,7 +69,7 @@ class DecodeReads:
 
     def bytes_per_token(self, context: int = 0) -> dict[str, int]:
         """Bytes by device."""
-        total: dict[str, float] = {place: nbytes for place, nbytes in self.cache_bytes(context).items()}
+        total: dict[str, float] = dict(self.cache_bytes(context).items())
         for layer in self.layers:
             for part in (layer.alone, layer.routed, layer.shared):
                 for device, nbytes in part.items():

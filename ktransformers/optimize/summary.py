@@ -140,7 +140,7 @@ def parts_of(plan: Plan, experts: Mapping[str, int]) -> tuple[Part, ...]:
         for device, count in entry.nbytes.items():
             nbytes[name, device] += count
             held = types.setdefault((name, device), Counter())
-            held.update({kind: count for kind in entry.quant_types})
+            held.update(dict.fromkeys(entry.quant_types, count))
     for what, by_device in plan.extra_bytes.items():
         for device, count in by_device.items():
             nbytes[EXTRA_PARTS[0] if what == _CACHE else EXTRA_PARTS[1], device] += count

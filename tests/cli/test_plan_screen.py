@@ -89,12 +89,24 @@ def test_devices_are_named_where_there_are_several() -> None:
 
 def test_remedies_of_a_gpu_are_listed() -> None:
     lines = screen(outlook_of("deepseek-v3", 512.0, 24.0, gpu_memory=12.0, use_cuda=True), RATES)
-    assert lines[:5] == [
+    assert lines[:4] == [
         "does not fit: 16.4 GiB needed on cuda:0, 12.0 GiB free",
-        "  --cache_lens 512 saves 1.0 GiB",
-        "  --chunk_size 512 saves 2.0 GiB",
         "  --gpu_memory 0 gives 11.0 GiB: it fits then",
         "  --no_use_cuda: it fits then, on the CPU alone",
+        "",
+    ]
+
+
+def test_remedies_that_suffice_together_only() -> None:
+    outlook = outlook_of("deepseek-v3", 512.0, 14.2, use_cuda=True)
+    assert outlook.remedies is not None
+    each = tuple(one for one in outlook.remedies.each if not one.is_enough)
+    lines = screen(replace(outlook, remedies=replace(outlook.remedies, each=each)), RATES)
+    assert lines[:4] == [
+        "does not fit: 16.4 GiB needed on cuda:0, 14.2 GiB free",
+        "  --cache_lens 512 saves 1.0 GiB",
+        "  --chunk_size 512 saves 2.0 GiB",
+        "  together they save 3.0 GiB: it fits then",
     ]
 
 

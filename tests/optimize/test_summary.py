@@ -11,7 +11,7 @@ from ktransformers.optimize.decode_bound import DecodeReads, LayerReads
 from ktransformers.optimize.summary import ModelSize, Part, Summary, summarize
 from tests.optimize.fakes import EXPERTS_RULE, meta_model, plan_with
 
-# qwen3_moe with 2 layers: hidden 64, 4 heads and 2 KV heads of 32, 8 experts of which 4 are used, 96 wide, vocabulary 160
+# qwen3_moe with 2 layers: hidden 64, 4 heads and 2 KV heads of 32, 8 experts, 4 used, 96 wide, 160 words
 ATTENTION = 64 * 128 + 2 * 64 * 64 + 128 * 64 + 2 * 32  # q; k and v; o; norms of q and k
 EXPERTS = 8 * (2 * 96 * 64 + 64 * 96)  # gate and up; down
 ROUTER_AND_NORMS = 8 * 64 + 2 * 64
