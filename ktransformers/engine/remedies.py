@@ -14,6 +14,7 @@ from ktransformers.config import CPU_QUANT_TYPES, EngineConfig
 from ktransformers.engine.planning import Hardware, Planned
 from ktransformers.errors import KTransformersError
 from ktransformers.optimize.plan import Plan
+from ktransformers.optimize.streaming import STAGING
 
 __all__ = ["Remedies", "Remedy", "find_remedies", "needed_bits", "shortfall"]
 
@@ -133,12 +134,14 @@ def _planned(config: EngineConfig, hardware: Hardware, plan_again: PlanAgain) ->
 def _missing(planned: Planned, devices: tuple[str, ...]) -> int:
     """Bytes that `devices` hold beyond what they have; negative where there is room.
 
-    Experts that only fill what is left of a GPU do not count there: they would hide what was saved.
+    What only fills what is left of a GPU does not count, experts and what they are streamed through: it would hide what
+    was saved.
     """
-    plan = planned.plan
+    plan, moved = planned.plan, planned.filling.moved
     total = sum(plan.total_bytes.get(device, 0) - plan.capacity.get(device, 0) for device in devices)
-    filled = (entry for entry in plan.entries if planned.filling.moved.get(entry.key) in devices)
-    return total - sum(entry.nbytes.get(planned.filling.moved[entry.key], 0) for entry in filled)
+    filled = sum(entry.nbytes.get(moved[entry.key], 0) for entry in plan.entries if moved.get(entry.key) in devices)
+    staging = plan.extra_bytes.get(STAGING, {})
+    return total - filled - sum(nbytes for device, nbytes in staging.items() if device in devices and device != "cpu")
 
 
 def _joined(config: EngineConfig, remedies: Iterable[Remedy]) -> EngineConfig:

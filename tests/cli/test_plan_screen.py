@@ -91,7 +91,7 @@ def test_remedies_of_a_gpu_are_listed() -> None:
     lines = screen(outlook_of("deepseek-v3", 512.0, 24.0, gpu_memory=12.0, use_cuda=True), RATES)
     assert lines[:4] == [
         "does not fit: 16.4 GiB needed on cuda:0, 12.0 GiB free",
-        "  --gpu_memory 0 gives 11.0 GiB: it fits then",
+        "  --gpu_memory 0 gives 12.0 GiB: it fits then",
         "  --no_use_cuda: it fits then, on the CPU alone",
         "",
     ]
@@ -106,7 +106,7 @@ def test_remedies_that_suffice_together_only() -> None:
         "does not fit: 16.4 GiB needed on cuda:0, 14.2 GiB free",
         "  --cache_lens 512 saves 1.0 GiB",
         "  --chunk_size 512 saves 2.0 GiB",
-        "  together they save 3.0 GiB: it fits then",
+        "  together they save 3.1 GiB: it fits then",
     ]
 
 
