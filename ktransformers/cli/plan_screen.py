@@ -172,7 +172,7 @@ def _sources(nbytes: Mapping[str, int], bandwidth: Mapping[str, float]) -> str:
     groups = [
         group for group in (["cpu"], [device for device in nbytes if device != "cpu"]) if set(group) & set(nbytes)
     ]
-    parts = []
+    parts: list[str] = []
     for devices in groups:
         total, rate = sum(nbytes[device] for device in devices), min(bandwidth[device] for device in devices)
         a_token, unit = ("", "") if parts else (" a token", " GB/s")
