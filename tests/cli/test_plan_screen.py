@@ -17,6 +17,7 @@ from ktransformers.engine.outlook import Outlook, look_ahead
 from ktransformers.models.synthetic_shapes import SHAPES
 from ktransformers.optimize.machine import Machine
 from tests.support.fake_gpus import GIB, fake_hardware
+from tests.support.tiny_models import MODEL_TYPES, MOE_TYPES, tiny_config
 
 RATES: Mapping[str, float] = {"cpu": 43e9, **{f"cuda:{i}": 4000e9 for i in range(8)}}
 
@@ -44,6 +45,20 @@ def test_one_screen(name: str, gib: tuple[float, ...]) -> None:
     assert not any("..." in line for line in lines)
     assert lines[0].startswith("fits: " if outlook.remedies is None else "does not fit: ")
     json.dumps(summary_json(outlook, RATES))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_family_has_a_screen(model_type: str) -> None:
+    """The numbers of all families are found: parameters by the modules, the rest by the plan."""
+    opened = open_synthetic(EngineConfig(), tiny_config(model_type, hidden=256))
+    outlook = look_ahead(opened, machine(8.0))
+    lines = screen(outlook, RATES)
+    assert [line for line in lines if len(line) > 80] == []
+    size, reads = outlook.summary.size, outlook.summary.reads
+    assert size.parameters == sum(tensor.numel() for tensor in opened.model.parameters())
+    assert (size.experts, size.top_k in (2, 4)) == ((8, True) if model_type in MOE_TYPES else (0, False))
+    assert 0 < reads.bytes_per_token()["cpu"] < outlook.plan.weight_bytes["cpu"]
+    assert sum(part.nbytes for part in outlook.summary.parts) == outlook.plan.total_bytes["cpu"]
 
 
 def test_a_model_that_fits() -> None:
