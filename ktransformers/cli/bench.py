@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import replace
 
 from ktransformers.cli import bench_offline
+from ktransformers.cli.bench_json import add_json_flag, table_beside_json
 from ktransformers.cli.bench_work import ModelWork
 from ktransformers.cli.options import (
     add_model_argument,
@@ -58,6 +60,7 @@ def _add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     kernels.add_argument("--peer_format", choices=FORMATS, default="", help="kt-kernel's own format to measure as well")
     text = "bf16: measure products of bf16 as well, and the errors of both (%(default)s)"
     kernels.add_argument("--cpu_prefill", choices=CPU_PREFILLS, default=CPU_PREFILLS[0], help=text)
+    add_json_flag(kernels)
     kernels.set_defaults(run=run_kernels)
 
 
@@ -75,6 +78,7 @@ def _add_model(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     model.add_argument("--context", type=int, default=64, help="tokens before the first decode step (%(default)s)")
     model.add_argument("--repeats", type=int, default=2, help="rounds per figure, the best counts (%(default)s)")
     model.add_argument("--peer", action="append", choices=MODEL_PEERS, default=[], help="measure it too")
+    add_json_flag(model)
     model.set_defaults(run=run_model)
 
 
@@ -100,16 +104,12 @@ def run_kernels(args: argparse.Namespace) -> int:
 
     shape = Shape(args.experts, args.top_k, args.hidden, args.width, args.layers)
     threads = args.threads or physical_cores()
-    bench_kernels(
-        shape,
-        types,
-        positive_numbers(args.tokens, "tokens"),
-        threads,
-        args.seconds,
-        args.peer,
-        args.peer_format,
-        args.cpu_prefill,
-    )
+    tokens = positive_numbers(args.tokens, "tokens")
+    with table_beside_json(args.json):
+        record = bench_kernels(
+            shape, types, tokens, threads, args.seconds, args.peer, args.peer_format, args.cpu_prefill
+        )
+    print(json.dumps(record))
     return 0
 
 
@@ -130,5 +130,7 @@ def run_model(args: argparse.Namespace) -> int:
     config = with_default_model(config)
     from ktransformers.cli.bench_model import bench_model
 
-    bench_model(config, work, args.peer)
+    with table_beside_json(args.json):
+        record = bench_model(config, work, args.peer)
+    print(json.dumps(record))
     return 0

@@ -8,7 +8,6 @@ errors of both are stated. Each peer runs in a process of its own that is stoppe
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -185,8 +184,8 @@ def bench_kernels(
     peers: list[str],
     peer_format: str,
     cpu_prefill: str = "int8",
-) -> None:
-    """Print a table, a line per type and token count, and one JSON line at the end.
+) -> dict[str, Any]:
+    """Print a table, a line per type and token count. Returns the record, in JSON types.
 
     cpu_prefill: bf16 measures its products as well, and the errors of both.
     peers: of kt-kernel and llama.cpp; one that is not installed is said and left out. peer_format: one of kt-kernel's
@@ -226,7 +225,7 @@ def bench_kernels(
             del ours
             if is_bf16:
                 errors[name] = _say_errors(name, shape, pool)
-    print(json.dumps({"machine": machine, "shape": asdict(shape), "rows": rows, "errors": errors}))
+    return {"machine": machine, "shape": asdict(shape), "rows": rows, "errors": errors}
 
 
 def _measure_format(rows: list[dict[str, Any]], peer_format: str, children: list[PeerProcess]) -> None:

@@ -12,7 +12,6 @@ It is the limit of decoding; that of prefill is arithmetic.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -185,8 +184,8 @@ def _start_peers(names: list[str], path: Path, threads: int, weights: Weights, w
     return [start(path, threads, weights.vocab_size, work) for start in chosen]
 
 
-def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> None:
-    """Print a table, a line per figure, and one JSON line at the end. config names a GGUF.
+def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> dict[str, Any]:
+    """Print a table, a line per figure. Returns the record, in JSON types. config names a GGUF.
 
     peers: of llama.cpp; one that is not installed is said and left out. Errors are those of `build_paged_engine`.
     """
@@ -213,7 +212,7 @@ def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> None
             _print(row)
             rows.append(row)
     facts = {"machine": machine, "model": config.gguf_path.name, "weights": asdict(weights), "work": asdict(work)}
-    print(json.dumps(facts | {"rows": rows}))
+    return facts | {"rows": rows}
 
 
 def _rounds(

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktransformers.cli.bench_json import add_json_flag, table_beside_json
 from ktransformers.cli.options import (
     add_logging_flag,
     add_model_argument,
@@ -62,6 +63,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     group.add_argument("--prompt_len", type=int, default=64, help="tokens in the cache before decode (%(default)s)")
     group.add_argument("--seconds", type=float, default=2.0, help="least time per figure (%(default)s)")
     add_model_flags(parser)
+    add_json_flag(group)
     add_logging_flag(group)
     parser.set_defaults(run=run, max_new_tokens=32)  # here: tokens per sequence in one pass of decode
 
@@ -69,6 +71,14 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def run(args: argparse.Namespace) -> int:
     """Load, measure and print. Returns the exit code."""
     set_up_logging(args.log_level)
+    with table_beside_json(args.json):
+        record = _record(args)
+    print(json.dumps(record))
+    return 0
+
+
+def _record(args: argparse.Namespace) -> dict[str, Any]:
+    """Load, measure and print a table. Returns the record, in JSON types."""
     prefills, batches = positive_numbers(args.prefill, "prefill"), positive_numbers(args.decode, "decode")
     if args.prompt_len < 1:
         raise ConfigError(f"--prompt_len must be at least 1, got {args.prompt_len}")
@@ -91,8 +101,7 @@ def run(args: argparse.Namespace) -> int:
         figures, memory = _measure(engine, OfflineRuns(engine, expert_stats, args.seconds), prefills, batches, case)
     finally:
         engine.close()
-    print(json.dumps({"bench": "offline", **report, "memory": memory, "rows": [asdict(f) for f in figures]}))
-    return 0
+    return {"bench": "offline", **report, "memory": memory, "rows": [asdict(f) for f in figures]}
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:

@@ -45,13 +45,14 @@ class ModelDescription:
 
 @dataclass(slots=True)
 class OpenedModel:
-    """The model's files, opened, and the skeleton that they will fill."""
+    """The model's files, opened, and the skeleton that they will fill. files: those with weights, none if synthetic."""
 
     config: EngineConfig
     hf_config: Any
     gguf: GGUFModel | None
     model: Any
     source: WeightSource
+    files: tuple[Path, ...] = ()
 
 
 def open_model(config: EngineConfig) -> OpenedModel:
@@ -66,10 +67,11 @@ def open_model(config: EngineConfig) -> OpenedModel:
     model = build_skeleton(hf_config, config.trust_remote_code)
     source: WeightSource
     if gguf is not None:
-        source = GGUFSource(gguf, model.config)
+        source, files = GGUFSource(gguf, model.config), [file.path for file in gguf.files]
     else:
-        source = SafetensorsSource(open_safetensors(path), model.config)
-    return OpenedModel(config, model.config, gguf, model, source)
+        stored = open_safetensors(path)
+        source, files = SafetensorsSource(stored, model.config), [file.path for file in stored.files]
+    return OpenedModel(config, model.config, gguf, model, source, tuple(files))
 
 
 def open_synthetic(config: EngineConfig, hf_config: Any) -> OpenedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,29 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(slots=True)
 class Row:
-    """Entries that are equal but for the layer number, as one line. layers is empty for a module on its own."""
+    """Entries that go to the same place in the same way, whatever their types and bytes, as one line.
+
+    layers is empty for a module on its own. types: how many entries have which quant_types.
+    """
 
     entry: PlanEntry
     layers: list[int]
-    count: int = 1
+    nbytes: list[int]
+    types: Counter[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, entry: PlanEntry, layer: int | None = None) -> Row:
+        """A row of one entry."""
+        return cls(entry, [] if layer is None else [layer], [entry.total_bytes], Counter([entry.quant_types]))
+
+    def add(self, entry: PlanEntry, layer: int) -> None:
+        self.layers.append(layer)
+        self.nbytes.append(entry.total_bytes)
+        self.types[entry.quant_types] += 1
+
+    @property
+    def count(self) -> int:
+        return len(self.nbytes)
 
     @property
     def label(self) -> str:
@@ -36,20 +55,37 @@ class Row:
         shown = str(self.layers[0]) if len(self.layers) == 1 else "{" + _ranges(self.layers) + "}"
         return _LAYER.sub(shown, self.entry.key, count=1)
 
+    @property
+    def shown_types(self) -> str:
+        """ "Q4_K", or "Q4_K x 24, Q6_K x 24" where layers differ."""
+        if len(self.types) == 1:
+            return " ".join(self.entry.quant_types)
+        return ", ".join(f"{' '.join(kinds) or 'none'} x {count}" for kinds, count in self.types.most_common())
+
+    @property
+    def shown_bytes(self) -> str:
+        """ "48 x 18.00 MiB", or the sum where layers differ."""
+        if not any(self.nbytes):
+            return ""
+        if len(set(self.nbytes)) > 1:
+            return f"{format_bytes(sum(self.nbytes))} in {self.count}"
+        return ("" if self.count == 1 else f"{self.count} x ") + format_bytes(self.nbytes[0])
+
 
 def fold_entries(entries: Iterable[PlanEntry]) -> list[Row]:
-    """One Row per set of entries that differ in the first layer number of their names only, in tree order."""
+    """One Row per set of entries that differ in the first layer number of their names, types and bytes only, in tree
+    order."""
     rows: dict[tuple[object, ...], Row] = {}
     for entry in entries:
         found = _LAYER.search(entry.key)
-        pattern = entry.key if found is None else f"{entry.key[: found.start()]}*{entry.key[found.end() :]}"
-        group = (pattern, *_alike(entry))
-        row = rows.get(group)
-        if row is None:
-            rows[group] = Row(entry, [] if found is None else [int(found.group())])
+        if found is None:
+            rows[(entry.key,)] = Row.of(entry)
+            continue
+        group = (f"{entry.key[: found.start()]}*{entry.key[found.end() :]}", *_alike(entry))
+        if group in rows:
+            rows[group].add(entry, int(found.group()))
         else:
-            row.count += 1
-            row.layers.append(int(_LAYER.search(entry.key).group()))  # type: ignore[union-attr]
+            rows[group] = Row.of(entry, int(found.group()))
     return list(rows.values())
 
 
@@ -61,8 +97,7 @@ def _alike(entry: PlanEntry) -> tuple[object, ...]:
         entry.generate_op,
         entry.prefill_op,
         entry.rule,
-        entry.quant_types,
-        tuple(sorted(entry.nbytes.items())),
+        tuple(sorted(entry.nbytes)),
         entry.note,
     )
 
@@ -81,10 +116,10 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(parts)
 
 
-def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
-    """Write the table of modules and the totals per device. full: every module on its own line, containers too."""
-    entries = plan.entries if full else [entry for entry in plan.entries if _is_telling(entry)]
-    rows = [Row(entry, []) for entry in entries] if full else fold_entries(entries)
+def print_plan(plan: Plan, console: Console, *, modules: bool = False) -> None:
+    """Write the table of modules and the totals per device. modules: each on its own line, containers too."""
+    entries = plan.entries if modules else [entry for entry in plan.entries if _is_telling(entry)]
+    rows = [Row.of(entry) for entry in entries] if modules else fold_entries(entries)
     if not console.is_terminal:
         console.width = max(console.width, PLAIN_WIDTH)
     console.print(Text(f"{plan.model_type}, rules {plan.rule_file}"))
@@ -103,15 +138,14 @@ def _module_table(rows: list[Row]) -> Table:
         table.add_column(header, justify="right" if header in ("bytes", "rule") else "left", overflow="fold")
     for row in rows:
         entry = row.entry
-        count = "" if row.count == 1 else f"{row.count} x "
         table.add_row(
             Text(row.label),
             entry.operator or f"({entry.hf_class})",
             _devices(entry),
             entry.generate_op,
             entry.prefill_op,
-            " ".join(entry.quant_types),
-            f"{count}{format_bytes(entry.total_bytes)}" if entry.total_bytes else "",
+            row.shown_types,
+            row.shown_bytes,
             "" if entry.rule is None else str(entry.rule),
             entry.note,
         )

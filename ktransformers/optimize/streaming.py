@@ -19,7 +19,15 @@ from ktransformers.operators.staging import StagingSize
 from ktransformers.optimize.plan import Plan, format_bytes
 from ktransformers.weights.source import WeightSource
 
-__all__ = ["STAGING", "Streaming", "chunk_size_for", "plan_streaming", "step_nbytes", "with_streaming"]
+__all__ = [
+    "STAGING",
+    "Streaming",
+    "chunk_size_for",
+    "experts_per_token",
+    "plan_streaming",
+    "step_nbytes",
+    "with_streaming",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +65,12 @@ class Streaming:
         return self.shape.max_rows * self.shape.hidden_size * 12
 
 
-def _experts_per_token(hf_config: Any) -> int:
-    """0 when the config does not say."""
+def experts_per_token(hf_config: Any, layer: int | None = None) -> int:
+    """Of the layer of that number where the config has a number for each; 0 when the config does not say."""
     names = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
-    found = (getattr(hf_config, name, None) for name in names)
+    found = [getattr(hf_config, name, None) for name in names]
+    if layer is not None:
+        found = [one[layer] if isinstance(one, list) and layer < len(one) else one for one in found]
     return next((value for value in found if isinstance(value, int)), 0)
 
 
@@ -118,7 +128,7 @@ def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidat
 
 def plan_streaming(plan: Plan, source: WeightSource, hf_config: Any, chunk_size: int) -> tuple[Streaming, ...]:
     """What is streamed to each GPU beside what `plan` holds there; nothing where there is too little room."""
-    top_k, made = _experts_per_token(hf_config), list[Streaming]()
+    top_k, made = experts_per_token(hf_config), list[Streaming]()
     for device, found in _candidates(plan, source).items() if top_k else ():
         layouts = [one.operator.layout for one in found]
         shape = PrefillShape(

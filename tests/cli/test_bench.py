@@ -70,6 +70,13 @@ def test_wrong_arguments_are_one_line(flags: list[str], message: str, capsys: py
     assert message in capsys.readouterr().err
 
 
+def test_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", *TINY, "--types", "q8_0", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [row["tokens"] for row in json.loads(out)["rows"]] == [1, 3]
+    assert "us" in err
+
+
 def test_an_unknown_peer_is_wrong_usage() -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "kernels", "--peer", "nobody"])

@@ -84,6 +84,13 @@ def test_figures_of_a_synthetic_shape(capsys: pytest.CaptureFixture[str]) -> Non
     assert full["gb_s"] * full["ms_per_step"] == pytest.approx(nbytes / 1e6)
 
 
+def test_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--synthetic", "tiny", "--layers", "1", "--prefill", "8", "--decode", "1", "--max_new_tokens", "2"]
+    text, result = bench(capsys, *args, "--json")
+    assert text == ""
+    assert result["bench"] == "offline"
+
+
 def test_routing_is_even(capsys: pytest.CaptureFixture[str]) -> None:
     args = [
         "--synthetic",

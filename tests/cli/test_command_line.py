@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import ktransformers
-from ktransformers.cli import build_parser, main
+from ktransformers.cli import build_parser
 from ktransformers.cli.options import ArgumentParser, add_toggle, engine_config
 from ktransformers.config import EngineConfig
-from tests.support import fake_flashinfer
 
 PACKAGE = Path(ktransformers.__file__).parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
@@ -71,69 +70,6 @@ def test_local_chat_fixes_the_path(tmp_path: Path) -> None:
     )
     done = python("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-def doctors_lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    assert main(["doctor"]) == 0
-    pairs = [line.rstrip().split(": ", 1) for line in capsys.readouterr().out.splitlines()]
-    return {name: text.strip() for name, text in pairs}
-
-
-def test_doctor_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    fake_flashinfer.remove(monkeypatch)
-    lines = doctors_lines(capsys)
-    names = list(lines)
-    assert names == [
-        "ktransformers",
-        "python",
-        "system",
-        "torch",
-        "transformers",
-        "native extension",
-        "cores",
-        "memory",
-        "triton",
-        "flashinfer",
-        "cuda devices",
-        "demo model",
-    ]
-    assert lines["flashinfer"] == "not used: it is not installed"
-    assert lines["cuda devices"] == "none"
-
-
-class FakeDriver:
-    """Of two devices, of which one has stream memory operations."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def memory_operations(self) -> str | None:
-        return None if self.name == "cuda:0" else "the device has no stream memory operations"
-
-
-def test_doctor_shows_what_runs_on_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {
-        "is_available": lambda: True,
-        "device_count": lambda: 2,
-        "mem_get_info": lambda device: ((1 + device.index) << 30, 80 << 30),
-        "get_device_name": lambda device: f"Accelerator {device.index}",
-        "get_device_capability": lambda device: (9, 0),
-    }
-    for name, fact in facts.items():
-        monkeypatch.setattr(f"torch.cuda.{name}", fact)
-    monkeypatch.setattr("ktransformers.kernels.cuda.CudaDriver", FakeDriver)
-    fake_flashinfer.install(monkeypatch)
-    lines = doctors_lines(capsys)
-    assert lines["flashinfer"].startswith("0.0-fake")
-    assert lines["cuda devices"] == "2"
-    assert lines["cuda:1"] == "Accelerator 1, compute capability 9.0, 2.0 of 80.0 GiB free"
-    assert lines["cuda:0 streams"] == "stream memory operations"
-    assert lines["cuda:1 streams"] == "host functions (the device has no stream memory operations)"
-    fake_flashinfer.install(monkeypatch, capability=(7, 5))
-    assert doctors_lines(capsys)["flashinfer"].startswith("not used: cuda:0 has compute capability 7.5")
-    monkeypatch.setattr("ktransformers.kernels.triton.runtime.triton", None)
-    assert doctors_lines(capsys)["triton"] == "not used: triton is not installed"
 
 
 def test_flags_become_the_configuration(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -14,12 +15,12 @@ from ktransformers.optimize.report import fold_entries, print_plan, to_json
 from tests.optimize.fakes import EXPERTS_RULE, FakeSource, meta_model, plan_with
 
 
-def entry(key: str, nbytes: int = 8, rule: int | None = 1) -> PlanEntry:
-    return PlanEntry(key, "Linear", "Op", Placement(), "a", "b", rule, ("F32",), {"cpu": nbytes})
+def entry(key: str, nbytes: int = 8, rule: int | None = 1, kind: str = "F32") -> PlanEntry:
+    return PlanEntry(key, "Linear", "Op", Placement(), "a", "b", rule, (kind,), {"cpu": nbytes})
 
 
 def test_equal_layers_are_folded() -> None:
-    entries = [entry(f"model.layers.{i}.mlp.up", nbytes=9 if i == 3 else 8) for i in (0, 1, 2, 3, 4, 6)]
+    entries = [entry(f"model.layers.{i}.mlp.up", rule=2 if i == 3 else 1) for i in (0, 1, 2, 3, 4, 6)]
     rows = fold_entries([entry("model.embed", rule=None), *entries, entry("lm_head")])
     assert [(row.label, row.count) for row in rows] == [
         ("model.embed", 1),
@@ -32,6 +33,23 @@ def test_equal_layers_are_folded() -> None:
 def test_only_the_layer_number_is_folded() -> None:
     rows = fold_entries([entry(f"layers.{i}.experts.{j}") for i in range(2) for j in range(2)])
     assert [row.label for row in rows] == ["layers.{0-1}.experts.0", "layers.{0-1}.experts.1"]
+
+
+def test_types_and_bytes_do_not_split_a_row() -> None:
+    """Files of the Q4_K_M mixture alternate types, and bytes with them."""
+    mixed = [
+        entry(f"layers.{i}.down", 300 if i % 4 == 0 else 200, kind="Q6_K" if i % 4 == 0 else "Q4_K") for i in range(8)
+    ]
+    (row,) = fold_entries(mixed)
+    assert (row.label, row.shown_types) == ("layers.{0-7}.down", "Q4_K x 6, Q6_K x 2")
+    assert row.shown_bytes == "1.76 KiB in 8"  # 1800
+    (row,) = fold_entries([entry(f"layers.{i}.up", 2048) for i in range(8)])
+    assert (row.shown_types, row.shown_bytes) == ("F32", "8 x 2.00 KiB")
+
+
+def test_devices_split_a_row() -> None:
+    on_gpu = replace(entry("layers.1.up"), nbytes={"cuda:0": 8}, placement=Placement("cuda:0", "cuda:0", "cuda:0"))
+    assert [row.label for row in fold_entries([entry("layers.0.up"), on_gpu])] == ["layers.0.up", "layers.1.up"]
 
 
 def table(**options: bool) -> str:
@@ -57,8 +75,8 @@ def test_table() -> None:
     assert total.rstrip().endswith("fits")
 
 
-def test_full_table_lists_every_module() -> None:
-    text = table(full=True)
+def test_the_table_can_list_every_module() -> None:
+    text = table(modules=True)
     assert all(f"model.layers.{i}.mlp.experts.act_fn" in text for i in range(3))
     assert "(root)" in text
 

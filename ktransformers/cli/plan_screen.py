@@ -1,0 +1,234 @@
+"""A plan on one screen of 80 columns: whether it fits, what would help, the model, its speed at best, what goes where.
+
+Lines of text from an Outlook and bandwidths; decides and measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ktransformers.engine.outlook import Outlook
+from ktransformers.engine.remedies import Remedies, Remedy, needed_bits, shortfall
+from ktransformers.optimize.plan import Plan
+from ktransformers.optimize.summary import Part, Summary
+
+__all__ = ["screen", "summary_json", "verdict"]
+
+WIDTH = 80
+_LABEL = 12
+_LEAST_BITS = 2.0  # below it no published quantization is
+
+
+def screen(outlook: Outlook, bandwidth: Mapping[str, float]) -> list[str]:
+    """Lines of at most 80 columns. bandwidth: bytes a second by device, as far as they are known."""
+    summary = outlook.summary
+    return [
+        *_wrapped_verdict(outlook),
+        "",
+        *_model_lines(summary),
+        *_speed_lines(summary, bandwidth),
+        "",
+        *_part_lines(summary.parts),
+    ]
+
+
+def shown_size(nbytes: int) -> str:
+    """With one decimal: GiB from a tenth of one on, else MiB."""
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 0.1 * 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def shown_devices(devices: Iterable[str]) -> str:
+    """ "cuda:0, cuda:1, cuda:2" -> "cuda:0-2"; the CPU's memory is RAM."""
+    names = ["RAM" if name == "cpu" else name for name in devices]
+    numbers = [int(name.partition(":")[2]) for name in names if name.startswith("cuda:")]
+    if len(numbers) == len(names) > 1 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return f"cuda:{numbers[0]}-{numbers[-1]}"
+    return ", ".join(names)
+
+
+def verdict(outlook: Outlook) -> str:
+    """One line: whether it fits, and by how much."""
+    plan, short = outlook.plan, shortfall(outlook.plan)
+    total = plan.total_bytes
+    if not short:
+        used = [device for device in total if total[device] or device == "cpu"]
+        groups = [group for group in (["cpu"], [device for device in used if device != "cpu"]) if group]
+        return "fits: " + ", ".join(_filled(plan, group, is_named=len(groups) > 1) for group in groups)
+    parts = (
+        f"{shown_size(total[device])} needed{_on(device)}, {shown_size(plan.capacity.get(device, 0))} free"
+        for device in short
+    )
+    return "does not fit: " + "; ".join(parts)
+
+
+def _on(device: str) -> str:
+    return "" if device == "cpu" else f" on {device}"
+
+
+def _filled(plan: Plan, devices: list[str], *, is_named: bool) -> str:
+    total, free = (sum(part.get(device, 0) for device in devices) for part in (plan.total_bytes, plan.capacity))
+    where = f" ({shown_devices(devices)})" if is_named else ""
+    return f"{shown_size(total)} of {shown_size(free)} free{where}"
+
+
+def _wrapped_verdict(outlook: Outlook) -> list[str]:
+    """The verdict, with the first remedy where that fits into the line, and the others below."""
+    lines, remedies = [verdict(outlook)], outlook.remedies
+    while len(lines[-1]) > WIDTH:  # many GPUs that are short
+        head, _, rest = lines.pop().rpartition("; ")
+        lines += [head, f"  {rest}"] if head else [rest[:WIDTH]]
+        if not head:
+            break
+    if remedies is None:
+        return lines
+    if not any(remedy.is_enough for remedy in remedies.each) and not remedies.are_enough:
+        return [*lines, *_hopeless(outlook, remedies)]
+    alone = [remedy for remedy in remedies.each if remedy.is_enough]
+    shown = [_remedy(remedy) for remedy in alone or remedies.each]
+    if len(lines) == 1 and len(lines[0]) + len(shown[0]) + 2 <= WIDTH:
+        lines[0] += f"; {shown.pop(0)}"
+    if not alone:
+        shown.append(f"together they save {shown_size(remedies.saves)}: it fits then")
+    return [*lines, *(f"  {text}" for text in shown)]
+
+
+def _remedy(remedy: Remedy) -> str:
+    if remedy.flag == "--no_use_cuda":
+        return "--no_use_cuda: it fits then, on the CPU alone"
+    if remedy.flag == "--gpu_memory 0":
+        return f"{remedy.flag} gives {shown_size(remedy.saves)}" + (": it fits then" if remedy.is_enough else "")
+    return f"{remedy.flag} saves {shown_size(remedy.saves)}" + (": it fits then" if remedy.is_enough else "")
+
+
+def _hopeless(outlook: Outlook, remedies: Remedies) -> list[str]:
+    """What is missing when no flag is enough, nor all of them."""
+    missing, summary = sum(shortfall(outlook.plan).values()) - remedies.saves, outlook.summary
+    flags = ", ".join(remedy.flag for remedy in remedies.each)
+    what = (
+        f"{flags}: not enough, {shown_size(missing)} are missing then"
+        if flags
+        else (f"no flag helps: {shown_size(missing)} of memory are missing")
+    )
+    bits = needed_bits(outlook.plan, summary.size.parameters)
+    if not _LEAST_BITS <= bits < summary.bits_per_weight:
+        return [f"  {what}"]
+    now = summary.bits_per_weight
+    return [f"  {what}", f"  a file of at most {bits:.1f} bits per weight would fit; this one has {now:.1f}"]
+
+
+def _line(label: str, text: str) -> str:
+    line = f"{label:<{_LABEL}} {text}"
+    return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
+
+
+def _model_lines(summary: Summary) -> list[str]:
+    size = summary.size
+    routed = f", {size.top_k} of {size.experts} experts a token" if size.experts else ""
+    family = f"{summary.family}, {size.layers} layers{routed}"
+    is_long = len(summary.name) + len(family) + 3 > WIDTH - _LABEL - 1
+    parameters = _count(size.parameters) + (f", {_count(size.active)} of them for each token" if size.experts else "")
+    disk = "" if summary.disk_bytes is None else f"{shown_size(summary.disk_bytes)} on disk, "
+    bits = f"{summary.bits_per_weight:.1f} bits per weight"
+    context = "not said" if summary.context_len is None else f"{summary.context_len:,} tokens"
+    model = (
+        [_line("model", summary.name), _line("", family)] if is_long else [_line("model", f"{summary.name} ({family})")]
+    )
+    return [
+        *model,
+        _line("parameters", parameters),
+        _line("weights", f"{disk}{shown_size(summary.memory_bytes)} in memory, {bits}"),
+        _line(
+            "context", f"{context}; the cache holds {summary.cache_tokens:,}, a step {summary.chunk_size:,} of a prompt"
+        ),
+    ]
+
+
+def _count(number: int) -> str:
+    for unit, size in (("billion", 10**9), ("million", 10**6)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:,}"
+
+
+def _speed_lines(summary: Summary, bandwidth: Mapping[str, float]) -> list[str]:
+    """What reading memory allows at best, with an empty cache and with a full one."""
+    reads, full = summary.reads, min(summary.cache_tokens, summary.context_len or summary.cache_tokens)
+    rates = [reads.tokens_per_s(bandwidth, context) for context in (0, full)]
+    if rates[0] is None or rates[1] is None:
+        missing = sorted(set(reads.bytes_per_token(full)) - set(bandwidth))
+        return [_line("decode", f"not predicted: the bandwidth of {shown_devices(missing)} is not known")]
+    head = f"at most {_rate(rates[0])} tokens/s, {_rate(rates[1])} with {full:,} tokens in the cache:"
+    return [_line("decode", head), _line("", _sources(reads.bytes_per_token(), bandwidth))]
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.1f}" if rate < 20 else f"{rate:,.0f}"
+
+
+def _sources(nbytes: Mapping[str, int], bandwidth: Mapping[str, float]) -> str:
+    """ "1.90 GB a token at 19.4 GB/s (RAM), 0.44 GB at 4,000 (cuda:0)"; GPUs together, at the slowest one's rate."""
+    groups = [
+        group for group in (["cpu"], [device for device in nbytes if device != "cpu"]) if set(group) & set(nbytes)
+    ]
+    parts: list[str] = []
+    for devices in groups:
+        total, rate = sum(nbytes[device] for device in devices), min(bandwidth[device] for device in devices)
+        a_token, unit = ("", "") if parts else (" a token", " GB/s")
+        parts.append(f"{_gigabytes(total)}{a_token} at {_rate(rate / 1e9)}{unit} ({shown_devices(devices)})")
+    return ", ".join(parts)
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
+
+
+def _part_lines(parts: Iterable[Part]) -> list[str]:
+    lines = [f"{'part':<20}{'where':<12}{'size':>10}  types"]
+    for part in parts:
+        line = f"{part.name:<20}{shown_devices(part.devices):<12}{shown_size(part.nbytes):>10}  {_types(part.types)}"
+        lines.append(line.rstrip())
+    return lines
+
+
+def _types(types: Iterable[str], width: int = WIDTH - 44) -> str:
+    text = ""
+    for kind in types:
+        longer = f"{text}, {kind}" if text else kind
+        if len(longer) > width - 5:
+            return f"{text}, ..."
+        text = longer
+    return text
+
+
+def summary_json(outlook: Outlook, bandwidth: Mapping[str, float]) -> dict[str, Any]:
+    """The screen's numbers as JSON types: bytes, bytes a second, tokens a second."""
+    summary, remedies = outlook.summary, outlook.remedies
+    reads, full = summary.reads, min(summary.cache_tokens, summary.context_len or summary.cache_tokens)
+    return {
+        "name": summary.name,
+        **asdict(summary.size),
+        "disk_bytes": summary.disk_bytes,
+        "memory_bytes": summary.memory_bytes,
+        "bits_per_weight": summary.bits_per_weight,
+        "context_len": summary.context_len,
+        "cache_tokens": summary.cache_tokens,
+        "chunk_size": summary.chunk_size,
+        "parts": [asdict(part) for part in summary.parts],
+        "verdict": verdict(outlook),
+        "remedies": [
+            {"flag": one.flag, "saves_bytes": one.saves, "is_enough": one.is_enough}
+            for one in (() if remedies is None else remedies.each)
+        ],
+        "remedies_are_enough": None if remedies is None else remedies.are_enough,
+        "bandwidth_bytes_per_s": dict(bandwidth),
+        "decode": [
+            {
+                "context": context,
+                "bytes_per_token": reads.bytes_per_token(context),
+                "tokens_per_s_at_most": reads.tokens_per_s(bandwidth, context),
+            }
+            for context in (0, full)
+        ],
+    }

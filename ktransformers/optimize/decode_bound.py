@@ -1,0 +1,133 @@
+"""What a decode step reads, and how many tokens a second memory allows at most.
+
+A step of one sequence reads every weight that takes part in it once: what is in a layer but its routed experts, of
+those the ones that the router chooses, the LM head, and the keys and values of the tokens before. The embedding table
+is looked up, one row of it. Layers run one after another, and so do the parts of a layer, whatever device they are on;
+only shared experts run beside routed experts that are on another device. So, with B the bytes over the device's
+bandwidth,
+
+    seconds = sum over layers (B(attention, dense, cache) + overlap(B(routed), B(shared))) + B(head)
+    overlap(a, b) = max(a, b) on two devices, a + b on one
+
+Hand-overs, arithmetic and launches take time too, so this is a bound. Weights that fit into the processor's caches can
+be read faster than memory is. Pure: knows plans, measures nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktransformers.cache.paged import LayerShape
+from ktransformers.optimize.plan import Plan, PlanEntry
+
+__all__ = ["DecodeReads", "LayerReads", "decode_reads", "routed_experts"]
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_SHARED = re.compile(r"\.shared_(?:expert|mlp)")
+_OUTSIDE = -1
+
+
+@dataclass(slots=True)
+class LayerReads:
+    """Bytes that a token makes each device read in one layer, by device. alone: all but experts."""
+
+    alone: dict[str, float] = field(default_factory=dict)
+    routed: dict[str, float] = field(default_factory=dict)
+    shared: dict[str, float] = field(default_factory=dict)
+
+    def seconds(self, bandwidth: Mapping[str, float]) -> float:
+        """At bytes a second by device."""
+        alone, routed, shared = (
+            sum(nbytes / bandwidth[device] for device, nbytes in part.items())
+            for part in (self.alone, self.routed, self.shared)
+        )
+        is_beside = routed > 0 and shared > 0 and not set(self.routed) & set(self.shared)
+        return alone + (max(routed, shared) if is_beside else routed + shared)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReads:
+    """What a token reads. layers: in order, and what is outside of all layers. shapes: of each layer's cache.
+
+    windows: most tokens that each layer looks back, None for all of them.
+    """
+
+    layers: tuple[LayerReads, ...]
+    shapes: tuple[LayerShape, ...]
+    windows: tuple[int | None, ...]
+
+    def cache_bytes(self, context: int) -> dict[str, int]:
+        """Bytes of keys and values by device, with `context` tokens in the cache."""
+        total: dict[str, int] = {}
+        for shape, window in zip(self.shapes, self.windows, strict=True):
+            nbytes = shape.nbytes(context if window is None else min(context, window))
+            total[shape.place] = total.get(shape.place, 0) + nbytes
+        return {place: nbytes for place, nbytes in total.items() if nbytes}
+
+    def bytes_per_token(self, context: int = 0) -> dict[str, int]:
+        """Bytes by device."""
+        total: dict[str, float] = dict(self.cache_bytes(context).items())
+        for layer in self.layers:
+            for part in (layer.alone, layer.routed, layer.shared):
+                for device, nbytes in part.items():
+                    total[device] = total.get(device, 0) + nbytes
+        return {device: round(nbytes) for device, nbytes in sorted(total.items())}
+
+    def tokens_per_s(self, bandwidth: Mapping[str, float], context: int = 0) -> float | None:
+        """At most so many, one sequence alone; None where the bandwidth of a device is not known."""
+        if not set(self.bytes_per_token(context)) <= set(bandwidth):
+            return None
+        cache = sum(nbytes / bandwidth[place] for place, nbytes in self.cache_bytes(context).items())
+        seconds = cache + sum(layer.seconds(bandwidth) for layer in self.layers)
+        return 1 / seconds if seconds else None
+
+
+def routed_experts(model: Any) -> dict[str, int]:
+    """{experts module: number of experts}, by the fused 3-D parameters that transformers >= 5 keeps them in."""
+    found = {}
+    for key, module in model.named_modules():
+        down = module._parameters.get("down_proj")
+        if down is not None and down.dim() == 3:
+            found[key] = int(down.shape[0])
+    return found
+
+
+def decode_reads(
+    plan: Plan, experts: Mapping[str, int], top_k: Mapping[str, int], shapes: Sequence[LayerShape], hf_config: Any
+) -> DecodeReads:
+    """By the bytes that are resident. experts, top_k: how many each experts module has, and how many a token takes."""
+    layers: dict[int, LayerReads] = {}
+    heads = set(plan.shared.values())
+    for entry in plan.entries:
+        layer = layers.setdefault(layer_of(entry), LayerReads())
+        if entry.key in experts:
+            part, share = layer.routed, top_k[entry.key] / experts[entry.key]
+        else:
+            part, share = (layer.shared if _SHARED.search(entry.key) else layer.alone), 1.0
+            if is_embedding(entry) and entry.key not in heads:
+                continue
+        for device, nbytes in entry.nbytes.items():
+            part[device] = part.get(device, 0.0) + nbytes * share
+    return DecodeReads(tuple(layers.values()), tuple(shapes), _windows(hf_config, len(shapes)))
+
+
+def layer_of(entry: PlanEntry) -> int:
+    """The number of the decoder layer that a module is in, -1 outside of all."""
+    found = _LAYER.search(entry.key)
+    return _OUTSIDE if found is None else int(found.group())
+
+
+def is_embedding(entry: PlanEntry) -> bool:
+    """Whether the module is a table of which a token reads one row."""
+    return entry.hf_class.endswith("Embedding") and layer_of(entry) == _OUTSIDE
+
+
+def _windows(hf_config: Any, num_layers: int) -> tuple[int | None, ...]:
+    """Of each layer. A family that has a sliding window in some layers says which ones in layer_types."""
+    window, types = getattr(hf_config, "sliding_window", None), getattr(hf_config, "layer_types", None)
+    if not isinstance(window, int) or not types:
+        return (None,) * num_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types[:num_layers])

@@ -1,0 +1,168 @@
+"""What a plan comes to in a few numbers: the model, its parameters and bytes, where its parts go, what decoding reads.
+
+Pure: facts of a plan and of a model on meta, in plain types. `ktransformers plan` prints them (cli/plan_screen.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ktransformers.cache.paged import LayerShape
+from ktransformers.optimize.decode_bound import DecodeReads, decode_reads, is_embedding, layer_of, routed_experts
+from ktransformers.optimize.plan import Plan, PlanEntry
+from ktransformers.optimize.streaming import experts_per_token
+
+__all__ = ["EXTRA_PARTS", "PARTS", "ModelSize", "Part", "Summary", "parts_of", "size_of", "summarize"]
+
+PARTS = ("experts", "attention", "dense and shared", "embeddings and head")
+"""What weights are for, in the order in which they are shown. Routers and norms are with the dense parts."""
+
+EXTRA_PARTS = ("cache", "work space")
+"""What there is beside weights."""
+
+_ATTENTION = re.compile(r"\.(?:self_attn|attention|attn)(?:\.|$)")
+_CACHE = "kv cache"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Parameters: what is trained, tied ones once, buffers not.
+
+    active: those that a token is multiplied with: of routed experts the ones chosen, and no table of embeddings, of
+    which it reads a row; an LM head counts, also where it is the table. experts, top_k: of the layer with the most.
+    """
+
+    parameters: int
+    active: int
+    layers: int
+    experts: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the model on one device, or on GPUs, which are shown together. types: by bytes, the most first."""
+
+    name: str
+    devices: tuple[str, ...]
+    nbytes: int
+    types: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A model on a machine. disk_bytes: of the files, None without files. context_len: None where the model does not
+    say. cache_tokens: what the cache will hold. chunk_size: tokens of a prefill step.
+    """
+
+    name: str
+    family: str
+    size: ModelSize
+    disk_bytes: int | None
+    memory_bytes: int
+    context_len: int | None
+    cache_tokens: int
+    chunk_size: int
+    parts: tuple[Part, ...]
+    reads: DecodeReads
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of what is resident, over all parameters."""
+        return 8 * self.memory_bytes / max(self.size.parameters, 1)
+
+
+def summarize(
+    plan: Plan,
+    model: Any,
+    *,
+    name: str,
+    shapes: Sequence[LayerShape],
+    cache_tokens: int,
+    chunk_size: int,
+    disk_bytes: int | None,
+) -> Summary:
+    """model: the one that was planned, on meta. shapes: of each layer's cache."""
+    experts = routed_experts(model)
+    top_k = _top_k(experts, plan.entries, model.config)
+    return Summary(
+        name=name,
+        family=plan.model_type,
+        size=size_of(model, experts, top_k),
+        disk_bytes=disk_bytes,
+        memory_bytes=sum(plan.weight_bytes.values()),
+        context_len=int(getattr(model.config, "max_position_embeddings", 0) or 0) or None,
+        cache_tokens=cache_tokens,
+        chunk_size=chunk_size,
+        parts=parts_of(plan, experts),
+        reads=decode_reads(plan, experts, top_k, shapes, model.config),
+    )
+
+
+def _top_k(experts: Mapping[str, int], entries: Iterable[PlanEntry], hf_config: Any) -> dict[str, int]:
+    """Experts of a token by experts module; all of them where the config does not say, which is never too few."""
+    numbers = {entry.key: layer_of(entry) for entry in entries if entry.key in experts}
+    asked = {key: experts_per_token(hf_config, layer) for key, layer in numbers.items()}
+    return {key: asked.get(key, 0) or count for key, count in experts.items()}
+
+
+def size_of(model: Any, experts: Mapping[str, int], top_k: Mapping[str, int]) -> ModelSize:
+    """Counted on the modules; see ModelSize."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    sizes = {name: tensor.numel() for name, tensor in model.named_parameters() if name not in tied}
+    total, active = sum(sizes.values()), 0.0
+    table = {f"{key}.weight" for key, module in model.named_modules() if module is model.get_input_embeddings()}
+    for name, count in sizes.items():
+        key = name.rpartition(".")[0]
+        if key in experts:
+            active += count * top_k[key] / experts[key]
+        elif name not in table or tied:
+            active += count
+    return ModelSize(
+        parameters=total,
+        active=round(active),
+        layers=int(model.config.num_hidden_layers),
+        experts=max(experts.values(), default=0),
+        top_k=max(top_k.values(), default=0),
+    )
+
+
+def parts_of(plan: Plan, experts: Mapping[str, int]) -> tuple[Part, ...]:
+    """Weights by what they are for and where they are, then what is beside them."""
+    nbytes: Counter[tuple[str, str]] = Counter()
+    types: dict[tuple[str, str], Counter[str]] = {}
+    for entry in plan.entries:
+        name = _part_of(entry, experts)
+        for device, count in entry.nbytes.items():
+            nbytes[name, device] += count
+            held = types.setdefault((name, device), Counter())
+            held.update(dict.fromkeys(entry.quant_types, count))
+    for what, by_device in plan.extra_bytes.items():
+        for device, count in by_device.items():
+            nbytes[EXTRA_PARTS[0] if what == _CACHE else EXTRA_PARTS[1], device] += count
+    found = []
+    for name in (*PARTS, *EXTRA_PARTS):
+        for devices in _places(sorted(device for part, device in nbytes if part == name)):
+            total = sum(nbytes[name, device] for device in devices)
+            kinds = sum((types.get((name, device), Counter()) for device in devices), Counter[str]())
+            if total:
+                found.append(Part(name, devices, total, tuple(kind for kind, _ in kinds.most_common())))
+    return tuple(found)
+
+
+def _part_of(entry: PlanEntry, experts: Mapping[str, int]) -> str:
+    if entry.key in experts:
+        return PARTS[0]
+    if layer_of(entry) < 0:
+        return PARTS[3] if is_embedding(entry) or entry.key.endswith(("lm_head", "embed_out")) else PARTS[2]
+    return PARTS[1] if _ATTENTION.search(entry.key) else PARTS[2]
+
+
+def _places(devices: Sequence[str]) -> list[tuple[str, ...]]:
+    """The CPU, and all GPUs together."""
+    gpus = tuple(device for device in devices if device != "cpu")
+    return [("cpu",)] * ("cpu" in devices) + [gpus] * bool(gpus)

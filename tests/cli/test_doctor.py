@@ -1,0 +1,306 @@
+"""Doctor's findings from facts that are made up, and the whole report on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import types
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from ktransformers.cli import doctor, main
+from ktransformers.cli import doctor_gpu as gpu
+from ktransformers.cli import doctor_machine as machine
+from ktransformers.cli import doctor_software as software
+from ktransformers.cli.findings import Check, Finding, Level, examine, ok, problem, shown, warning
+from tests.support import fake_flashinfer
+
+GIB = 1 << 30
+
+
+def only(findings: Iterable[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def test_a_line_has_the_remedy() -> None:
+    assert shown(warning("swap", "full", "close it")) == "warning  swap              full -> close it"
+    assert shown(ok("swap", "none")) == "ok       swap              none"
+
+
+def test_a_check_that_fails_is_a_finding() -> None:
+    def fails() -> list[Finding]:
+        raise ZeroDivisionError("no cores\nat all")
+
+    found = only(examine(Check("cores", fails)))
+    assert (found.level, found.name, found.text) == (Level.WARNING, "cores", "cannot be examined: no cores")
+
+
+@pytest.mark.parametrize(
+    ("findings", "code", "last"),
+    [
+        ([ok("a", "b")], 0, "all is well"),
+        ([warning("a", "b", "c"), warning("a", "b", "c")], 0, "2 warnings"),
+        ([problem("a", "b", "c"), warning("a", "b", "c")], 1, "1 problem, 1 warning"),
+    ],
+)
+def test_only_problems_fail(
+    findings: list[Finding], code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "all_checks", lambda: [Check("a", lambda: findings)])
+    assert main(["doctor"]) == code
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    assert main(["doctor", "--json"]) == code
+    document = json.loads(capsys.readouterr().out)
+    assert document["is_well"] == (code == 0)
+    assert [one["level"] for one in document["findings"]] == [finding.level.value for finding in findings]
+
+
+def test_the_whole_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("ktransformers.engine.bandwidth.bandwidths", lambda *args, **options: {"cpu": 43e9})
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert doctor.run(argparse.Namespace(json=False)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if "cannot be examined" in line]
+    shown_names = [line[9:26].strip() for line in lines[:-1]]
+    for name in ("torch", "native extension", "instruction set", "cores", "memory", "port", "demo model", "gpu"):
+        assert name in shown_names
+    assert "ok       memory bandwidth  43.0 GB/s read by all cores together" in lines
+    assert f"{tmp_path / 'hub'}: " in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "is_available", "has_driver", "level"),
+    [
+        (None, False, False, Level.OK),
+        (None, False, True, Level.WARNING),
+        ("13.0", False, True, Level.PROBLEM),
+        ("13.0", False, False, Level.OK),
+        ("13.0", True, True, Level.OK),
+    ],
+)
+def test_torch(cuda: str | None, is_available: bool, has_driver: bool, level: Level) -> None:
+    assert software.judge_torch("2.13", cuda, is_available, has_driver).level is level
+
+
+def test_distributions() -> None:
+    here, there = Path("/a/ktransformers"), Path("/b/ktransformers")
+    ours, theirs = software.Owner("ours", "1", here), software.Owner("theirs", "2", here)
+    elsewhere = software.Owner("theirs", "2", there)
+    assert only(software.judge_owners([ours], here)).level is Level.OK
+    mixed = only(software.judge_owners([ours, theirs], here))
+    assert mixed.level is Level.PROBLEM
+    assert mixed.remedy.startswith("pip uninstall -y ours theirs")
+    beside = only(software.judge_owners([ours, elsewhere], here))
+    assert beside.level is Level.WARNING
+    assert "/b/ktransformers" in beside.text
+
+
+def test_distributions_are_found_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "other_name-0.4.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-name\nVersion: 0.4.1\n")
+    (info / "RECORD").write_text("ktransformers/__init__.py,,\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert list(software.owners()) == [software.Owner("other-name", "0.4.1", tmp_path / "ktransformers")]
+
+
+def test_native_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(software.native_extension()).level is Level.OK
+    monkeypatch.setitem(sys.modules, "ktransformers._native", None)
+    missing = only(software.native_extension(tmp_path))
+    assert missing.level is Level.PROBLEM
+    assert missing.text.startswith("missing")
+    (tmp_path / "_native.cpython-399-x86_64-linux-gnu.so").touch()
+    assert "built for another Python: _native.cpython-399" in only(software.native_extension(tmp_path)).text
+
+
+def test_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktransformers.kernels.native import Isa
+
+    monkeypatch.setattr("ktransformers.kernels.native.available_isas", lambda: (Isa.SCALAR, Isa.AVX2))
+    assert only(software.instruction_set({})).text.startswith("avx2, without products of bf16")
+    assert only(software.instruction_set({"KTRANSFORMERS_ISA": "avx2"})).level is Level.OK
+    lower = only(software.instruction_set({"KTRANSFORMERS_ISA": "scalar"}))
+    assert (lower.level, lower.remedy) == (Level.WARNING, "unset KTRANSFORMERS_ISA")
+    assert only(software.instruction_set({"KTRANSFORMERS_ISA": "amx"})).level is Level.PROBLEM
+    monkeypatch.setattr("ktransformers.kernels.native.available_isas", lambda: (Isa.SCALAR,))
+    assert only(software.instruction_set({})).level is Level.WARNING
+
+
+@pytest.mark.parametrize(
+    ("name", "harmless", "harmful"),
+    [
+        ("OMP_NUM_THREADS", "8", "2"),
+        ("MKL_NUM_THREADS", "8", "1"),
+        ("OMP_WAIT_POLICY", "passive", "ACTIVE"),
+        ("OMP_PROC_BIND", "false", "close"),
+        ("KMP_AFFINITY", "", "compact"),
+        ("CUDA_LAUNCH_BLOCKING", "0", "1"),
+        ("TRITON_INTERPRET", "0", "1"),
+        ("CUDA_VISIBLE_DEVICES", "0", "-1"),
+    ],
+)
+def test_variables(name: str, harmless: str, harmful: str) -> None:
+    assert only(software.variables({name: harmless}, 8)).level is Level.OK
+    found = only(software.variables({name: harmful}, 8))
+    assert (found.level, found.name, found.remedy) == (Level.WARNING, name, f"unset {name}")
+
+
+def test_demo_model(tmp_path: Path) -> None:
+    assert only(software.demo_model()).level is Level.OK
+    assert only(software.demo_model(tmp_path)).text.startswith("missing")
+    (tmp_path / "cut.gguf").write_bytes(next(software.DEMO_MODEL_PATH.glob("*.gguf")).read_bytes()[:-64])
+    assert only(software.demo_model(tmp_path)).text.startswith("damaged")
+
+
+def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    levels = {finding.name: finding.level for finding in software.packages()}
+    assert levels == {"transformers": Level.OK, "gguf": Level.PROBLEM, "safetensors": Level.OK}
+
+
+def test_cores() -> None:
+    assert machine.judge_cores(8, 16, 16, None, "x").level is Level.OK
+    assert machine.judge_cores(8, 16, 16, 8.0, "x").level is Level.OK
+    quota = machine.judge_cores(8, 16, 16, 2.5, "x")
+    assert (quota.level, "--cpu_infer 2" in quota.remedy) == (Level.WARNING, True)
+    assert machine.judge_cores(4, 8, 16, None, "x").level is Level.WARNING
+
+
+def write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def test_quota_of_the_container(tmp_path: Path) -> None:
+    assert machine.cpu_quota(tmp_path) is None
+    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n")
+    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
+    assert machine.cpu_quota(tmp_path) is None
+    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "150000\n")
+    assert machine.cpu_quota(tmp_path) == 1.5
+    write(tmp_path, "sys/fs/cgroup/cpu.max", "max 100000\n")
+    assert machine.cpu_quota(tmp_path) is None
+    write(tmp_path, "sys/fs/cgroup/cpu.max", "250000 100000\n")
+    assert machine.cpu_quota(tmp_path) == 2.5
+
+
+def test_memory_and_swap(tmp_path: Path) -> None:
+    write(tmp_path, "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\nHugePages_Total: 0\n")
+    assert only(machine.memory(tmp_path)) == ok("memory", "60.0 of 64.0 GiB are free")
+    write(tmp_path, "proc/self/cgroup", "0::/\n")
+    for name, value in (("max", 8 * GIB), ("current", 7 * GIB)):
+        write(tmp_path, f"sys/fs/cgroup/memory.{name}", str(value))
+    write(tmp_path, "sys/fs/cgroup/memory.stat", "inactive_file 0\n")
+    limited = only(machine.memory(tmp_path))
+    assert limited.text == "1.0 of 8.0 GiB are free; the container's limit, of 64.0 GiB"
+    assert limited.level is Level.WARNING
+    assert machine.judge_swap({}) == [ok("swap", "none")]
+    assert only(machine.judge_swap({"SwapTotal": 8 * GIB, "SwapFree": 7 * GIB})).level is Level.OK
+    assert only(machine.judge_swap({"SwapTotal": 8 * GIB, "SwapFree": 2 * GIB})).level is Level.WARNING
+
+
+def test_huge_pages_and_nodes(tmp_path: Path) -> None:
+    assert only(machine.huge_pages(tmp_path)).level is Level.OK
+    for text, level in (("always [madvise] never", Level.OK), ("always madvise [never]", Level.WARNING)):
+        write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", text)
+        assert only(machine.huge_pages(tmp_path)).level is level
+    assert only(machine.numa(tmp_path)).text == "one node"
+    for node in ("node0", "node1"):
+        (tmp_path / "sys/devices/system/node" / node).mkdir(parents=True)
+    assert only(machine.numa(tmp_path)).text.startswith("2 nodes")
+
+
+@pytest.mark.parametrize(("rate", "level"), [(43e9, Level.OK), (4e9, Level.WARNING), (None, Level.WARNING)])
+def test_bandwidth(rate: float | None, level: Level) -> None:
+    rates = {} if rate is None else {"cpu": rate}
+    assert only(machine.ram_bandwidth(lambda: rates)).level is level
+
+
+def test_limits(tmp_path: Path) -> None:
+    assert [finding.level for finding in machine.judge_limits(None, None)] == [Level.OK, Level.OK]
+    locked, files = machine.judge_limits(8 << 20, 256)
+    assert locked.text.startswith("8 MiB")
+    assert files.level is Level.WARNING
+    assert only(machine.shared_memory(tmp_path)).text == "this system has none"
+
+
+def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = {"cache": tmp_path / "a", "models": tmp_path / "b" / "c"}
+    usage = types.SimpleNamespace(total=100 * GIB, free=50 * GIB)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    assert [finding.level for finding in machine.disks(folders)] == [Level.OK, Level.OK]
+    usage.free = GIB
+    cache, models = machine.disks(folders)
+    assert (cache.level, models.level) == (Level.OK, Level.WARNING)
+    assert "HF_HOME" in models.remedy
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert {finding.level for finding in machine.disks(folders)} == {Level.WARNING}
+
+
+def test_the_hub_cache_is_where_huggingface_hub_has_it() -> None:
+    assert machine.hub_cache({"HF_HUB_CACHE": "/x", "HF_HOME": "/y"}) == Path("/x")
+    assert machine.hub_cache({"HF_HOME": "/y"}) == Path("/y/hub")
+    assert machine.hub_cache({"XDG_CACHE_HOME": "/z"}) == Path("/z/huggingface/hub")
+    assert machine.hub_cache({}) == Path.home() / ".cache/huggingface/hub"
+
+
+def test_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        found = only(machine.port(number))
+    assert (found.level, found.remedy) == (Level.WARNING, f"ktransformers serve --port {number + 1}")
+
+
+def test_gpu() -> None:
+    assert gpu.judge_gpu("cuda:0", "X", (9, 0), 80 * GIB, 80 * GIB).level is Level.OK
+    shared = gpu.judge_gpu("cuda:0", "X", (9, 0), 60 * GIB, 80 * GIB)
+    assert (shared.level, "20.0 GiB are taken by others" in shared.text) == (Level.WARNING, True)
+    assert gpu.judge_gpu("cuda:0", "X", (7, 5), 16 * GIB, 16 * GIB).level is Level.WARNING
+
+
+class FakeDriver:
+    """Of two devices, of which one has stream memory operations."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def memory_operations(self) -> str | None:
+        return None if self.name == "cuda:0" else "the device has no stream memory operations"
+
+
+def test_what_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "mem_get_info": lambda device: ((79 + device.index) << 30, 80 << 30),
+        "memory_reserved": lambda device: 0,
+        "get_device_name": lambda device: f"Accelerator {device.index}",
+        "get_device_capability": lambda device: (9, 0),
+    }
+    for name, fact in facts.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", fact)
+    monkeypatch.setattr("ktransformers.kernels.cuda.CudaDriver", FakeDriver)
+    monkeypatch.setattr("ktransformers.kernels.triton.runtime.is_interpreted", lambda: False)
+    fake_flashinfer.install(monkeypatch)
+
+    def texts() -> dict[str, str]:
+        return {finding.name: finding.text for check in gpu.gpu_checks() for finding in examine(check)}
+
+    found = texts()
+    assert found["cuda:1"] == "Accelerator 1, compute capability 9.0, 80.0 of 80.0 GiB free"
+    assert found["cuda:0 streams"] == "stream memory operations"
+    assert found["cuda:1 streams"] == "host functions (the device has no stream memory operations)"
+    assert found["flashinfer"].startswith("0.0-fake")
+    fake_flashinfer.install(monkeypatch, capability=(7, 5))
+    assert texts()["flashinfer"].startswith("not used: cuda:0 has compute capability 7.5")
+    monkeypatch.setattr("ktransformers.kernels.triton.runtime.triton", None)
+    assert only(gpu.triton()).level is Level.PROBLEM
