@@ -25,6 +25,8 @@ A message says what is wrong and what to do about it. The command line prints it
 
 from __future__ import annotations
 
+import re
+
 __all__ = [
     "AuthenticationError",
     "CapacityError",
@@ -45,7 +47,31 @@ __all__ = [
     "TensorMismatchError",
     "UnsupportedError",
     "WeightError",
+    "reason_of",
 ]
+
+_ADVICE = re.compile(
+    r"[.,;:]?\s*(If you were trying to load|If this is a private|Make sure|make sure that|You can update|You can avoid|"
+    r"Please pass|Please make sure|Please provide|You can inspect|Checkout your|Check out your|This could be because|"
+    r"Should have a|Otherwise, make sure|If this does not work|See https?:|Couldn't connect|We couldn't).*",
+    re.DOTALL,
+)
+_LINK = re.compile(r"\s*\(?(?:at |see )?'?https?://\S+")
+_MAX_REASON = 200
+
+
+def reason_of(error: BaseException) -> str:
+    """What an exception of another library says, to stand inside one line of ours.
+
+    Its advice about hubs and upgrades is for programs that download models; ours says itself what to do.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KeyError):
+        return f"the key {error} is missing"
+    text = " ".join(_LINK.sub("", _ADVICE.sub("", str(error))).split())
+    text = text.strip(" .:;,") or type(error).__name__
+    return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 3] + "..."
 
 
 class KTransformersError(Exception):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ktransformers.cli import bench, chat, doctor, plan, serve
 from ktransformers.cli.options import ArgumentParser, version
-from ktransformers.errors import KTransformersError
+from ktransformers.errors import KTransformersError, reason_of
 
 __all__ = ["guarded", "main"]
 
@@ -42,6 +42,10 @@ def guarded(run: Callable[[], int]) -> int:
     except BrokenPipeError:
         # Whoever read our output left. Python would complain once more while it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a file, a folder or a device that the system refuses
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{reason_of(error)}", file=sys.stderr)
         return 1
 
 

@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 from ktransformers.cli import bench_offline
 from ktransformers.cli.bench_work import ModelWork
 from ktransformers.cli.options import positive_numbers, set_up_logging, with_default_model
-from ktransformers.config import CPU_PREFILLS, EngineConfig, physical_cores
+from ktransformers.config import CPU_PREFILLS, EngineConfig, check_threads, physical_cores, why_crowded
 from ktransformers.errors import ConfigError
 
 __all__ = ["add_parser", "run_kernels", "run_model"]
+
+_log = logging.getLogger(__name__)
 
 MODEL_PEERS = ("llama.cpp",)
 PEERS = ("kt-kernel", "llama.cpp")
@@ -65,10 +68,25 @@ def _add_model(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     model.set_defaults(run=run_model)
 
 
-def _check_positive(args: argparse.Namespace, *flags: str) -> None:
-    for flag in flags:
-        if getattr(args, flag) < 1:
-            raise ConfigError(f"--{flag} must be at least 1, got {getattr(args, flag)}")
+def _check_between(args: argparse.Namespace, **most: int) -> None:
+    """Each flag must be at least 1 and at most what is given: beyond, a measurement would never end."""
+    for flag, limit in most.items():
+        if not 1 <= getattr(args, flag) <= limit:
+            raise ConfigError(f"--{flag} must be between 1 and {limit}, got {getattr(args, flag)}")
+
+
+def _numbers(text: str, flag: str, most: int = 1 << 20) -> list[int]:
+    numbers = positive_numbers(text, flag)
+    if max(numbers) > most:
+        raise ConfigError(f"--{flag} must be at most {most}, got {max(numbers)}")
+    return numbers
+
+
+def _check_threads(args: argparse.Namespace) -> None:
+    check_threads("threads", args.threads)
+    crowded = why_crowded(args.threads)
+    if crowded is not None:
+        _log.warning("--threads: %s", crowded)
 
 
 def run_kernels(args: argparse.Namespace) -> int:
@@ -78,11 +96,14 @@ def run_kernels(args: argparse.Namespace) -> int:
     unknown = [name for name in types if name not in TYPES]
     if unknown:
         raise ConfigError(f"--types {unknown[0]} is not one of {', '.join(TYPES)}")
-    _check_positive(args, "experts", "top_k", "hidden", "width", "layers")
+    _check_between(args, experts=4096, top_k=4096, hidden=1 << 16, width=1 << 16, layers=1024)
     if args.top_k > args.experts:
         raise ConfigError(f"--top_k {args.top_k} is more than --experts {args.experts}")
     if args.hidden % 256 or args.width % 256:
         raise ConfigError("--hidden and --width must be multiples of 256, the block of the K-quants")
+    if not 0 <= args.seconds <= 3600:
+        raise ConfigError(f"--seconds must be between 0 and 3600, got {args.seconds}")
+    _check_threads(args)
     from ktransformers.cli.bench_kernels import Shape, bench_kernels
 
     shape = Shape(args.experts, args.top_k, args.hidden, args.width, args.layers)
@@ -90,7 +111,7 @@ def run_kernels(args: argparse.Namespace) -> int:
     bench_kernels(
         shape,
         types,
-        positive_numbers(args.tokens, "tokens"),
+        _numbers(args.tokens, "tokens"),
         threads,
         args.seconds,
         args.peer,
@@ -103,10 +124,11 @@ def run_kernels(args: argparse.Namespace) -> int:
 def run_model(args: argparse.Namespace) -> int:
     """Measure and print. Returns the exit code."""
     set_up_logging("warning")
-    _check_positive(args, "steps", "context", "repeats")
+    _check_between(args, steps=1 << 20, context=1 << 20, repeats=1000)
+    check_threads("threads", args.threads)
     work = ModelWork(
-        prefill=positive_numbers(args.prefill, "prefill"),
-        batches=positive_numbers(args.batches, "batches"),
+        prefill=_numbers(args.prefill, "prefill"),
+        batches=_numbers(args.batches, "batches"),
         steps=args.steps,
         context=args.context,
         repeats=args.repeats,

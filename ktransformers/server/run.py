@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, reason_of
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend, Progress
 from ktransformers.server.config import ServerConfig
@@ -95,7 +95,9 @@ def _bind(config: ServerConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}; choose another --port") from error
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {reason_of(error)}; choose another --port"
+        ) from error
     return listener
 
 
@@ -117,7 +119,7 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     try:
         made.load()
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"--ssl_certfile and --ssl_keyfile cannot be used: {error}") from error
+        raise ConfigError(f"--ssl_certfile and --ssl_keyfile cannot be used: {reason_of(error)}") from error
     return made
 
 
