@@ -2,7 +2,8 @@
 
     KTransformersError
     ├── ConfigError             a flag, a path or a config value is wrong
-    │   └── UnsupportedError    valid, but this program does not do it
+    │   ├── UnsupportedError    valid, but this program does not do it
+    │   └── ConversationError   a model's chat template refuses a conversation, which its words may quote
     ├── RuleError               a rule file is wrong; carries file, line and rule number
     ├── WeightError             a weight file is wrong or does not fit the model
     │   ├── FormatError         truncated, corrupt or hostile bytes
@@ -32,6 +33,7 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "ContextLengthError",
+    "ConversationError",
     "DeadlineError",
     "EngineError",
     "FormatError",
@@ -84,6 +86,10 @@ class ConfigError(KTransformersError, ValueError):
 
 class UnsupportedError(ConfigError):
     """The request is well-formed, but this program does not do it."""
+
+
+class ConversationError(ConfigError):
+    """A model's chat template refuses a conversation. The message may quote it, so it belongs into no log."""
 
 
 class RuleError(KTransformersError, ValueError):

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ktransformers.errors import ConfigError, UnsupportedError, reason_of
+from ktransformers.errors import ConfigError, ConversationError, UnsupportedError, reason_of
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
 
@@ -181,7 +181,8 @@ class Tokenizer:
                 **template_kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-            raise ConfigError(f"the model's chat template refuses this conversation: {reason_of(error)}") from error
+            why = reason_of(error)
+            raise ConversationError(f"the model's chat template refuses this conversation: {why}") from error
         return str(text)
 
     def apply_chat_template(
