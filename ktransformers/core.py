@@ -93,9 +93,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # A string is a sequence of letters, and a list of strings is what people write: both mean a tuple here.
-        object.__setattr__(
-            self, "stop", _tuple_of("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, str)
-        )
+        stop: object = self.stop
+        object.__setattr__(self, "stop", _tuple_of("stop", (stop,) if isinstance(stop, str) else stop, str))
         for name in ("stop_token_ids", "allowed_token_ids"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _tuple_of(name, getattr(self, name), Integral))

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from pathlib import Path
 
 from ktransformers.cli import bench_offline
 from ktransformers.cli.bench_work import ModelWork
 from ktransformers.cli.options import positive_numbers, set_up_logging, with_default_model
 from ktransformers.config import CPU_PREFILLS, EngineConfig, check_threads, physical_cores, why_crowded
-from ktransformers.errors import ConfigError
+from ktransformers.errors import CapacityError, ConfigError
+from ktransformers.file_kinds import size_of
 
 __all__ = ["add_parser", "run_kernels", "run_model"]
 
@@ -89,6 +91,15 @@ def _check_threads(args: argparse.Namespace) -> None:
         _log.warning("--threads: %s", crowded)
 
 
+def _check_memory(nbytes: int) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > memory:
+        raise CapacityError(
+            f"these weights take at least {size_of(nbytes)}, the machine has {size_of(memory)}; choose "
+            "fewer --experts or --layers, or a smaller --hidden or --width"
+        )
+
+
 def run_kernels(args: argparse.Namespace) -> int:
     """Measure and print. Returns the exit code."""
     set_up_logging("warning")
@@ -104,6 +115,7 @@ def run_kernels(args: argparse.Namespace) -> int:
     if not 0 <= args.seconds <= 3600:
         raise ConfigError(f"--seconds must be between 0 and 3600, got {args.seconds}")
     _check_threads(args)
+    _check_memory(3 * args.experts * args.hidden * args.width * args.layers // 2)  # half a byte each is the least
     from ktransformers.cli.bench_kernels import Shape, bench_kernels
 
     shape = Shape(args.experts, args.top_k, args.hidden, args.width, args.layers)

@@ -13,6 +13,7 @@ from typing import Any
 from ktransformers.config import EngineConfig
 from ktransformers.engine.skeleton import build_skeleton, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
+from ktransformers.file_kinds import wrong_start
 from ktransformers.models.gguf_config import config_of_model
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
 from ktransformers.weights.gguf import GGUFModel, open_gguf
@@ -165,9 +166,9 @@ def _generation_defaults(opened: OpenedModel) -> dict[str, Any]:
     try:
         values = GenerationConfig.from_pretrained(folder, local_files_only=True).to_diff_dict()
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{folder / 'generation_config.json'} cannot be used: {reason_of(error)}; mend it, or move it away"
-        ) from error
+        path = folder / "generation_config.json"
+        why = wrong_start(path.read_bytes()) or f"cannot be used: {reason_of(error)}; mend it, or move it away"
+        raise ConfigError(f"{path} {why}") from error
     known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "do_sample")
     return {name: values[name] for name in known if values.get(name) is not None}
 

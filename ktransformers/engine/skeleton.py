@@ -15,6 +15,7 @@ from torch import nn
 
 from ktransformers.cache.static import LayerShape
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
+from ktransformers.file_kinds import why_not_json
 from ktransformers.operators.attention import ATTENTION_NAME, register_attention
 from ktransformers.operators.device import CPU, Device
 from ktransformers.operators.mla import KMLAAttention
@@ -46,10 +47,11 @@ def _check_config_file(path: Path, trust_remote_code: bool) -> None:
     from transformers import __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+    data = path.read_bytes()
     try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {reason_of(error)}; copy it again") from error
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} {why_not_json(data, error)}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no JSON object; it is not a model's config")
     model_type = values.get("model_type")

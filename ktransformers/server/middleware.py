@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktransformers.errors import AuthenticationError, DeadlineError, KTransformersError, PayloadTooLargeError
+from ktransformers.file_kinds import size_of
 from ktransformers.server.api_paths import OPEN_PATHS
 from ktransformers.server.responses import refuse
 
@@ -89,4 +90,4 @@ class BodyLimits:
             await refuse(refusal, scope, receive, send)
 
     def _too_large(self) -> PayloadTooLargeError:
-        return PayloadTooLargeError(f"the body is longer than the {self._max_body} bytes that this server takes")
+        return PayloadTooLargeError(f"the body is longer than the {size_of(self._max_body)} that this server takes")

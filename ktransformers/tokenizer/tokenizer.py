@@ -17,6 +17,7 @@ import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ktransformers.errors import ConfigError, ConversationError, UnsupportedError, reason_of
+from ktransformers.file_kinds import why_not_json
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
 
@@ -210,7 +211,7 @@ def _load_folder(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerFast
     except Exception as error:  # the tokenizers library raises bare Exception for files that it cannot use
         broken = _broken_file(path)
         if broken is not None:
-            raise ConfigError(f"{broken}; copy it again from the original model") from error
+            raise ConfigError(broken) from error
         why = reason_of(error)
         if not (path / "tokenizer.json").is_file():
             why = "tokenizer.json is missing; copy it there from the original model"
@@ -228,11 +229,11 @@ def _broken_file(folder: Path) -> str | None:
     """The first of the tokenizer's files that is not JSON, and where; None when all are."""
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"):
         path = folder / name
+        data = path.read_bytes() if path.is_file() else b"{}"
         try:
-            if path.is_file():
-                json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            return f"{path} cannot be read as JSON: {reason_of(error)}"
+            json.loads(data)
+        except (ValueError, RecursionError) as error:
+            return f"{path} {why_not_json(data, error)}"
     return None
 
 

@@ -26,8 +26,8 @@ import torch
 from gguf import GGML_QUANT_SIZES
 
 from ktransformers.errors import FormatError
+from ktransformers.file_kinds import HEAD_BYTES, incomplete, list_folder, not_weights, size_of
 from ktransformers.kernels.quant import QuantType, RawTensor
-from ktransformers.weights.content import HEAD_BYTES, incomplete, list_folder, not_weights, size_of
 from ktransformers.weights.mapped_file import map_file
 
 __all__ = ["GGUFFile", "GGUFModel", "GGUFTensor", "MetadataValue", "open_gguf", "shown"]

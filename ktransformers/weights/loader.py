@@ -8,7 +8,7 @@ from typing import Literal
 from transformers import PretrainedConfig
 
 from ktransformers.errors import ConfigError, FormatError
-from ktransformers.weights.content import is_gguf, is_safetensors, list_folder, not_weights, read_head, without_weights
+from ktransformers.file_kinds import is_gguf, is_safetensors, list_folder, not_weights, read_head, without_weights
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.safetensors import open_safetensors

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ktransformers.errors import FormatError
-from ktransformers.weights.content import check_is_file, wrong_start
+from ktransformers.file_kinds import check_is_file, wrong_start
 
 __all__ = ["map_file", "typed_view"]
 

@@ -45,6 +45,8 @@ RULES = {
 CONFIGS: dict[str, str] = {
     "config_not_json": "{",
     "config_list": "[]",
+    "config_pointer": LFS_POINTER,
+    "config_html": "<html>Sign in</html>",
     "config_empty": "",
     "config_without_type": "{}",
     "config_unknown_type": '{"model_type": "qwen3_mo"}',
@@ -157,6 +159,7 @@ def _tokenizers(good: Path, folder: Path) -> None:
     """Model folders whose tokenizer is broken in several ways."""
     for case, files in {
         "tokenizer_not_json": {"tokenizer.json": "{"},
+        "tokenizer_pointer": {"tokenizer.json": LFS_POINTER},
         "tokenizer_other_json": {"tokenizer.json": '{"a": 1}'},
         "tokenizer_config_not_json": {"tokenizer_config.json": "{"},
         "tokenizer_without_vocabulary": {"tokenizer_config.json": "{}"},

@@ -1,4 +1,4 @@
-"""What a file is that should hold weights, by its first bytes, and how it is put in one line. Parses no format."""
+"""What a file is that should be a model's, by its first bytes, and how that is put in one line. Parses no format."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = [
     "not_weights",
     "read_head",
     "size_of",
+    "why_not_json",
     "without_weights",
     "wrong_start",
 ]
@@ -82,7 +83,7 @@ def wrong_start(head: bytes) -> str | None:
     if not head:
         return "is empty; download or convert it again"
     if head.startswith(_LFS):
-        return "is a Git LFS pointer: the weights were not downloaded; run `git lfs pull` in its folder"
+        return "is a Git LFS pointer: the file itself was not downloaded; run `git lfs pull` in its folder"
     if text.startswith((b"<!doctype html", b"<html")):
         return "is an HTML page: the download failed; download it again"
     if text.startswith(b"<?xml"):
@@ -121,6 +122,12 @@ def incomplete(path: Path, size: int, needed: int, last: str) -> FormatError:
         f"{path}: the file is truncated or damaged: {size_of(needed - size)} missing of the {size_of(needed)} that its "
         f"tensors take, up to {last}; download or convert it again"
     )
+
+
+def why_not_json(data: bytes, error: Exception) -> str:
+    """What is wrong with a file whose bytes are `data`, which a JSON parser refused with `error`."""
+    known = wrong_start(data[:HEAD_BYTES])
+    return known or f"cannot be read as JSON: {reason_of(error)}; copy it again from the original model"
 
 
 def _shown(head: bytes) -> str:
