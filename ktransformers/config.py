@@ -106,6 +106,7 @@ def user_cache_dir(system: str = sys.platform, environ: Mapping[str, str] = os.e
 
 
 _MAX_COUNT = (1 << 31) - 1
+_MAX_CACHE_LENS = 1 << 40  # what fits is known from the model; this only keeps sizes in 64 bits
 
 
 def _check_path(flag: str, path: Path) -> None:
@@ -175,9 +176,12 @@ class EngineConfig:
             raise ConfigError(f"--model_path {self.model_path} must be a folder that holds config.json{hint}")
         for flag, least in (("cache_lens", 0), ("chunk_size", 0), ("max_new_tokens", 1), ("cpu_infer", 0)):
             value = getattr(self, flag)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_COUNT:
-                most = f" and at most {_MAX_COUNT}" if isinstance(value, int) and value > _MAX_COUNT else ""
-                raise ConfigError(f"--{flag} must be a whole number of at least {least}{most}, got {value!r:.40}")
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"--{flag} must be a whole number, got {value!r:.40}")
+            most = _MAX_CACHE_LENS if flag == "cache_lens" else _MAX_COUNT
+            if not least <= value <= most:
+                limit = f"at most {most}" if value > most else f"at least {least}"
+                raise ConfigError(f"--{flag} must be {limit}, got {value}")
         check_threads("cpu_infer", self.cpu_infer)
         if not 0 <= self.gpu_memory < float("inf"):
             raise ConfigError(f"--gpu_memory must be a number of GiB, or 0 for all that is free, got {self.gpu_memory}")

@@ -70,11 +70,17 @@ def _add_model(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     model.set_defaults(run=run_model)
 
 
+def _check_range(flag: str, value: float, least: int, most: int) -> None:
+    if not value >= least:  # nor is NaN
+        raise ConfigError(f"--{flag} must be at least {least}, got {value}")
+    if value > most:
+        raise ConfigError(f"--{flag} must be at most {most}, got {value}")
+
+
 def _check_between(args: argparse.Namespace, **most: int) -> None:
     """Each flag must be at least 1 and at most what is given: beyond, a measurement would never end."""
     for flag, limit in most.items():
-        if not 1 <= getattr(args, flag) <= limit:
-            raise ConfigError(f"--{flag} must be between 1 and {limit}, got {getattr(args, flag)}")
+        _check_range(flag, getattr(args, flag), 1, limit)
 
 
 def _numbers(text: str, flag: str, most: int = 1 << 20) -> list[int]:
@@ -112,8 +118,7 @@ def run_kernels(args: argparse.Namespace) -> int:
         raise ConfigError(f"--top_k {args.top_k} is more than --experts {args.experts}")
     if args.hidden % 256 or args.width % 256:
         raise ConfigError("--hidden and --width must be multiples of 256, the block of the K-quants")
-    if not 0 <= args.seconds <= 3600:
-        raise ConfigError(f"--seconds must be between 0 and 3600, got {args.seconds}")
+    _check_range("seconds", args.seconds, 0, 3600)
     _check_threads(args)
     _check_memory(3 * args.experts * args.hidden * args.width * args.layers // 2)  # half a byte each is the least
     from ktransformers.cli.bench_kernels import Shape, bench_kernels

@@ -69,10 +69,11 @@ def run(args: argparse.Namespace) -> int:
     """Load, measure and print. Returns the exit code."""
     set_up_logging(args.log_level)
     prefills, batches = positive_numbers(args.prefill, "prefill"), positive_numbers(args.decode, "decode")
-    if not 1 <= args.prompt_len <= 1 << 24:
-        raise ConfigError(f"--prompt_len must be between 1 and {1 << 24}, got {args.prompt_len}")
-    if not 0 <= args.seconds <= 3600:
-        raise ConfigError(f"--seconds must be between 0 and 3600, got {args.seconds}")
+    for flag, least, most in (("prompt_len", 1, 1 << 24), ("seconds", 0, 3600)):
+        value = getattr(args, flag)
+        if not least <= value <= most:
+            limit = f"at most {most}" if value > most else f"at least {least}"
+            raise ConfigError(f"--{flag} must be {limit}, got {value}")
     config = _config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
     from ktransformers.cli.offline_runs import DecodeCase, OfflineRuns, slots_needed
     from ktransformers.operators.base import ExpertStats

@@ -133,8 +133,8 @@ class Staging:
             data = [torch.empty(size.nbytes, dtype=torch.uint8, device=device) for _ in range(size.num_buffers)]
         except torch.OutOfMemoryError as error:
             raise CapacityError(
-                f"{size_of(size.total_nbytes)} for experts on their way do not fit on {device}: place fewer modules there "
-                "(--gpu_memory), or set prefill_device: cpu for experts"
+                f"{size_of(size.total_nbytes)} for experts on their way do not fit on {device}: place fewer modules "
+                "there (--gpu_memory), or set prefill_device: cpu for experts"
             ) from error
         self._buffers = [_Buffer(one) for one in data]
         self._next = 0
