@@ -94,7 +94,7 @@ def _check_threads(args: argparse.Namespace) -> None:
     check_threads("threads", args.threads)
     crowded = why_crowded(args.threads)
     if crowded is not None:
-        _log.warning("--threads: %s", crowded)
+        _log.warning("%s", crowded)
 
 
 def _check_memory(nbytes: int) -> None:

@@ -123,7 +123,7 @@ def _new_pool(num_threads: int) -> Iterator[WorkerPool]:
     settle_torch_threads()
     crowded = why_crowded(num_threads)
     if crowded is not None:
-        logger.warning("--cpu_infer: %s", crowded)
+        logger.warning("%s", crowded)
     pool = WorkerPool(num_threads)
     try:
         yield pool
