@@ -75,9 +75,10 @@ def _usable_cpus() -> int:
 
 def check_threads(flag: str, number: int) -> None:
     """Raises ConfigError for a number of worker threads that no machine like this one can want. 0 is automatic."""
-    if not 0 <= number <= min(_usable_cpus() + _MAX_EXTRA_THREADS, _MAX_THREADS):
-        cores = physical_cores()
-        raise ConfigError(f"--{flag} must be between 0 (automatic) and this machine's {cores} cores, got {number}")
+    if number < 0:
+        raise ConfigError(f"--{flag} must be at least 0, got {number}")
+    if number > min(_usable_cpus() + _MAX_EXTRA_THREADS, _MAX_THREADS):
+        raise ConfigError(f"--{flag} {number} is far beyond this machine's {physical_cores()} cores; leave it out")
 
 
 def why_crowded(number: int) -> str | None:

@@ -256,9 +256,9 @@ FLAGS = [
     *rows(
         "@", [("serve /dev/null --port 0", "/dev/null is a device"), ("bench model /dev/null", "/dev/null is a device")]
     ),
-    *rows("chat --cpu_infer @", [("100000", "--cpu_infer must be between 0 (automatic) and this machine's")]),
-    *rows("bench kernels --threads @", [("5000", "--threads must be between 0 (automatic) and this machine's")]),
-    *rows("bench model --threads @", [("5000", "--threads must be between 0 (automatic) and this machine's")]),
+    *rows("chat --cpu_infer @", [("100000", "--cpu_infer 100000 is far beyond this machine's | cores")]),
+    *rows("bench kernels --threads @", [("5000", "--threads 5000 is far beyond this machine's | cores")]),
+    *rows("bench model --threads @", [("5000", "--threads 5000 is far beyond this machine's | cores")]),
 ]
 TABLE = [
     *FLAGS,
