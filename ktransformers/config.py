@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, reason_of
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -18,10 +19,12 @@ __all__ = [
     "DEFAULT_CHUNK_SIZE",
     "DEMO_MODEL_PATH",
     "EngineConfig",
+    "check_threads",
     "cpu_name",
     "physical_cores",
     "user_cache_dir",
     "user_state_dir",
+    "why_crowded",
 ]
 
 DEMO_MODEL_PATH = Path(__file__).resolve().parent / "assets" / "demo"
@@ -62,6 +65,34 @@ def physical_cores() -> int:
     return max(len(cores), 1)
 
 
+_MAX_THREADS = 1024  # of the native kernels
+_MAX_EXTRA_THREADS = 256
+
+
+def _usable_cpus() -> int:
+    """CPUs this process may run on, hyper-threads included."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_threads(flag: str, number: int) -> None:
+    """Raises ConfigError for a number of worker threads that no machine like this one can want. 0 is automatic."""
+    if number < 0:
+        raise ConfigError(f"--{flag} must be at least 0, got {number}")
+    if number > min(_usable_cpus() + _MAX_EXTRA_THREADS, _MAX_THREADS):
+        raise ConfigError(f"--{flag} {number} is far beyond this machine's {physical_cores()} cores; leave it out")
+
+
+def why_crowded(number: int) -> str | None:
+    """What is wrong with `number` worker threads when there are fewer CPUs, in one line; None when there are enough."""
+    cpus = _usable_cpus()
+    if number <= cpus:
+        return None
+    return (
+        f"{number} worker threads share {cpus} CPUs and wait for each other, up to fifty times slower; "
+        f"use {physical_cores()}, or leave the flag out"
+    )
+
+
 def user_cache_dir(system: str = sys.platform, environ: Mapping[str, str] = os.environ) -> Path:
     """Where this user's programs keep what they can make again; ours is below it. It need not exist.
 
@@ -88,6 +119,25 @@ def user_state_dir(system: str = sys.platform, environ: Mapping[str, str] = os.e
         return Path(environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "ktransformers" / "State"
     named = environ.get("XDG_STATE_HOME", "")
     return (Path(named) if named and Path(named).is_absolute() else home / ".local" / "state") / "ktransformers"
+
+
+_MAX_COUNT = (1 << 31) - 1
+_MAX_CACHE_LENS = 1 << 40  # what fits is known from the model; this only keeps sizes in 64 bits
+
+
+def _check_path(flag: str, path: Path) -> None:
+    """Raises ConfigError unless `path` is a file or a folder that may be read."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in it
+        hint = "" if flag == "optimize_config_path" else "; models of the hub: ktransformers pull org/name"
+        raise ConfigError(f"--{flag} {path} does not exist{hint}") from None
+    except OSError as error:
+        raise ConfigError(f"--{flag} {path} cannot be read: {reason_of(error)}") from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ConfigError(f"--{flag} {path} is a device or a pipe; it must be a file or a folder")
+    if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
+        raise ConfigError(f"--{flag} {path} cannot be read: permission denied; mend it with chmod, or ask its owner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +184,20 @@ class EngineConfig:
             raise ConfigError("no model given: pass --model_path (a folder) or --gguf_path (a file or folder)")
         for flag in ("model_path", "gguf_path", "optimize_config_path"):
             path = getattr(self, flag)
-            if path is not None and not Path(path).exists():
-                hint = "" if flag == "optimize_config_path" else "; models of the hub: ktransformers pull org/name"
-                raise ConfigError(f"--{flag} {path} does not exist{hint}")
+            if path is not None:
+                _check_path(flag, Path(path))
         if self.model_path is not None and not Path(self.model_path).is_dir():
-            raise ConfigError(f"--model_path {self.model_path} must be a folder that holds config.json")
+            hint = "; a weight file goes to --gguf_path" if Path(self.model_path).suffix != ".json" else ""
+            raise ConfigError(f"--model_path {self.model_path} must be a folder that holds config.json{hint}")
         for flag, least in (("cache_lens", 0), ("chunk_size", 0), ("max_new_tokens", 1), ("cpu_infer", 0)):
-            if getattr(self, flag) < least:
-                raise ConfigError(f"--{flag} must be at least {least}, got {getattr(self, flag)}")
+            value = getattr(self, flag)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"--{flag} must be a whole number, got {value!r:.40}")
+            most = _MAX_CACHE_LENS if flag == "cache_lens" else _MAX_COUNT
+            if not least <= value <= most:
+                limit = f"at most {most}" if value > most else f"at least {least}"
+                raise ConfigError(f"--{flag} must be {limit}, got {value}")
+        check_threads("cpu_infer", self.cpu_infer)
         if not 0 <= self.gpu_memory < float("inf"):
             raise ConfigError(f"--gpu_memory must be a number of GiB, or 0 for all that is free, got {self.gpu_memory}")
         if self.cpu_quant is not None and self.cpu_quant.lower() not in CPU_QUANT_TYPES:

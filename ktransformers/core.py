@@ -6,8 +6,13 @@ Who fills which field is noted on it. Lengths end in `_len` and are in tokens; t
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
+from numbers import Integral, Real
+from typing import Any
+
+from ktransformers.errors import ConfigError
 
 __all__ = [
     "CAPTURING",
@@ -56,6 +61,24 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+_INF = float("inf")
+_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_OPTIONAL_COUNTS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+
+
+def _is_a(value: object, kind: type) -> bool:
+    """Whether it is of this kind; numpy's numbers are numbers, True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _tuple_of(name: str, values: object, kind: type) -> tuple[Any, ...]:
+    """The values as a tuple. Raises ConfigError."""
+    made = tuple(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes, dict)) else None
+    if made is None or not all(_is_a(value, kind) for value in made):
+        raise ConfigError(f"{name} must be a list of {'strings' if kind is str else 'token ids'}, got {values!r:.40}")
+    return made
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams:
     """How the next token is chosen. The meaning of each field is OpenAI's or vLLM's of the same name.
@@ -84,14 +107,26 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        from ktransformers.errors import ConfigError
-
+        # A string is a sequence of letters, and a list of strings is what people write: both mean a tuple here.
+        stop: object = self.stop
+        object.__setattr__(self, "stop", _tuple_of("stop", (stop,) if isinstance(stop, str) else stop, str))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _tuple_of(name, getattr(self, name), Integral))
+        self._check_types()
         checks = (
-            (self.temperature >= 0.0, f"temperature must be at least 0, got {self.temperature}"),
-            (self.top_k >= -1, f"top_k must be -1, 0 (both: all) or positive, got {self.top_k}"),
+            (0.0 <= self.temperature < _INF, f"temperature must be at least 0, got {self.temperature}"),
+            (-1 <= self.top_k < 1 << 31, f"top_k must be -1, 0 (both: all) or positive, got {self.top_k}"),
             (0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}"),
             (0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}"),
-            (self.repetition_penalty > 0.0, f"repetition_penalty must be positive, got {self.repetition_penalty}"),
+            (
+                self.seed is None or -(1 << 63) <= self.seed < 1 << 64,
+                f"seed must fit 64 bits, got {self.seed}",
+            ),
+            (
+                0.0 < self.repetition_penalty < _INF,
+                f"repetition_penalty must be positive, got {self.repetition_penalty}",
+            ),
             (
                 -2.0 <= self.frequency_penalty <= 2.0,
                 f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}",
@@ -119,6 +154,20 @@ class SamplingParams:
             if value != default:
                 changed.append(f"{one.name}={_REPR.repr(value)}")
         return f"SamplingParams({', '.join(changed)})"
+
+    def _check_types(self) -> None:
+        for name in _REALS:
+            if not _is_a(getattr(self, name), Real):
+                raise ConfigError(f"{name} must be a number, got {getattr(self, name)!r:.40}")
+        for name in ("top_k", *_OPTIONAL_COUNTS):
+            value = getattr(self, name)
+            if not _is_a(value, Integral) and (value is not None or name == "top_k"):
+                raise ConfigError(f"{name} must be a whole number, got {value!r:.40}")
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos must be True or False, got {self.ignore_eos!r:.40}")
+        bias = self.logit_bias
+        if not isinstance(bias, dict) or not all(_is_a(k, Integral) and _is_a(v, Real) for k, v in bias.items()):
+            raise ConfigError("logit_bias must be a dict from token ids to numbers")
 
     @property
     def is_greedy(self) -> bool:

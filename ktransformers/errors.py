@@ -2,7 +2,8 @@
 
     KTransformersError
     ├── ConfigError             a flag, a path or a config value is wrong
-    │   └── UnsupportedError    valid, but this program does not do it
+    │   ├── UnsupportedError    valid, but this program does not do it
+    │   └── ConversationError   a model's chat template refuses a conversation, which its words may quote
     ├── RuleError               a rule file is wrong; carries file, line and rule number
     ├── WeightError             a weight file is wrong or does not fit the model
     │   ├── FormatError         truncated, corrupt or hostile bytes
@@ -25,11 +26,14 @@ A message says what is wrong and what to do about it. The command line prints it
 
 from __future__ import annotations
 
+import re
+
 __all__ = [
     "AuthenticationError",
     "CapacityError",
     "ConfigError",
     "ContextLengthError",
+    "ConversationError",
     "DeadlineError",
     "EngineError",
     "FormatError",
@@ -45,7 +49,31 @@ __all__ = [
     "TensorMismatchError",
     "UnsupportedError",
     "WeightError",
+    "reason_of",
 ]
+
+_ADVICE = re.compile(
+    r"[.,;:]?\s*(If you were trying to load|If this is a private|Make sure|make sure that|You can update|You can avoid|"
+    r"Please pass|Please make sure|Please provide|You can inspect|Checkout your|Check out your|This could be because|"
+    r"Should have a|Otherwise, make sure|If this does not work|See https?:|Couldn't connect|We couldn't).*",
+    re.DOTALL,
+)
+_LINK = re.compile(r"\s*\(?(?:at |see )?'?https?://\S+")
+_MAX_REASON = 200
+
+
+def reason_of(error: BaseException) -> str:
+    """What an exception of another library says, to stand inside one line of ours.
+
+    Its advice about hubs and upgrades is for programs that download models; ours says itself what to do.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KeyError):
+        return f"the key {error} is missing"
+    text = " ".join(_LINK.sub("", _ADVICE.sub("", str(error))).split())
+    text = text.strip(" .:;,") or type(error).__name__
+    return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 3] + "..."
 
 
 class KTransformersError(Exception):
@@ -58,6 +86,10 @@ class ConfigError(KTransformersError, ValueError):
 
 class UnsupportedError(ConfigError):
     """The request is well-formed, but this program does not do it."""
+
+
+class ConversationError(ConfigError):
+    """A model's chat template refuses a conversation. The message may quote it, so it belongs into no log."""
 
 
 class RuleError(KTransformersError, ValueError):

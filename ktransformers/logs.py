@@ -17,11 +17,16 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
-def set_up_logging(level: str, process: str = "") -> None:
-    """Log this program's messages to standard error. process: a name that tells child processes' lines apart."""
+def set_up_logging(level: str, process: str = "", *, with_time: bool = False) -> None:
+    """Log this program's messages to standard error.
+
+    process: a name that tells child processes' lines apart. with_time: lines begin with date and time, as those of
+    programs that run for long do.
+    """
     handler = _StderrHandler()
     origin = f"%(name)s ({process})" if process else "%(name)s"
-    handler.setFormatter(logging.Formatter(f"%(levelname)s {origin}: %(message)s"))
+    time = "%(asctime)s " if with_time else ""
+    handler.setFormatter(logging.Formatter(f"{time}%(levelname)s {origin}: %(message)s", "%Y-%m-%d %H:%M:%S"))
     logger = logging.getLogger("ktransformers")
     logger.handlers[:] = [handler]
     logger.propagate = False

@@ -15,7 +15,7 @@ from ktransformers.cli import bench, chat, completion, doctor, models, plan, pul
 from ktransformers.cli.options import version
 from ktransformers.cli.parser import COMMAND_LINE, ArgumentParser, leaves
 from ktransformers.cli.settings import unknown_variables
-from ktransformers.errors import ConfigError, KTransformersError
+from ktransformers.errors import ConfigError, KTransformersError, reason_of
 
 __all__ = ["build_parser", "guarded", "main", "run_command"]
 
@@ -87,6 +87,10 @@ def guarded(run: Callable[[], int], args: argparse.Namespace | None = None) -> i
     except BrokenPipeError:
         # Whoever read our output left. Python would complain once more while it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a file, a folder or a device that the system refuses
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{reason_of(error)}", file=sys.stderr)
         return 1
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 from dataclasses import replace
 
 from ktransformers.cli import bench_offline
@@ -20,10 +22,13 @@ from ktransformers.cli.options import (
     with_default_model,
 )
 from ktransformers.cli.parser import user_path
-from ktransformers.config import CPU_PREFILLS, physical_cores
-from ktransformers.errors import ConfigError
+from ktransformers.config import CPU_PREFILLS, check_threads, physical_cores, why_crowded
+from ktransformers.errors import CapacityError, ConfigError
+from ktransformers.file_kinds import size_of
 
 __all__ = ["add_parser", "run_kernels", "run_model"]
+
+_log = logging.getLogger(__name__)
 
 MODEL_PEERS = ("llama.cpp",)
 PEERS = ("kt-kernel", "llama.cpp")
@@ -82,10 +87,40 @@ def _add_model(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     model.set_defaults(run=run_model)
 
 
-def _check_positive(args: argparse.Namespace, *flags: str) -> None:
-    for flag in flags:
-        if getattr(args, flag) < 1:
-            raise ConfigError(f"--{flag} must be at least 1, got {getattr(args, flag)}")
+def _check_range(flag: str, value: float, least: int, most: int) -> None:
+    if not value >= least:  # nor is NaN
+        raise ConfigError(f"--{flag} must be at least {least}, got {value}")
+    if value > most:
+        raise ConfigError(f"--{flag} must be at most {most}, got {value}")
+
+
+def _check_between(args: argparse.Namespace, **most: int) -> None:
+    """Each flag must be at least 1 and at most what is given: beyond, a measurement would never end."""
+    for flag, limit in most.items():
+        _check_range(flag, getattr(args, flag), 1, limit)
+
+
+def _numbers(text: str, flag: str, most: int = 1 << 20) -> list[int]:
+    numbers = positive_numbers(text, flag)
+    if max(numbers) > most:
+        raise ConfigError(f"--{flag} must be at most {most}, got {max(numbers)}")
+    return numbers
+
+
+def _check_threads(args: argparse.Namespace) -> None:
+    check_threads("threads", args.threads)
+    crowded = why_crowded(args.threads)
+    if crowded is not None:
+        _log.warning("%s", crowded)
+
+
+def _check_memory(nbytes: int) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > memory:
+        raise CapacityError(
+            f"these weights take at least {size_of(nbytes)}, the machine has {size_of(memory)}; choose "
+            "fewer --experts or --layers, or a smaller --hidden or --width"
+        )
 
 
 def run_kernels(args: argparse.Namespace) -> int:
@@ -95,16 +130,19 @@ def run_kernels(args: argparse.Namespace) -> int:
     unknown = [name for name in types if name not in TYPES]
     if unknown:
         raise ConfigError(f"--types {unknown[0]} is not one of {', '.join(TYPES)}")
-    _check_positive(args, "experts", "top_k", "hidden", "width", "layers")
+    _check_between(args, experts=4096, top_k=4096, hidden=1 << 16, width=1 << 16, layers=1024)
     if args.top_k > args.experts:
         raise ConfigError(f"--top_k {args.top_k} is more than --experts {args.experts}")
     if args.hidden % 256 or args.width % 256:
         raise ConfigError("--hidden and --width must be multiples of 256, the block of the K-quants")
+    _check_range("seconds", args.seconds, 0, 3600)
+    _check_threads(args)
+    _check_memory(3 * args.experts * args.hidden * args.width * args.layers // 2)  # half a byte each is the least
     from ktransformers.cli.bench_kernels import Shape, bench_kernels
 
     shape = Shape(args.experts, args.top_k, args.hidden, args.width, args.layers)
     threads = args.threads or physical_cores()
-    tokens = positive_numbers(args.tokens, "tokens")
+    tokens = _numbers(args.tokens, "tokens")
     with table_beside_json(args.json):
         record = bench_kernels(
             shape, types, tokens, threads, args.seconds, args.peer, args.peer_format, args.cpu_prefill
@@ -116,10 +154,11 @@ def run_kernels(args: argparse.Namespace) -> int:
 def run_model(args: argparse.Namespace) -> int:
     """Measure and print. Returns the exit code."""
     set_up_logging("warning")
-    _check_positive(args, "steps", "context", "repeats")
+    _check_between(args, steps=1 << 20, context=1 << 20, repeats=1000)
+    check_threads("threads", args.threads)
     work = ModelWork(
-        prefill=positive_numbers(args.prefill, "prefill"),
-        batches=positive_numbers(args.batches, "batches"),
+        prefill=_numbers(args.prefill, "prefill"),
+        batches=_numbers(args.batches, "batches"),
         steps=args.steps,
         context=args.context,
         repeats=args.repeats,

@@ -54,6 +54,13 @@ class Shape:
     width: int
     layers: int
 
+    def shown(self) -> str:
+        """For people."""
+        return (
+            f"{self.experts} experts, {self.top_k} per token, hidden size {self.hidden}, intermediate size "
+            f"{self.width}; {self.layers} layers in turn"
+        )
+
     def flops(self, tokens: int) -> float:
         return 2.0 * 3 * tokens * self.top_k * self.hidden * self.width
 
@@ -208,7 +215,10 @@ def bench_kernels(
                 print(f"bf16 in registers {machine['bf16_peak_tflop_s']:.2f} TFLOP/s")
             else:
                 print(f"{pool.isa.value} has no products of bf16: both ways are the exact one")
-        print(f"{shape}\n{head}" + "".join(f" {peer.name:>10} {'us, x ours':>10}" for peer in children), flush=True)
+        print(
+            f"{shape.shown()}\n{head}" + "".join(f" {peer.name:>10} {'us, x ours':>10}" for peer in children),
+            flush=True,
+        )
         rows: list[dict[str, Any]] = []
         errors: dict[str, dict[str, float]] = {}
         for name in types:

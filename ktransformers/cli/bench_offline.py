@@ -80,10 +80,11 @@ def run(args: argparse.Namespace) -> int:
 def _record(args: argparse.Namespace) -> dict[str, Any]:
     """Load, measure and print a table. Returns the record, in JSON types."""
     prefills, batches = positive_numbers(args.prefill, "prefill"), positive_numbers(args.decode, "decode")
-    if args.prompt_len < 1:
-        raise ConfigError(f"--prompt_len must be at least 1, got {args.prompt_len}")
-    if args.seconds < 0:
-        raise ConfigError(f"--seconds must be at least 0, got {args.seconds}")
+    for flag, least, most in (("prompt_len", 1, 1 << 24), ("seconds", 0, 3600)):
+        value = getattr(args, flag)
+        if not least <= value <= most:
+            limit = f"at most {most}" if value > most else f"at least {least}"
+            raise ConfigError(f"--{flag} must be {limit}, got {value}")
     config = _config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
     from ktransformers.cli.offline_runs import DecodeCase, OfflineRuns, slots_needed
     from ktransformers.operators.base import ExpertStats

@@ -160,7 +160,7 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
 
 def run(args: argparse.Namespace, backend: Callable[[], Backend] | None = None) -> int:
     """Serve until a signal comes. Returns the exit code. `backend` replaces the real one, for tests."""
-    set_up_logging(args.log_level)
+    set_up_logging(args.log_level, with_time=True)
     _check_flags(args)
     config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
     server_config = _server_config(args, config)

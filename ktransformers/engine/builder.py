@@ -15,7 +15,7 @@ import torch
 
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.cache.static import StaticCache
-from ktransformers.config import EngineConfig
+from ktransformers.config import EngineConfig, why_crowded
 from ktransformers.core import CAPTURING
 from ktransformers.engine.attention import settle_attention
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
@@ -129,6 +129,9 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
 def _new_pool(num_threads: int) -> Iterator[WorkerPool]:
     """A pool that is closed when the block fails, with nobody else's threads in its way."""
     settle_torch_threads()
+    crowded = why_crowded(num_threads)
+    if crowded is not None:
+        logger.warning("%s", crowded)
     pool = WorkerPool(num_threads)
     try:
         yield pool

@@ -12,9 +12,10 @@ from typing import Any
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.skeleton import build_skeleton, load_hf_config
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
+from ktransformers.file_kinds import wrong_start
 from ktransformers.models.gguf_config import config_of_model
-from ktransformers.tokenizer import Tokenizer, load_tokenizer
+from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.loader import WeightFormat, weight_format
@@ -23,7 +24,14 @@ from ktransformers.weights.safetensors_source import SafetensorsSource
 from ktransformers.weights.source import WeightSource
 from ktransformers.weights.synthetic import SyntheticSource
 
-__all__ = ["ModelDescription", "OpenedModel", "describe_model", "open_model", "open_synthetic"]
+__all__ = [
+    "ModelDescription",
+    "OpenedModel",
+    "describe_model",
+    "folder_without_tokenizer",
+    "open_model",
+    "open_synthetic",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +66,8 @@ class OpenedModel:
 def open_model(config: EngineConfig) -> OpenedModel:
     """Open a model's files and build its skeleton. Reads headers only. Raises ConfigError or WeightError."""
     config = config.resolved()
-    path = config.gguf_path or config.model_path
-    assert path is not None
-    # A model's own folder may hold a GGUF beside its safetensors; a path given as weights must be unambiguous.
-    prefer: WeightFormat | None = None if config.gguf_path is not None else "safetensors"
-    gguf = open_gguf(path) if weight_format(path, prefer) == "gguf" else None
+    path, kind = _weights_of(config)
+    gguf = open_gguf(path) if kind == "gguf" else None
     hf_config = _hf_config(config, gguf, path)
     model = build_skeleton(hf_config, config.trust_remote_code)
     source: WeightSource
@@ -72,6 +77,26 @@ def open_model(config: EngineConfig) -> OpenedModel:
         stored = open_safetensors(path)
         source, files = SafetensorsSource(stored, model.config), [file.path for file in stored.files]
     return OpenedModel(config, model.config, gguf, model, source, tuple(files))
+
+
+def _weights_of(config: EngineConfig) -> tuple[Path, WeightFormat]:
+    path = config.gguf_path or config.model_path
+    assert path is not None
+    # A model's own folder may hold a GGUF beside its safetensors; a path given as weights must be unambiguous.
+    return path, weight_format(path, None if config.gguf_path is not None else "safetensors")
+
+
+def folder_without_tokenizer(config: EngineConfig) -> Path | None:
+    """The folder that should hold the model's tokenizer and does not; None when it does, or when a GGUF may have it.
+
+    Raises ConfigError or WeightError for paths that hold no model.
+    """
+    config = config.resolved()
+    path, kind = _weights_of(config)
+    if kind == "gguf":
+        return None
+    folder = config.model_path or (path if path.is_dir() else path.parent)
+    return None if has_tokenizer_files(folder) else folder
 
 
 def open_synthetic(config: EngineConfig, hf_config: Any) -> OpenedModel:
@@ -91,7 +116,10 @@ def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Any:
     """--model_path's config.json, else what the GGUF's metadata say, else the config.json beside the weights."""
     folder = config.model_path
     if gguf is not None and (folder is None or (folder == path and not (folder / "config.json").is_file())):
-        return config_of_model(gguf)
+        try:
+            return config_of_model(gguf)
+        except (FormatError, UnsupportedError) as error:
+            raise type(error)(f"{gguf.files[0].path}: {error}") from error
     folder = folder or (path if path.is_dir() else path.parent)
     return load_hf_config(folder, config.trust_remote_code).get_text_config(decoder=True)
 
@@ -137,7 +165,12 @@ def _generation_defaults(opened: OpenedModel) -> dict[str, Any]:
     folder = _tokenizer_path(opened)
     if folder is None or not (folder / "generation_config.json").is_file():
         return {}
-    values = GenerationConfig.from_pretrained(folder, local_files_only=True).to_diff_dict()
+    try:
+        values = GenerationConfig.from_pretrained(folder, local_files_only=True).to_diff_dict()
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        path = folder / "generation_config.json"
+        why = wrong_start(path.read_bytes()) or f"cannot be used: {reason_of(error)}; mend it, or move it away"
+        raise ConfigError(f"{path} {why}") from error
     known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "do_sample")
     return {name: values[name] for name in known if values.get(name) is not None}
 

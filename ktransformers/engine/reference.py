@@ -21,7 +21,7 @@ from ktransformers.engine.builder import Progress, cache_len_of
 from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.session import Session
 from ktransformers.engine.skeleton import restore_buffers
-from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError
+from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels import reference
 from ktransformers.kernels.native import ExpertWeight
 from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, RawTensor
@@ -150,7 +150,7 @@ def _from_safetensors(opened: OpenedModel) -> Any:
             trust_remote_code=opened.config.trust_remote_code,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ConfigError(f"transformers cannot load {folder}: {error}") from error
+        raise ConfigError(f"transformers cannot load {folder}: {reason_of(error)}") from error
 
 
 def _from_gguf(opened: OpenedModel, progress: Progress | None) -> Any:

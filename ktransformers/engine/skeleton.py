@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +14,8 @@ import torch
 from torch import nn
 
 from ktransformers.cache.static import LayerShape
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError, UnsupportedError, reason_of
+from ktransformers.file_kinds import why_not_json
 from ktransformers.operators.attention import ATTENTION_NAME, register_attention
 from ktransformers.operators.device import CPU, Device
 from ktransformers.operators.mla import KMLAAttention
@@ -26,17 +29,54 @@ _SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> Any:
     """The config of the model in folder `model_path`. Raises ConfigError when there is none or it is broken."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    if not (model_path / "config.json").is_file():
+    path = model_path / "config.json"
+    if not path.is_file():
         raise ConfigError(f"{model_path} holds no config.json; --model_path is the folder of the original model")
+    _check_config_file(path, trust_remote_code)
     try:
         return AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{model_path / 'config.json'} cannot be used: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
+        raise ConfigError(f"{path} cannot be used: {reason_of(error)}") from error
 
 
-def _check_supported(hf_config: Any) -> None:
+def _check_config_file(path: Path, trust_remote_code: bool) -> None:
+    """Raises ConfigError for what would make transformers talk about its hub: no JSON, no known model_type."""
+    from transformers import __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    data = path.read_bytes()
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} {why_not_json(data, error)}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no JSON object; it is not a model's config")
+    model_type = values.get("model_type")
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING_NAMES:
+        return
+    if "auto_map" in values:
+        if trust_remote_code:
+            return
+        raise ConfigError(f"{path}: the model needs Python code that comes with it; --trust_remote_code runs it")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"{path} names no model_type, so it is not a model's config")
+    near = difflib.get_close_matches(model_type, CONFIG_MAPPING_NAMES, n=1)
+    hint = f"did you mean {near[0]}?" if near else "a newer version may know it: pip install -U transformers"
+    raise UnsupportedError(f"{path}: transformers {__version__} does not know model_type {model_type!r:.60}; {hint}")
+
+
+def _check_supported(hf_config: Any, trust_remote_code: bool) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if hf_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
+        raise UnsupportedError(f"model type {hf_config.model_type} is no language model that answers in text")
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        value = getattr(hf_config, name, None)
+        if isinstance(value, int) and not 0 < value < 1 << 31:
+            raise ConfigError(f"the model's config says {name} {value}, which no model has")
     layer_types = set(getattr(hf_config, "layer_types", None) or ())
     other = sorted(layer_types - _SUPPORTED_LAYER_TYPES)
     if other:
@@ -57,7 +97,7 @@ def build_skeleton(hf_config: Any, trust_remote_code: bool = False) -> Any:
     """A causal LM of `transformers` on `meta`, in fp32, whose attention is ours. Raises UnsupportedError."""
     from transformers import AutoModelForCausalLM
 
-    _check_supported(hf_config)
+    _check_supported(hf_config, trust_remote_code)
     register_attention()
     try:
         with torch.device("meta"):
@@ -67,8 +107,10 @@ def build_skeleton(hf_config: Any, trust_remote_code: bool = False) -> Any:
                 dtype=torch.float32,
                 trust_remote_code=trust_remote_code,
             )
-    except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        raise UnsupportedError(f"transformers cannot build model type {hf_config.model_type}: {error}") from error
+    except (ValueError, KeyError, ImportError, AttributeError, TypeError, ArithmeticError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"transformers cannot build model type {hf_config.model_type} from its config: {reason_of(error)}"
+        ) from error
     return model.eval()
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ktransformers.errors import CapacityError
+from ktransformers.file_kinds import size_of
 from ktransformers.kernels.copies import CopyQueue, Mark
 from ktransformers.kernels.native import ExpertWeights
 from ktransformers.kernels.quant import PackedTensor, RawTensor, WeightType
@@ -132,8 +133,8 @@ class Staging:
             data = [torch.empty(size.nbytes, dtype=torch.uint8, device=device) for _ in range(size.num_buffers)]
         except torch.OutOfMemoryError as error:
             raise CapacityError(
-                f"{size.total_nbytes} bytes for experts on their way do not fit on {device}: place fewer modules there "
-                "(--gpu_memory), or set prefill_device: cpu for experts"
+                f"{size_of(size.total_nbytes)} for experts on their way do not fit on {device}: place fewer modules "
+                "there (--gpu_memory), or set prefill_device: cpu for experts"
             ) from error
         self._buffers = [_Buffer(one) for one in data]
         self._next = 0

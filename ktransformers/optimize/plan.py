@@ -30,7 +30,7 @@ __all__ = ["Plan", "PlanEntry", "format_bytes", "make_plan"]
 logger = logging.getLogger(__name__)
 
 KEPT_OP = "torch"
-SHOWN_NAMES = 5  # tensor names that a mismatch message spells out
+SHOWN_NAMES = 3  # tensor names that a mismatch message spells out
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,17 +384,17 @@ def _check_tensors(
     left = [name for name in source.stored_names() if name not in used and not ignorable(name)]
     parts = []
     if problems:
-        parts.append(_first_few(f"modules that miss tensors, or find them in another shape: {len(problems)}", problems))
+        parts.append(f"{len(problems)} tensors are missing or of another shape: {_first_few(problems)}")
     if left:
-        parts.append(_first_few(f"tensors in the files that no module reads: {len(left)}", left))
+        parts.append(f"{len(left)} tensors are read by no module: {_first_few(left)}")
     if parts:
         parts.append("the weights and the model's config do not belong together, or a file is missing")
-        raise TensorMismatchError("\n".join(parts))
+        raise TensorMismatchError("; ".join(parts))
 
 
-def _first_few(what: str, names: list[str]) -> str:
-    more = [] if len(names) <= SHOWN_NAMES else [f"... and {len(names) - SHOWN_NAMES} more"]
-    return "\n  ".join([what, *names[:SHOWN_NAMES], *more])
+def _first_few(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more
 
 
 def _sum_by_device(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["OPEN_PATHS"]
+__all__ = ["OPEN_PATHS", "PROBE_PATHS"]
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Routes that need no API key: probes of load balancers have none."""
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+"""Routes that need no API key: probes of load balancers have none, and the front page holds nothing to hide."""
+
+PROBE_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""Routes that programs ask every few seconds, day and night: the log shows them at its debug level."""

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ktransformers import __version__
 from ktransformers.server.admission import Admission
-from ktransformers.server.api import health, tokens
+from ktransformers.server.api import front, health, tokens
 from ktransformers.server.api.openai import chat, completions, models
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
@@ -55,10 +55,17 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 
 def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     """The service over a backend, which somebody else starts and closes."""
-    app = FastAPI(title="ktransformers", version=__version__, default_response_class=ApiResponse, responses=_RESPONSES)
+    app = FastAPI(
+        title="ktransformers",
+        version=__version__,
+        default_response_class=ApiResponse,
+        responses=_RESPONSES,
+        docs_url=None,  # FastAPI's own pages load scripts from the internet; see api/front.py
+        redoc_url=None,
+    )
     metrics = Metrics(backend, config.model_names[0])
     app.state.service = Service(backend, config, Admission(config.max_queue), metrics)
-    for router in (chat.router, completions.router, models.router, tokens.router, health.router):
+    for router in (chat.router, completions.router, models.router, tokens.router, health.router, front.router):
         app.include_router(router)
     install_error_handlers(app)
     # The last one added is the outermost.

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.core import SamplingParams
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, reason_of
 
 __all__ = ["DEFAULT_PORT", "ServerConfig", "read_api_keys"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 10002
+_INF = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         checks = (
             (0 <= self.port <= 65535, f"--port must be between 0 and 65535, got {self.port}"),
-            (self.max_queue >= 0, f"--max_queue must be at least 0, got {self.max_queue}"),
+            (0 <= self.max_queue < 1 << 31, f"--max_queue must be at least 0, got {self.max_queue}"),
             (self.max_new_tokens >= 1, f"--max_new_tokens must be at least 1, got {self.max_new_tokens}"),
-            (self.drain_seconds >= 0, f"--drain_seconds must be at least 0, got {self.drain_seconds}"),
+            (0 <= self.drain_seconds < _INF, f"--drain_seconds must be at least 0, got {self.drain_seconds}"),
             (
-                self.request_timeout is None or self.request_timeout > 0,
+                self.request_timeout is None or 0 < self.request_timeout < _INF,
                 f"--request_timeout must be positive, got {self.request_timeout}",
             ),
             (
@@ -97,7 +98,8 @@ def read_api_keys(keys: list[str], file: Path | None) -> tuple[str, ...]:
         try:
             lines = [line.strip() for line in file.read_text().splitlines()]
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api_key_file {file} cannot be read: {error}") from error
+            why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason_of(error)
+            raise ConfigError(f"--api_key_file {file} cannot be read: {why}") from error
         in_file = [line for line in lines if line and not line.startswith("#")]
         if not in_file:
             raise ConfigError(f"--api_key_file {file} holds no key")

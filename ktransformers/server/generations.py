@@ -79,12 +79,17 @@ class Tally:
         self._began = time.perf_counter()
         self._token_at = [0.0] * len(requests)
         self.finish_reasons: list[str | None] = [None] * len(requests)
+        metrics.counts.num_started += len(requests)
 
     def note(self, index: int, event: TokenEvent) -> None:
         """Count an event of choice `index`, now."""
         self._stats[index] = event.stats
         now = time.perf_counter()
         if event.token_id is not None:
+            counts = self._metrics.counts
+            counts.answer_tokens += 1
+            if not self._token_at[index]:
+                counts.prompt_tokens += event.stats.prompt_len - event.stats.cached_len
             if self._token_at[index]:
                 self._metrics.inter_token.observe(now - self._token_at[index])
             else:

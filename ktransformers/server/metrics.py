@@ -7,6 +7,7 @@ everything else is read from the backend when somebody asks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,7 +18,7 @@ from ktransformers.core import FinishReason, GenerationStats
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend
 
-__all__ = ["Metrics"]
+__all__ = ["Counts", "Metrics"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -69,10 +70,21 @@ class _BackendCollector(Collector):
         yield self._gauge("ktransformers:experts_touched", "Distinct experts per layer and step, sampled.", touched)
 
 
+@dataclass(slots=True)
+class Counts:
+    """Since the start, as they happen. prompt_tokens: computed, not found in the cache; counted at the first token."""
+
+    num_started: int = 0
+    num_finished: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+
+
 class Metrics:
     """One per app, with a registry of its own."""
 
     def __init__(self, backend: Backend, model_name: str):
+        self.counts = Counts()
         self._registry = CollectorRegistry()
         self._registry.register(_BackendCollector(backend, model_name))
         self._labels = {"model_name": model_name}
@@ -96,6 +108,7 @@ class Metrics:
 
     def finished(self, reason: FinishReason, stats: GenerationStats, seconds: float) -> None:
         """Count an answer that ended after `seconds`."""
+        self.counts.num_finished += reason is not FinishReason.ABORT
         self._success.labels(**self._labels, finished_reason=reason.value).inc()
         self._latency.observe(seconds)
         self._prompt.observe(stats.prompt_len)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktransformers.errors import AuthenticationError, DeadlineError, KTransformersError, PayloadTooLargeError
+from ktransformers.file_kinds import size_of
 from ktransformers.server.api_paths import OPEN_PATHS
-from ktransformers.server.responses import error_response
+from ktransformers.server.responses import refuse
 
 __all__ = ["ApiKeys", "BodyLimits"]
 
@@ -35,7 +36,7 @@ class ApiKeys:
             headers = [value for name, value in scope["headers"] if name == b"authorization"]
             if len(headers) != 1 or not self._is_known(headers[0]):
                 what = "the API key is wrong" if headers else "an API key is needed: send Authorization: Bearer KEY"
-                await error_response(AuthenticationError(what))(scope, receive, send)
+                await refuse(AuthenticationError(what), scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -52,7 +53,7 @@ class BodyLimits:
             return
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
         if lengths and lengths[0].isdigit() and int(lengths[0]) > self._max_body:
-            await error_response(self._too_large())(scope, receive, send)
+            await refuse(self._too_large(), scope, receive, send)
             return
         has_started, is_complete, total = False, False, 0
         refusal: KTransformersError | None = None
@@ -86,7 +87,7 @@ class BodyLimits:
             if error is not refusal:
                 raise
         if refusal is not None and not has_started:
-            await error_response(refusal)(scope, receive, send)
+            await refuse(refusal, scope, receive, send)
 
     def _too_large(self) -> PayloadTooLargeError:
-        return PayloadTooLargeError(f"the body is longer than the {self._max_body} bytes that this server takes")
+        return PayloadTooLargeError(f"the body is longer than the {size_of(self._max_body)} that this server takes")

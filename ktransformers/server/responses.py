@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from ktransformers.errors import (
     AuthenticationError,
     CapacityError,
     ConfigError,
     ContextLengthError,
+    ConversationError,
     DeadlineError,
     EngineError,
     KTransformersError,
@@ -26,8 +29,9 @@ from ktransformers.errors import (
     SlowReaderError,
     UnsupportedError,
 )
+from ktransformers.server.request_log import note_reason, without_quotes
 
-__all__ = ["ApiResponse", "error_body", "error_response", "install_error_handlers", "json_bytes"]
+__all__ = ["ApiResponse", "error_body", "error_response", "install_error_handlers", "json_bytes", "refuse"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +95,19 @@ def error_response(error: KTransformersError) -> ApiResponse:
     return ApiResponse(error_body(error), status, headers)
 
 
+def _log_text(error: KTransformersError) -> str:
+    """What the log may say of it. Our messages put quotation marks around everything that a client sent."""
+    if isinstance(error, ConversationError):
+        return "the model's chat template refuses this conversation"
+    return without_quotes(str(error))
+
+
+async def refuse(error: KTransformersError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with this error from a middleware."""
+    note_reason(scope, _log_text(error))
+    await error_response(error)(scope, receive, send)
+
+
 def _path(location: tuple[int | str, ...]) -> str | None:
     """`messages[0].content` for pydantic's ("body", "messages", 0, "content", "str")."""
     parts = [part for part in location if part != "body"]
@@ -100,10 +117,19 @@ def _path(location: tuple[int | str, ...]) -> str | None:
     return text or None
 
 
-def _validation_response(error: RequestValidationError) -> ApiResponse:
+_FIELD = re.compile(r"\w{1,40}", re.ASCII)
+
+
+def _log_path(location: tuple[int | str, ...]) -> str:
+    """The same for the log: a client's own keys are shown when they look like names of fields."""
+    return _path(tuple(p if isinstance(p, int) or _FIELD.fullmatch(p) else "?" for p in location)) or "the body"
+
+
+def _validation_response(error: RequestValidationError, scope: Scope) -> ApiResponse:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
+        note_reason(scope, f"the body is not valid JSON: {without_quotes(reason)}")
         return ApiResponse(_body(f"the body is not valid JSON: {reason}", "invalid_request_error", None, None), 400)
     param = _path(first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
@@ -111,6 +137,10 @@ def _validation_response(error: RequestValidationError) -> ApiResponse:
         message = "send the body as JSON, with Content-Type: application/json"
     if first["type"] == "extra_forbidden":
         message = "this server does not support the field"
+    # Pydantic quotes what it expects; our own validators quote what came.
+    note_reason(
+        scope, f"{_log_path(first['loc'])}: {without_quotes(message) if first['type'] == 'value_error' else message}"
+    )
     return ApiResponse(_body(f"{param}: {message}" if param else message, "invalid_request_error", param, None), 400)
 
 
@@ -121,16 +151,18 @@ def _http_response(error: HTTPException) -> ApiResponse:
 
 async def _on_known_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KTransformersError)
+    note_reason(request.scope, _log_text(error))
     return error_response(error)
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return _validation_response(error)
+    return _validation_response(error, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    note_reason(request.scope, without_quotes(str(error.detail)))
     return _http_response(error)
 
 

@@ -11,6 +11,8 @@ import logging
 import signal
 import socket
 import ssl
+import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, cast
@@ -20,7 +22,8 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, reason_of
+from ktransformers.server.activity import LoadSummary, duration, farewell, watch_loading
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend, Progress
 from ktransformers.server.config import ServerConfig
@@ -95,7 +98,9 @@ def _bind(config: ServerConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}; choose another --port") from error
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {reason_of(error)}; choose another --port"
+        ) from error
     return listener
 
 
@@ -117,7 +122,7 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     try:
         made.load()
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"--ssl_certfile and --ssl_keyfile cannot be used: {error}") from error
+        raise ConfigError(f"--ssl_certfile and --ssl_keyfile cannot be used: {reason_of(error)}") from error
     return made
 
 
@@ -140,44 +145,60 @@ LoadingBar = Callable[[], AbstractContextManager[Progress | None]]
 async def _serve(backend: Backend, config: ServerConfig, loading_bar: LoadingBar) -> None:
     config.warn_if_open()
     app = create_app(backend, config)
+    service: Service = app.state.service
     server = _Server(_uvicorn_config(app, config))
     listener = _bind(config)
+    began = time.monotonic()
     async with _signals() as received:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         stopping = asyncio.create_task(received.get())
-        loading = asyncio.create_task(_load(backend, loading_bar))
+        loading = asyncio.create_task(_load(backend, loading_bar, config.model_names[0]))
+        summing_up = asyncio.create_task(LoadSummary(backend, service.metrics.counts).run())
         try:
             await asyncio.wait((loading, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()  # raises what went wrong
-                _announce(app.state.service, listener)
+                _announce(service, listener, time.monotonic() - began)
                 losing = asyncio.create_task(backend.lost())
                 await asyncio.wait((stopping, serving, losing), return_when=asyncio.FIRST_COMPLETED)
                 if losing.done():
                     raise losing.result()
                 losing.cancel()
-                await _drain(app.state.service, received)
+                await _drain(service, received)
         finally:
             server.should_exit = True
-            for task in (stopping, loading):
+            why = _why_stopped(stopping, sys.exception())
+            for task in (stopping, loading, summing_up):
                 task.cancel()
-            await asyncio.gather(stopping, loading, return_exceptions=True)
+            await asyncio.gather(stopping, loading, summing_up, return_exceptions=True)
             await backend.close()
             await asyncio.gather(serving, return_exceptions=True)
             listener.close()
+            if isinstance(why, int) or (loading.done() and not loading.cancelled() and loading.exception() is None):
+                logger.info("%s", farewell(why, service.metrics.counts, time.monotonic() - began))
 
 
-async def _load(backend: Backend, loading_bar: LoadingBar) -> None:
+def _why_stopped(stopping: asyncio.Task[int], error: BaseException | None) -> int | str:
+    """The signal, or what went wrong. The error itself is shown by whoever catches it."""
+    if stopping.done() and not stopping.cancelled():
+        return stopping.result()
+    return "by itself" if error is None else f"by an error: {type(error).__name__}"
+
+
+async def _load(backend: Backend, loading_bar: LoadingBar, name: str) -> None:
     with loading_bar() as progress:
-        await backend.start(progress)
+        await backend.start(watch_loading(name, progress))
 
 
-def _announce(service: Service, listener: socket.socket) -> None:
+def _announce(service: Service, listener: socket.socket, seconds: float) -> None:
     host, port = listener.getsockname()[:2]
     scheme = "http" if service.config.ssl_certfile is None else "https"
     shown = f"[{host}]" if ":" in host else host
     model = service.model
     logger.info("%s, %d tokens of context, backend %s", model.description, model.max_len, service.backend.name)
+    if not model.tokenizer.has_vocabulary:
+        logger.warning("the model's files hold no vocabulary: only requests with token ids can be answered")
+    logger.info("ready after %s", duration(seconds))
     logger.info("serving %s on %s://%s:%d/v1", ", ".join(service.model_names), scheme, shown, port)
 
 

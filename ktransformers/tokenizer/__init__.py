@@ -3,6 +3,6 @@
 Knows tokenizers of Hugging Face folders and of GGUF metadata. Does not know models, engines or HTTP.
 """
 
-from ktransformers.tokenizer.tokenizer import Message, Tokenizer, load_tokenizer
+from ktransformers.tokenizer.tokenizer import Message, Tokenizer, has_tokenizer_files, load_tokenizer
 
-__all__ = ["Message", "Tokenizer", "load_tokenizer"]
+__all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]

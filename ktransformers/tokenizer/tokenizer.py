@@ -6,6 +6,7 @@ vocabulary (files for speed tests) still loads; using text then is an error. Doe
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,12 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError, ConversationError, UnsupportedError, reason_of
+from ktransformers.file_kinds import why_not_json
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
 
-__all__ = ["Message", "Tokenizer", "load_tokenizer"]
+__all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]
 
 _log = logging.getLogger(__name__)
 
@@ -180,7 +182,8 @@ class Tokenizer:
                 **template_kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-            raise ConfigError(f"the model's chat template refuses this conversation: {error}") from error
+            why = reason_of(error)
+            raise ConversationError(f"the model's chat template refuses this conversation: {why}") from error
         return str(text)
 
     def apply_chat_template(
@@ -205,11 +208,38 @@ def _load_folder(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerFast
         backend = AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+    except Exception as error:  # the tokenizers library raises bare Exception for files that it cannot use
+        broken = _broken_file(path)
+        if broken is not None:
+            raise ConfigError(broken) from error
+        why = reason_of(error)
+        if not (path / "tokenizer.json").is_file():
+            why = "tokenizer.json is missing; copy it there from the original model"
+        raise ConfigError(f"the tokenizer in {path} cannot be loaded: {why}") from error
     if not getattr(backend, "is_fast", False):
         raise UnsupportedError(f"the tokenizer in {path} has no fast version (tokenizer.json); this program needs one")
+    if backend.backend_tokenizer.get_vocab_size(with_added_tokens=False) < 2:
+        raise ConfigError(
+            f"the tokenizer in {path} has no vocabulary; copy tokenizer.json there from the original model"
+        )
     return backend
+
+
+def _broken_file(folder: Path) -> str | None:
+    """The first of the tokenizer's files that is not JSON, and where; None when all are."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"):
+        path = folder / name
+        data = path.read_bytes() if path.is_file() else b"{}"
+        try:
+            json.loads(data)
+        except (ValueError, RecursionError) as error:
+            return f"{path} {why_not_json(data, error)}"
+    return None
+
+
+def has_tokenizer_files(folder: Path) -> bool:
+    """Whether a model's folder holds a tokenizer in any of the forms that there are."""
+    return any((folder / name).is_file() for name in _FOLDER_FILES)
 
 
 def load_tokenizer(
@@ -220,7 +250,7 @@ def load_tokenizer(
     A folder's tokenizer without chat template takes the GGUF file's. Raises ConfigError or UnsupportedError.
     """
     metadata = gguf_metadata or {}
-    if model_path is not None and any((Path(model_path) / name).is_file() for name in _FOLDER_FILES):
+    if model_path is not None and has_tokenizer_files(Path(model_path)):
         backend = _load_folder(Path(model_path), trust_remote_code)
         template = metadata.get("tokenizer.chat_template")
         if backend.chat_template is None and isinstance(template, str):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 
 from ktransformers.errors import FormatError
+from ktransformers.file_kinds import HEAD_BYTES, incomplete, list_folder, not_weights, size_of
 from ktransformers.kernels.quant import QuantType, RawTensor
 from ktransformers.weights.mapped_file import map_file
 
@@ -85,11 +86,14 @@ class _Reader:
         self.path = path
 
     def fail(self, what: str) -> FormatError:
-        return FormatError(f"{self.path}: {what}; the file is damaged, truncated or not a GGUF file")
+        return FormatError(f"{self.path}: {what}; the file is truncated or damaged, download or convert it again")
 
     def take(self, nbytes: int, what: str) -> memoryview:
         if nbytes > self.size - self.at:
-            raise self.fail(f"{what} needs {nbytes} bytes at offset {self.at}, but {self.size - self.at} are left")
+            left = self.size - self.at
+            raise self.fail(
+                f"{what} needs {size_of(nbytes)} at byte {self.at}, but {size_of(left)} of the file are left"
+            )
         start = self.at
         self.at += nbytes
         return self.bytes[start : self.at]
@@ -169,15 +173,16 @@ def parse_file(path: Path) -> GGUFFile:
             raise reader.fail(f"tensor {shown(tensor.name)} occurs twice")
         tensors[tensor.name] = tensor
     start = -(-reader.at // alignment) * alignment
+    _check_complete(reader, tensors.values(), start)
     placed = {name: _placed(reader, tensor, start, alignment) for name, tensor in tensors.items()}
     _check_overlap(reader, placed)
     return GGUFFile(path, metadata, placed, data)
 
 
 def _check_magic(reader: _Reader) -> None:
-    magic = bytes(reader.take(4, "the magic number"))
-    if magic != b"GGUF":
-        raise FormatError(f"{reader.path}: starts with {magic!r}, not with b'GGUF'; it is not a GGUF file")
+    if bytes(reader.bytes[:4]) != b"GGUF":
+        raise not_weights(reader.path, bytes(reader.bytes[:HEAD_BYTES]), "GGUF")
+    reader.take(4, "the magic number")
     version = int(reader.number("I", "the version"))
     if version in (2, 3):
         return
@@ -217,20 +222,21 @@ def _tensor_info(reader: _Reader, index: int) -> GGUFTensor:
     if dims[0] % block:
         raise reader.fail(f"{what} has rows of {dims[0]} elements, but {qtype.name} blocks hold {block}")
     nbytes = math.prod(dims) // block * block_bytes  # Python integers do not overflow
-    if nbytes > reader.size:
-        raise reader.fail(f"{what} of shape {dims[::-1]} needs {nbytes} bytes, more than the whole file")
     return GGUFTensor(name, tuple(reversed(dims)), qtype, offset, nbytes)
 
 
+def _check_complete(reader: _Reader, tensors: Iterable[GGUFTensor], start: int) -> None:
+    """Whether the data, which begin at `start`, hold the last byte of every tensor."""
+    needed, last = max(((start + tensor.offset + tensor.nbytes, tensor.name) for tensor in tensors), default=(0, ""))
+    if needed > reader.size:
+        raise incomplete(reader.path, reader.size, needed, shown(last))
+
+
 def _placed(reader: _Reader, tensor: GGUFTensor, start: int, alignment: int) -> GGUFTensor:
-    """The same tensor with its offset in the file, checked against alignment and the file's end."""
+    """The same tensor with its offset in the file, checked against alignment. The file holds all of it."""
     what = f"tensor {shown(tensor.name)}"
     if tensor.offset % alignment:
         raise reader.fail(f"{what} is at offset {tensor.offset}, which is not aligned to {alignment}")
-    if start + tensor.offset + tensor.nbytes > reader.size:
-        raise reader.fail(
-            f"{what} ends at byte {start + tensor.offset + tensor.nbytes}, but the file has {reader.size} bytes"
-        )
     return GGUFTensor(tensor.name, tensor.shape, tensor.qtype, start + tensor.offset, tensor.nbytes)
 
 
@@ -303,7 +309,7 @@ def open_gguf(path: Path | str) -> GGUFModel:
 
 
 def _only_model_in(folder: Path) -> Path:
-    candidates = sorted(p for p in folder.iterdir() if p.suffix == ".gguf" and p.is_file())
+    candidates = [p for p in list_folder(folder) if p.suffix == ".gguf" and p.is_file()]
     models: dict[tuple[str, str], Path] = {}
     for path in candidates:
         match = _SHARD_NAME.fullmatch(path.name)

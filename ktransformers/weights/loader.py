@@ -8,6 +8,7 @@ from typing import Literal
 from transformers import PretrainedConfig
 
 from ktransformers.errors import ConfigError, FormatError
+from ktransformers.file_kinds import is_gguf, is_safetensors, list_folder, not_weights, read_head, without_weights
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.safetensors import open_safetensors
@@ -21,19 +22,20 @@ WeightFormat = Literal["gguf", "safetensors"]
 def weight_format(path: Path | str, prefer: WeightFormat | None = None) -> WeightFormat:
     """Which format a file or folder holds; `prefer` decides for a folder that holds both.
 
-    Raises ConfigError when the path does not exist, FormatError when a folder holds no weights, or both formats and
-    nothing is preferred.
+    Raises ConfigError when the path does not exist, FormatError when a file is of neither format, when a folder holds
+    no weights, or both formats and nothing is preferred.
     """
     path = Path(path)
     if not path.exists():
         raise ConfigError(f"{path} does not exist")
-    if path.is_file():
-        try:
-            with path.open("rb") as file:
-                return "gguf" if file.read(4) == b"GGUF" else "safetensors"
-        except OSError as error:
-            raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from error
-    suffixes = {entry.suffix for entry in path.iterdir()}
+    if not path.is_dir():
+        head = read_head(path)
+        if is_gguf(head):
+            return "gguf"
+        if is_safetensors(head):
+            return "safetensors"
+        raise not_weights(path, head, "safetensors" if path.suffix == ".safetensors" else "GGUF")
+    suffixes = {entry.suffix for entry in list_folder(path)}
     if {".gguf", ".safetensors"} <= suffixes:
         if prefer is not None:
             return prefer
@@ -44,7 +46,7 @@ def weight_format(path: Path | str, prefer: WeightFormat | None = None) -> Weigh
         return "gguf"
     if ".safetensors" in suffixes:
         return "safetensors"
-    raise FormatError(f"{path}: holds neither .gguf nor .safetensors files")
+    raise without_weights(path)
 
 
 def open_source(

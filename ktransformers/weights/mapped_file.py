@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ktransformers.errors import FormatError
+from ktransformers.file_kinds import check_is_file, wrong_start
 
 __all__ = ["map_file", "typed_view"]
 
@@ -19,14 +20,15 @@ def map_file(path: Path) -> torch.Tensor:
 
     Writing to it is a segmentation fault, so no caller may. Raises FormatError for an empty or unreadable file.
     """
+    check_is_file(path)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size == 0:
-                raise FormatError(f"{path}: the file is empty; download or convert it again")
+                raise FormatError(f"{path} {wrong_start(b'')}")
             mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise FormatError(f"{path} cannot be read: {error.strerror or error}") from error
     with warnings.catch_warnings():
         # torch has no read-only tensors and warns of this one. A private writable mapping would silence it, but the
         # kernel counts such a mapping against memory and refuses files larger than RAM.

@@ -17,6 +17,15 @@ from pathlib import Path
 import torch
 
 from ktransformers.errors import FormatError
+from ktransformers.file_kinds import (
+    HEAD_BYTES,
+    incomplete,
+    is_gguf,
+    list_folder,
+    not_weights,
+    size_of,
+    wrong_start,
+)
 from ktransformers.weights.mapped_file import map_file, typed_view
 
 __all__ = ["SafetensorsFile", "SafetensorsModel", "SafetensorsTensor", "open_safetensors"]
@@ -91,22 +100,27 @@ def parse_file(path: Path) -> SafetensorsFile:
     """Map one file and check its whole header. Raises FormatError."""
     data = map_file(path)
     size = data.numel()
-    if size < 8:
-        raise FormatError(f"{path}: {size} bytes are too few for a safetensors file; it is truncated")
-    header_len = struct.unpack("<Q", bytes(data[:8].numpy()))[0]
-    if header_len > min(size - 8, MAX_HEADER_BYTES):
+    head = bytes(data[:HEAD_BYTES].numpy())
+    header_len = struct.unpack("<Q", head[:8])[0] if size >= 8 else size
+    if size < 8 or header_len > MAX_HEADER_BYTES or is_gguf(head) or wrong_start(head) is not None:
+        raise not_weights(path, head, "safetensors")
+    if header_len > size - 8:
         raise FormatError(
-            f"{path}: the header's length is {header_len}, but the file has {size} bytes; it is truncated or damaged"
+            f"{path}: the header has {size_of(header_len)}, the whole file {size_of(size)}; it is truncated or "
+            "damaged, download it again"
         )
     header = _parse_json(bytes(data[8 : 8 + header_len].numpy()), f"{path}: the header")
     header.pop("__metadata__", None)
     start = 8 + header_len
-    tensors = {name: _tensor_info(path, name, entry, start, size) for name, entry in header.items()}
+    tensors = {name: _tensor_info(path, name, entry, start) for name, entry in header.items()}
+    needed, last = max(((tensor.offset + tensor.nbytes, name) for name, tensor in tensors.items()), default=(0, ""))
+    if needed > size:
+        raise incomplete(path, size, needed, ascii(last[:80]))
     _check_coverage(path, tensors, start, size)
     return SafetensorsFile(path, tensors, data)
 
 
-def _tensor_info(path: Path, name: str, entry: object, start: int, size: int) -> SafetensorsTensor:
+def _tensor_info(path: Path, name: str, entry: object, start: int) -> SafetensorsTensor:
     shown = ascii(name[:80])
     if not 0 < len(name) <= MAX_NAME_CHARS:
         raise FormatError(f"{path}: a tensor's name has {len(name)} characters; 1 to {MAX_NAME_CHARS} are allowed")
@@ -119,10 +133,10 @@ def _tensor_info(path: Path, name: str, entry: object, start: int, size: int) ->
         raise FormatError(f"{path}: tensor {shown} has a shape or offsets that are not lists of counts")
     begin, end = offsets
     nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
-    if begin > end or end - begin != nbytes or start + end > size:
+    if begin > end or end - begin != nbytes:
         raise FormatError(
-            f"{path}: tensor {shown} of {dtype} and shape {shape!s:.60} needs {nbytes:.6g} bytes, its offsets are "
-            f"{begin:.6g} to {end:.6g}, and {size - start} bytes follow the header; the file is truncated or damaged"
+            f"{path}: tensor {shown} of {dtype} and shape {shape!s:.60} takes {size_of(nbytes)}, but its offsets are "
+            f"{begin} to {end}; the file is damaged"
         )
     return SafetensorsTensor(name, dtype, tuple(shape), start + begin, nbytes)
 
@@ -182,7 +196,7 @@ def open_safetensors(path: Path | str) -> SafetensorsModel:
         return _open_indexed(path)
     if (path / SINGLE_NAME).is_file():
         return SafetensorsModel([parse_file(path / SINGLE_NAME)])
-    paths = sorted(p for p in path.iterdir() if p.suffix == ".safetensors" and p.is_file())
+    paths = [p for p in list_folder(path) if p.suffix == ".safetensors" and p.is_file()]
     if not paths:
         raise FormatError(f"{path}: holds no .safetensors file")
     return SafetensorsModel([parse_file(p) for p in paths])
@@ -191,8 +205,12 @@ def open_safetensors(path: Path | str) -> SafetensorsModel:
 def _open_indexed(folder: Path) -> SafetensorsModel:
     index_path = folder / INDEX_NAME
     if index_path.stat().st_size > MAX_INDEX_BYTES:
-        raise FormatError(f"{index_path}: larger than {MAX_INDEX_BYTES} bytes")
-    weight_map = _parse_json(index_path.read_bytes(), str(index_path)).get("weight_map")
+        raise FormatError(f"{index_path}: larger than {size_of(MAX_INDEX_BYTES)}; no index is")
+    try:
+        data = index_path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{index_path} cannot be read: {error.strerror or error}") from error
+    weight_map = _parse_json(data, str(index_path)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f"{index_path}: has no weight_map")
     for file in set(map(str, weight_map.values())):
@@ -201,7 +219,11 @@ def _open_indexed(folder: Path) -> SafetensorsModel:
             raise FormatError(f"{index_path}: {file[:80]!a} is not the name of a .safetensors file in this folder")
     names = sorted(set(map(str, weight_map.values())))
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise FormatError(f"{folder}: {len(missing)} of {len(names)} files are missing ({missing[0]}); download them")
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise FormatError(
+            f"{folder}: {', '.join(missing[:3])}{more} of the {len(names)} files that {INDEX_NAME} names are missing; "
+            "download them"
+        )
     model = SafetensorsModel([parse_file(folder / name) for name in names])
     stored = {name: file.path.name for file in model.files for name in file.tensors}
     for name in stored.keys() | weight_map.keys():

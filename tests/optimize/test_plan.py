@@ -184,9 +184,13 @@ def break_left_over(source: FakeSource) -> None:
 
 
 MISMATCHES: dict[Callable[[FakeSource], None], list[str]] = {
-    break_missing: ["miss tensors", "another shape: 2", "model.layers.0.mlp.up_proj.weight", "layers.1.mlp.up_proj"],
+    break_missing: [
+        "2 tensors are missing or",
+        "model.layers.0.mlp.up_proj.weight",
+        "layers.1.mlp.up_proj",
+    ],
     break_shape: ["model.norm.weight has shape (63,)", "(64,)"],
-    break_left_over: ["no module reads: 7", "model.layers.4.mlp.extra.weight", "and 2 more"],
+    break_left_over: ["7 tensors are read by no module: ", "model.layers.2.mlp.extra.weight", "and 4 more"],
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import signal
 import ssl
@@ -89,7 +90,14 @@ def test_keys_guard_every_route_but_the_probes(tmp_path: Path) -> None:
         log = "".join(process.log)
         assert "from-file" not in log
         assert "17 + 25" not in log  # neither the question nor the answer
-        assert "POST /v1/chat/completions 200 in " in log
+        assert re.search(r"\d{4}-\d\d-\d\d [\d:]{8} INFO \S+ 127\.0\.0\.1:\d+ POST /v1/chat/completions 200 in ", log)
+        assert "GET /v1/models 401 in " in log
+        assert "/health 200" not in log
+        loading = [
+            line for line in process.log if "loaded 25 %" in line or "loading demo" in line or "ready after" in line
+        ]
+        assert len(loading) == 3  # there is no terminal to draw a bar on
+        assert re.search(r"stopped \(SIGTERM\) after .*: 1 answers finished, 0 cut off", process.log[-1])
 
 
 def test_the_queue_is_limited_and_a_drain_lets_answers_finish() -> None:
@@ -120,6 +128,7 @@ def test_a_second_signal_ends_what_still_runs() -> None:
         process.wait_for("stopping: 1 requests may finish")
         process.process.send_signal(signal.SIGINT)
         process.wait_for("1 requests were cut off")
+        process.wait_for(r"stopped \(SIGINT\) after .*: 0 answers finished, 1 cut off")
         assert '"finish_reason":"abort"' in running.rest()
         assert process.process.wait(60) == 0
 

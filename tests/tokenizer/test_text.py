@@ -123,7 +123,7 @@ def test_folder_without_tokenizer_falls_back_to_gguf(tmp_path: Path, qwen_metada
 def test_broken_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
         load_tokenizer(tmp_path, None)
 
 

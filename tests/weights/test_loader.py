@@ -27,7 +27,7 @@ def test_formats(tmp_path: Path) -> None:
 
 def test_folders_with_both_formats_or_none(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    with pytest.raises(FormatError, match="neither"):
+    with pytest.raises(FormatError, match="empty folder"):
         weight_format(tmp_path)
     write_safetensors(model, tmp_path)
     write_gguf(model, tmp_path / "m.gguf")

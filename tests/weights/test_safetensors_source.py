@@ -289,7 +289,7 @@ def test_an_index_must_agree_with_its_files(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="'b'"):
         open_safetensors(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}))
-    with pytest.raises(FormatError, match=r"1 of 2 files are missing \(y\.safetensors\)"):
+    with pytest.raises(FormatError, match=r"y\.safetensors of the 2 files .* missing"):
         open_safetensors(tmp_path)
     for broken in ("[]", "{", '{"weight_map": 3}', '{"a": 1, "a": 2}', "[" * 100_000):
         index.write_text(broken)

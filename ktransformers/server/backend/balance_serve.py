@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import ClassVar
 
+from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, TokenEvent
 from ktransformers.engine.answer_events import AnswerEvents
 from ktransformers.engine.llm import default_sampling_params
@@ -20,7 +21,7 @@ from ktransformers.errors import DeadlineError, EngineError, KTransformersError,
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, Progress
-from ktransformers.server.backend.checks import check_request
+from ktransformers.server.backend.checks import check_request, check_tokenizer
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
@@ -77,7 +78,7 @@ class BalanceServeBackend(Backend):
         self._lost: KTransformersError | None = None
 
     async def start(self, progress: Progress | None = None) -> None:
-        described = await asyncio.to_thread(lambda: describe_model(open_model(self._config.engine)))
+        described = await asyncio.to_thread(_describe, self._config.engine)
         self._supervisor = Supervisor(self._config, self._on_news)
         facts = await self._supervisor.start(progress)
         self._model = _model_info(described, facts)
@@ -170,6 +171,11 @@ class BalanceServeBackend(Backend):
             await asyncio.gather(self._watching, return_exceptions=True)
         if self._supervisor is not None:
             await self._supervisor.close()
+
+
+def _describe(config: EngineConfig) -> ModelDescription:
+    check_tokenizer(config)
+    return describe_model(open_model(config))
 
 
 def _record(request: GenerationRequest) -> Request:

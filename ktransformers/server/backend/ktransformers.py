@@ -9,6 +9,7 @@ from ktransformers.engine.builder import build_engine
 from ktransformers.engine.llm import default_sampling_params
 from ktransformers.engine.session import Session
 from ktransformers.server.backend.base import ModelInfo, Progress
+from ktransformers.server.backend.checks import check_tokenizer
 from ktransformers.server.backend.single import Loaded, SingleBackend
 
 __all__ = ["KTransformersBackend"]
@@ -24,6 +25,7 @@ class KTransformersBackend(SingleBackend):
         self._config = config
 
     def _load(self, progress: Progress) -> Loaded:
+        check_tokenizer(self._config)
         engine = build_engine(self._config, progress)
         session = Session(
             engine.runner,

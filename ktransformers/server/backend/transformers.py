@@ -8,6 +8,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.llm import default_sampling_params
 from ktransformers.engine.reference import build_reference_engine
 from ktransformers.server.backend.base import ModelInfo, Progress
+from ktransformers.server.backend.checks import check_tokenizer
 from ktransformers.server.backend.single import Loaded, SingleBackend
 
 __all__ = ["TransformersBackend"]
@@ -23,6 +24,7 @@ class TransformersBackend(SingleBackend):
         self._config = config
 
     def _load(self, progress: Progress) -> Loaded:
+        check_tokenizer(self._config)
         engine = build_reference_engine(self._config, progress)
         architectures = getattr(engine.hf_config, "architectures", None) or [None]
         model = ModelInfo(

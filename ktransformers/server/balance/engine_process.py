@@ -87,7 +87,7 @@ def _load(options: EngineOptions, status: zmq.Socket[bytes]) -> LoadedEngine | N
 def main() -> int:
     """The process. Returns its exit code: 1 when the parent was told that the engine cannot start."""
     options: EngineOptions = read_options(EngineOptions)
-    set_up_logging(options.log_level, f"engine {options.epoch}" if options.epoch else "engine")
+    set_up_logging(options.log_level, f"engine {options.epoch}" if options.epoch else "engine", with_time=True)
     context = zmq.Context()
     status = context.socket(zmq.PUSH)
     status.setsockopt(zmq.SNDHWM, 0)

@@ -262,7 +262,7 @@ def _refusal(request_id: str, prompt_len: int, error: str) -> RequestUpdate:
 def main() -> int:
     """The process. Does not return."""
     options: SchedulerOptions = read_options(SchedulerOptions)
-    set_up_logging(options.log_level, "scheduler")
+    set_up_logging(options.log_level, "scheduler", with_time=True)
     SchedulerProcess(options, zmq.Context()).run()
     return 0
 

@@ -74,10 +74,8 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         for flag in ("page_size", "max_batch_size"):
-            if getattr(self, flag) < 1:
-                raise ConfigError(f"--{flag} must be at least 1, got {getattr(self, flag)}")
-        if self.page_size > 1 << 16:
-            raise ConfigError(f"--page_size must be at most {1 << 16}, got {self.page_size}")
+            if not 1 <= getattr(self, flag) <= 1 << 16:
+                raise ConfigError(f"--{flag} must be between 1 and {1 << 16}, got {getattr(self, flag)}")
 
 
 def _private_folder() -> Path:
