@@ -130,9 +130,10 @@ def run_kernels(args: argparse.Namespace) -> int:
     unknown = [name for name in types if name not in TYPES]
     if unknown:
         raise ConfigError(f"--types {unknown[0]} is not one of {', '.join(TYPES)}")
-    _check_between(args, experts=4096, top_k=4096, hidden=1 << 16, width=1 << 16, layers=1024)
+    _check_between(args, experts=4096, hidden=1 << 16, width=1 << 16, layers=1024)
+    _check_range("experts_per_token", args.top_k, 1, 4096)
     if args.top_k > args.experts:
-        raise ConfigError(f"--top_k {args.top_k} is more than --experts {args.experts}")
+        raise ConfigError(f"--experts_per_token {args.top_k} is more than --experts {args.experts}")
     if args.hidden % 256 or args.width % 256:
         raise ConfigError("--hidden and --width must be multiples of 256, the block of the K-quants")
     _check_range("seconds", args.seconds, 0, 3600)

@@ -188,7 +188,7 @@ RULES = [
 ]
 SERVE = "serve {}/good.gguf --port 0 "
 FLAGS = [
-    *rows("@", [("", "COMMAND"), ("chta", "chta"), ("bench", "WHAT"), ("bench kernel", "kernel")], USAGE),
+    *rows("@", [("chta", "chta"), ("bench", "WHAT"), ("bench kernel", "kernel")], USAGE),
     Row("chat --modelpath x", "unknown argument --modelpath; did you mean --model_path?", USAGE),
     Row("main.py --prot 1", "unknown argument --prot; did you mean --port?", USAGE),
     Row("local_chat.py --prompt-fil x", "unknown argument --prompt_fil; did you mean --prompt_file?", USAGE),
@@ -227,7 +227,7 @@ FLAGS = [
             ("--backend_type other", "--backend_type other is not one of"),
             ("--web", "--web: this version has no web page"),
             ("--cpu_memory_size_GB 5", "--cpu_memory_size_GB is not supported"),
-            ("--gguf_path {}/good.gguf", "give the model once"),
+            ("--model_path {} --gguf_path {}/good.gguf", "together say too much"),
             ("--model_name ,", "--model_name must not be empty"),
             ("--host 256.1.1.1", "cannot listen on 256.1.1.1"),
             ("--port 70000", "--port must be between 0 and 65535, got 70000"),

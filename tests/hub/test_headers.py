@@ -69,6 +69,6 @@ def test_safetensors_headers(hub: HubServer, tmp_path: Path, monkeypatch: pytest
 
 def test_what_is_no_gguf_is_found_with_the_first_bytes(hub: HubServer, tmp_path: Path) -> None:
     hub.repos["org/text"] = Repo({"model-Q8_0.gguf": b"<html>" * 10**6})
-    with pytest.raises(FormatError, match="not a GGUF file"):
+    with pytest.raises(FormatError, match="is an HTML page"):
         fetched("org/text", tmp_path)
     assert [body.sent for body in hub.bodies("model-Q8_0.gguf")] == [headers.FIRST_READ]
