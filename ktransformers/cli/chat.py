@@ -7,6 +7,7 @@ is one turn, answers go to standard output as plain text and everything else to 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import logging
 import sys
@@ -64,6 +65,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
     modes = ("normal", "long_context")
     group.add_argument("--mode", choices=modes, default="normal", help="long_context is not supported")
+    group.add_argument("--markdown", action="store_true", help="format answers: blocks appear when they are complete")
     add_logging_flag(group)
     parser.set_defaults(run=run)
 
@@ -80,9 +82,13 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     set_up_logging(args.log_level)
     _check_flags(args)
     config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
+    from ktransformers.cli.loading import early_line, loading_bar
+
+    name = _model_name(config)
+    with early_line(sys.stderr, f"loading {name} ..."):  # what takes seconds to import, before anything else
+        importlib.import_module("ktransformers.engine.llm" if build else "ktransformers.engine.builder")
     from ktransformers.cli.chat_input import Turn, read_prompt_file
     from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
-    from ktransformers.cli.chat_output import loading_bar
     from ktransformers.engine.llm import LLM, default_sampling_params
 
     first_turns = [] if args.prompt_file is None else [Turn(read_prompt_file(args.prompt_file), is_literal=True)]
@@ -93,13 +99,13 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
 
         build = build_engine
     is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    with loading_bar(sys.stderr) as progress:
+    with loading_bar(sys.stderr, name) as progress:
         engine = build(config, progress)
     try:
         llm = LLM.from_engine(engine)
         params = sampling_params(args, llm.default_params)
         options = ChatOptions(params, args.system, args.force_think, is_interactive)
-        view, read_line = _terminal() if is_interactive else _pipe()
+        view, read_line = _terminal(args.markdown) if is_interactive else _pipe()
         chat = ChatLoop(llm, view, read_line, options)
         if is_interactive:
             view.note(f"{engine.description}\n{llm.session.max_len} tokens of context; /help lists the commands")
@@ -108,13 +114,24 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
         engine.close()
 
 
-def _terminal() -> tuple[View, ReadLine]:
+def _model_name(config: EngineConfig) -> str:
+    path = config.gguf_path or config.model_path
+    return "" if path is None else path.resolve().name
+
+
+def _terminal(is_markdown: bool) -> tuple[View, ReadLine]:
+    from ktransformers.cli.chat_input import prompt_lines
+    from ktransformers.cli.terminal_view import MarkdownView, TerminalView
+
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that is not UTF-8 must not end a chat
+            stream.reconfigure(errors="replace")
+    in_fd = sys.stdin.fileno()
+    if not is_markdown:
+        return TerminalView(sys.stdout, in_fd), prompt_lines()
     from rich.console import Console
 
-    from ktransformers.cli.chat_input import prompt_lines
-    from ktransformers.cli.chat_output import RichView
-
-    return RichView(Console()), prompt_lines()
+    return MarkdownView(Console(file=sys.stdout), in_fd), prompt_lines()
 
 
 def _pipe() -> tuple[View, ReadLine]:

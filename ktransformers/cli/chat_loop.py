@@ -123,6 +123,13 @@ class ChatLoop:
 
     def answer(self, text: str) -> None:
         """Add a user turn and stream the answer to it. Raises KTransformersError after taking the turn back."""
+        with self.view.answering():
+            is_aborted = self._answer(text)
+        if is_aborted and not self._options.is_interactive:
+            raise KeyboardInterrupt
+
+    def _answer(self, text: str) -> bool:
+        """Whether the answer was aborted."""
         self.conversation.add_user(text)
         try:
             prompt_ids = self._prompt_ids()
@@ -138,9 +145,8 @@ class ChatLoop:
             self.conversation.add_assistant(content, reasoning)
         self._answers.append(last.stats)
         self._explain_end(last)
-        self.view.note(format_stats(last.stats))
-        if is_aborted and not self._options.is_interactive:
-            raise KeyboardInterrupt
+        self.view.stats(last.stats)
+        return is_aborted
 
     def _prompt_ids(self) -> list[int]:
         tokenizer, messages = self._llm.tokenizer, self.conversation.messages
@@ -153,7 +159,7 @@ class ChatLoop:
 
     def _stream(self, prompt_ids: list[int], is_interrupted: Callable[[], bool]) -> tuple[TokenEvent, str, str]:
         """Show the answer as it comes; its last event, its content and its reasoning."""
-        events = self._llm.stream(prompt_ids, self._params, is_interrupted)
+        events = self._llm.stream(prompt_ids, self._params, is_interrupted, self.view.reading)
         parser = ReasoningParser(self._tags, self._llm.tokenizer.opens_reasoning(prompt_ids))
         content, reasoning, last = [], [], None
         try:
@@ -199,10 +205,11 @@ class ChatLoop:
         steps = total.completion_len - sum(1 for stats in answers if stats.completion_len)
         rate = steps / total.decode_seconds if total.decode_seconds > 0 else 0.0
         session = self._llm.session
+        latest = f"\nlatest answer: {format_stats(answers[-1])}" if answers else ""
         return (
             f"{len(answers)} answers, {len(self.conversation.messages)} messages\n"
             f"prompt: {total.prompt_len} tokens, {total.cached_len} of them reused, "
             f"{total.prefill_seconds:.2f} s, {total.prefill_rate:.1f} tokens/s\n"
             f"answers: {total.completion_len} tokens, {total.decode_seconds:.2f} s, {rate:.1f} tokens/s\n"
-            f"cache: {len(session.cached_ids)} of {session.max_len} tokens"
+            f"cache: {len(session.cached_ids)} of {session.max_len} tokens{latest}"
         )

@@ -138,9 +138,14 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         should_stop: Callable[[], bool] | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
     ) -> Iterator[TokenEvent]:
-        """The answer to one prompt, token by token. Raises ConfigError and ContextLengthError before any work."""
-        return self.session.generate(self._prompt_ids(prompt), sampling_params or self.default_params, should_stop)
+        """The answer to one prompt, token by token. Raises ConfigError and ContextLengthError before any work.
+
+        on_prefill: told before every chunk of the prompt how many tokens are computed, and how many have to be.
+        """
+        params = sampling_params or self.default_params
+        return self.session.generate(self._prompt_ids(prompt), params, should_stop, on_prefill)
 
     def generate(
         self,
