@@ -47,4 +47,5 @@ def muted_keys(fd: int) -> Iterator[None]:
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-        termios.tcsetattr(fd, termios.TCSAFLUSH, before)
+        termios.tcflush(fd, termios.TCIFLUSH)  # TCSAFLUSH leaves keys that Linux has not handed to the terminal yet
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

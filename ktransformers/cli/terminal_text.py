@@ -22,6 +22,7 @@ __all__ = ["Cell", "Highlighter", "Layout", "Palette", "Sanitizer", "Style", "re
 
 _TAB = 8
 _ZWJ, _EMOJI_PRESENTATION = "\u200d", "\ufe0f"
+_FIRST_EMOJI = "\U0001f000"  # of those that others can be joined to; wide characters below are CJK
 
 
 class Style(StrEnum):
@@ -208,19 +209,22 @@ class Highlighter:
         return self._inline > 0
 
 
-def _joins(char: str, before: str) -> bool:
-    """Whether a wide character belongs to the one before it: no row may end between them."""
-    is_flag = "\U0001f1e6" <= char <= "\U0001f1ff" and "\U0001f1e6" <= before <= "\U0001f1ff"
-    return before == _ZWJ or "\U0001f3fb" <= char <= "\U0001f3ff" or is_flag
+def _is_letter_of_flag(char: str) -> bool:
+    return "\U0001f1e6" <= char <= "\U0001f1ff"
+
+
+def _is_skin_tone(char: str) -> bool:
+    return "\U0001f3fb" <= char <= "\U0001f3ff"
 
 
 class Layout:
-    """Of one answer. Breaks prose into rows. width: asked again for each word, so that a window can change its size.
+    """Of one answer. Breaks prose into rows. width: asked for again and again, so that a window can change its size.
 
     A word is held back until it is complete: until a space, a wide character or the line's end follows, or until it is
-    longer than a row. Such a word, and code, go on in the next row where the terminal breaks them. Wide characters
-    (CJK, emoji) can each begin a row. Spaces before a break stay at the end of their row, for which its last column is
-    kept free; a tab that would end in or behind the last column begins a row.
+    longer than a row. Such a word, and code, go on in the next row where the terminal breaks them. Each wide character
+    of CJK is a word of its own, written at once, and so is an emoji, whatever it is made of. Spaces before a break stay
+    at the end of their row, for which its last column is kept free; a tab that would end in or behind the last column
+    begins a row.
     """
 
     def __init__(self, width: Callable[[], int]):
@@ -231,6 +235,8 @@ class Layout:
         self._word_len = 0
         self._is_long = False  # the word that is being written did not fit into a row
         self._before = ""
+        self._is_emoji = False  # the word is one
+        self._num_flag_letters = 0  # in a row
 
     @property
     def is_line_open(self) -> bool:
@@ -244,19 +250,36 @@ class Layout:
             if cell.char in "\n\t " or cell.is_code:
                 yield from self._put_word(width if cell.char == "\n" else width - 1)
                 yield from self._put(cell, width)
-            elif _char_width(cell.char) == 2 and not _joins(cell.char, self._before):
-                yield from self._put_word(width)
-                if self._col > 0 and self._col + 2 > width - 1:
-                    yield self._break()
-                yield from self._put(cell, width)
-            else:
+            elif self._joins(cell.char):
                 yield from self._add(cell, width)
-            if cell.char != _EMOJI_PRESENTATION:
-                self._before = cell.char
+            elif _char_width(cell.char) == 2:
+                yield from self._put_word(width)
+                if cell.char >= _FIRST_EMOJI:
+                    self._is_emoji = True
+                    yield from self._add(cell, width)
+                else:
+                    if self._col > 0 and self._col + 2 > width - 1:
+                        yield self._break()
+                    yield from self._put(cell, width)
+            else:
+                if self._is_emoji and _char_width(cell.char):
+                    yield from self._put_word(width)
+                yield from self._add(cell, width)
+            self._note(cell.char)
 
     def flush(self) -> Iterator[Cell]:
         """The rest: the text is complete."""
         yield from self._put_word(self._current_width())
+
+    def _joins(self, char: str) -> bool:
+        """Whether a character belongs to the one before it: no row may end between them."""
+        is_flag = _is_letter_of_flag(char) and self._num_flag_letters % 2 == 1
+        return self._before == _ZWJ or (_is_skin_tone(char) and self._is_emoji) or is_flag
+
+    def _note(self, char: str) -> None:
+        self._num_flag_letters = self._num_flag_letters + 1 if _is_letter_of_flag(char) else 0
+        if char != _EMOJI_PRESENTATION:
+            self._before = char
 
     def _current_width(self) -> int:
         width = max(self._width(), 2)
@@ -267,7 +290,7 @@ class Layout:
 
     def _add(self, cell: Cell, width: int) -> Iterator[Cell]:
         """A character of a word."""
-        if self._is_long or (not self._word and _char_width(cell.char) != 1):
+        if self._is_long or (not self._word and not _char_width(cell.char)):
             yield from self._put(cell, width)  # it goes on with what is written already
             return
         self._word.append(cell)
@@ -283,7 +306,7 @@ class Layout:
         return 1 if is_widened else _char_width(char)
 
     def _put_word(self, limit: int) -> Iterator[Cell]:
-        self._is_long = False
+        self._is_long = self._is_emoji = False
         if not self._word:
             return
         if self._col > 0 and self._col + self._word_len > limit:

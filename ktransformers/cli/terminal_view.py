@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
 
 from ktransformers.cli.chat_output import View, short_stats
 from ktransformers.cli.loading import StatusLine
@@ -179,8 +179,15 @@ def split_blocks(text: str) -> tuple[list[str], str]:
 class MarkdownView(TerminalView):
     """Answers as formatted markdown: a block appears when it is complete, until then a line says that it is written."""
 
-    def __init__(self, console: Console, in_fd: int, environ: Mapping[str, str] | None = None):
-        super().__init__(console.file, in_fd, environ)
+    def __init__(
+        self,
+        console: Console,
+        in_fd: int,
+        environ: Mapping[str, str] | None = None,
+        *,
+        delay: float = StatusLine.DELAY,
+    ):
+        super().__init__(cast(TextIO, console.file), in_fd, environ, delay=delay)
         self._console = console
         self._sanitizer = Sanitizer()
         self._block = ""  # that is being written
