@@ -27,6 +27,8 @@ def format_stats(stats: GenerationStats) -> str:
 
 def short_stats(stats: GenerationStats, width: int) -> str:
     """The same, as much of it as `width` columns hold."""
+    if not stats.completion_len:  # it was stopped before the prompt was read
+        return f"0 tokens · {stats.prefill_seconds:.1f} s"[:width]
     answer = [f"{stats.completion_len:,} tokens" if stats.completion_len != 1 else "1 token"]
     if stats.decode_rate:
         answer.append(f"{_rate(stats.decode_rate)} tokens/s")

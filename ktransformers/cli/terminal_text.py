@@ -22,6 +22,7 @@ __all__ = ["Cell", "Highlighter", "Layout", "Palette", "Sanitizer", "Style", "re
 
 _TAB = 8
 _ZWJ, _EMOJI_PRESENTATION = "\u200d", "\ufe0f"
+_CLOSING_CJK = "、。，．！？；：）」』】》〉］｝〕"
 _FIRST_EMOJI = "\U0001f000"  # of those that others can be joined to; wide characters below are CJK
 
 
@@ -258,7 +259,8 @@ class Layout:
                     self._is_emoji = True
                     yield from self._add(cell, width)
                 else:
-                    if self._col > 0 and self._col + 2 > width - 1:
+                    limit = width if cell.char in _CLOSING_CJK else width - 2  # where it fits it begins no row
+                    if self._col > 0 and self._col + 2 > limit:
                         yield self._break()
                     yield from self._put(cell, width)
             else:

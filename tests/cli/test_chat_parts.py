@@ -146,3 +146,4 @@ def test_stats_line() -> None:
     ]
     long = GenerationStats(prompt_len=3417, completion_len=1, prefill_seconds=1.1985)
     assert short_stats(long, 80) == "1 token · read 3,417 in 1.2 s (2,851/s)"
+    assert short_stats(GenerationStats(prompt_len=3417, prefill_seconds=0.5), 80) == "0 tokens · 0.5 s"

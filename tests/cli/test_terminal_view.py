@@ -109,6 +109,13 @@ def test_control_characters_become_visible() -> None:
     assert rows_of("end\r") == ["end␍"]
 
 
+def test_no_row_begins_with_a_full_stop() -> None:
+    for shift in range(4):
+        rows = rows_of("a" * shift, *"世界你好。" * 40)
+        assert "".join(rows) == "a" * shift + "世界你好。" * 40
+        assert not [row for row in rows if row.startswith("。")]
+
+
 def test_lone_surrogates_are_what_a_pipe_gets() -> None:
     buffer = io.BytesIO()
     out = io.TextIOWrapper(buffer, encoding="utf-8", errors="replace")

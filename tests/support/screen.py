@@ -70,7 +70,7 @@ def undo_wrapping(rows: list[str], text: str, columns: int = 80) -> str:
                 break
             word = _first_word(next(iter(left), ""))
             if "\t" not in row + word:
-                assert _columns(row) + _columns(word) > columns - 1, f"broken too early: {row!r}"
+                assert _columns(row) + _columns(word) > columns - 2, f"broken too early: {row!r}"
         lines.append(found)
     assert not left
     return "".join(line + "\n" for line in lines)
