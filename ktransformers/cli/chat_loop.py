@@ -123,18 +123,17 @@ class ChatLoop:
 
     def answer(self, text: str) -> None:
         """Add a user turn and stream the answer to it. Raises KTransformersError after taking the turn back."""
-        with self.view.answering():
-            is_aborted = self._answer(text)
+        with _interruptible() as is_interrupted, self.view.answering():
+            is_aborted = self._answer(text, is_interrupted)
         if is_aborted and not self._options.is_interactive:
             raise KeyboardInterrupt
 
-    def _answer(self, text: str) -> bool:
+    def _answer(self, text: str, is_interrupted: Callable[[], bool]) -> bool:
         """Whether the answer was aborted."""
         self.conversation.add_user(text)
         try:
             prompt_ids = self._prompt_ids()
-            with _interruptible() as is_interrupted:
-                last, content, reasoning = self._stream(prompt_ids, is_interrupted)
+            last, content, reasoning = self._stream(prompt_ids, is_interrupted)
         except KTransformersError:
             self.conversation.drop_last()
             raise

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import TextIO
 
+from ktransformers.cli.terminal_text import Sanitizer
 from ktransformers.core import GenerationStats
 
 __all__ = ["PlainView", "View", "format_stats", "short_stats"]
@@ -84,10 +85,14 @@ class View(ABC):
 
 
 class PlainView(View):
-    """Answers on `out`, one per turn, as they are; everything else on `err`."""
+    """Answers on `out`, one per turn, as they are; everything else on `err`.
+
+    Where one of them is a terminal after all, control characters become visible ones.
+    """
 
     def __init__(self, out: TextIO, err: TextIO):
         self._out, self._err = out, err
+        self._sanitizers = {stream: Sanitizer() for stream in (out, err) if stream.isatty()}
         self._is_line_open = True  # an empty answer is an empty line, so that answers can be counted
         self._is_reasoning = False
 
@@ -104,6 +109,8 @@ class PlainView(View):
             self._write(self._out, text)
 
     def end(self) -> None:
+        for stream, sanitizer in self._sanitizers.items():
+            stream.write(sanitizer.flush())
         if self._is_reasoning:
             self._write(self._err, "\n")
         if self._is_line_open:
@@ -119,7 +126,8 @@ class PlainView(View):
     def error(self, text: str) -> None:
         self._write(self._err, f"error: {text}\n")
 
-    @staticmethod
-    def _write(stream: TextIO, text: str) -> None:
+    def _write(self, stream: TextIO, text: str) -> None:
+        if stream in self._sanitizers:
+            text = self._sanitizers[stream].feed(text)
         stream.write(text)
         stream.flush()

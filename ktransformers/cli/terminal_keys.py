@@ -6,7 +6,7 @@ import os
 import signal
 import termios
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 __all__ = ["muted_keys"]
@@ -33,7 +33,8 @@ def muted_keys(fd: int) -> Iterator[None]:
         termios.tcsetattr(fd, termios.TCSADRAIN, muted)
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        with suppress(termios.error):  # it may be gone
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
         mine = signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)  # stops here, or ends
         signal.signal(signum, mine)

@@ -219,7 +219,7 @@ def _is_skin_tone(char: str) -> bool:
 
 
 class Layout:
-    """Of one answer. Breaks prose into rows. width: asked for again and again, so that a window can change its size.
+    """Of one answer. Breaks prose into rows. width: asked for with each piece, so that a window can change its size.
 
     A word is held back until it is complete: until a space, a wide character or the line's end follows, or until it is
     longer than a row. Such a word, and code, go on in the next row where the terminal breaks them. Each wide character
@@ -246,8 +246,8 @@ class Layout:
 
     def feed(self, cells: Iterable[Cell]) -> Iterator[Cell]:
         """The cells to write, with line ends where rows are broken."""
+        width = self._current_width()
         for cell in cells:
-            width = self._current_width()
             if cell.char in "\n\t " or cell.is_code:
                 yield from self._put_word(width if cell.char == "\n" else width - 1)
                 yield from self._put(cell, width)

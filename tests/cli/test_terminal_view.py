@@ -109,6 +109,16 @@ def test_control_characters_become_visible() -> None:
     assert rows_of("end\r") == ["end␍"]
 
 
+def test_plain_text_on_a_terminal_is_safe_too() -> None:
+    with open_window() as window:
+        view = PlainView(window.out, window.out)
+        view.content(CONTROLS)
+        view.reasoning("\x1b[2J")
+        view.end()
+        view.error("\x1b[2J")
+    assert window.raw.decode() == f"{VISIBLE}␛[2J\r\n\r\nerror: ␛[2J\r\n"
+
+
 def test_no_row_begins_with_a_full_stop() -> None:
     for shift in range(4):
         rows = rows_of("a" * shift, *"世界你好。" * 40)
