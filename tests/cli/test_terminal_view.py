@@ -13,6 +13,7 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyte
@@ -349,20 +350,24 @@ def has_echo(window: Window) -> bool:
     return bool(termios.tcgetattr(window.fd)[3] & termios.ECHO)
 
 
-def start_muted(window: Window, name: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+@contextmanager
+def start_muted(window: Window, name: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
         [sys.executable, "-c", STOPPED.format(signal=name)],
         stdin=window.fd,
         stdout=subprocess.PIPE,
         text=True,
         process_group=0,
         cwd=Path(__file__).parent.parent.parent,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "muted\n"
-    assert not has_echo(window)
-    window.type(b"x")
-    return process
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "muted\n"
+            assert not has_echo(window)
+            window.type(b"x")
+            yield process
+        finally:
+            process.kill()
 
 
 def test_stopped_and_continued(keys: Window) -> None:
