@@ -33,7 +33,7 @@ from ktransformers.engine.llm import LLM
 from tests.support.screen import MemoryScreen, Window, open_window, set_size, undo_wrapping
 
 from . import fake_chat
-from .test_chat import Terminal
+from .test_chat import TIMEOUT, Terminal
 
 XTERM = {"TERM": "xterm"}
 NEVER = 1e9  # seconds
@@ -108,6 +108,14 @@ def rows_of(*chunks: str) -> list[str]:
 def test_control_characters_become_visible() -> None:
     assert rows_of(*CONTROLS) == [VISIBLE]
     assert rows_of("end\r") == ["end␍"]
+
+
+def test_prose_is_broken_at_words_and_code_where_a_row_is_full() -> None:
+    *rows, _ = rows_of(PROSE * 5)
+    assert len(rows) >= 6
+    assert all(row.endswith(" ") and 70 < len(row) <= 80 for row in rows)
+    _, first, second, _ = rows_of(f"```\n{PROSE}\n```")
+    assert (first, second) == (PROSE[:80], PROSE[80:])
 
 
 def test_plain_text_on_a_terminal_is_safe_too() -> None:
@@ -299,10 +307,14 @@ class Watched(TerminalView):
 
 
 def test_keys_during_an_answer_leave_no_trace() -> None:
+    def type_ahead() -> None:
+        window.type(b"ghost\r/exit\n\x04")
+        assert select.select([window.fd], [], [], TIMEOUT)[0]  # the terminal has them, and has echoed them if it does
+
     with open_window() as window:
         before = termios.tcgetattr(window.fd)
         deeds = {
-            20: lambda: window.type(b"ghost\r/exit\n\x04"),
+            20: type_ahead,
             40: lambda: signal.raise_signal(signal.SIGINT),
         }
         loop = chat(Watched(window, deeds), lambda _: "on and on " * 100)
@@ -458,7 +470,7 @@ def test_status_line_is_drawn_while_nobody_reports() -> None:
     out = Out()
     status = StatusLine(out, lambda: 10, delay=1e-3)
     status.show("a text that is too long")
-    assert drawn.wait(60)
+    assert drawn.wait(TIMEOUT)
     status.clear()
     status.clear()
     assert re.fullmatch(r"(\r. a text \x1b\[K)+\r\x1b\[K", out.getvalue())
