@@ -251,7 +251,7 @@ def test_terminal_conversation(terminal: Terminal) -> None:
     terminal.expect(" tokens/s · read ")
     terminal.expect(">>>")
     terminal.type("some **bold** text\r")
-    terminal.expect("**bold** text")
+    terminal.expect("you said some **bold** text")
     terminal.expect(">>>")
     terminal.type('"""first\r')
     terminal.expect("...")
