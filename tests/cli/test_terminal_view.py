@@ -255,15 +255,10 @@ def test_any_text_in_any_pieces(text: str, columns: int, cuts: list[int]) -> Non
     *rows, last = rows_on_a_simple_screen(whole, columns)
     assert last == ""
     assert "".join(rows) == expected.replace("\n", "")
-    at = 0  # every line end of the text ends a row
-    ends_of_rows = set()
-    for row in rows:
-        at += len(row)
-        ends_of_rows.add(at)
-    at = 0
-    for line in expected.split("\n")[:-1]:
-        at += len(line)
-        assert at in ends_of_rows
+    ends_of_rows, ends_of_lines = (
+        set(itertools.accumulate(map(len, parts))) for parts in (rows, expected.split("\n")[:-1])
+    )
+    assert ends_of_lines <= ends_of_rows
     assert len(rows) >= expected.count("\n")
     screens = []
     for raw in (whole, pieces):
