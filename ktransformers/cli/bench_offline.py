@@ -199,7 +199,7 @@ def _within_context(opened: OpenedModel, prefills: list[int], case: DecodeCase) 
 def _load(opened: OpenedModel, max_batch_size: int, expert_stats: ExpertStats) -> tuple[PagedEngine, dict[str, Any]]:
     """The engine, and what is known of machine, model and loading."""
     from ktransformers.cli.bench_machine import describe_machine, ram_peak
-    from ktransformers.cli.chat_output import loading_bar
+    from ktransformers.cli.loading import loading_bar
     from ktransformers.engine.builder import build_paged_engine
     from ktransformers.kernels import limits
 

@@ -8,6 +8,7 @@ local_chat.py, each of its lines is a turn.
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import logging
 import sys
@@ -29,6 +30,7 @@ from ktransformers.cli.options import (
 )
 from ktransformers.config import user_state_dir
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.hub.locate import title_of
 
 if TYPE_CHECKING:
     from ktransformers.cli.chat_input import Source, Turn
@@ -76,6 +78,7 @@ def _add_flags(parser: argparse.ArgumentParser, *, reads_lines: bool) -> None:
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
     modes = ("normal", "long_context")
     group.add_argument("--mode", choices=modes, default="normal", help="long_context is not supported")
+    group.add_argument("--markdown", action="store_true", help="format answers: blocks appear when they are complete")
     add_logging_flag(group)
     parser.set_defaults(run=run, reads_lines=reads_lines, log_level="warning")
 
@@ -104,10 +107,14 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     set_up_logging(args.log_level)
     _check_flags(args)
     config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
+    from ktransformers.cli.loading import early_line, loading_bar
+
+    name = _model_name(config)
+    with early_line(sys.stderr, f"loading {name} ..."):  # what takes seconds to import, before anything else
+        importlib.import_module("ktransformers.engine.llm" if build else "ktransformers.engine.builder")
     from ktransformers.cli.chat_greeting import describe_machine, describe_model
     from ktransformers.cli.chat_input import Turn, read_prompt_file
     from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
-    from ktransformers.cli.chat_output import loading_bar
     from ktransformers.engine.llm import LLM, default_sampling_params
 
     first_turns = []
@@ -117,15 +124,20 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     sampling_params(args, default_sampling_params({}, args.max_new_tokens))
     if build is None:
         from ktransformers.engine.builder import build_engine
+        from ktransformers.server.backend.checks import check_tokenizer
 
+        check_tokenizer(config)
         build = build_engine
-    with loading_bar(sys.stderr) as progress:
+    with loading_bar(sys.stderr, name) as progress:
         engine = build(config, progress)
     try:
         llm = LLM.from_engine(engine)
         params = sampling_params(args, llm.default_params)
         is_interactive = _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and _prompt(args) is None
-        view, source = (_terminal_view(), _terminal_source(args)) if is_interactive else _script(args, first_turns)
+        if is_interactive:
+            view, source = _terminal_view(args.markdown), _terminal_source(args)
+        else:
+            view, source = _script(args, first_turns)
         chat = ChatLoop(llm, view, source, ChatOptions(params, args.system, args.force_think, is_interactive))
         machine, model = describe_machine(config.use_cuda), describe_model(engine)
         _log.info("%s; %s", machine, model)
@@ -140,12 +152,23 @@ def _is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-def _terminal_view() -> View:
+def _model_name(config: EngineConfig) -> str:
+    path = config.gguf_path or config.model_path
+    return "" if path is None else title_of(path)
+
+
+def _terminal_view(is_markdown: bool) -> View:
+    from ktransformers.cli.terminal_view import MarkdownView, TerminalView
+
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that is not UTF-8 must not end a chat
+            stream.reconfigure(errors="replace")
+    in_fd = sys.stdin.fileno() if _is_terminal(sys.stdin) else -1
+    if not is_markdown:
+        return TerminalView(sys.stdout, in_fd)
     from rich.console import Console
 
-    from ktransformers.cli.chat_output import RichView
-
-    return RichView(Console())
+    return MarkdownView(Console(file=sys.stdout), in_fd)
 
 
 def _terminal_source(args: argparse.Namespace) -> Source:
@@ -171,7 +194,7 @@ def _script(args: argparse.Namespace, first_turns: list[Turn]) -> tuple[View, So
     if prompt is not None:
         is_piped = sys.stdin is not None and not sys.stdin.isatty()
         document = read_document(sys.stdin) if is_piped else ""
-        view = _terminal_view() if _is_terminal(sys.stdout) else PlainView(sys.stdout, sys.stderr)
+        view = _terminal_view(args.markdown) if _is_terminal(sys.stdout) else PlainView(sys.stdout, sys.stderr)
         first_turns.append(Turn(prompt, is_literal=True, document=document))
         return view, NoSource()
     plain = PlainView(sys.stdout, sys.stderr)

@@ -187,14 +187,20 @@ class ChatLoop:
 
         replaces: in place of the last question and its answer. params: None for those of the settings.
         """
+        with _interruptible() as is_interrupted, self.view.answering():
+            is_aborted = self._answer(text, replaces, params or self.settings.params, is_interrupted)
+        if is_aborted and not self.is_interactive:
+            raise KeyboardInterrupt
+
+    def _answer(self, text: str, replaces: bool, params: SamplingParams, is_interrupted: Callable[[], bool]) -> bool:
+        """Whether the answer was aborted."""
         before = list(self.conversation.turns)
         if replaces:
             self.conversation.drop_question()
         self.conversation.add_user(text)
         try:
             prompt_ids = self._prompt_ids()
-            with _interruptible() as is_interrupted:
-                last, content, reasoning = self._stream(prompt_ids, params or self.settings.params, is_interrupted)
+            last, content, reasoning = self._stream(prompt_ids, params, is_interrupted)
         except BaseException:
             self.conversation.turns[:] = before
             raise
@@ -205,9 +211,8 @@ class ChatLoop:
             self.conversation.add_assistant(content, reasoning)
         self._answers.append(last.stats)
         self._explain_end(last)
-        self.view.note(format_stats(last.stats))
-        if is_aborted and not self.is_interactive:
-            raise KeyboardInterrupt
+        self.view.stats(last.stats)
+        return is_aborted
 
     def _prompt_ids(self) -> list[int]:
         tokenizer, messages = self.llm.tokenizer, self.conversation.messages
@@ -222,7 +227,7 @@ class ChatLoop:
         self, prompt_ids: list[int], params: SamplingParams, is_interrupted: Callable[[], bool]
     ) -> tuple[TokenEvent, str, str]:
         """Show the answer as it comes; its last event, its content and its reasoning."""
-        events = self.llm.stream(prompt_ids, params, is_interrupted)
+        events = self.llm.stream(prompt_ids, params, is_interrupted, self.view.reading)
         parser = ReasoningParser(self._tags, self.llm.tokenizer.opens_reasoning(prompt_ids))
         content, reasoning, last = [], [], None
         try:
@@ -268,12 +273,13 @@ class ChatLoop:
         steps = total.completion_len - sum(1 for stats in answers if stats.completion_len)
         rate = steps / total.decode_seconds if total.decode_seconds > 0 else 0.0
         session = self.llm.session
+        latest = f"\nlatest answer: {format_stats(answers[-1])}" if answers else ""
         return (
             f"{len(answers)} answers, {len(self.conversation.messages)} messages\n"
             f"prompt: {total.prompt_len} tokens, {total.cached_len} of them reused, "
             f"{total.prefill_seconds:.2f} s, {total.prefill_rate:.1f} tokens/s\n"
             f"answers: {total.completion_len} tokens, {total.decode_seconds:.2f} s, {rate:.1f} tokens/s\n"
-            f"cache: {len(session.cached_ids)} of {session.max_len} tokens"
+            f"cache: {len(session.cached_ids)} of {session.max_len} tokens{latest}"
         )
 
     def describe_model(self) -> str:

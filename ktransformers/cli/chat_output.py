@@ -1,20 +1,18 @@
-"""How a chat looks: plain text for pipes, markdown for terminals. Does not know models or commands."""
+"""Where a chat shows things: what a view is, and the one for pipes. Does not know models or commands.
+
+terminal_view.py has those for terminals.
+"""
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from contextlib import AbstractContextManager, nullcontext
+from typing import TextIO
 
-from ktransformers.core import CAPTURING, GenerationStats
+from ktransformers.cli.terminal_text import Sanitizer
+from ktransformers.core import GenerationStats
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.live import Live
-
-__all__ = ["PlainView", "RichView", "View", "format_stats", "loading_bar", "split_blocks"]
+__all__ = ["PlainView", "View", "format_stats", "short_stats"]
 
 
 def format_stats(stats: GenerationStats) -> str:
@@ -28,8 +26,38 @@ def format_stats(stats: GenerationStats) -> str:
     )
 
 
+def short_stats(stats: GenerationStats, width: int) -> str:
+    """The same, as much of it as `width` columns hold."""
+    if not stats.completion_len:  # it was stopped before the prompt was read
+        return f"0 tokens · {stats.prefill_seconds:.1f} s"[:width]
+    answer = [f"{stats.completion_len:,} tokens" if stats.completion_len != 1 else "1 token"]
+    if stats.decode_rate:
+        answer.append(f"{_rate(stats.decode_rate)} tokens/s")
+    read = f"{stats.prompt_len - stats.cached_len:,}"
+    seconds = f"{stats.prefill_seconds:.1f} s"
+    tries = [
+        f"{', '.join(answer)} · read {read} in {seconds} ({_rate(stats.prefill_rate)}/s)",
+        f"{', '.join(answer)} · read {read} in {seconds}",
+        ", ".join(answer),
+        answer[-1],
+    ]
+    return next((line for line in tries if len(line) <= width), answer[-1][:width])
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
 class View(ABC):
     """Where answers and messages go. An answer is any number of reasoning and content, then end."""
+
+    def answering(self) -> AbstractContextManager[None]:
+        """Entered before an answer is worked on, left when everything about it was shown."""
+        return nullcontext()
+
+    @abstractmethod
+    def reading(self, done: int, total: int) -> None:
+        """`done` of the `total` tokens that have to be computed of a prompt are."""
 
     @abstractmethod
     def reasoning(self, text: str) -> None:
@@ -44,8 +72,12 @@ class View(ABC):
         """The answer is complete, or was stopped."""
 
     @abstractmethod
+    def stats(self, stats: GenerationStats) -> None:
+        """Counts and rates of the answer that ended."""
+
+    @abstractmethod
     def note(self, text: str) -> None:
-        """Something about the chat: statistics, what a command did."""
+        """Something about the chat: what a command did, why an answer ended."""
 
     @abstractmethod
     def error(self, text: str) -> None:
@@ -53,12 +85,19 @@ class View(ABC):
 
 
 class PlainView(View):
-    """Answers on `out`, one per turn, as they are; everything else on `err`."""
+    """Answers on `out`, one per turn, as they are; everything else on `err`.
+
+    Where one of them is a terminal after all, control characters become visible ones.
+    """
 
     def __init__(self, out: TextIO, err: TextIO):
         self._out, self._err = out, err
+        self._sanitizers = {stream: Sanitizer() for stream in (out, err) if stream.isatty()}
         self._is_line_open = True  # an empty answer is an empty line, so that answers can be counted
         self._is_reasoning = False
+
+    def reading(self, done: int, total: int) -> None:
+        pass  # a pipe has no line that could be erased
 
     def reasoning(self, text: str) -> None:
         self._is_reasoning = True
@@ -70,11 +109,16 @@ class PlainView(View):
             self._write(self._out, text)
 
     def end(self) -> None:
+        for stream, sanitizer in self._sanitizers.items():
+            stream.write(sanitizer.flush())
         if self._is_reasoning:
             self._write(self._err, "\n")
         if self._is_line_open:
             self._write(self._out, "\n")
         self._is_line_open, self._is_reasoning = True, False
+
+    def stats(self, stats: GenerationStats) -> None:
+        self.note(format_stats(stats))
 
     def note(self, text: str) -> None:
         self._write(self._err, text + "\n")
@@ -82,132 +126,8 @@ class PlainView(View):
     def error(self, text: str) -> None:
         self._write(self._err, f"error: {text}\n")
 
-    @staticmethod
-    def _write(stream: TextIO, text: str) -> None:
+    def _write(self, stream: TextIO, text: str) -> None:
+        if stream in self._sanitizers:
+            text = self._sanitizers[stream].feed(text)
         stream.write(text)
         stream.flush()
-
-
-def split_blocks(text: str) -> tuple[list[str], str]:
-    """Complete blocks of markdown and the rest. A block ends at a blank line that is not inside of a code fence."""
-    blocks, lines, fence = [], [], ""
-    *whole, last = text.split("\n")
-    for line in whole:
-        lines.append(line)
-        stripped = line.strip()
-        if fence:
-            fence = "" if stripped.startswith(fence) and not stripped.strip(fence[0]) else fence
-        elif stripped.startswith(("```", "~~~")):
-            fence = stripped[:3]
-        elif not stripped:
-            blocks.append("\n".join(lines))
-            lines = []
-    return [block for block in blocks if block.strip()], "\n".join([*lines, last])
-
-
-class RichView(View):
-    """Streams markdown: complete blocks are printed for good, the one that is being written is redrawn below them."""
-
-    _SECONDS_PER_FRAME = 1 / 15
-
-    def __init__(self, console: Console):
-        self._console = console
-        self._live: Live | None = None
-        self._tail = self._reasoning_tail = ""
-        self._drawn = 0.0
-        self._is_reasoning = False
-
-    def reasoning(self, text: str) -> None:
-        self._is_reasoning, self._reasoning_tail = True, (self._reasoning_tail + text)[-2:]
-        self._console.print(text, style="dim", end="", markup=False, highlight=False, soft_wrap=True)
-
-    def content(self, text: str) -> None:
-        if self._is_reasoning:  # one blank line between it and the content
-            ends = len(self._reasoning_tail) - len(self._reasoning_tail.rstrip("\n"))
-            self._console.print("\n" * (2 - ends), end="")
-            self._is_reasoning = False
-        self._tail += text
-        blocks, self._tail = split_blocks(self._tail)
-        if blocks:
-            self._close_live()
-            for block in blocks:
-                self._print_block(block)
-                self._console.print()
-        now = time.monotonic()
-        if self._tail.strip() and (blocks or now - self._drawn >= self._SECONDS_PER_FRAME):
-            self._drawn = now
-            self._draw_tail()
-
-    def end(self) -> None:
-        self._close_live()
-        if self._tail.strip():
-            self._print_block(self._tail)
-        elif self._is_reasoning:
-            self._console.print()
-        self._tail, self._reasoning_tail, self._drawn, self._is_reasoning = "", "", 0.0, False
-
-    def note(self, text: str) -> None:
-        self._console.print(text, style="dim", markup=False, highlight=False)
-
-    def error(self, text: str) -> None:
-        self._console.print(f"error: {text}", style="red", markup=False, highlight=False)
-
-    def _print_block(self, block: str) -> None:
-        from rich.markdown import Markdown
-
-        self._console.print(Markdown(block))
-
-    def _draw_tail(self) -> None:
-        from rich.live import Live
-        from rich.markdown import Markdown
-
-        if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="ellipsis")
-            self._live.start()
-        self._live.update(Markdown(self._tail), refresh=True)
-
-    def _close_live(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-
-@contextmanager
-def loading_bar(err: TextIO) -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar with bytes and rate on a terminal, nothing elsewhere. Yields the callback that `build_engine` takes.
-
-    Captured graphs have a bar of their own, in numbers.
-    """
-    if not err.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = Console(file=err)
-    loading = Progress(
-        TextColumn("loading"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        console=console,
-        transient=True,
-    )
-    capturing = Progress(
-        TextColumn(f"capturing {CAPTURING}"), BarColumn(), MofNCompleteColumn(), console=console, transient=True
-    )
-    tasks = {}  # a bar is shown from its first report on; a console has room for one at a time
-
-    def report(done: int, total: int, name: str) -> None:
-        bar, other = (capturing, loading) if name == CAPTURING else (loading, capturing)
-        if bar not in tasks:
-            other.stop()
-            bar.start()
-            tasks[bar] = bar.add_task(name, total=total)
-        bar.update(tasks[bar], completed=done, total=total)
-
-    try:
-        yield report
-    finally:
-        loading.stop()
-        capturing.stop()

@@ -164,7 +164,7 @@ def run(args: argparse.Namespace, backend: Callable[[], Backend] | None = None) 
     _check_flags(args)
     config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
     server_config = _server_config(args, config)
-    from ktransformers.cli.chat_output import loading_bar
+    from ktransformers.cli.loading import loading_bar
     from ktransformers.server.run import serve
 
     def bar() -> Any:

@@ -28,7 +28,10 @@ from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.tokenizer.stream import TextStream
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["SequenceRunner", "prefill_and_generate"]
+__all__ = ["PrefillProgress", "SequenceRunner", "prefill_and_generate"]
+
+PrefillProgress = Callable[[int, int], None]
+"""Is told how many of the prompt's tokens are computed, and how many have to be: those that were not cached."""
 
 
 class SequenceRunner(Protocol):
@@ -68,14 +71,18 @@ class _Answer:
         self.limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
 
-    def prefill(self, chunk_size: int, is_stopped: Callable[[], bool]) -> torch.Tensor | None:
+    def prefill(
+        self, chunk_size: int, is_stopped: Callable[[], bool], on_prefill: PrefillProgress | None = None
+    ) -> torch.Tensor | None:
         """Compute the prompt from cached_len on; logits [1, V] of its last token, or None when stopped in between."""
-        logits, total = None, len(self.prompt_ids)
+        logits, total, cached_len = None, len(self.prompt_ids), self.stats.cached_len
         if self._prompt_logprobs is not None:
             chunk_size = min(chunk_size, PROMPT_LOGPROB_ROWS)
-        for start in range(self.stats.cached_len, total, chunk_size):
+        for start in range(cached_len, total, chunk_size):
             if is_stopped():
                 return None
+            if on_prefill is not None:
+                on_prefill(start - cached_len, total - cached_len)
             began = time.perf_counter()
             chunk = self.prompt_ids[start : start + chunk_size]
             is_last = start + len(chunk) == total
@@ -127,8 +134,10 @@ class _Answer:
     def aborted(self) -> TokenEvent:
         return TokenEvent(None, self.text.finish()[0], self.stats, finish_reason=FinishReason.ABORT)
 
-    def run(self, chunk_size: int, is_stopped: Callable[[], bool]) -> Iterator[TokenEvent]:
-        logits = self.prefill(chunk_size, is_stopped)
+    def run(
+        self, chunk_size: int, is_stopped: Callable[[], bool], on_prefill: PrefillProgress | None = None
+    ) -> Iterator[TokenEvent]:
+        logits = self.prefill(chunk_size, is_stopped, on_prefill)
         while logits is not None:
             event = self.step(logits)
             if self._prompt_logprobs is not None and self.stats.completion_len == 1:
@@ -177,13 +186,15 @@ def prefill_and_generate(
     eos_token_ids: Sequence[int] = (),
     tokenizer: Tokenizer | None = None,
     should_stop: Callable[[], bool] | None = None,
+    on_prefill: PrefillProgress | None = None,
 ) -> Iterator[TokenEvent]:
     """Generate the answer to prompt_ids, one event per token. The last event carries the finish reason.
 
     chunk_size: most prompt tokens per forward. cached_len: leading prompt tokens whose keys and values `runner` already
     holds. eos_token_ids end the answer unless params.ignore_eos; params.stop_token_ids always do; neither kind of token
     has text. tokenizer None: no text, no stop strings. should_stop is asked before every forward; when it says yes the
-    answer ends with ABORT. max_tokens counts at most up to the end of the cache.
+    answer ends with ABORT. on_prefill is called before every forward of the prompt. max_tokens counts at most up to the
+    end of the cache.
 
     Checks before any work: raises ConfigError for an empty prompt or ids outside of the vocabulary, ContextLengthError
     when the prompt leaves no room for an answer.
@@ -192,4 +203,4 @@ def prefill_and_generate(
     end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
     stats = GenerationStats(prompt_len=len(prompt_ids), cached_len=cached_len)
     answer = _Answer(runner, list(prompt_ids), params, end_ids, TextStream(tokenizer, params.stop), stats)
-    return answer.run(chunk_size, should_stop or (lambda: False))
+    return answer.run(chunk_size, should_stop or (lambda: False), on_prefill)

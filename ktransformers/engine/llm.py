@@ -170,16 +170,23 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         should_stop: Callable[[], bool] | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
     ) -> Iterator[TokenEvent]:
         """The answer to one prompt, token by token. Raises ConfigError and ContextLengthError before any work.
 
         should_stop: asked now and then, on this thread; when it says yes the answer ends with ABORT. So does an
         iterator that is closed or dropped, without an event. Several may be open at once.
+        on_prefill: told before every chunk of the prompt how many tokens are computed, and how many have to be; only
+        over an engine that has a session.
         """
         self._require_open()
         ids, params = self._reader.ids(prompt), self._reader.params(sampling_params)
         if self._batches is None:
-            return self.session.generate(ids, params, should_stop)
+            return self.session.generate(ids, params, should_stop, on_prefill)
+        if on_prefill is not None:
+            raise UnsupportedError(
+                "on_prefill needs LLM.from_engine(build_engine(config)), which answers one at a time"
+            )
         self._batches.check(ids, params)
         return self._events(self._batches, ids, params, should_stop)
 

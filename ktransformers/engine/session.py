@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import torch
 
 from ktransformers.core import SamplingParams, TokenEvent
-from ktransformers.engine.generate import SequenceRunner, prefill_and_generate
+from ktransformers.engine.generate import PrefillProgress, SequenceRunner, prefill_and_generate
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Session", "common_prefix_len"]
@@ -78,7 +78,11 @@ class Session:
         self._runner.token_ids.clear()
 
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, should_stop: Callable[[], bool] | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        should_stop: Callable[[], bool] | None = None,
+        on_prefill: PrefillProgress | None = None,
     ) -> Iterator[TokenEvent]:
         """See prefill_and_generate, whose errors this raises too, before any work."""
         self._stop_running()
@@ -95,6 +99,7 @@ class Session:
             eos_token_ids=self._eos_token_ids,
             tokenizer=self._tokenizer,
             should_stop=should_stop,
+            on_prefill=on_prefill,
         )
         return self._running
 

@@ -60,7 +60,7 @@ def last_json(out: str) -> dict[str, Any]:
         (["--types", "q3_x"], "--types q3_x is not one of"),
         (["--tokens", "1,x"], "--tokens must be positive numbers"),
         (["--tokens", "0"], "--tokens must be positive numbers"),
-        (["--experts", "4", "--top_k", "5"], "--top_k 5 is more than --experts 4"),
+        (["--experts", "4", "--top_k", "5"], "--experts_per_token 5 is more than --experts 4"),
         (["--hidden", "100"], "multiples of 256"),
         (["--layers", "0"], "--layers must be at least 1"),
     ],

@@ -76,7 +76,7 @@ def test_one_turn_per_line_answers_only_on_stdout(chat: Chat, tmp_path: Path) ->
         "1 turns",
         "8 turns",
     ]
-    assert err.count("prompt eval: ") == 9
+    assert err.count("prompt eval: ") == 10  # nine answers, and the latest in /stats
     assert "tokens/s · eval: " in err
     assert re.search(r"cache: \d+ of 4096 tokens", err)
     messages = json.loads(saved.read_text(encoding="utf-8"))
@@ -135,6 +135,7 @@ def test_answers_that_are_cut(chat: Chat) -> None:
 def test_errors_of_turns(chat: Chat) -> None:
     _, err = chat("/lod x\n/load\n/load /no/such/file\n", code=1)
     assert err.splitlines() == [
+        "loading fake_chat.py ...",
         "error: unknown command /lod; did you mean /load?",
         "error: usage: /load FILE",
         "error: cannot load /no/such/file: No such file or directory",
@@ -216,12 +217,12 @@ def terminal() -> Iterator[Terminal]:
 
 def test_terminal_conversation(terminal: Terminal) -> None:
     terminal.type("think\r")
-    terminal.expect("\x1b[2ml\x1b[0m\x1b[2me\x1b[0m\x1b[2mt")  # dimmed, character by character as the fake says it
+    terminal.expect("\x1b[2mlet \x1b[0m\x1b[2mme \x1b[0m\x1b[2msee")  # dimmed, word by word
     terminal.expect("thought")
-    terminal.expect("prompt eval: ")
+    terminal.expect(" tokens/s · read ")
     terminal.expect(">>>")
     terminal.type("some **bold** text\r")
-    terminal.expect("\x1b[1mbold")
+    terminal.expect("you said some **bold** text")
     terminal.expect(">>>")
     terminal.type('"""first\r')
     terminal.expect("...")

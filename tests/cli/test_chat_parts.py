@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from rich.console import Console
 
 from ktransformers.cli.chat_history import Conversation
 from ktransformers.cli.chat_input import Turn, lines_of, read_prompt_file, read_turn, typed_path
-from ktransformers.cli.chat_output import PlainView, RichView, format_stats, split_blocks
+from ktransformers.cli.chat_output import PlainView, format_stats, short_stats
+from ktransformers.cli.terminal_view import MarkdownView, split_blocks
 from ktransformers.core import GenerationStats
 from ktransformers.errors import ConfigError
 
@@ -112,15 +114,17 @@ def test_plain_view_one_line_end_per_answer() -> None:
     assert out.getvalue() == "a\nb\n\n"
 
 
-def test_rich_view_shows_every_block_once() -> None:
+def test_markdown_view_shows_every_block_once() -> None:
     out = io.StringIO()
-    view = RichView(Console(file=out, width=60, color_system=None))
+    with open(os.devnull) as keys:
+        view = MarkdownView(Console(file=out, width=60, color_system=None), keys.fileno(), {})
     answer = "# Title\n\npara *one*\n\n- x\n- y\n\n```python\na = 1\n\nb = 2\n```\n\n[not markup]"
     for char in answer:
         view.content(char)
     view.end()
     shown = out.getvalue()
     assert [shown.count(text) for text in ("Title", "para one", "• x", "a = 1", "b = 2", "[not markup]")] == [1] * 6
+    assert "\x1b" not in shown  # nothing is redrawn
 
 
 def test_stats_line() -> None:
@@ -129,3 +133,17 @@ def test_stats_line() -> None:
         "prompt eval: 30 tokens (10 of them reused), 20 in 2.00 s, 10.0 tokens/s · "
         "eval: 11 tokens in 4.00 s, 2.5 tokens/s"
     )
+    shown = "11 tokens, 2.5 tokens/s · read 20 in 2.0 s (10.0/s)"
+    assert [short_stats(stats, width) for width in (80, len(shown), len(shown) - 1, 40, 23, 22, 12, 4)] == [
+        shown,
+        shown,
+        "11 tokens, 2.5 tokens/s · read 20 in 2.0 s",
+        "11 tokens, 2.5 tokens/s",
+        "11 tokens, 2.5 tokens/s",
+        "2.5 tokens/s",
+        "2.5 tokens/s",
+        "2.5 ",
+    ]
+    long = GenerationStats(prompt_len=3417, completion_len=1, prefill_seconds=1.1985)
+    assert short_stats(long, 80) == "1 token · read 3,417 in 1.2 s (2,851/s)"
+    assert short_stats(GenerationStats(prompt_len=3417, prefill_seconds=0.5), 80) == "0 tokens · 0.5 s"

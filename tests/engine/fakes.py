@@ -75,14 +75,16 @@ def scripted_logits(tokenizer: Tokenizer, reply: Callable[[str], str]) -> NextLo
         return tokenizer.encode(reply(tokenizer.decode(prompt, skip_special_tokens=False)))
 
     def logits(prefix: list[int]) -> np.ndarray:
-        starts = [i for i in range(len(prefix)) if prefix[i : i + len(header)] == header]
+        starts = [i for i in range(len(prefix)) if prefix[i] == header[0] and prefix[i : i + len(header)] == header]
         values = np.zeros(tokenizer.vocab_size, dtype=np.float32)
         answered = prefix[starts[-1] + len(header) :] if starts else []
         if answered[: len(think)] == think and said(tuple(prefix[: starts[-1] + len(header)]))[: len(think)] != think:
             answered = answered[len(think) :]  # the prompt goes on: the tag was forced
         prompt = prefix[: len(prefix) - len(answered)]
         wanted = said(tuple(prompt))
-        at = next((i for i in range(min(len(answered), len(wanted))) if answered[i] != wanted[i]), len(answered))
+        at = len(answered)
+        if wanted[:at] != answered:
+            at = next((i for i in range(min(at, len(wanted))) if answered[i] != wanted[i]), at)
         values[wanted[at] if at < len(wanted) else end] = 20.0
         return values
 

@@ -55,6 +55,17 @@ def test_tokens_do_not_depend_on_the_chunk(chunk_size: int) -> None:
     assert runner.calls[len(prefill) :] == [(5 + i, 1, 1) for i in range(11)]  # the last token is not run
 
 
+def test_progress_of_the_prompt() -> None:
+    told: list[tuple[int, int]] = []
+    run(replace(GREEDY, max_tokens=3), chunk_size=2, on_prefill=lambda *progress: told.append(progress))
+    assert told == [(0, 5), (2, 5), (4, 5)]  # and nothing for the tokens of the answer
+    runner, told[:] = ngram_runner(), []
+    session = Session(runner, chunk_size=2)
+    list(session.generate([1, 2, 3], replace(GREEDY, max_tokens=1)))
+    list(session.generate([1, 2, 3, 4, 5, 6], GREEDY, None, lambda *progress: told.append(progress)))
+    assert told == [(0, 3), (2, 3)]  # what was cached does not count
+
+
 def test_sampling_depends_on_the_seed_only() -> None:
     params = SamplingParams(seed=7, max_tokens=20)
     first = ids_of(run(params))

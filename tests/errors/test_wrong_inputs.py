@@ -201,7 +201,7 @@ FLAGS = [
     Row("chat --mode long_context", "--mode long_context is not supported"),
     Row("bench kernels --types q9", "--types q9 is not one of"),
     Row("bench kernels --hidden 100", "--hidden and --width must be multiples of 256"),
-    Row("bench kernels --top_k 9 --experts 8", "--top_k 9 is more than --experts 8"),
+    Row("bench kernels --top_k 9 --experts 8", "--experts_per_token 9 is more than --experts 8"),
     Row("bench kernels --tokens 1,x", "--tokens must be positive numbers with commas between them, got '1,x'"),
     Row("bench kernels --tokens 99999999999", "--tokens must be at most"),
     Row("bench model --prefill 0", "--prefill must be positive numbers"),

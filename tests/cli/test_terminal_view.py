@@ -1,0 +1,498 @@
+"""What a terminal shows of an answer against what a pipe gets: the same, but for rows and colours."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyte
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from wcwidth import wcwidth
+
+from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
+from ktransformers.cli.chat_output import PlainView, View
+from ktransformers.cli.loading import StatusLine
+from ktransformers.cli.terminal_text import Highlighter, Layout, Sanitizer, Style, render
+from ktransformers.cli.terminal_view import MarkdownView, TerminalView, palette_of
+from ktransformers.core import SamplingParams
+from ktransformers.engine.llm import LLM
+from tests.support.screen import MemoryScreen, Window, open_window, set_size, undo_wrapping
+
+from . import fake_chat
+from .test_chat import TIMEOUT, Terminal
+
+XTERM = {"TERM": "xterm"}
+NEVER = 1e9  # seconds
+CODE = "".join(
+    f"{'    ' * (n % 5)}value_{n} = compute(`{n}`, '#', {'long_argument, ' * (n % 9)}2*3*4)\n" for n in range(60)
+)
+PROSE = "The quick brown fox, who is *very* fast, jumps over the lazy dog and then over `another one`; so it goes. "
+ANSWERS = {
+    "code": f"Here it is:\n\n```python\n{CODE}```\n\nThat was it.",
+    "paragraphs": f"{PROSE * 5}\n\n# A heading\n\n{PROSE}",
+    "lists": f"- one\n- two\n  - {PROSE}\n    1. deeper\n* {PROSE}\n\n1) first\n2) second\n",
+    "stars": "2*3*4 is 24, *a* **b** _c_ __d__ a_b_c \\* \\` \\\\ 1*",
+    "html": "<div class='x'>\n  <b>bold</b> &amp; <br/> <think-not>\n</div> <!-- gone? -->",
+    "nested fences": "````markdown\n```python\na = `1`\n```\n````\n~~~\n```\n~~~\n``a ` b`` ```in``` it\n```one```\n",
+    "open fence": "```\n``\n``` no\n    ```\n  ```js\nx",
+    "tables": f"| a | b |\n|---|:-:|\n| 1 | {'wide ' * 20}|\n|{'-' * 78}|\n",
+    "long words": f"see https://{'a' * 200}?q=1 and {'b' * 80} {'c' * 79} {'d' * 81}\n{'e' * 80}\n{'f' * 160}\n",
+    "cjk": "你好，世界。" * 30 + "mixed with English words 和中文" * 8 + "\nかな カナ 한국어 " * 9,
+    "emoji": "👩\u200d👩\u200d👧\u200d👦 👍🏽 🇩🇪🇫🇷🇮🇹❤\ufe0f ⚠\ufe0f e\u0301 " * 12,
+    "spaces": f"trailing   \n \n  two  spaces{' ' * 100}end {PROSE}   \n   indented {PROSE}",
+    "tabs": "\ta\tb\n" + "word\tword " * 30 + f"\n```\n{'x' * 79}\ty\n{'x' * 80}\ty\n\t\t\t\t\t\t\t\t\t\t\t\tz\n```\n",
+    "empty lines": "\n\na\n\n\n\nb\n\n",
+    "crlf": f"one\r\n{PROSE}\r\n\r\n```\r\ncode\r\n```\r\nend\r\n",
+    "nothing": "",
+}
+CONTROLS = "\x1b[2J\x1b]0;title\x07 a\rb \x08\x00\x7f\x9b31m \x85 end"
+VISIBLE = "␛[2J␛]0;title␇ a␍b ␈␀␡\ufffd31m \ufffd end"
+
+
+def chat(view: View, reply: Callable[[str], str], max_new_tokens: int = 8000) -> ChatLoop:
+    """The real loop on a model that says what it is told to."""
+    engine = fake_chat.load_fakes().scripted_engine(reply, 16000, max_new_tokens=max_new_tokens)
+    options = ChatOptions(SamplingParams(temperature=0.0, max_tokens=max_new_tokens), is_interactive=True)
+    return ChatLoop(LLM.from_engine(engine), view, lambda is_inside: None, options)
+
+
+def piped(answer: str) -> str:
+    out = io.StringIO()
+    chat(PlainView(out, io.StringIO()), lambda _: answer).answer("?")
+    return out.getvalue()
+
+
+def terminal_view(window: Window, delay: float = NEVER) -> TerminalView:
+    return TerminalView(window.out, window.fd, XTERM, delay=delay)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_terminal_shows_what_a_pipe_gets(name: str) -> None:
+    plain = piped(ANSWERS[name])
+    assert plain.removesuffix("\n") == ANSWERS[name].removesuffix("\n")
+    with open_window() as window:
+        chat(terminal_view(window), lambda _: ANSWERS[name]).answer("?")
+    *rows, speed = window.screen.rows()
+    assert re.fullmatch(r"[\d,]+ tokens?(, [\d.,]+ tokens/s)? · read \d+ in [\d.]+ s \([\d.,]+/s\)", speed)
+    text = plain.replace("\r", "")
+    assert undo_wrapping(rows, text) == text
+    assert b"\r\n" in window.raw
+    assert not re.search(rb"\x1b\[[\d;]*[^\d;m]", window.raw)  # colours and nothing else
+    assert window.raw.count(b"\r") == window.raw.count(b"\n") + plain.count("\r")  # no line is written twice
+
+
+def rows_of(*chunks: str) -> list[str]:
+    """What a view shows of an answer."""
+    with open_window() as window:
+        view = terminal_view(window)
+        for chunk in chunks:
+            view.content(chunk)
+        view.end()
+    return window.screen.rows()
+
+
+def test_control_characters_become_visible() -> None:
+    assert rows_of(*CONTROLS) == [VISIBLE]
+    assert rows_of("end\r") == ["end␍"]
+
+
+def test_prose_is_broken_at_words_and_code_where_a_row_is_full() -> None:
+    *rows, _ = rows_of(PROSE * 5)
+    assert len(rows) >= 6
+    assert all(row.endswith(" ") and 70 < len(row) <= 80 for row in rows)
+    _, first, second, _ = rows_of(f"```\n{PROSE}\n```")
+    assert (first, second) == (PROSE[:80], PROSE[80:])
+
+
+def test_plain_text_on_a_terminal_is_safe_too() -> None:
+    with open_window() as window:
+        view = PlainView(window.out, window.out)
+        view.content(CONTROLS)
+        view.reasoning("\x1b[2J")
+        view.end()
+        view.error("\x1b[2J")
+    assert window.raw.decode() == f"{VISIBLE}␛[2J\r\n\r\nerror: ␛[2J\r\n"
+
+
+def test_no_row_begins_with_a_full_stop() -> None:
+    for shift in range(4):
+        rows = rows_of("a" * shift, *"世界你好。" * 40)
+        assert "".join(rows) == "a" * shift + "世界你好。" * 40
+        assert not [row for row in rows if row.startswith("。")]
+
+
+def test_lone_surrogates_are_what_a_pipe_gets() -> None:
+    buffer = io.BytesIO()
+    out = io.TextIOWrapper(buffer, encoding="utf-8", errors="replace")
+    plain = PlainView(out, io.StringIO())
+    plain.content("a\ud800b \udcff")
+    plain.end()
+    assert rows_of("a\ud800b", " \udcff") == buffer.getvalue().decode().splitlines()
+
+
+def test_reasoning_is_dim_and_a_line_apart() -> None:
+    with open_window() as window:
+        chat(terminal_view(window), lambda _: f"<think>\n{PROSE}`x`</think>\n\nthe answer").answer("?")
+    *rows, blank, content, _ = window.screen.rows()
+    assert ("".join(rows), blank, content) == (f"{PROSE}`x`", "", "the answer")
+    assert re.match(rb"(\x1b\[2m[^\x1b]+\x1b\[0m)+\r\n", window.raw)
+    assert re.search(rb"\r\n\r\nthe answer\r\n", window.raw)
+
+
+def test_colors_keep_all_characters() -> None:
+    def styles(text: str) -> str:
+        highlighter = Highlighter()
+        cells = [*highlighter.feed(text), *highlighter.flush()]
+        assert "".join(cell.char for cell in cells) == text
+        return "".join(
+            cell.char if cell.char in "\n " else {Style.PLAIN: "."}.get(cell.style, cell.style[0]) for cell in cells
+        )
+
+    assert styles("a `b` c\n`open\nd") == ". ccc .\nccccc\n."
+    assert styles("``a ` b`` c") == "ccc c ccc ."
+    assert styles("## Title `x`\n#no\n####### no\n#") == "hh hhhhh ccc\n...\n....... ..\n."
+    assert styles("```py\n# a\n``\n```\nb") == "fffff\nc c\ncc\nfff\n."
+    assert styles("~~~~\n~~~\n~~~~ \nb") == "ffff\nccc\nffff \n."
+    assert styles("  ```\n  ``` x\n```` \n``b") == "  fff\n  fff c\nffff \nccc"
+    assert styles("~~a~~ ```b``` ``") == "..... ccccccc cc"
+
+
+def test_palettes() -> None:
+    def raw(environ: dict[str, str]) -> str:
+        layout, highlighter = Layout(lambda: 80), Highlighter()
+        return render(layout.feed(highlighter.feed("# a\n`b` c\n")), palette_of(environ))
+
+    assert raw(XTERM) == "\x1b[1m# a\x1b[0m\n\x1b[36m`b` \x1b[0mc\n"
+    assert raw(XTERM | {"NO_COLOR": "1"}) == "\x1b[1m# a\x1b[0m\n`b` c\n"
+    assert raw({"TERM": "dumb"}) == raw({}) == "# a\n`b` c\n"
+
+
+def test_markdown_is_printed_when_it_is_complete() -> None:
+    with open_window() as window:
+        console = Console(file=window.out, width=80, force_terminal=True, color_system="standard")
+        view = MarkdownView(console, window.fd, XTERM, delay=0)
+        chat(view, lambda _: f"<think>hm</think># Title\n\n{PROSE}\n\n```python\n{CODE}\n```\n\x1b[2J").answer("?")
+    rows = [row.strip() for row in window.screen.rows()]
+    assert (rows[0], rows[1]) == ("hm", "")
+    text = "\n".join(rows)
+    assert [text.count(part) for part in ("Title", "value_0 ", "value_59", "␛[2J", "writing")] == [1, 1, 1, 1, 0]
+    assert b"writing, line 60\x1b[K" in window.raw
+    assert not re.search(rb"\x1b\[\d*[A-JL-ln-z]", window.raw)  # colours, and a line that is erased
+
+
+# --- any text, in any pieces -----------------------------------------------------------------------------------------
+
+TEXTS = st.lists(
+    st.one_of(
+        st.sampled_from(["```", "~~~", "`", "#", "# ", "\n", "\n```\n", "\r\n", " ", "  ", "\t"]),
+        st.sampled_from(["-" * 90, "你好", "👩\u200d👧", "❤\ufe0f"]),
+        st.text(alphabet="abc", max_size=30),
+        st.text(max_size=5),
+        st.characters(codec=None),
+    ),
+    max_size=40,
+).map("".join)
+
+
+def rows_on_a_simple_screen(raw: str, columns: int) -> list[str]:
+    """What stands in each row of a terminal that knows line ends, tabs, widths and, to ignore them, colours.
+
+    A row that is full goes on in the next one only when a character comes.
+    """
+    rows, col = [""], 0
+    for char in re.sub(r"\x1b\[[\d;]*m", "", raw):
+        assert char in "\n\t\r" or (wcwidth(char) >= 0 and not "\ud800" <= char <= "\udfff"), repr(char)
+        if char == "\r":
+            continue
+        if char == "\n":
+            rows, col = [*rows, ""], 0
+            continue
+        if char == "\t":
+            assert col < columns - 1 or columns <= 8, "a tab in a full row: the next character would replace one"
+            col = min((col // 8 + 1) * 8, columns - 1)
+        elif col + wcwidth(char) > columns:
+            rows, col = [*rows, ""], wcwidth(char)
+        else:
+            col += wcwidth(char)
+        rows[-1] += char
+    return rows
+
+
+def written(chunks: list[str], columns: int) -> str:
+    out = io.StringIO()
+    with open(os.devnull) as keys:
+        view = TerminalView(out, keys.fileno(), XTERM, delay=NEVER)
+        view._width = lambda: columns
+        for chunk in chunks:
+            view.content(chunk)
+        view.end()
+    return out.getvalue()
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS, columns=st.sampled_from([9, 20, 80]), cuts=st.lists(st.integers(0, 100), max_size=20))
+def test_any_text_in_any_pieces(text: str, columns: int, cuts: list[int]) -> None:
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    chunks = [text[a:b] for a, b in itertools.pairwise(ends)]
+    whole, pieces = written([text], columns), written(chunks, columns)
+    sanitizer = Sanitizer()
+    expected = (sanitizer.feed(text) + sanitizer.flush()).replace("\r\n", "\n")
+    expected += "" if expected.endswith("\n") else "\n"
+    *rows, last = rows_on_a_simple_screen(whole, columns)
+    assert last == ""
+    assert "".join(rows) == expected.replace("\n", "")
+    ends_of_rows, ends_of_lines = (
+        set(itertools.accumulate(map(len, parts))) for parts in (rows, expected.split("\n")[:-1])
+    )
+    assert ends_of_lines <= ends_of_rows
+    assert len(rows) >= expected.count("\n")
+    screens = []
+    for raw in (whole, pieces):
+        screen = MemoryScreen(columns, 24)
+        screen.set_mode(pyte.modes.LNM)
+        pyte.Stream(screen).feed(raw)
+        lines = [*screen.history.top, *(screen.buffer[y] for y in range(24))]
+        screens.append([[(x, line[x]) for x in sorted(line) if line[x].data.strip()] for line in lines])
+    assert screens[0] == screens[1]  # characters, places and colours
+
+
+def test_window_that_changes_its_size() -> None:
+    with open_window(40) as window:
+        view = terminal_view(window)
+        for n, word in enumerate(PROSE.split()):
+            view.content(word + " ")
+            if n == 9:
+                set_size(window.fd, 20)
+        view.end()
+    rows = window.raw.decode().replace("\r", "")
+    rows = re.sub(r"\x1b\[[\d;]*m", "", rows).split("\n")
+    assert len(rows[0]) > 20
+    assert all(len(row) <= 20 for row in rows[2:])
+    assert "".join(rows) == PROSE
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+class Watched(TerminalView):
+    """A view that does something after some pieces of content."""
+
+    def __init__(self, window: Window, deeds: dict[int, Callable[[], object]]):
+        super().__init__(window.out, window.fd, XTERM, delay=NEVER)
+        self._deeds, self._count = deeds, 0
+
+    def content(self, text: str) -> None:
+        super().content(text)
+        self._count += 1
+        self._deeds.get(self._count, lambda: None)()
+
+
+def test_keys_during_an_answer_leave_no_trace() -> None:
+    def type_ahead() -> None:
+        window.type(b"ghost\r/exit\n\x04")
+        assert select.select([window.fd], [], [], TIMEOUT)[0]  # the terminal has them, and has echoed them if it does
+
+    with open_window() as window:
+        before = termios.tcgetattr(window.fd)
+        deeds = {
+            20: type_ahead,
+            40: lambda: signal.raise_signal(signal.SIGINT),
+        }
+        loop = chat(Watched(window, deeds), lambda _: "on and on " * 100)
+        loop.answer("?")
+        assert termios.tcgetattr(window.fd) == before
+        assert not select.select([window.fd], [], [], 0)[0]
+    assert loop.conversation.messages[-1]["content"] == "on and on " * 4
+    first, stopped, speed = window.screen.rows()
+    assert (first, stopped) == ("on and on " * 4, "stopped")
+    assert speed.startswith("40 tokens, ")
+
+
+def test_terminal_is_restored_after_an_error() -> None:
+    def fail() -> None:
+        raise RuntimeError("the view fails here")
+
+    with open_window() as window:
+        before = termios.tcgetattr(window.fd)
+        handlers = [signal.getsignal(signum) for signum in (signal.SIGTSTP, signal.SIGCONT, signal.SIGTERM)]
+        with pytest.raises(RuntimeError, match="fails here"):
+            chat(Watched(window, {3: fail}), lambda _: "on and on").answer("?")
+        assert termios.tcgetattr(window.fd) == before
+        assert [signal.getsignal(signum) for signum in (signal.SIGTSTP, signal.SIGCONT, signal.SIGTERM)] == handlers
+
+
+STOPPED = """
+import signal, sys
+from ktransformers.cli.terminal_keys import muted_keys
+with muted_keys(0):
+    print("muted", flush=True)
+    sys.stdin.buffer.raw.read(1)
+    signal.raise_signal(signal.{signal})
+    print("back", flush=True)
+    sys.stdin.buffer.raw.read(1)
+"""
+
+
+@pytest.fixture
+def keys() -> Iterator[Window]:
+    with open_window() as window:
+        yield window
+
+
+def has_echo(window: Window) -> bool:
+    return bool(termios.tcgetattr(window.fd)[3] & termios.ECHO)
+
+
+@contextmanager
+def start_muted(window: Window, name: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED.format(signal=name)],
+        stdin=window.fd,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        cwd=Path(__file__).parent.parent.parent,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "muted\n"
+            assert not has_echo(window)
+            window.type(b"x")
+            yield process
+        finally:
+            process.kill()
+
+
+def test_stopped_and_continued(keys: Window) -> None:
+    with start_muted(keys, "SIGTSTP") as process:
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        assert has_echo(keys)  # the shell's turn
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "back\n"
+        assert not has_echo(keys)
+        keys.type(b"x")
+        assert process.wait() == 0
+    assert has_echo(keys)
+
+
+def test_ended_by_a_signal(keys: Window) -> None:
+    with start_muted(keys, "SIGTERM") as process:
+        assert process.wait() == -signal.SIGTERM
+    assert has_echo(keys)
+
+
+class Recorded(Terminal):
+    """The program in a window of 24 rows and 80 columns. Keeps what it wrote."""
+
+    def __init__(self, *flags: str):
+        super().__init__(*flags)
+        set_size(self._fd)
+        self.raw = ""
+
+    def expect(self, text: str) -> str:
+        before = super().expect(text)
+        self.raw += before + text
+        return before
+
+
+def test_keys_and_ctrl_c_in_the_program() -> None:
+    terminal = Recorded()
+    try:
+        terminal.expect("loading fake_chat.py")
+        terminal.expect(">>>")
+        terminal.type("endless\r")
+        terminal.expect("on and on on and on")
+        terminal.type("ghost\rcount\r")
+        terminal.expect("on and on")
+        terminal.type("\x03")
+        terminal.expect("stopped")
+        terminal.expect(">>>")
+        terminal.type("count\r")
+        terminal.expect("2 turns")
+        terminal.expect(">>>")
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0
+    finally:
+        terminal.close()
+    screen = MemoryScreen()
+    pyte.Stream(screen).feed(terminal.raw)
+    rows = [row.rstrip() for row in screen.rows()]
+    assert not [row for row in rows if "ghost" in row or "^C" in row or "loading" in row]
+    begin, end = rows.index(">>> endless"), rows.index("stopped")
+    said = "".join(row + " " for row in rows[begin + 1 : end])
+    assert ("on and on " * 1000).startswith(said.rstrip())
+
+
+# --- what takes time -------------------------------------------------------------------------------------------------
+
+
+def test_progress_of_reading_is_erased() -> None:
+    with open_window() as window:
+        chat(terminal_view(window, delay=0), lambda _: "the answer").answer("a question of some length")
+    assert re.search(rb"\r\xe2\xa0\x8b reading 44 tokens\x1b\[K", window.raw)
+    assert b" reading 16 of 44 tokens\x1b[K" in window.raw
+    assert window.screen.rows()[0].rstrip() == "the answer"
+    assert "reading" not in "".join(window.screen.rows())
+    dumb = io.StringIO()
+    TerminalView(dumb, 0, {"TERM": "dumb"}, delay=0).reading(1, 2)
+    assert dumb.getvalue() == ""
+
+
+def test_status_line_is_drawn_while_nobody_reports() -> None:
+    drawn = threading.Event()
+
+    class Out(io.StringIO):
+        def write(self, text: str) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                drawn.set()
+            return super().write(text)
+
+    out = Out()
+    status = StatusLine(out, lambda: 10, delay=1e-3)
+    status.show("a text that is too long")
+    assert drawn.wait(TIMEOUT)
+    status.clear()
+    status.clear()
+    assert re.fullmatch(r"(\r. a text \x1b\[K)+\r\x1b\[K", out.getvalue())
+    quick = StatusLine(out, lambda: 10, delay=NEVER)
+    length = len(out.getvalue())
+    quick.show("x")
+    quick.clear()
+    assert len(out.getvalue()) == length
+
+
+EARLY = """
+import contextlib, sys
+import ktransformers.cli.loading as loading
+from ktransformers.cli import main
+
+@contextlib.contextmanager
+def early_line(err, text):
+    print(text, "torch" in sys.modules, "transformers" in sys.modules)
+    raise SystemExit(0)
+    yield
+
+loading.early_line = early_line
+main(["chat"])
+"""
+
+
+def test_a_line_before_the_slow_imports() -> None:
+    root = Path(__file__).parent.parent.parent
+    found = subprocess.run([sys.executable, "-c", EARLY], cwd=root, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"loading demo\S+ \.\.\. False False\n", found.stdout)
