@@ -3,7 +3,8 @@
     python examples/demo_model/export.py --weights build/demo --out examples/demo_model/checkpoint
 
 OUT must hold the tokenizer and chat_template.jinja already; the GGUF goes to --gguf_out, where the package has it.
-Gate and up projections of the experts become Q4_K, everything else that is multiplied Q6_K, norms and routers F32. It knows nothing of training.
+Gate and up projections of the experts become Q4_K, everything else that is multiplied Q6_K,
+norms and routers F32. It knows nothing of training.
 """
 
 from __future__ import annotations

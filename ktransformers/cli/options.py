@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.metadata
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ktransformers import __version__
 from ktransformers.config import ATTENTION_BACKENDS, CPU_PREFILLS, CPU_QUANT_TYPES, DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
@@ -41,11 +41,8 @@ _log = logging.getLogger(__name__)
 
 
 def version() -> str:
-    """The installed version, or "unknown" in a checkout that was never installed."""
-    try:
-        return importlib.metadata.version("ktransformers")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"
+    """This program's own version; whatever distribution of a like name is installed beside it does not matter."""
+    return __version__
 
 
 class ArgumentParser(argparse.ArgumentParser):
