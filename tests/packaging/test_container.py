@@ -50,16 +50,28 @@ class Stage:
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
+    mounts: list[str] = field(default_factory=list)
     folder: str = "/"
     user: str = "root"
 
     def run(self, command: list[str], *, check: bool = True, alone: bool = False) -> subprocess.CompletedProcess[str]:
-        """Run in the chroot; `alone`: in a network of its own, where no other server has the port."""
+        """Run in the chroot; `alone`: in a network of its own, where no other server has the port.
+
+        Mounts are the command's own too: they end with it, so that nobody who deletes the root deletes what they show.
+        """
         (self.root / self.folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
         inside = ["chroot", f"--userspec={self.user}", str(self.root), "/bin/sh", "-c"]
         inside.append(f"cd {shlex.quote(self.folder)} && exec {shlex.join(command)}")
-        if alone:
-            inside = ["unshare", "--net", "sh", "-c", f"ip link set lo up && exec {shlex.join(inside)}"]
+        steps = ["ip link set lo up"] if alone else []
+        steps += [f"mount {mount}" for mount in self.mounts]
+        inside = [
+            "unshare",
+            "--mount",
+            *(["--net"] if alone else []),
+            "sh",
+            "-ec",
+            f"{'; '.join(steps)}; exec {shlex.join(inside)}",
+        ]
         environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **self.environment}
         environment |= {"HOME": "/root" if self.user == "root" else f"/home/{self.user}"}
         done = subprocess.run(inside, env=environment, capture_output=True, text=True, check=False)
@@ -75,17 +87,8 @@ class Replay:
         self.arguments = arguments
         self.stages: dict[str, Stage] = {}
         self.stage = Stage(folder)
-        self.mounts: list[Path] = []
-        subprocess.run(["debootstrap", "--variant=minbase", "bookworm", folder / "base"], check=True)
-
-    def close(self) -> None:
-        for mount in reversed(self.mounts):
-            subprocess.run(["umount", mount], check=True)
-
-    def mount(self, target: Path, *arguments: str) -> None:
-        target.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["mount", *arguments, target], check=True)
-        self.mounts.append(target)
+        made = ["debootstrap", "--variant=minbase", "bookworm", folder / "base"]
+        subprocess.run(made, stdout=subprocess.DEVNULL, check=True)
 
     def begin(self, rest: str) -> None:
         image, _, name = rest.partition(" AS ")
@@ -95,15 +98,15 @@ class Replay:
         for file in ("resolv.conf", "hosts"):
             shutil.copy(Path("/etc") / file, root / "etc" / file)
         self.stage = self.stages[name or "last"] = Stage(root)
-        self.mount(root / "proc", "-t", "proc", "proc")
-        self.mount(root / "dev", "--bind", "/dev")
+        self.stage.mounts = [f"-t proc proc {root}/proc", f"-t tmpfs -o mode=1777 tmpfs {root}/dev/shm"]
         settings, folders = pip_settings()
         if "PIP_CERT" in settings:
             shutil.copy(settings["PIP_CERT"], f"{root}{CERTIFICATES}")
             settings["PIP_CERT"] = CERTIFICATES
         self.stage.environment |= settings
         for folder in folders:
-            self.mount(root / folder.relative_to("/"), "--bind", str(folder))
+            Path(f"{root}{folder}").mkdir(parents=True)
+            self.stage.mounts.append(f"--bind -o ro {folder} {root}{folder}")
 
     def copy(self, rest: str) -> None:
         *options, source, target = rest.split()
@@ -113,7 +116,8 @@ class Replay:
             stage = self.stages[options[0].removeprefix("--from=")]
             subprocess.run(["cp", "-a", f"{stage.root}{source}/.", into], check=True)
             return
-        ignored = [f":!{line.strip('*/')}" for line in (ROOT / ".dockerignore").read_text().splitlines()]
+        lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        ignored = [f":(exclude){line}" for line in lines if "*" not in line]  # those with * git ignores by itself
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *ignored]
         files = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
         subprocess.run(["cp", "--parents", "-t", into, *files.decode().strip("\0").split("\0")], cwd=ROOT, check=True)
@@ -147,7 +151,9 @@ def pip_settings() -> tuple[dict[str, str], list[Path]]:
         name, _, value = line.partition("=")
         settings["PIP_" + name.rpartition(".")[2].upper().replace("-", "_")] = " ".join(shlex.split(value)).strip()
     words = " ".join(value for name, value in settings.items() if name != "PIP_CERT").split()
-    paths = [Path(word.removeprefix("file://")) for word in words if word.startswith(("/", "file:///"))]
+    paths = [Path(word) for word in words if word.startswith("/")]
+    # The pages of an index name files beside them.
+    paths += [Path(word.removeprefix("file://")).parent for word in words if word.startswith("file:///")]
     return settings, [path for path in dict.fromkeys(paths) if path.is_dir()]
 
 
@@ -161,7 +167,6 @@ def replay(tmp_path: Path) -> Iterator[Replay]:
     given = {name: os.environ.get(f"KTRANSFORMERS_TEST_CONTAINER_{name}") for name in names}
     made = Replay(tmp_path, {name: value for name, value in given.items() if value})
     yield made
-    made.close()
     shutil.rmtree(tmp_path)
 
 
