@@ -60,21 +60,15 @@ class Stage:
         Mounts are the command's own too: they end with it, so that nobody who deletes the root deletes what they show.
         """
         (self.root / self.folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        inside = ["chroot", f"--userspec={self.user}", str(self.root), "/bin/sh", "-c"]
-        inside.append(f"cd {shlex.quote(self.folder)} && exec {shlex.join(command)}")
-        steps = ["ip link set lo up"] if alone else []
-        steps += [f"mount {mount}" for mount in self.mounts]
-        inside = [
-            "unshare",
-            "--mount",
-            *(["--net"] if alone else []),
-            "sh",
-            "-ec",
-            f"{'; '.join(steps)}; exec {shlex.join(inside)}",
-        ]
         environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **self.environment}
         environment |= {"HOME": "/root" if self.user == "root" else f"/home/{self.user}"}
-        done = subprocess.run(inside, env=environment, capture_output=True, text=True, check=False)
+        inside = ["chroot", f"--userspec={self.user}", str(self.root), "/usr/bin/env", "-i"]
+        inside += [f"{name}={value}" for name, value in environment.items()]
+        inside += ["/bin/sh", "-c", f"cd {shlex.quote(self.folder)} && exec {shlex.join(command)}"]
+        steps = [f"mount {mount}" for mount in self.mounts] + (["ip link set lo up"] if alone else [])
+        outside = ["unshare", "--mount", *(["--net"] if alone else []), "sh", "-ec"]
+        outside.append("; ".join([*steps, f"exec {shlex.join(inside)}"]))
+        done = subprocess.run(outside, capture_output=True, text=True, check=False)
         assert not check or done.returncode == 0, f"{command}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done
 
@@ -177,22 +171,20 @@ health = json.loads(sys.argv[2])
 while subprocess.run(health, capture_output=True).returncode != 0:
     assert server.poll() is None, "the server ended"
     time.sleep(0.5)
-body = {"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
-request = urllib.request.Request("http://127.0.0.1:10002/v1/chat/completions", json.dumps(body).encode())
-request.add_header("Content-Type", "application/json")
-models = json.load(urllib.request.urlopen("http://127.0.0.1:10002/v1/models"))
-body["model"] = models["data"][0]["id"]
-request.data = json.dumps(body).encode()
 for _ in range(240):
     try:
-        answer = json.load(urllib.request.urlopen(request))
+        urllib.request.urlopen("http://127.0.0.1:10002/ready")
         break
     except urllib.error.HTTPError as error:
         assert error.code == 503, error.read()
         time.sleep(0.5)
 else:
     raise SystemExit("the model was not loaded in two minutes")
-print("ANSWER", answer["choices"][0]["message"]["content"])
+model = json.load(urllib.request.urlopen("http://127.0.0.1:10002/v1/models"))["data"][0]["id"]
+body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+headers = {"Content-Type": "application/json"}
+request = urllib.request.Request("http://127.0.0.1:10002/v1/chat/completions", json.dumps(body).encode(), headers)
+print("ANSWER", json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
 server.terminate()
 sys.exit(server.wait())
 """
