@@ -138,6 +138,8 @@ def test_torch_follows_the_machine(machine: Machine) -> None:
 
 PIP = r"""
 case "$*" in
+    *'version("ktransformers")'*) exit NAMESAKE ;;
+    *" uninstall "*) shift 3; echo "pip $*" >&2 ;;
     *"index versions"*) echo "Available versions: 2.15.0, OFFERED2.12.0" ;;
     *" install "*) shift 3; echo "pip $*" >&2 ;;
     *importlib.metadata*) exit 1 ;;
@@ -145,6 +147,20 @@ case "$*" in
     *) exec PYTHON "$@" ;;
 esac
 """
+
+
+def asked_of_pip(machine: Machine, venv: Path, offered: str = "", namesake: int = 1, **environment: str) -> list[str]:
+    """What an install into `venv` asks pip for. `offered`: builds of torch besides the index's."""
+    (venv / "bin").mkdir(parents=True)
+    text = PIP.replace("OFFERED", offered).replace("PYTHON", sys.executable).replace("NAMESAKE", str(namesake))
+    (venv / "bin" / "python").write_text("#!/bin/sh" + text)
+    (venv / "bin" / "python").chmod(0o755)
+    machine.has("c++")
+    command = ["/bin/sh", str(SCRIPT), str(venv), "dev"]
+    environment = {"PATH": str(machine.bin), **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stderr.splitlines() if line.startswith("pip ")]
 
 
 @pytest.mark.parametrize(
@@ -157,15 +173,16 @@ esac
 )
 def test_where_torch_comes_from(machine: Machine, tmp_path: Path, torch: str, offered: str, expected: str) -> None:
     """Two steps: torch, of the build that was chosen; then everything else, for which that torch is good."""
-    machine.has("c++")
-    venv = tmp_path / "venv"
-    (venv / "bin").mkdir(parents=True)
-    fake = venv / "bin" / "python"
-    fake.write_text("#!/bin/sh" + PIP.replace("OFFERED", offered).replace("PYTHON", sys.executable))
-    fake.chmod(0o755)
-    environment = {"PATH": str(machine.bin), "TORCH": torch, "TORCH_INDEX": "https://torch.example/cpu"}
-    command = ["/bin/sh", str(SCRIPT), str(venv), "dev"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    asked = [line for line in done.stderr.splitlines() if line.startswith("pip ")]
+    asked = asked_of_pip(
+        machine, tmp_path / "venv", offered=offered, TORCH=torch, TORCH_INDEX="https://torch.example/cpu"
+    )
     assert asked == [expected, "pip install -q -e .[dev]"]
+
+
+def test_constraints_hold_for_all_and_a_namesake_goes_first(machine: Machine, tmp_path: Path) -> None:
+    asked = asked_of_pip(machine, tmp_path / "venv", namesake=0, TORCH="cuda", CONSTRAINTS="pins.txt")
+    assert asked == [
+        "pip uninstall -q -y ktransformers",
+        "pip install -c pins.txt -q torch>=2.11",
+        "pip install -c pins.txt -q -e .[dev]",
+    ]

@@ -12,6 +12,7 @@ import subprocess
 import tomllib
 import urllib.error
 import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,13 +53,29 @@ def resolve(python: str, *arguments: str) -> tuple[dict[str, str], str]:
     return dict(line.split("==") for line in done.stdout.split() if "==" in line), done.stderr
 
 
+PINS = ("--constraints", ".ci/constraints.txt")
+QUESTIONS = [
+    *((python, "--extra", "dev") for python in OFFERED),
+    *((python, "--extra", "dev", *PINS) for python in (OFFERED[0], OFFERED[-1])),
+    (OFFERED[-1], "--extra", "flashinfer"),
+]
+Answers = dict[tuple[str, ...], Future[tuple[dict[str, str], str]]]
+
+
+@pytest.fixture(scope="module")
+def answers(_index_is_reachable: None) -> Answers:
+    """All questions at once: each waits for the index, not for this machine."""
+    with ThreadPoolExecutor(len(QUESTIONS)) as threads:
+        return {question: threads.submit(resolve, *question) for question in QUESTIONS}
+
+
 def test_the_pythons_that_are_offered() -> None:
     assert OFFERED == ("3.11", "3.12", "3.13", "3.14")
 
 
 @pytest.mark.parametrize("python", OFFERED)
-def test_users_get_a_set_that_fits(python: str) -> None:
-    versions, said = resolve(python, "--extra", "dev")
+def test_users_get_a_set_that_fits(python: str, answers: Answers) -> None:
+    versions, said = answers[python, "--extra", "dev"].result()
     assert not said
     assert Version(versions["torch"]) >= Version("2.11")
     for requirement in PROJECT["dependencies"]:
@@ -66,8 +83,8 @@ def test_users_get_a_set_that_fits(python: str) -> None:
 
 
 @pytest.mark.parametrize("python", [OFFERED[0], OFFERED[-1]])
-def test_what_ci_pins_can_be_had_by_everyone(python: str) -> None:
-    versions, said = resolve(python, "--extra", "dev", "--constraints", ".ci/constraints.txt")
+def test_what_ci_pins_can_be_had_by_everyone(python: str, answers: Answers) -> None:
+    versions, said = answers[python, "--extra", "dev", *PINS].result()
     assert not said
     for line in (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -75,8 +92,8 @@ def test_what_ci_pins_can_be_had_by_everyone(python: str) -> None:
             assert versions[name] == version
 
 
-def test_flashinfer_fits_beside_it() -> None:
-    versions, said = resolve(OFFERED[-1], "--extra", "flashinfer")
+def test_flashinfer_fits_beside_it(answers: Answers) -> None:
+    versions, said = answers[OFFERED[-1], "--extra", "flashinfer"].result()
     assert not said
     assert "flashinfer-python" in versions
 
