@@ -1,16 +1,19 @@
 # Two commands: `make chat` talks to the bundled model, `make test` checks everything. See README.md.
-PYTHON ?= python3
+#   make chat TORCH=cpu           torch without CUDA: 1.2 GB on disk instead of 5.6; the default where there is no GPU
+#   make chat PYTHON=python3.13   another interpreter than the first suitable one
 VENV ?= .venv
+# See tools/install.sh, which reads them. CONSTRAINTS pins versions: CI gives .ci/constraints.txt.
+export PYTHON TORCH TORCH_INDEX CONSTRAINTS
 # Test processes side by side; each may start threads and servers of its own.
 JOBS ?= 2
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
-NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
+SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(shell find csrc -type f 2>/dev/null)
 
 .PHONY: chat serve test lint bench format clean help
 
 help:
-	@echo "make chat    chat with the bundled model (installs everything into $(VENV) first)"
+	@echo "make chat    chat with the bundled model (installs everything into $(VENV) first:"
+	@echo "             5.6 GB with CUDA where there is an NVIDIA GPU, 1.2 GB without; TORCH=cpu or TORCH=cuda says which)"
 	@echo "make serve   serve the bundled model over HTTP"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, mypy --strict, import layers"
@@ -39,18 +42,13 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 # Everything an install prints goes to stderr, so that `make -s chat` leaves stdout to the answers.
-$(BIN)/python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v in ((3, 11), (3, 12)) or sys.exit("error: Python 3.11 or 3.12 is needed, this is %d.%d; run: make PYTHON=/path/to/python3.12 chat" % v)' </dev/null 1>&2
-	@$(PYTHON) -m venv $(VENV) </dev/null 1>&2
-
-$(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
-	@echo "installing into $(VENV) (once; a few minutes)" 1>&2
-	@$(PIP) install -q -c constraints.txt -e . </dev/null 1>&2
+$(VENV)/.installed: $(SOURCES)
+	@tools/install.sh $(VENV)
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) install -q -c constraints.txt -e ".[dev]" </dev/null 1>&2
-	@touch $@
+$(VENV)/.installed-dev: $(SOURCES)
+	@tools/install.sh $(VENV) dev
+	@touch $(VENV)/.installed $@
 
 clean:
 	rm -rf build $(VENV)

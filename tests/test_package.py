@@ -27,7 +27,7 @@ def test_public_names_resolve() -> None:
 
 
 def test_versions_agree() -> None:
-    assert importlib.metadata.version("ktransformers") == ktransformers.__version__
+    assert importlib.metadata.version("ktransformers-engine") == ktransformers.__version__
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -19,7 +19,9 @@ import torch
 from generators import SKILLS, evaluation
 from render import answer_text
 
-MODEL = Path(__file__).resolve().parents[2] / "ktransformers" / "assets" / "demo"
+from ktransformers.config import DEMO_MODEL_PATH
+
+CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
 MAX_TOKENS = 256
 Case = tuple[list[dict], list[dict]]
 Answerer = Callable[[list[Case]], list[str]]
@@ -89,7 +91,7 @@ def score(answer: Answerer, skill: str, count: int, seed: int, show: int) -> flo
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=("ktransformers", "transformers"), default="ktransformers")
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder with the safetensors and the GGUF")
+    parser.add_argument("--model", type=Path, help="another folder with a GGUF, or with safetensors and tokenizer")
     parser.add_argument("--count", type=int, default=200, help="held-out tasks per skill")
     parser.add_argument("--seed", type=int, default=2024)
     parser.add_argument("--skills", nargs="*", choices=tuple(SKILLS), default=list(SKILLS))
@@ -97,9 +99,9 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--show", type=int, default=0, help="wrong answers to print per skill")
     options = parser.parse_args(arguments)
     if options.backend == "ktransformers":
-        answer = ktransformers_backend(options.model, options.threads)
+        answer = ktransformers_backend(options.model or DEMO_MODEL_PATH, options.threads)
     else:
-        answer = transformers_backend(options.model)
+        answer = transformers_backend(options.model or CHECKPOINT)
     scores = {}
     for skill in options.skills:
         began = time.perf_counter()

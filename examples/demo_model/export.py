@@ -1,9 +1,10 @@
 """Turn trained weights into what ships: one BF16 safetensors, its configs, and a quantized GGUF.
 
-    python examples/demo_model/export.py --weights build/demo --out ktransformers/assets/demo
+    python examples/demo_model/export.py --weights build/demo --out examples/demo_model/checkpoint
 
-OUT must hold the tokenizer and chat_template.jinja already. Gate and up projections of the experts become Q4_K,
-everything else that is multiplied Q6_K, norms and routers F32. It knows nothing of training.
+OUT must hold the tokenizer and chat_template.jinja already; the GGUF goes to --gguf_out, where the package has it.
+Gate and up projections of the experts become Q4_K, everything else that is multiplied Q6_K,
+norms and routers F32. It knows nothing of training.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from model import Shape
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.weights.quantize import quantize
 
 GGUF_NAME = "demo-Q4_K_M.gguf"
@@ -135,13 +137,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--weights", type=Path, required=True, help="folder with the *.safetensors of train.py")
     parser.add_argument("--out", type=Path, required=True, help="folder with the tokenizer and the chat template")
+    parser.add_argument("--gguf_out", type=Path, default=DEMO_MODEL_PATH, help="folder of the GGUF (%(default)s)")
     options = parser.parse_args(arguments)
     tokenizer = Tokenizer.from_file(str(options.out / "tokenizer.json"))
     template = (options.out / "chat_template.jinja").read_text(encoding="utf-8")
     state = merged(options.weights)
     write_safetensors(state, Shape(), tokenizer, options.out)
-    write_gguf(state, Shape(), tokenizer, template, options.out / GGUF_NAME)
-    for file in sorted(options.out.iterdir()):
+    write_gguf(state, Shape(), tokenizer, template, options.gguf_out / GGUF_NAME)
+    for file in [*sorted(options.out.iterdir()), options.gguf_out / GGUF_NAME]:
         print(f"{file.stat().st_size:>10} {file.name}")
 
 

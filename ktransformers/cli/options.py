@@ -6,13 +6,13 @@ The parser is in parser.py. Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import logging
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from ktransformers import __version__
 from ktransformers.cli.parser import ArgumentParser, add_toggle, user_path
 from ktransformers.config import ATTENTION_BACKENDS, CPU_PREFILLS, CPU_QUANT_TYPES, DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
@@ -42,11 +42,8 @@ _log = logging.getLogger(__name__)
 
 
 def version() -> str:
-    """The installed version, or "unknown" in a checkout that was never installed."""
-    try:
-        return importlib.metadata.version("ktransformers")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"
+    """This program's own version; whatever distribution of a like name is installed beside it does not matter."""
+    return __version__
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:

@@ -100,8 +100,8 @@ def expansion_nbytes(plan: Plan, backend: str) -> dict[str, int]:
 
 def _refusal(reason: str) -> ConfigError:
     return ConfigError(
-        f"--attention_backend flashinfer: {reason}. Install it with `pip install ktransformers[flashinfer]` if it is "
-        "missing; pass --attention_backend auto to use it where it can be, or triton to do without"
+        f"--attention_backend flashinfer: {reason}. Install it with `pip install 'ktransformers-engine[flashinfer]'` if"
+        " it is missing; pass --attention_backend auto to use it where it can be, or triton to do without"
     )
 
 

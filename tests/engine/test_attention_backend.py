@@ -132,7 +132,7 @@ def test_without_flashinfer(saved: Path, monkeypatch: pytest.MonkeyPatch, said: 
     fake_flashinfer.remove(monkeypatch)
     engine_of(saved).close()
     assert said == ["attention on GPUs: Triton (FlashInfer is not used: it is not installed)"]
-    with pytest.raises(ConfigError, match=r"self_attn: it is not installed.*pip install ktransformers\[flashinfer\]"):
+    with pytest.raises(ConfigError, match=r"self_attn: it is not installed.*pip install 'ktransformers-engine\[flash"):
         engine_of(saved, "flashinfer")
 
 

@@ -26,6 +26,7 @@ from ktransformers.engine.llm import LLM
 from ktransformers.engine.outputs import Prompt, RequestOutput
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError, UnsupportedError
 from ktransformers.scheduler.records import StepPlan, StepResult
+from tests.support.demo import DEMO_CHECKPOINT
 
 DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -363,7 +364,7 @@ def test_reprs_are_short(llm: LLM, alone: LLM) -> None:
 
 
 def test_a_folder_as_positional_argument_is_the_model(tmp_path: Path) -> None:
-    with LLM(DEMO_MODEL_PATH, DEMO, cpu_infer=1, cache_lens=64) as both, LLM(model=str(DEMO_MODEL_PATH)) as folder:
+    with LLM(DEMO_CHECKPOINT, DEMO, cpu_infer=1, cache_lens=64) as both, LLM(model=str(DEMO_CHECKPOINT)) as folder:
         assert "42" in both.chat("What is 17 + 25?", GREEDY)[0].text
         assert "42" in folder.chat("What is 17 + 25?", GREEDY)[0].text
         assert "safetensors" in repr(folder)

@@ -12,6 +12,7 @@ from ktransformers.engine.async_llm import AsyncLLM
 from ktransformers.engine.llm import LLM
 from ktransformers.engine.llm_options import LLMOptions, llm_options
 from ktransformers.errors import ConfigError, UnsupportedError
+from tests.support.demo import DEMO_CHECKPOINT
 
 DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
 
@@ -25,7 +26,7 @@ def test_where_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         config = llm_options(model, gguf_path, model_path, {}).config
         return config.model_path, config.gguf_path
 
-    folder = DEMO_MODEL_PATH
+    folder = DEMO_CHECKPOINT
     assert paths() == (None, DEMO)
     assert paths(str(DEMO)) == paths(DEMO) == paths(gguf_path=str(DEMO)) == (None, DEMO)
     assert paths(folder) == paths(model_path=str(folder)) == (folder, None)

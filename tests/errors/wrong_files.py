@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from ktransformers.config import DEMO_MODEL_PATH
+from tests.support.demo import DEMO_CHECKPOINT
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model, write_safetensors
 
@@ -170,7 +170,7 @@ def _tokenizers(good: Path, folder: Path) -> None:
             (folder / case / name).write_text(text)
     shutil.copytree(good, folder / "template_broken")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL_PATH / name, folder / "template_broken")
+        shutil.copy(DEMO_CHECKPOINT / name, folder / "template_broken")
 
 
 def _folders(folder: Path, gguf: bytes) -> None:

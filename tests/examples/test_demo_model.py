@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.weights.gguf import open_gguf
+from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "demo_model"
+EXAMPLE = DEMO_CHECKPOINT.parent
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def test_arithmetic_answers_are_right() -> None:
 def test_template_is_what_training_rendered() -> None:
     from render import pieces
 
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_CHECKPOINT)
     rng = random.Random(11)
     seen_tools = 0
     for _ in range(150):
@@ -85,17 +86,20 @@ def test_template_is_what_training_rendered() -> None:
 
 
 def test_shipped_files_are_small_and_agree() -> None:
-    assert sum(f.stat().st_size for f in DEMO_MODEL_PATH.iterdir()) <= 40_000_000
-    state = load_file(DEMO_MODEL_PATH / "model.safetensors")
+    assert {f.name for f in DEMO_MODEL_PATH.iterdir()} == {"README.md", DEMO_GGUF.name}  # one copy in the wheel
+    assert (
+        sum(f.stat().st_size for folder in (DEMO_MODEL_PATH, DEMO_CHECKPOINT) for f in folder.iterdir()) <= 40_000_000
+    )
+    state = load_file(DEMO_CHECKPOINT / "model.safetensors")
     assert {t.dtype for t in state.values()} == {torch.bfloat16}
-    gguf_file = open_gguf(next(DEMO_MODEL_PATH.glob("*.gguf")))
+    gguf_file = open_gguf(DEMO_GGUF)
     assert gguf_file.architecture == "qwen3moe"
     elements = sum(torch.Size(t.shape).numel() for t in gguf_file.tensors.values())
     assert elements == sum(t.numel() for t in state.values())
 
 
 def test_smoke_training_learns_and_exports(tmp_path: Path) -> None:
-    tokenizer = DEMO_MODEL_PATH / "tokenizer.json"
+    tokenizer = DEMO_CHECKPOINT / "tokenizer.json"
     command = [sys.executable, str(EXAMPLE / "train.py"), "--smoke", "--steps", "9", "--tokenizer", str(tokenizer)]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

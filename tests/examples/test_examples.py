@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.config import DEMO_MODEL_PATH
+from tests.support.demo import DEMO_CHECKPOINT
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -70,7 +71,7 @@ def test_the_snippets_of_the_docs_run_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model.gguf").symlink_to(DEMO)
-    (tmp_path / "folder").symlink_to(DEMO_MODEL_PATH)
+    (tmp_path / "folder").symlink_to(DEMO_CHECKPOINT)
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "python.md").read_text()
     namespace: dict[str, object] = {}

@@ -16,6 +16,7 @@ from ktransformers.hub.variants import find_variants
 from ktransformers.weights.gguf import parse_file as parse_gguf
 from ktransformers.weights.safetensors import parse_file as parse_safetensors
 from tests.hub.hub_server import HubServer, Repo
+from tests.support.demo import DEMO_CHECKPOINT
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model
 
@@ -57,12 +58,12 @@ def test_no_beginning_of_a_header_is_taken_for_the_whole(tmp_path: Path) -> None
 
 def test_safetensors_headers(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headers, "FIRST_READ", 16)
-    real = DEMO_MODEL_PATH / "model.safetensors"
+    real = DEMO_CHECKPOINT / "model.safetensors"
     names = ("config.json", "model.safetensors")
-    hub.repos["org/demo"] = Repo({name: (DEMO_MODEL_PATH / name).read_bytes() for name in names}, frozenset(names[:1]))
+    hub.repos["org/demo"] = Repo({name: (DEMO_CHECKPOINT / name).read_bytes() for name in names}, frozenset(names[:1]))
     folder = fetched("org/demo", tmp_path)
     assert folder == tmp_path
-    assert (folder / "config.json").read_bytes() == (DEMO_MODEL_PATH / "config.json").read_bytes()
+    assert (folder / "config.json").read_bytes() == (DEMO_CHECKPOINT / "config.json").read_bytes()
     assert dict(parse_safetensors(folder / real.name).tensors) == dict(parse_safetensors(real).tensors)
     assert sum(body.sent for body in hub.bodies(real.name)) < real.stat().st_size // 10
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
+from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import build_engine
 from ktransformers.engine.llm import LLM
 from ktransformers.kernels.native import available_isas
+from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
 
-GGUF = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))), DEMO_MODEL_PATH / "missing.gguf")
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 QUESTIONS = [
     "What is 17 + 25?",
@@ -39,21 +39,21 @@ def answers(llm: LLM) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def reference() -> list[tuple[int, ...]]:
-    return answers(open_llm(GGUF))
+    return answers(open_llm(DEMO_GGUF))
 
 
 def test_the_first_question() -> None:
-    with open_llm(GGUF) as llm:
+    with open_llm(DEMO_GGUF) as llm:
         assert "42" in llm.chat([{"role": "user", "content": QUESTIONS[0]}], GREEDY)[0].text
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 64])
 def test_chunks_do_not_change_tokens(chunk_size: int, reference: list[tuple[int, ...]]) -> None:
-    assert answers(open_llm(GGUF, chunk_size=chunk_size)) == reference
+    assert answers(open_llm(DEMO_GGUF, chunk_size=chunk_size)) == reference
 
 
 def test_threads_do_not_change_tokens(reference: list[tuple[int, ...]]) -> None:
-    assert answers(open_llm(GGUF, threads=1)) == reference
+    assert answers(open_llm(DEMO_GGUF, threads=1)) == reference
 
 
 @pytest.mark.parametrize("isa", [isa.value for isa in available_isas()])
@@ -61,15 +61,15 @@ def test_instruction_sets_do_not_change_tokens(
     isa: str, reference: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KTRANSFORMERS_ISA", isa)
-    assert answers(open_llm(GGUF)) == reference
+    assert answers(open_llm(DEMO_GGUF)) == reference
 
 
 def test_tokens_equal_transformers_on_the_bf16_model() -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.temperature = model.generation_config.top_p = model.generation_config.top_k = None
-    with open_llm(DEMO_MODEL_PATH) as llm:
+    with open_llm(DEMO_CHECKPOINT) as llm:
         for question in QUESTIONS:
             ours = llm.chat([{"role": "user", "content": question}], GREEDY)[0]
             prompt = torch.tensor([ours.prompt_token_ids])

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
 from ktransformers.server import run
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
 from ktransformers.server.config import ServerConfig
 from ktransformers.tokenizer import load_tokenizer
+from tests.support.demo import DEMO_CHECKPOINT
 from tests.support.server_process import ServerProcess
 
 DEADLINE = 60.0
@@ -267,7 +267,7 @@ class EndlessBackend(Backend):
 
     @property
     def model(self) -> ModelInfo:
-        tokenizer = load_tokenizer(DEMO_MODEL_PATH, None)
+        tokenizer = load_tokenizer(DEMO_CHECKPOINT, None)
         return ModelInfo(tokenizer, 1 << 30, 1 << 20, (), SamplingParams(), None, "made up")
 
     @property

@@ -10,12 +10,13 @@ import openai
 import pytest
 import torch
 
-from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
+from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.llm import LLM
 from ktransformers.engine.reference import ReferenceRunner, build_reference_engine
 from ktransformers.errors import ConfigError, UnsupportedError
 from tests.server.conftest import DEMO
+from tests.support.demo import DEMO_CHECKPOINT
 from tests.support.gguf_writer import write_gguf
 from tests.support.server_process import ServerProcess
 from tests.support.tiny_models import tiny_model
@@ -26,9 +27,9 @@ QUESTIONS = ("What is 17 + 25?", "Count from 1 to 12.", "What is the capital of 
 def test_answers_are_those_of_generate() -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32)
     model.generation_config.temperature = model.generation_config.top_p = model.generation_config.top_k = None
-    engine = build_reference_engine(EngineConfig(model_path=DEMO_MODEL_PATH, cpu_infer=1))
+    engine = build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, cpu_infer=1))
     session = engine.session()
     for question in QUESTIONS:
         ids = engine.tokenizer.apply_chat_template([{"role": "user", "content": question}])
@@ -97,11 +98,11 @@ def test_a_gap_is_refused() -> None:
 
 def test_flags_that_it_cannot_honour_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="--cpu_quant"):
-        build_reference_engine(EngineConfig(model_path=DEMO_MODEL_PATH, cpu_quant="q4_k"))
+        build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, cpu_quant="q4_k"))
     with pytest.raises(UnsupportedError, match="--cpu_prefill"):
-        build_reference_engine(EngineConfig(model_path=DEMO_MODEL_PATH, cpu_prefill="bf16"))
+        build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, cpu_prefill="bf16"))
     with pytest.raises(UnsupportedError, match="--optimize_config_path"):
-        build_reference_engine(EngineConfig(model_path=DEMO_MODEL_PATH, optimize_config_path=Path("x.yaml")))
+        build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, optimize_config_path=Path("x.yaml")))
 
 
 def test_both_backends_give_the_same_greedy_answers_over_http(llm: LLM) -> None:

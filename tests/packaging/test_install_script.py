@@ -1,0 +1,188 @@
+"""tools/install.sh on machines that lack something: one line with the command that mends it, before any download.
+
+The machines are folders: PATH holds the few programs that the script uses and what a case adds; nothing else is found.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "install.sh"
+NEEDED = ("sh", "sed", "uname", "dirname", "df", "awk", "tr", "grep", "head")
+
+
+class Machine:
+    """A PATH of its own."""
+
+    def __init__(self, folder: Path):
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for name in NEEDED:
+            found = shutil.which(name)
+            assert found
+            (self.bin / name).symlink_to(found)
+
+    def has(self, name: str, script: str = "exit 0") -> Machine:
+        (self.bin / name).write_text(f"#!/bin/sh\n{script}\n")
+        (self.bin / name).chmod(0o755)
+        return self
+
+    def has_python(self, name: str = "python3", *, lacks: str = "nothing at all") -> Machine:
+        """The interpreter of this test, but for a statement that has `lacks` in it."""
+        return self.has(name, f'case "$*" in *"{lacks}"*) exit 1;; esac\nexec "{sys.executable}" "$@"')
+
+    def check(self, **environment: str) -> tuple[int, str]:
+        command = ["/bin/sh", str(SCRIPT), "--check"]
+        environment = {"PATH": str(self.bin), **environment}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.stdout == ""
+        return done.returncode, done.stderr
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+OLD = 'case "$*" in *sys.exit*) exit 1;; *) echo 3.8;; esac'
+
+
+def test_a_machine_that_has_all(machine: Machine) -> None:
+    code, said = machine.has_python().has("c++").check(TORCH="cpu")
+    assert (code, said) == (
+        0,
+        "python3 can install ktransformers; torch for cpu, as TORCH=cpu says: 0.3 GB to download, 1.2 GB on disk\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("manager", "mend"),
+    [
+        ("apt-get", "sudo apt-get install -y g++"),
+        ("dnf", "sudo dnf install -y gcc-c++"),
+        ("zypper", "sudo zypper install -y gcc-c++"),
+        ("pacman", "sudo pacman -S --needed gcc"),
+        ("brew", "your system's package manager for: g++"),
+    ],
+)
+def test_no_compiler(machine: Machine, manager: str, mend: str) -> None:
+    code, said = machine.has_python().has(manager).check()
+    assert (code, said) == (1, f"error: a C++ compiler missing; run: {mend}\n")
+
+
+def test_a_compiler_that_cxx_names_is_enough(machine: Machine) -> None:
+    assert machine.has_python().has("my-gcc").check(CXX="my-gcc")[0] == 0
+
+
+def test_no_venv_module_and_no_headers(machine: Machine) -> None:
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    machine.has("apt-get").has("c++").has_python(lacks="ensurepip")
+    expected = f"error: Python's venv module missing; run: sudo apt-get install -y python{version}-venv\n"
+    assert machine.check() == (1, expected)
+    machine.has_python(lacks="Python.h")
+    expected = f"error: Python's header files missing; run: sudo apt-get install -y python{version}-dev\n"
+    assert machine.check() == (1, expected)
+
+
+def test_all_that_is_missing_is_one_command(machine: Machine) -> None:
+    code, said = machine.has("dnf").has_python(lacks="Python.h").check()
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    expected = f"missing; run: sudo dnf install -y gcc-c++ python{version}-devel\n"
+    assert (code, said) == (1, f"error: a C++ compiler and Python's header files {expected}")
+
+
+def test_an_old_default_python_gives_way_to_a_suitable_one(machine: Machine) -> None:
+    machine.has("c++").has("python3", OLD).has_python("python3.12")
+    code, said = machine.check(TORCH="cuda")
+    assert code == 0
+    assert said.startswith("python3.12 can install ktransformers; torch for cuda, as TORCH=cuda says: 3 GB")
+
+
+@pytest.mark.parametrize(
+    ("programs", "mend"),
+    [
+        (
+            {"apt-get": "exit 0", "apt-cache": '[ "$2" = python3.12 ]'},
+            "sudo apt-get install -y python3.12 python3.12-venv python3.12-dev",
+        ),
+        ({"dnf": "exit 0"}, "sudo dnf install -y python3.12 python3.12-devel"),
+        ({}, "curl -LsSf https://astral.sh/uv/install.sh | sh; ~/.local/bin/uv python install 3.13"),
+    ],
+)
+def test_no_suitable_python(machine: Machine, programs: dict[str, str], mend: str) -> None:
+    for name, script in programs.items():
+        machine.has(name, script)
+    expected = f"error: Python 3.11 to 3.14 is needed and there is none here; run: {mend}\n"
+    assert machine.has("python3", OLD).check() == (1, expected)
+
+
+def test_a_python_that_was_asked_for_is_not_replaced(machine: Machine) -> None:
+    code, said = machine.has_python().has("old", OLD).check(PYTHON="old")
+    assert code == 1
+    assert said == ("error: Python 3.11 to 3.14 is needed, PYTHON=old is 3.8; leave PYTHON away or name another one\n")
+
+
+def test_torch_follows_the_machine(machine: Machine) -> None:
+    machine.has_python().has("c++")
+    if not Path("/dev/nvidiactl").exists():
+        assert "torch for cpu, no NVIDIA GPU was found; TORCH=cuda takes" in machine.check()[1]
+    assert "torch for cuda, an NVIDIA GPU was found; TORCH=cpu takes" in machine.has("nvidia-smi").check()[1]
+    assert machine.check(TORCH="rocm") == (1, "error: TORCH=rocm is not known; it is cpu or cuda\n")
+
+
+PIP = r"""
+case "$*" in
+    *'version("ktransformers")'*) exit NAMESAKE ;;
+    *" uninstall "*) shift 3; echo "pip $*" >&2 ;;
+    *"index versions"*) echo "Available versions: 2.15.0, OFFERED2.12.0" ;;
+    *" install "*) shift 3; echo "pip $*" >&2 ;;
+    *importlib.metadata*) exit 1 ;;
+    *"-m venv"*) ;;
+    *) exec PYTHON "$@" ;;
+esac
+"""
+
+
+def asked_of_pip(machine: Machine, venv: Path, offered: str = "", namesake: int = 1, **environment: str) -> list[str]:
+    """What an install into `venv` asks pip for. `offered`: builds of torch besides the index's."""
+    (venv / "bin").mkdir(parents=True)
+    text = PIP.replace("OFFERED", offered).replace("PYTHON", sys.executable).replace("NAMESAKE", str(namesake))
+    (venv / "bin" / "python").write_text("#!/bin/sh" + text)
+    (venv / "bin" / "python").chmod(0o755)
+    machine.has("c++")
+    command = ["/bin/sh", str(SCRIPT), str(venv), "dev"]
+    environment = {"PATH": str(machine.bin), **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stderr.splitlines() if line.startswith("pip ")]
+
+
+@pytest.mark.parametrize(
+    ("torch", "offered", "expected"),
+    [
+        ("cpu", "2.13.0+cpu, ", "pip install -q torch==2.13.0+cpu torch>=2.11"),
+        ("cpu", "", "pip install -q --retries 1 --index-url https://torch.example/cpu torch>=2.11"),
+        ("cuda", "2.13.0+cpu, ", "pip install -q torch>=2.11"),
+    ],
+)
+def test_where_torch_comes_from(machine: Machine, tmp_path: Path, torch: str, offered: str, expected: str) -> None:
+    """Two steps: torch, of the build that was chosen; then everything else, for which that torch is good."""
+    asked = asked_of_pip(
+        machine, tmp_path / "venv", offered=offered, TORCH=torch, TORCH_INDEX="https://torch.example/cpu"
+    )
+    assert asked == [expected, "pip install -q -e .[dev]"]
+
+
+def test_constraints_hold_for_all_and_a_namesake_goes_first(machine: Machine, tmp_path: Path) -> None:
+    asked = asked_of_pip(machine, tmp_path / "venv", namesake=0, TORCH="cuda", CONSTRAINTS="pins.txt")
+    assert asked == [
+        "pip uninstall -q -y ktransformers",
+        "pip install -c pins.txt -q torch>=2.11",
+        "pip install -c pins.txt -q -e .[dev]",
+    ]
