@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -30,6 +31,7 @@ PROMPT = ">>> "
 SECONDS = 120  # a command that is silent for longer is taken for stuck
 
 CELL_WIDTH, LINE_HEIGHT, FONT_SIZE, MARGIN, BAR = 8.43, 18, 14, 14, 26
+_WORDS = re.compile(r"\S+(?: \S+)*")
 BACKGROUND, FOREGROUND = "#0f172a", "#e2e8f0"
 COLORS = {
     "default": FOREGROUND,
@@ -143,12 +145,13 @@ def to_svg(screen: Any, title: str) -> str:
         y = BAR + (row + 0.8) * LINE_HEIGHT
         for column, text, color, is_bold in _spans(screen.buffer[row], screen.columns):
             weight = ' font-weight="bold"' if is_bold else ""
-            x = MARGIN + (column + len(text) - len(text.lstrip())) * CELL_WIDTH
-            shown = text.strip()
-            parts.append(
-                f'<text x="{x:.1f}" y="{y:.1f}" textLength="{len(shown) * CELL_WIDTH:.1f}" fill="{color}"{weight}>'
-                f"{escape(shown)}</text>"
-            )
+            for words in _WORDS.finditer(text):  # columns stay in line with any font
+                x = MARGIN + (column + words.start()) * CELL_WIDTH
+                length = len(words[0]) * CELL_WIDTH
+                parts.append(
+                    f'<text x="{x:.1f}" y="{y:.1f}" textLength="{length:.1f}" fill="{color}"{weight}>'
+                    f"{escape(words[0])}</text>"
+                )
     return "\n".join([*parts, "</g>", "</svg>", ""])
 
 
@@ -157,13 +160,13 @@ def _command(*arguments: str) -> list[str]:
 
 
 def draw_chat(path: Path) -> None:
-    """Three questions to the bundled model."""
+    """Questions that the bundled model was trained on."""
     terminal = Terminal(_command("chat"), columns=80, rows=24)
     try:
         for question in (
             "What is 17 + 25?",
-            "Write a Python function that adds two numbers.",
-            "What is the capital of France?",
+            "What is ktransformers?",
+            "Give me a JSON object with name Ada and age 36.",
         ):
             terminal.type_at_prompt(question)
         terminal.wait_for_prompt()
