@@ -75,7 +75,8 @@ def _llama(facts: Facts) -> tuple[str, Values]:
             raise UnsupportedError("a mixtral file with attention biases is no known model; pass --model_path")
         mixtral = _experts(facts, "num_local_experts")
         inner = mixtral.pop("moe_intermediate_size", None)
-        return "mixtral", {**mixtral, **_head_dim(facts), "intermediate_size": inner, "sliding_window": None}
+        window = facts.find_int("attention.sliding_window", 1)  # llama.cpp's converter writes none
+        return "mixtral", {**mixtral, **_head_dim(facts), "intermediate_size": inner, "sliding_window": window}
     return "llama", {**_head_dim(facts), "attention_bias": has_bias, "mlp_bias": facts.has(r"ffn_down\.bias")}
 
 
