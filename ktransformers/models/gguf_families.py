@@ -68,6 +68,7 @@ def _routing(facts: Facts) -> Values:
 
 def _llama(facts: Facts) -> tuple[str, Values]:
     has_bias = facts.has(r"attn_q\.bias")
+    window = facts.find_int("attention.sliding_window", 1)  # llama.cpp's converter writes none
     if has_bias != facts.has(r"attn_output\.bias"):
         raise UnsupportedError("a llama file with biases on some attention projections only; pass --model_path")
     if facts.find_int("expert_count"):
@@ -75,8 +76,9 @@ def _llama(facts: Facts) -> tuple[str, Values]:
             raise UnsupportedError("a mixtral file with attention biases is no known model; pass --model_path")
         mixtral = _experts(facts, "num_local_experts")
         inner = mixtral.pop("moe_intermediate_size", None)
-        window = facts.find_int("attention.sliding_window", 1)  # llama.cpp's converter writes none
         return "mixtral", {**mixtral, **_head_dim(facts), "intermediate_size": inner, "sliding_window": window}
+    if window and not has_bias:
+        return "mistral", {**_head_dim(facts), "sliding_window": window}
     return "llama", {**_head_dim(facts), "attention_bias": has_bias, "mlp_bias": facts.has(r"ffn_down\.bias")}
 
 
