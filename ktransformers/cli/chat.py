@@ -124,9 +124,8 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     sampling_params(args, default_sampling_params({}, args.max_new_tokens))
     if build is None:
         from ktransformers.engine.builder import build_engine
-        from ktransformers.server.backend.checks import check_tokenizer
 
-        check_tokenizer(config)
+        _refuse_without_tokenizer(config)
         build = build_engine
     with loading_bar(sys.stderr, name) as progress:
         engine = build(config, progress)
@@ -146,6 +145,17 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
         return chat.run(first_turns)
     finally:
         engine.close()
+
+
+def _refuse_without_tokenizer(config: EngineConfig) -> None:
+    """Raises ConfigError for a folder that holds no tokenizer, or for what else is wrong with it, before weights load."""
+    from ktransformers.engine.builder import plan_model
+    from ktransformers.engine.opened import folder_without_tokenizer
+    from ktransformers.server.backend.checks import check_tokenizer
+
+    if folder_without_tokenizer(config) is not None:
+        plan_model(config)
+        check_tokenizer(config)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

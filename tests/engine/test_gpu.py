@@ -145,9 +145,9 @@ def test_layers_spread_over_two_gpus_by_the_transfer_map(tmp_path: Path) -> None
     assert (logits_in_steps(engine, ids) - want).abs().max() <= TOLERANCE * want.abs().max()
     assert graphs.captured == [1]
     assert graphs.replays == 3
-    # Of two captured runs, the prompt and three replays: each GPU hands over the experts of its own layers.
+    # Of the first step, two captured runs, the prompt and three replays: each GPU hands over the experts of its own layers.
     streams = [engine.plan.devices[name].expert_streams() for name in ("cuda:0", "cuda:1")]
-    assert [[stream.num_forwards for stream in each] for each in streams] == [[6], [12]]
+    assert [[stream.num_forwards for stream in each] for each in streams] == [[7], [14]]
     engine.close()
 
 
@@ -212,8 +212,8 @@ def test_decode_steps_are_captured_and_change_nothing(tmp_path: Path) -> None:
     got = logits_in_steps(engine, ids)
     assert graphs.replays == 3
     (stream,) = engine.plan.devices.expert_streams()
-    # Twice while capturing, once for the prompt and once per replay, in each of two layers.
-    assert stream.num_forwards == 2 * (2 + 1 + 3)
+    # Once in the first step, twice while capturing, once for the prompt and once per replay, in each of two layers.
+    assert stream.num_forwards == 2 * (1 + 2 + 1 + 3)
     without = build_engine(replace(config, use_cuda_graph=False), hardware=fake_hardware(graphs=graphs))
     assert torch.equal(logits_in_steps(without, ids), got)
     assert graphs.replays == 3
