@@ -145,7 +145,7 @@ def test_layers_spread_over_two_gpus_by_the_transfer_map(tmp_path: Path) -> None
     assert (logits_in_steps(engine, ids) - want).abs().max() <= TOLERANCE * want.abs().max()
     assert graphs.captured == [1]
     assert graphs.replays == 3
-    # Of the first step, two captured runs, the prompt and three replays: each GPU hands over the experts of its own layers.
+    # Of the first step, two captured runs, the prompt and three replays: each GPU hands over its own layers' experts.
     streams = [engine.plan.devices[name].expert_streams() for name in ("cuda:0", "cuda:1")]
     assert [[stream.num_forwards for stream in each] for each in streams] == [[7], [14]]
     engine.close()
