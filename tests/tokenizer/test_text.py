@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -198,12 +200,41 @@ def naive_stop(stops: list[str], text: str) -> tuple[str, str | None]:
 
 
 @given(
-    st.text(alphabet="ab\n", max_size=30),
-    st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=3),
+    st.text(alphabet="ab\n", max_size=60),
+    st.lists(st.text(alphabet="ab\n", min_size=1, max_size=9), max_size=6),
     st.integers(0, 1000),
 )
 def test_stops_do_not_depend_on_the_cut(text: str, stops: list[str], seed: int) -> None:
     assert run_stops(stops, cuts(text, seed)) == naive_stop(stops, text)
+
+
+@given(st.text(alphabet="ab", max_size=30), st.lists(st.text(alphabet="ab", min_size=1, max_size=9), max_size=6))
+def test_no_more_is_held_back_than_could_begin_a_stop(text: str, stops: list[str]) -> None:
+    shown, stop = StopMatcher(stops).feed(text)
+    if stop is None:
+        assert len(shown) == len(text) - held_back(text, stops)
+
+
+def test_long_stops_that_nearly_match_take_a_step_per_character() -> None:
+    """31 strings that the text is about to become all the time: the work is counted in lines of Python."""
+    stops = ["a" * (300 + i) + "b" for i in range(31)]
+    num_lines = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    matcher = StopMatcher(stops)
+    matcher.feed("a" * 400)  # as far as it goes
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for _ in range(50):
+            matcher.feed("aaaa")
+    finally:
+        sys.settrace(before)
+    assert num_lines < 40 * 200
 
 
 def test_only_what_could_be_a_stop_is_held_back() -> None:
