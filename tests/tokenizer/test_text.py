@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError, ContextLengthError, UnsupportedError
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.reasoning import ReasoningParser
 from ktransformers.tokenizer.stop import StopMatcher, held_back
@@ -161,6 +161,61 @@ def test_named_templates(qwen_metadata: dict[str, Any]) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     assert tokenizer.render_chat_template(messages, [tool]) == "tools: 1"
     assert tokenizer.render_chat_template(messages).startswith("<|im_start|>user")
+
+
+@pytest.mark.parametrize(
+    ("template", "reads", "does_not"),
+    [
+        ("{% if thinking is defined %}a{% endif %}", "thinking", "a"),
+        ("{# strict #}{{ messages[0].strict }} strict {{ 'strict' }}{% for strict in messages %}{% endfor %}", "messages", "strict"),
+        ("{% generation %}{{ date }}{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}", "date", "m"),
+        ("{% if x is not defined %}{% set x = 1 %}{% endif %}{% set y = x %}{{ y }}", "x", "y"),
+        ("{% macro f(a) %}{{ a }}{{ b }}{% endmacro %}{{ f(1) }}", "b", "f"),
+    ],
+)  # fmt: skip
+def test_a_template_knows_the_variables_that_it_reads(
+    template: str, reads: str, does_not: str, qwen_metadata: dict[str, Any]
+) -> None:
+    tokenizer = load_tokenizer(None, qwen_metadata | {"tokenizer.chat_template": template})
+    assert tokenizer.template_knows(reads)
+    assert not tokenizer.template_knows(does_not)
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_switched_off(tmp_path: Path, qwen_like: RustTokenizer) -> None:
+    text = "What is 17 + 25? The quick brown fox"
+    whole, blank = qwen_like.encode(text).ids, qwen_like.encode("a").ids
+    other = RustTokenizer.from_str(qwen_like.to_str())
+    other.enable_truncation(max_length=3)
+    other.enable_padding(length=20, direction="left")
+    PreTrainedTokenizerFast(tokenizer_object=other, eos_token="<|im_end|>").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["padding"] is not None
+    tokenizer = load_tokenizer(tmp_path, None)
+    assert tokenizer.encode(text) == whole
+    assert tokenizer.encode("a") == blank
+
+
+def test_more_text_than_any_prompt_can_have_is_refused_unseen(
+    qwen_metadata: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(None, qwen_metadata)
+    assert len(tokenizer.encode("<|im_start|>" * 10, max_len=10)) == 10
+    with pytest.raises(ContextLengthError, match="11 tokens, and there is room for 10"):
+        tokenizer.encode("<|im_start|>" * 11, max_len=10)
+    monkeypatch.setattr(tokenizer, "_encoding", lambda *_: pytest.fail("it was tokenized"))
+    longest = max(map(len, tokenizer.backend.get_vocab()))
+    with pytest.raises(ContextLengthError, match="11 tokens or more") as caught:
+        tokenizer.encode("a" * (longest * 10 + 1), max_len=10)
+    assert (caught.value.prompt_len, caught.value.max_len) == (11, 10)
+
+
+def test_a_tokenizer_that_panics_refuses_the_text() -> None:
+    """What it raises then is no Exception: a pattern that goes back and forth for too long is enough."""
+    rust = RustTokenizer(models.BPE({"a": 0, "b": 1}, []))
+    rust.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust))
+    with pytest.raises(ConfigError, match="gives up on this text of 41 characters: .*retry-limit"):
+        tokenizer.encode("a" * 40 + "b")
+    assert tokenizer.encode("ab") == [0, 1]
 
 
 def test_text_that_is_not_unicode(qwen_metadata: dict[str, Any]) -> None:
