@@ -97,7 +97,7 @@ class Tokenizer:
     def max_token_chars(self) -> int:
         """Most characters of text that one token stands for, as tokens are spelled: at least as many as it really has.
 
-        Tokens for what a vocabulary does not know are excepted: some vocabularies melt any number of characters into one.
+        Tokens for what a vocabulary does not know are excepted: some melt any number of characters into one.
         """
         return max(map(len, self.backend.backend_tokenizer.get_vocab()), default=1)
 
@@ -112,12 +112,7 @@ class Tokenizer:
         """
         if max_len is not None and len(text) > max_len * self.max_token_chars:
             least = -(-len(text) // self.max_token_chars)
-            raise ContextLengthError(
-                f"the text has {len(text)} characters, which are {least} tokens or more, and there is room for {max_len}: "
-                "shorten it, or start with a larger --cache_lens",
-                prompt_len=least,
-                max_len=max_len,
-            )
+            raise _too_long(f"{len(text)} characters, which are {least} tokens or more", least, max_len)
         if not text.isascii():
             try:
                 text.encode()
@@ -127,12 +122,7 @@ class Tokenizer:
                 ) from error
         encoding = self._encoding(text, add_special_tokens)
         if max_len is not None and len(encoding) > max_len:
-            raise ContextLengthError(
-                f"the text has {len(encoding)} tokens, and there is room for {max_len}: shorten it, or start with a larger "
-                "--cache_lens",
-                prompt_len=len(encoding),
-                max_len=max_len,
-            )
+            raise _too_long(f"{len(encoding)} tokens", len(encoding), max_len)
         return list(encoding.ids)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
@@ -242,6 +232,14 @@ class Tokenizer:
         """Prompt ids of a conversation for a model without a template: "role: content" lines, then "assistant:"."""
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         return self.encode("\n".join([*lines, "assistant:"]))
+
+
+def _too_long(what: str, prompt_len: int, max_len: int) -> ContextLengthError:
+    return ContextLengthError(
+        f"the text has {what}, and there is room for {max_len}: shorten it, or start with a larger --cache_lens",
+        prompt_len=prompt_len,
+        max_len=max_len,
+    )
 
 
 def _load_folder(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerFast:

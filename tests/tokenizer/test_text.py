@@ -167,7 +167,7 @@ def test_named_templates(qwen_metadata: dict[str, Any]) -> None:
     ("template", "reads", "does_not"),
     [
         ("{% if thinking is defined %}a{% endif %}", "thinking", "a"),
-        ("{# strict #}{{ messages[0].strict }} strict {{ 'strict' }}{% for strict in messages %}{% endfor %}", "messages", "strict"),
+        ("{# a #}{{ messages[0].a }} a {{ 'a' }}{% for a in messages %}{% endfor %}", "messages", "a"),
         ("{% generation %}{{ date }}{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}", "date", "m"),
         ("{% if x is not defined %}{% set x = 1 %}{% endif %}{% set y = x %}{{ y }}", "x", "y"),
         ("{% macro f(a) %}{{ a }}{{ b }}{% endmacro %}{{ f(1) }}", "b", "f"),
@@ -213,7 +213,7 @@ def test_a_tokenizer_that_panics_refuses_the_text() -> None:
     rust = RustTokenizer(models.BPE({"a": 0, "b": 1}, []))
     rust.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust))
-    with pytest.raises(ConfigError, match="gives up on this text of 41 characters: .*retry-limit"):
+    with pytest.raises(ConfigError, match=r"gives up on this text of 41 characters: .*retry-limit"):
         tokenizer.encode("a" * 40 + "b")
     assert tokenizer.encode("ab") == [0, 1]
 
