@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["OPEN_PATHS"]
+__all__ = ["OPEN_PATHS", "SCOPE_KEY"]
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Routes that need no API key: probes of load balancers have none."""
+
+SCOPE_KEY = "ktransformers.api_key"
+"""Where ApiKeys puts which of the keys a request came with (not the key itself)."""

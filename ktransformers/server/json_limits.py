@@ -59,7 +59,7 @@ class JsonLimits:
 
 
 def json_size(data: bytes) -> JsonSize:
-    """The size of what a parser makes of `data`. Of text that is no JSON: of what comes before the mistake, at least."""
+    """The size of what a parser makes of `data`; of text that is no JSON, of what comes before the mistake at least."""
     is_inside, is_odd = False, False  # within a string; behind an odd number of backslashes
     depth, max_depth, num_values, num_nodes = 0, 0, 1, 0
     whole = np.frombuffer(data, dtype=np.uint8)

@@ -51,7 +51,7 @@ def connect(port: int, receive_buffer: int = 0) -> socket.socket:
 
 
 def head(method: str, path: str, *headers: str) -> bytes:
-    return "\r\n".join((f"{method} {path} HTTP/1.1", "Host: test", *headers, "", "")).encode("latin-1")
+    return "\r\n".join((f"{method} {path} HTTP/1.1", "Host: localhost", *headers, "", "")).encode("latin-1")
 
 
 def post(path: str, body: Any, *headers: str, content_type: str = "application/json") -> bytes:
@@ -105,11 +105,11 @@ NO_HTTP = {
     "bytes": b"\x00\x01\x02 garbage\r\n\r\n",
     "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100) + b"\r\n\r\n",
     "no version": b"GET /health\r\n\r\n",
-    "version": b"GET /health HTTP/two\r\nHost: x\r\n\r\n",
-    "raw byte in the path": b"GET /v1/\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+    "version": b"GET /health HTTP/two\r\nHost: localhost\r\n\r\n",
+    "raw byte in the path": b"GET /v1/\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
-    "NUL in a header": b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n",
-    "space in a header's name": b"GET /health HTTP/1.1\r\nHost: x\r\nBad name: b\r\n\r\n",
+    "NUL in a header": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: a\x00b\r\n\r\n",
+    "space in a header's name": b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad name: b\r\n\r\n",
     "two lengths": head("POST", CHAT, "Content-Length: 3", "Content-Length: 4") + b"abcd",
     "negative length": head("POST", CHAT, "Content-Length: -3") + b"abcd",
     "length of 25 digits": head("POST", CHAT, f"Content-Length: {10**25}"),
@@ -325,7 +325,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
 def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.2)
     with impatient_server(EndlessBackend()) as port:
-        for start in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\nX: "):
+        for start in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "):
             with connect(port) as client:
                 client.sendall(start)
                 assert read_to_end(client) == b""
