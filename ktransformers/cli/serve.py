@@ -24,6 +24,7 @@ from ktransformers.cli.options import (
     with_default_model,
 )
 from ktransformers.cli.parser import user_path
+from ktransformers.cli.process_limits import check_process_limits
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import title_of
 
@@ -171,6 +172,7 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
 def run(args: argparse.Namespace, backend: Callable[[], Backend] | None = None) -> int:
     """Serve until a signal comes. Returns the exit code. `backend` replaces the real one, for tests."""
     set_up_logging(args.log_level)
+    check_process_limits()
     _check_flags(args)
     config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
     server_config = _server_config(args, config)

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable, Sequence
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -93,8 +92,7 @@ class SameSite:
     def _may_ask(self, origin: str, host: str | None) -> bool:
         if origin in self._origins or "*" in self._origins:
             return True
-        parts = urlsplit(origin)
-        return parts.scheme in ("http", "https") and host is not None and parts.netloc.lower() == host.lower()
+        return host is not None and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
 
 
 class BodyLimits:
@@ -166,7 +164,7 @@ class _Body:
         began = loop.time()
         left = self._timeout + self.num_bytes / _MIN_RATE - self._waited
         try:
-            async with asyncio.timeout(min(self._timeout, left)):
+            async with asyncio.timeout(max(min(self._timeout, left), 0.0)):
                 message = await self._receive()
         except TimeoutError:
             what = "nothing of the body came" if left > self._timeout else "the body did not come"

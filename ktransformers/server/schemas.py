@@ -65,12 +65,19 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _non_empty(texts: list[str]) -> list[str]:
-    if not all(texts):
+def _few_stops(stop: str | list[str]) -> str | list[str]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > _MAX_STOPS:
+        raise ValueError(f"{len(stops)} stop strings are more than {_MAX_STOPS}")
+    if not isinstance(stop, str) and not all(stops):
         raise ValueError("stop strings must not be empty")
-    if sum(map(len, texts)) > _MAX_STOP_CHARS_IN_ALL:
-        raise ValueError(f"stop strings may have {_MAX_STOP_CHARS_IN_ALL} characters in all")
-    return texts
+    if max(map(len, stops), default=0) > _MAX_STOP_CHARS or sum(map(len, stops)) > _MAX_STOP_CHARS_IN_ALL:
+        raise ValueError(
+            f"a stop string may have {_MAX_STOP_CHARS} characters, and all of them {_MAX_STOP_CHARS_IN_ALL} together"
+        )
+    for one in stops:
+        _unicode(one)
+    return stop
 
 
 def _few_pairs(value: Any) -> Any:
@@ -110,8 +117,10 @@ def _quick_prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 
 UnicodeText = Annotated[str, AfterValidator(_unicode)]
-StopText = Annotated[str, Field(max_length=_MAX_STOP_CHARS), AfterValidator(_unicode)]
-StopList = Annotated[list[StopText], Field(max_length=_MAX_STOPS, fail_fast=True), AfterValidator(_non_empty)]
+Stop = Annotated[
+    str | Annotated[list[str], Field(fail_fast=True, json_schema_extra={"maxItems": _MAX_STOPS})],
+    AfterValidator(_few_stops),
+]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_ID)]
 Seconds = Annotated[FiniteFloat, Field(gt=0, le=1e6)]
 
@@ -143,7 +152,7 @@ class GenerationFields(_Neutral):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
-    stop: StopText | StopList | None = None
+    stop: Stop | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     logit_bias: (
         Annotated[dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]], BeforeValidator(_number_values)] | None

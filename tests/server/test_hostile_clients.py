@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import resource
 import socket
 import struct
 import threading
@@ -21,10 +22,12 @@ import pytest
 
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
+from ktransformers.errors import ConfigError
 from ktransformers.server import run
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.connections import connection_limit
 from ktransformers.tokenizer import load_tokenizer
 from tests.support.server_process import ServerProcess
 
@@ -367,6 +370,58 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
                 status, answer = read_answer(client)
                 assert (status, answer["error"]["code"]) == (408, "deadline_exceeded")
                 assert read_to_end(client) == b""
+
+
+def test_a_length_beside_an_encoding_is_refused_with_the_reason(server: ServerProcess) -> None:
+    """RFC 9112, 6.3: such a request may be read in two ways."""
+    body = json.dumps(QUESTION).encode()
+    for length in (len(body), 0, 10_000):
+        start = head(
+            "POST", CHAT, "Content-Type: application/json", f"Content-Length: {length}", "Transfer-Encoding: chunked"
+        )
+        with connect(server.port) as client:
+            client.sendall(start + chunked(body, 100))
+            status, answer = read_answer(client)
+            assert status == 400
+            assert "not both" in answer["error"]["message"]
+            assert read_to_end(client) == b""
+    check_alive(server)
+
+
+def test_idle_connections_make_room_for_new_ones(caplog: pytest.LogCaptureFixture) -> None:
+    health = head("GET", "/health")
+    with impatient_server(EndlessBackend(), max_connections=8) as port, contextlib.ExitStack() as opened:
+        silent = [opened.enter_context(connect(port)) for _ in range(8)]
+        used = silent[0]
+        used.sendall(health)
+        assert read_framed(used.makefile("rb"))[0] == 200  # the second is now idle for longest
+        for _ in range(100):
+            assert exchange(port, health)[0] == 200
+        assert read_to_end(silent[1]) == b""
+        assert len([line for line in caplog.messages if "connections are open" in line]) == 1
+        assert len(caplog.messages) < 10
+
+
+def test_connections_in_use_are_kept_and_new_ones_refused() -> None:
+    with impatient_server(EndlessBackend(), max_connections=3) as port, contextlib.ExitStack() as opened:
+        streams = [opened.enter_context(connect(port)) for _ in range(3)]
+        for stream in streams:
+            stream.sendall(post(CHAT, {**QUESTION, "stream": True}))
+            assert read_chunk(stream)["object"] == "chat.completion.chunk"
+        assert exchange(port, head("GET", "/health"))[0] == 503
+        assert all(stream.recv(1 << 16) for stream in streams)
+        streams[0].close()
+        while exchange(port, head("GET", "/health"))[0] != 200:
+            pass
+
+
+def test_descriptors_are_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    assert 700 < connection_limit(None) < 1024 - 96
+    assert connection_limit(5) == 5
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    with pytest.raises(ConfigError, match=r"may open 100 files.* raise `ulimit -n`"):
+        connection_limit(None)
 
 
 def test_a_body_in_chunks_is_counted() -> None:

@@ -375,3 +375,16 @@ def test_tool_calls(text: str, expected: tuple[str, list[ToolCall]] | None) -> N
     for seed in range(20):
         assert run_tools(cuts(text, seed)) == expected
     assert run_tools([text]) == expected
+
+
+@pytest.mark.parametrize("depth", [500, 990, 100_000])
+@pytest.mark.parametrize("quoted", [False, True])
+def test_calls_that_are_too_deep_to_be_read_are_text(depth: int, quoted: bool) -> None:
+    arguments = '{"a": ' * depth + "1" + "}" * depth
+    body = json.dumps({"name": "f", "arguments": arguments}) if quoted else f'{{"name": "f", "arguments": {arguments}}}'
+    parser = ToolCallParser()
+    text, calls = parser.feed(f"<tool_call>{body}</tool_call>")
+    if depth == 100_000:
+        assert (text, calls) == (f"<tool_call>{body}</tool_call>", [])
+    else:  # how deep Python may recurse depends on its version and on the caller
+        assert bool(text) != bool(calls)
