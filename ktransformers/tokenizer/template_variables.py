@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
 
 import jinja2
 from jinja2 import nodes
@@ -17,7 +16,7 @@ __all__ = ["template_variables"]
 class _Generation(Extension):
     """transformers' `{% generation %}`, which marks what the model itself has said: a block without effect here."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - declared in the base
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
