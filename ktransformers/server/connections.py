@@ -17,10 +17,10 @@ __all__ = ["ACCEPTED_AT_ONCE", "Connections", "connection_limit"]
 
 logger = logging.getLogger(__name__)
 
-ACCEPTED_AT_ONCE = 64
+ACCEPTED_AT_ONCE = 16
 """Connections that the event loop takes from the listening socket before it looks at any of them."""
 
-_RESERVED = 96 + ACCEPTED_AT_ONCE
+_RESERVED = 96 + 4 * ACCEPTED_AT_ONCE  # some are on their way through the event loop
 _MIN_CONNECTIONS = 16
 _MAX_CONNECTIONS = 4096
 
