@@ -14,6 +14,8 @@
     ├── EngineError             the engine failed while it computed an answer, or its process is gone for good
     └── ServiceError            a request that cannot be served as it came, or not now
         ├── AuthenticationError     no API key, or a wrong one
+        ├── MisdirectedRequestError the request names a host that this server is not
+        ├── OriginError             a web page of another site asks
         ├── ModelNotFoundError      the request names a model that is not served
         ├── PayloadTooLargeError    the request's body is longer than the server takes
         ├── NotReadyError           the model is still loading, or the server is draining
@@ -39,8 +41,10 @@ __all__ = [
     "FormatError",
     "KTransformersError",
     "KernelError",
+    "MisdirectedRequestError",
     "ModelNotFoundError",
     "NotReadyError",
+    "OriginError",
     "PayloadTooLargeError",
     "QueueFullError",
     "RuleError",
@@ -149,6 +153,14 @@ class ServiceError(KTransformersError):
 
 class AuthenticationError(ServiceError):
     """The request carries no API key, or a wrong one."""
+
+
+class MisdirectedRequestError(ServiceError):
+    """The request's Host is a name that this server does not go by."""
+
+
+class OriginError(ServiceError):
+    """A browser says that a page of another site asks, and that site is not allowed to."""
 
 
 class ModelNotFoundError(ServiceError):

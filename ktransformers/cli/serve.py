@@ -24,6 +24,7 @@ from ktransformers.cli.options import (
     with_default_model,
 )
 from ktransformers.cli.parser import user_path
+from ktransformers.cli.process_limits import check_process_limits
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import title_of
 
@@ -76,7 +77,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ssl_keyfile", type=user_path, help="TLS: private key (PEM)")
     group.add_argument("--ssl_certfile", type=user_path, help="TLS: certificate chain (PEM)")
     group.add_argument("--cors_origins", action="append", default=[], metavar="ORIGIN", help="repeatable; * for all")
-    group.add_argument("--max_queue", type=int, default=256, help="waiting requests beyond which 503 (%(default)s)")
+    group.add_argument(
+        "--allowed_hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="names of this server; repeatable; * for all",
+    )
+    group.add_argument("--max_queue", type=int, default=256, help="waiting answers beyond which 503 (%(default)s)")
+    group.add_argument("--max_queue_per_key", type=int, metavar="N", help="answers at once for one API key (no limit)")
     group.add_argument("--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout")
     group.add_argument("--drain_seconds", type=float, default=30.0, help="for running answers at the end (%(default)s)")
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
@@ -124,12 +133,14 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
         model_names=_model_names(args, config),
         api_keys=read_api_keys(args.api_key, args.api_key_file),
         cors_origins=tuple(args.cors_origins),
+        allowed_hosts=tuple(name.strip() for text in args.allowed_hosts for name in text.split(",") if name.strip()),
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         sampling=given_sampling(args),
         max_new_tokens=args.max_new_tokens,
         force_think=args.force_think,
         max_queue=args.max_queue,
+        max_queue_per_key=args.max_queue_per_key,
         request_timeout=args.request_timeout,
         drain_seconds=args.drain_seconds,
     )
@@ -161,6 +172,7 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
 def run(args: argparse.Namespace, backend: Callable[[], Backend] | None = None) -> int:
     """Serve until a signal comes. Returns the exit code. `backend` replaces the real one, for tests."""
     set_up_logging(args.log_level, with_time=True)
+    check_process_limits()
     _check_flags(args)
     config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
     server_config = _server_config(args, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ktransformers.cache.paged import PagedCache
@@ -35,17 +36,19 @@ def static_context(cache: StaticCache, pool: WorkerPool, start: int, num_rows: i
     )
 
 
-def paged_context(cache: PagedCache, pool: WorkerPool, rows: Sequence[Row]) -> tuple[torch.Tensor, ForwardContext]:
+def paged_context(
+    cache: PagedCache, pool: WorkerPool, rows: Sequence[Row], tables: Sequence[npt.NDArray[np.int32]]
+) -> tuple[torch.Tensor, ForwardContext]:
     """Positions int64 [T] and the context of a step that carries `rows`, each a stretch of one sequence.
 
-    T tokens in all, S rows, P pages of the longest block table.
+    tables: the whole block table of each row's sequence. T tokens in all, S rows, P pages of the longest block table.
     """
     size = cache.page_size
     counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
     starts = np.array([row.start for row in rows], dtype=np.int64)
-    table = np.zeros((len(rows), max(len(row.block_table) for row in rows)), dtype=np.int32)
-    for s, row in enumerate(rows):
-        table[s, : len(row.block_table)] = row.block_table
+    table = np.zeros((len(rows), max(map(len, tables))), dtype=np.int32)
+    for s, pages in enumerate(tables):
+        table[s, : len(pages)] = pages
     seq_ids = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     ends = np.cumsum(counts)
     positions = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)

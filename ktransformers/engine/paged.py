@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ktransformers.cache.paged import PagedCache
@@ -37,11 +38,25 @@ class StepRunner(Protocol):
 
 @dataclass(slots=True)
 class _Run:
-    """error: why no token of this run can be sampled, found when it started."""
+    """error: why no token of this run can be sampled, found when it started. table: room for its block table."""
 
     start: SequenceStart
     sampler: RequestSampler | None
     error: str | None = None
+    table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    num_pages: int = 0
+
+    def pages(self, row: Row) -> npt.NDArray[np.int32]:
+        """The block table with what `row` says of it: [P], valid until the run's next row."""
+        if row.first_page > self.num_pages:
+            raise ValueError(f"run {row.run_id}: page {row.first_page} is told of before page {self.num_pages}")
+        self.num_pages = row.first_page + len(row.block_table)
+        if self.num_pages > self.table.size:
+            more = np.empty(max(self.num_pages - self.table.size, self.table.size), np.int32)
+            self.table = np.concatenate((self.table, more))
+        if len(row.block_table):
+            self.table[row.first_page : self.num_pages] = row.block_table
+        return self.table[: self.num_pages]
 
 
 class _Kept:
@@ -138,7 +153,8 @@ class PagedExecutor:
 
     def _forward(self, rows: Sequence[Row], kept: _Kept) -> torch.Tensor:
         token_ids = np.fromiter(self._token_ids(rows), dtype=np.int64, count=sum(row.num_tokens for row in rows))
-        positions, context = paged_context(self._cache, self._pool, rows)
+        tables = [self._runs[row.run_id].pages(row) for row in rows]
+        positions, context = paged_context(self._cache, self._pool, rows, tables)
         return self._runner.step(
             torch.from_numpy(token_ids), positions, context, torch.tensor(kept.rows, dtype=torch.int64)
         )

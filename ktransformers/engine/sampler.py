@@ -72,6 +72,56 @@ class TokenMask(Protocol):
         ...
 
 
+class _Counts:
+    """How often tokens occurred: a token more is one number more, whatever was counted before. Empty: false."""
+
+    def __init__(self, vocab_size: int):
+        self._vocab_size = vocab_size
+        self._places: npt.NDArray[np.int32] | None = None  # [V]: 1 + where a token stands in the others; 0: nowhere
+        self._ids, self._values, self._num = np.empty(0, np.int64), np.empty(0, np.float32), 0
+
+    def __bool__(self) -> bool:
+        return self._num > 0
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """The tokens that occurred, each once."""
+        return self._ids[: self._num]
+
+    @property
+    def values(self) -> _F32:
+        """How often, in the order of ids."""
+        return self._values[: self._num]
+
+    def add(self, token_id: int) -> None:
+        places = self._placed()
+        at = int(places[token_id]) - 1
+        if at < 0:
+            at = self._num
+            if at == self._ids.size:
+                self._grow(max(2 * at, 16))
+            self._ids[at], self._values[at], places[token_id] = token_id, 0.0, at + 1
+            self._num += 1
+        self._values[at] += 1.0
+
+    def add_all(self, token_ids: Sequence[int]) -> None:
+        """Only on an empty one."""
+        assert not self._num
+        ids, counts = np.unique(np.array(token_ids, dtype=np.int64), return_counts=True)
+        self._ids, self._values, self._num = ids, counts.astype(np.float32), ids.size
+        self._placed()[ids] = np.arange(1, ids.size + 1, dtype=np.int32)
+
+    def _placed(self) -> npt.NDArray[np.int32]:
+        if self._places is None:
+            self._places = np.zeros(self._vocab_size, dtype=np.int32)
+        return self._places
+
+    def _grow(self, size: int) -> None:
+        more = size - self._ids.size
+        self._ids = np.concatenate((self._ids, np.empty(more, np.int64)))
+        self._values = np.concatenate((self._values, np.empty(more, np.float32)))
+
+
 class RequestSampler:
     """The sampling state of one request: its parameters, its seed and what its penalties count.
 
@@ -97,17 +147,19 @@ class RequestSampler:
         self._barred = _barred(params, vocab_size)
         self._mask = mask
         self._answer: list[int] = []  # for the mask
-        self._counts: dict[int, int] = {}
-        self._seen: dict[int, None] = dict.fromkeys(prompt_ids) if params.repetition_penalty != 1.0 else {}
+        self._counts = _Counts(vocab_size)
+        self._seen = _Counts(vocab_size)
+        if params.repetition_penalty != 1.0:
+            self._seen.add_all(prompt_ids)
 
     def commit(self, token_id: int) -> None:
         """Count a token as part of the answer. Call once per token, also for tokens of an answer that is continued."""
         if self._mask is not None:
             self._answer.append(token_id)
         if self.params.frequency_penalty or self.params.presence_penalty:
-            self._counts[token_id] = self._counts.get(token_id, 0) + 1
+            self._counts.add(token_id)
         if self.params.repetition_penalty != 1.0:
-            self._seen[token_id] = None
+            self._seen.add(token_id)
 
     @property
     def changes_logits(self) -> bool:
@@ -125,13 +177,13 @@ class RequestSampler:
             return None
         adjusted = logits.copy()
         if self._seen:
-            ids = np.fromiter(self._seen, dtype=np.int64)
+            ids = self._seen.ids
             seen, penalty = adjusted[ids], np.float32(params.repetition_penalty)
             adjusted[ids] = np.where(seen > 0, seen / penalty, seen * penalty)
         if self._counts:
-            ids = np.fromiter(self._counts, dtype=np.int64)
-            counts = np.fromiter(self._counts.values(), dtype=np.float32)
-            adjusted[ids] -= counts * np.float32(params.frequency_penalty) + np.float32(params.presence_penalty)
+            adjusted[self._counts.ids] -= self._counts.values * np.float32(params.frequency_penalty) + np.float32(
+                params.presence_penalty
+            )
         adjusted[self._bias_ids] += self._bias
         if barred is not None:
             adjusted[barred] = -np.inf

@@ -69,10 +69,12 @@ class Batch:
                     start=start,
                     token_ids=token_ids,
                     token_source=None if token_ids else run.sampled_index,
-                    block_table=run.block_table.copy(),
+                    block_table=run.block_table[run.num_told :],
                     is_sampled=planned.is_sampled,
+                    first_page=run.num_told,
                 )
             )
+            run.num_told = len(run.block_table)
             if planned.is_sampled:
                 run.sampled_index = num_sampled
                 num_sampled += 1

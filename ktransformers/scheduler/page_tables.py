@@ -95,6 +95,7 @@ class PageTables:
                 self._acquire(page)
                 self._release(own)
                 table[i] = page
+                run.num_told = min(run.num_told, i)
             run.num_published = i + 1
 
     def release(self, run: Run) -> None:

@@ -70,7 +70,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of one sequence in one step, filled by the scheduler.
 
     Token i of the row has position `start + i`, sees all positions up to its own, and is written to slot
-    `block_table[position // page_size] * page_size + position % page_size`. block_table covers the row's last position.
+    `block_table[position // page_size] * page_size + position % page_size`. The table covers the row's last position.
+    block_table: the table from index first_page on; what comes before is as in the run's last row, which the engine
+    keeps. So a step says what is new, not again what a long prompt has filled.
     token_ids: the tokens to run; empty when token_source is set, which stands for one token.
     is_sampled: the logits of the last token choose the sequence's next token.
     """
@@ -81,6 +83,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     token_source: int | None
     block_table: Sequence[int]
     is_sampled: bool
+    first_page: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -23,6 +23,7 @@ class Run:
     """One stay in the batch. Thrown away at preemption or end, which is how results of steps in flight become stale.
 
     block_table[i] is the page of positions i * page_size ..; its first num_published pages are in the prefix tree.
+    num_told: leading pages of the table that the engine knows from the rows planned so far.
     sampled_index: where the latest planned step lists this run's sampled token, among its sampled rows.
     """
 
@@ -31,6 +32,7 @@ class Run:
     computed_len: int
     planned_len: int
     num_published: int
+    num_told: int = 0
     num_pending: int = 0  # tokens that steps in flight will sample
     sampled_index: int = -1
     is_started: bool = False  # its SequenceStart has been sent

@@ -1,10 +1,11 @@
-"""Who may come in: counts the requests that are being answered, refuses beyond the queue's limit and while draining."""
+"""Who may come in: counts the answers that are being computed or wait, refuses beyond the queue's limit and while
+draining. An answer is one choice of one prompt: a request with n 128 counts as 128.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 
 from ktransformers.errors import NotReadyError, QueueFullError
 
@@ -12,48 +13,66 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """All calls on one event loop. max_queue: requests that may wait beyond those that are computed."""
+    """All calls on one event loop.
 
-    def __init__(self, max_queue: int):
-        self._max_queue = max_queue
-        self._num_active = 0
+    max_queue: answers that may wait beyond those that are computed. max_per_key: of those of one API key together with
+    those that are computed for it; None: no limit of its own.
+    """
+
+    def __init__(self, max_queue: int, max_per_key: int | None = None):
+        self._max_queue, self._max_per_key = max_queue, max_per_key
+        self._num_requests = 0
+        self._num_answers = 0
+        self._by_key: Counter[str] = Counter()
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def num_active(self) -> int:
-        return self._num_active
+        """Requests that are in."""
+        return self._num_requests
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that they asked for."""
+        return self._num_answers
 
     @property
     def is_draining(self) -> bool:
         return self._is_draining
 
-    def enter(self, max_running: int) -> None:
-        """Count a request in, or raise NotReadyError or QueueFullError. Each one entered must `leave` once."""
+    def enter(self, max_running: int, num_answers: int = 1, key: str = "") -> None:
+        """Count a request in, or raise NotReadyError or QueueFullError. Each one entered must `leave` once, likewise.
+
+        A request alone is taken in however many answers it wants.
+        """
         if self._is_draining:
             raise NotReadyError("the server is shutting down; send the request to another one, or again in a moment")
-        if self._num_active >= max_running + self._max_queue:
+        if self._num_answers and self._num_answers + num_answers > max_running + self._max_queue:
             raise QueueFullError(
-                f"{self._num_active} requests are running or waiting, and no more are taken in (--max_queue "
-                f"{self._max_queue}); try again in a moment"
+                f"{self._num_answers} answers are running or waiting, and {num_answers} more are not taken in "
+                f"(--max_queue {self._max_queue}); try again in a moment"
             )
-        self._num_active += 1
+        of_key, limit = self._by_key[key], self._max_per_key
+        if limit is not None and of_key and of_key + num_answers > limit:
+            raise QueueFullError(
+                f"{of_key} answers for this API key are running or waiting, and {num_answers} more are not taken in "
+                f"(--max_queue_per_key {limit}); try again in a moment"
+            )
+        self._num_requests += 1
+        self._num_answers += num_answers
+        self._by_key[key] += num_answers
         self._idle.clear()
 
-    def leave(self) -> None:
-        self._num_active -= 1
-        if not self._num_active:
+    def leave(self, num_answers: int = 1, key: str = "") -> None:
+        self._num_requests -= 1
+        self._num_answers -= num_answers
+        self._by_key[key] -= num_answers
+        if not self._by_key[key]:
+            del self._by_key[key]
+        if not self._num_requests:
             self._idle.set()
-
-    @contextmanager
-    def admitted(self, max_running: int) -> Iterator[None]:
-        """`enter` and `leave` around a block."""
-        self.enter(max_running)
-        try:
-            yield
-        finally:
-            self.leave()
 
     async def drain(self, seconds: float) -> bool:
         """Let nobody in any more and wait for the others. Whether they all left in time."""

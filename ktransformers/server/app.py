@@ -13,8 +13,9 @@ from ktransformers.server.api import front, health, tokens
 from ktransformers.server.api.openai import chat, completions, models
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.hosts import HostRule
 from ktransformers.server.metrics import Metrics
-from ktransformers.server.middleware import ApiKeys, BodyLimits
+from ktransformers.server.middleware import ApiKeys, BodyLimits, SameSite
 from ktransformers.server.request_log import RequestLog
 from ktransformers.server.responses import ApiResponse, install_error_handlers
 from ktransformers.server.service import Service
@@ -46,9 +47,11 @@ def _error(description: str) -> dict[str, Any]:
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     400: _error("The request is wrong"),
     401: _error("The API key is missing or wrong"),
+    403: _error("A web page of another site asks"),
     404: _error("There is no such model"),
     408: _error("Too slow"),
     413: _error("The body is too large"),
+    421: _error("The request names a host that this server is not"),
     503: _error("Not now: loading, draining, or too many requests wait"),
 }
 
@@ -64,18 +67,20 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
         redoc_url=None,
     )
     metrics = Metrics(backend, config.model_names[0])
-    app.state.service = Service(backend, config, Admission(config.max_queue), metrics)
+    service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics)
+    app.state.service = service
     for router in (chat.router, completions.router, models.router, tokens.router, health.router, front.router):
         app.include_router(router)
     install_error_handlers(app)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimits, max_body=config.max_body, body_timeout=config.body_timeout)
+    app.add_middleware(BodyLimits, max_body=lambda: service.json_limits.max_bytes, body_timeout=config.body_timeout)
     if config.api_keys:
         app.add_middleware(ApiKeys, keys=config.api_keys)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(SameSite, hosts=HostRule(config.host_names, bound=config.host), cors_origins=config.cors_origins)
     app.add_middleware(RequestLog)
     _drop_422(app)
     return app

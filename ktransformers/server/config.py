@@ -26,7 +26,10 @@ class ServerConfig:
     model_names: the names that requests may use; the first is the one that answers carry.
     sampling: SamplingParams fields that the operator sets for requests that do not; they win over the model's own.
     max_new_tokens: most tokens of an answer to a request that names no limit.
-    max_queue: requests that may wait beyond those that the backend computes; more get a 503.
+    allowed_hosts: names that requests may give in Host beside loopback ones and `host`; * for all.
+    max_queue: answers that may wait beyond those that the backend computes; more get a 503. An answer is one choice of
+    one prompt. max_queue_per_key: of those that wait and are computed, how many may be for one API key.
+    max_connections: open at once; None: as many as the limit on open files leaves room for.
     drain_seconds: how long running answers may take after SIGTERM.
     send_timeout: how long a client may keep a full connection without reading; body_timeout: without sending.
     """
@@ -36,12 +39,15 @@ class ServerConfig:
     model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     ssl_keyfile: Path | None = None
     ssl_certfile: Path | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     max_new_tokens: int = 1000
     force_think: bool = False
     max_queue: int = 256
+    max_queue_per_key: int | None = None
+    max_connections: int | None = None
     max_body: int = 32 << 20
     request_timeout: float | None = None
     drain_seconds: float = 30.0
@@ -52,6 +58,10 @@ class ServerConfig:
         checks = (
             (0 <= self.port <= 65535, f"--port must be between 0 and 65535, got {self.port}"),
             (0 <= self.max_queue < 1 << 31, f"--max_queue must be at least 0, got {self.max_queue}"),
+            (
+                self.max_queue_per_key is None or 1 <= self.max_queue_per_key < 1 << 31,
+                f"--max_queue_per_key must be at least 1, got {self.max_queue_per_key}",
+            ),
             (self.max_new_tokens >= 1, f"--max_new_tokens must be at least 1, got {self.max_new_tokens}"),
             (0 <= self.drain_seconds < _INF, f"--drain_seconds must be at least 0, got {self.drain_seconds}"),
             (
@@ -81,6 +91,11 @@ class ServerConfig:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """Names for Host. An API key is something that no web page knows: with keys any name will do by default."""
+        return self.allowed_hosts or (("*",) if self.api_keys else ())
 
     def warn_if_open(self) -> None:
         """Say it when strangers can use the service."""

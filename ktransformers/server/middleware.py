@@ -1,20 +1,33 @@
-"""What stands in front of the routes: API keys, and limits on the size and the patience of a request's body."""
+"""What stands in front of the routes: who may ask (API keys, hosts, origins), and how large and slow a body may be."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ktransformers.errors import AuthenticationError, DeadlineError, KTransformersError, PayloadTooLargeError
+from ktransformers.errors import (
+    AuthenticationError,
+    ConfigError,
+    DeadlineError,
+    KTransformersError,
+    MisdirectedRequestError,
+    OriginError,
+    PayloadTooLargeError,
+    QueueFullError,
+)
 from ktransformers.file_kinds import size_of
-from ktransformers.server.api_paths import OPEN_PATHS
+from ktransformers.server.api_paths import OPEN_PATHS, SCOPE_KEY
+from ktransformers.server.hosts import HostRule
 from ktransformers.server.responses import refuse
 
-__all__ = ["ApiKeys", "BodyLimits"]
+__all__ = ["ApiKeys", "BodyLimits", "SameSite"]
+
+_MIN_RATE = 4 << 10  # bytes per second of a body that takes longer than its timeout
+_BODIES_IN_MEMORY = 16  # of the largest size, all requests that are being answered together
 
 
 class ApiKeys:
@@ -25,69 +38,159 @@ class ApiKeys:
         # Digests of equal length: the time that comparing takes says nothing, not even how long the keys are.
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def _is_known(self, header: bytes) -> bool:
+    def _known(self, header: bytes) -> int | None:
+        """Which of the keys the header carries."""
         scheme, _, key = header.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, always
-        return scheme.lower() == b"bearer" and any(matches)
+        return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             headers = [value for name, value in scope["headers"] if name == b"authorization"]
-            if len(headers) != 1 or not self._is_known(headers[0]):
+            known = self._known(headers[0]) if len(headers) == 1 else None
+            if known is None:
                 what = "the API key is wrong" if headers else "an API key is needed: send Authorization: Bearer KEY"
                 await refuse(AuthenticationError(what), scope, receive, send)
                 return
+            scope[SCOPE_KEY] = str(known)
         await self._app(scope, receive, send)
 
 
-class BodyLimits:
-    """Refuses bodies over max_body bytes, and clients that send nothing for body_timeout seconds while one is due."""
+class SameSite:
+    """Keeps web pages of other sites out: browsers send their requests to loopback addresses, too.
 
-    def __init__(self, app: ASGIApp, max_body: int, body_timeout: float):
+    Browsers say in Origin whose page asks; pages of this server and of cors_origins may. A page whose host name was
+    bound to this server's address meanwhile says so in Host. Programs send no Origin; HTTP/1.0 may leave out Host.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: HostRule, cors_origins: Sequence[str]):
+        self._app, self._hosts, self._origins = app, hosts, frozenset(cors_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._wrong(scope) if scope["type"] == "http" else None
+        if error is not None:
+            await refuse(error, scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _wrong(self, scope: Scope) -> KTransformersError | None:
+        host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), None)
+        if host is not None and not self._hosts.allows(host):
+            return MisdirectedRequestError(
+                f"this server is not {host[:200]!r}; if it is meant to be reached by that name, start it with "
+                "--allowed_hosts NAME"
+            )
+        for name, value in scope["headers"]:
+            origin = value.decode("latin-1")
+            if name == b"origin" and not self._may_ask(origin, host):
+                return OriginError(
+                    f"web pages of {origin[:200]!r} may not use this server; if they are meant to, start it with "
+                    "--cors_origins ORIGIN"
+                )
+        return None
+
+    def _may_ask(self, origin: str, host: str | None) -> bool:
+        if origin in self._origins or "*" in self._origins:
+            return True
+        return host is not None and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
+
+
+class BodyLimits:
+    """Refuses bodies over max_body() bytes, and clients that send them too slowly.
+
+    Too slowly: nothing for body_timeout seconds while some is due, or in all less than _MIN_RATE for longer than that.
+    Bodies are in memory until their requests are answered: beyond _BODIES_IN_MEMORY of the largest ones no more are
+    taken. A body whose end is announced in two ways (Content-Length and Transfer-Encoding) is refused, because others
+    on the way may have read it differently (RFC 9112, 6.3).
+    """
+
+    def __init__(self, app: ASGIApp, max_body: Callable[[], int], body_timeout: float):
         self._app, self._max_body, self._body_timeout = app, max_body, body_timeout
+        self._num_held = 0  # bytes of all bodies that are in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        lengths = [value for name, value in scope["headers"] if name == b"content-length"]
-        if lengths and lengths[0].isdigit() and int(lengths[0]) > self._max_body:
-            await refuse(self._too_large(), scope, receive, send)
+        max_body = self._max_body()
+        refusal = _wrong_framing(scope, max_body)
+        if refusal is not None:
+            await refuse(refusal, scope, receive, send, closes=True)
             return
-        has_started, is_complete, total = False, False, 0
-        refusal: KTransformersError | None = None
+        body = _Body(receive, max_body, self._body_timeout)
+        has_started = False
 
         async def limited() -> Message:
-            nonlocal is_complete, total, refusal
-            if is_complete:  # what comes now is the client leaving, whenever it likes
-                return await receive()
-            try:
-                async with asyncio.timeout(self._body_timeout):
-                    message = await receive()
-            except TimeoutError:
-                refusal = DeadlineError(f"nothing of the body came for {self._body_timeout} s")
-                raise refusal from None
-            total += len(message.get("body", b""))
-            is_complete = not message.get("more_body", False)
-            if total > self._max_body:
-                refusal = self._too_large()
-                raise refusal
+            before = body.num_bytes
+            message = await body.receive()
+            self._num_held += body.num_bytes - before
+            if self._num_held > _BODIES_IN_MEMORY * max_body:
+                body.refusal = QueueFullError("too many large requests are being answered; try again in a moment")
+                raise body.refusal
             return message
 
         async def noting(message: Message) -> None:
             nonlocal has_started
-            if refusal is None:  # else it is what the framework makes of our exception
+            if body.refusal is None:  # else it is what the framework makes of our exception
                 has_started = True
                 await send(message)
 
         try:
             await self._app(scope, limited, noting)
         except KTransformersError as error:
-            if error is not refusal:
+            if error is not body.refusal:
                 raise
-        if refusal is not None and not has_started:
-            await refuse(refusal, scope, receive, send)
+        finally:
+            self._num_held -= body.num_bytes
+        if body.refusal is not None and not has_started:
+            await refuse(body.refusal, scope, receive, send, closes=True)
 
-    def _too_large(self) -> PayloadTooLargeError:
-        return PayloadTooLargeError(f"the body is longer than the {size_of(self._max_body)} that this server takes")
+
+class _Body:
+    """One body on its way in. refusal: what was raised about it."""
+
+    def __init__(self, receive: Receive, max_body: int, timeout: float):
+        self._receive, self._max_body, self._timeout = receive, max_body, timeout
+        self._is_complete = False
+        self._waited = 0.0  # for the client, all messages together
+        self.num_bytes = 0
+        self.refusal: KTransformersError | None = None
+
+    async def receive(self) -> Message:
+        """The next message. Raises what is wrong with the body."""
+        if self._is_complete:  # what comes now is the client leaving, whenever it likes
+            return await self._receive()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        left = self._timeout + self.num_bytes / _MIN_RATE - self._waited
+        try:
+            async with asyncio.timeout(max(min(self._timeout, left), 0.0)):
+                message = await self._receive()
+        except TimeoutError:
+            what = "nothing of the body came" if left > self._timeout else "the body did not come"
+            self.refusal = DeadlineError(f"{what} for {self._timeout:g} s: {self.num_bytes} bytes were received")
+            raise self.refusal from None
+        self._waited += loop.time() - began
+        self.num_bytes += len(message.get("body", b""))
+        self._is_complete = not message.get("more_body", False)
+        if self.num_bytes > self._max_body:
+            self.refusal = _too_large(self._max_body)
+            raise self.refusal
+        return message
+
+
+def _wrong_framing(scope: Scope, max_body: int) -> KTransformersError | None:
+    names = [name for name, _ in scope["headers"]]
+    if b"content-length" in names and b"transfer-encoding" in names:
+        return ConfigError("send either Content-Length or Transfer-Encoding, not both")
+    lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+    if lengths and lengths[0].isdigit() and int(lengths[0]) > max_body:
+        return _too_large(max_body)
+    return None
+
+
+def _too_large(max_body: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(
+        f"the body is longer than the {size_of(max_body)} that this server takes: its largest prompt needs no more"
+    )

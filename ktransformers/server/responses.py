@@ -22,8 +22,10 @@ from ktransformers.errors import (
     DeadlineError,
     EngineError,
     KTransformersError,
+    MisdirectedRequestError,
     ModelNotFoundError,
     NotReadyError,
+    OriginError,
     PayloadTooLargeError,
     QueueFullError,
     SlowReaderError,
@@ -43,6 +45,8 @@ _ERRORS: tuple[tuple[type[KTransformersError], int, str, str | None], ...] = (
     (UnsupportedError, 400, "invalid_request_error", "unsupported"),
     (ConfigError, 400, "invalid_request_error", None),
     (AuthenticationError, 401, "invalid_request_error", "invalid_api_key"),
+    (OriginError, 403, "invalid_request_error", "origin_not_allowed"),
+    (MisdirectedRequestError, 421, "invalid_request_error", "host_not_allowed"),
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
     (PayloadTooLargeError, 413, "invalid_request_error", "request_too_large"),
     (DeadlineError, 408, "timeout_error", "deadline_exceeded"),
@@ -82,15 +86,15 @@ def error_body(error: KTransformersError) -> dict[str, Any]:
     return _body(str(error), type, param, code)
 
 
-def error_response(error: KTransformersError) -> ApiResponse:
-    """The response to a request that failed with one of our errors."""
+def error_response(error: KTransformersError, closes: bool = False) -> ApiResponse:
+    """The response to a request that failed with one of our errors. closes: the rest of its body is not wanted."""
     status = _entry(error)[0]
     headers = {}
     if status == 503:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if status in (408, 413):  # the rest of the body is not wanted
+    if closes:
         headers["Connection"] = "close"
     return ApiResponse(error_body(error), status, headers)
 
@@ -102,10 +106,12 @@ def _log_text(error: KTransformersError) -> str:
     return without_quotes(str(error))
 
 
-async def refuse(error: KTransformersError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with this error from a middleware."""
+async def refuse(
+    error: KTransformersError, scope: Scope, receive: Receive, send: Send, *, closes: bool = False
+) -> None:
+    """Answer with this error from a middleware. closes: the rest of its body is not wanted."""
     note_reason(scope, _log_text(error))
-    await error_response(error)(scope, receive, send)
+    await error_response(error, closes)(scope, receive, send)
 
 
 def _path(location: tuple[int | str, ...]) -> str | None:

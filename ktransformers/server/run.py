@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import h11
@@ -27,6 +28,7 @@ from ktransformers.server.activity import LoadSummary, duration, farewell, watch
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend, Progress
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.connections import ACCEPTED_AT_ONCE, Connections, connection_limit
 from ktransformers.server.service import Service
 from ktransformers.server.streaming import ABORT_KEY
 
@@ -38,14 +40,28 @@ HEADER_TIMEOUT = 30.0
 """Seconds that a request's head may take, and the rest of a body whose request has been answered already."""
 
 
+_BACKLOG = 1024
+
+
 class _Protocol(H11Protocol):
-    """uvicorn's, with a limit on what comes too slowly for any timeout of its own, and with abortable connections."""
+    """uvicorn's, with limits on what comes too slowly for any timeout of its own and on how many come at once."""
 
     _impatience: asyncio.TimerHandle | None = None
 
+    def __init__(self, *args: Any, room: Connections, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._room = room
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch()
+        if self._room.add(self):
+            self._watch()
+        else:
+            transport.write(_NO_ROOM)
+            transport.close()
+
+    def drop(self) -> None:
+        self.transport.abort()
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -58,6 +74,7 @@ class _Protocol(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._room.remove(self)
         self._be_patient()
         super().connection_lost(exc)
 
@@ -66,6 +83,7 @@ class _Protocol(H11Protocol):
 
         Between requests uvicorn's keep-alive timer runs, but the first byte of whatever comes next stops it.
         """
+        self._room.set_idle(self, self.cycle is None or self.cycle.response_complete)
         if self.conn.their_state is h11.IDLE:
             is_due = self.cycle is None or bool(self.conn.trailing_data[0])  # a head that has begun
         else:
@@ -81,8 +99,19 @@ class _Protocol(H11Protocol):
             self._impatience = None
 
 
+_NO_ROOM = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: 31\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\n\r\ntoo many connections are open.\n"
+)
+
+
 class _Server(uvicorn.Server):
     """uvicorn's, which leaves signals to us."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # the kernel's queue may be longer than what is accepted in one go
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -107,7 +136,8 @@ def _bind(config: ServerConfig) -> socket.socket:
 def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     made = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=cast(Any, partial(_Protocol, room=Connections(connection_limit(config.max_connections)))),
+        backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -158,6 +188,7 @@ async def _serve(backend: Backend, config: ServerConfig, loading_bar: LoadingBar
             await asyncio.wait((loading, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()  # raises what went wrong
+                await asyncio.to_thread(lambda: service.json_limits)  # looks at the whole vocabulary
                 _announce(service, listener, time.monotonic() - began)
                 losing = asyncio.create_task(backend.lost())
                 await asyncio.wait((stopping, serving, losing), return_when=asyncio.FIRST_COMPLETED)
@@ -172,6 +203,7 @@ async def _serve(backend: Backend, config: ServerConfig, loading_bar: LoadingBar
                 task.cancel()
             await asyncio.gather(stopping, loading, summing_up, return_exceptions=True)
             await backend.close()
+            app.state.service.workers.close()
             await asyncio.gather(serving, return_exceptions=True)
             listener.close()
             if isinstance(why, int) or (loading.done() and not loading.cancelled() and loading.exception() is None):

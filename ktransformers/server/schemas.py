@@ -9,7 +9,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 __all__ = [
     "MAX_CHOICES",
@@ -27,20 +38,90 @@ MAX_CHOICES = 128
 """Most answers of one request: prompts times n."""
 
 _MAX_STOPS = 32
+_MAX_STOP_CHARS = 1024
+_MAX_STOP_CHARS_IN_ALL = 8192
+_MAX_FIELDS = 256
+_MAX_ID = (1 << 31) - 1
 
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, data: Any) -> Any:
+        """Each unknown one is an error of its own, all of which pydantic would collect."""
+        if isinstance(data, dict) and len(data) > _MAX_FIELDS:
+            raise ValueError(f"{len(data)} fields are more than any request has")
+        return data
 
-def _non_empty(texts: list[str]) -> list[str]:
-    if not all(texts):
+
+def _unicode(text: str) -> str:
+    """What other processes and the tokenizer can be told: lone surrogates have no bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not valid Unicode: {error.reason} at character {error.start}") from error
+    return text
+
+
+def _few_stops(stop: str | list[str]) -> str | list[str]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > _MAX_STOPS:
+        raise ValueError(f"{len(stops)} stop strings are more than {_MAX_STOPS}")
+    if not isinstance(stop, str) and not all(stops):
         raise ValueError("stop strings must not be empty")
-    return texts
+    if max(map(len, stops), default=0) > _MAX_STOP_CHARS or sum(map(len, stops)) > _MAX_STOP_CHARS_IN_ALL:
+        raise ValueError(
+            f"a stop string may have {_MAX_STOP_CHARS} characters, and all of them {_MAX_STOP_CHARS_IN_ALL} together"
+        )
+    for one in stops:
+        _unicode(one)
+    return stop
 
 
-StopList = Annotated[list[str], Field(max_length=_MAX_STOPS), AfterValidator(_non_empty)]
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+def _few_pairs(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+        raise ValueError(f"metadata may have {_MAX_FIELDS} pairs")
+    return value
+
+
+def _number_values(value: Any) -> Any:
+    if isinstance(value, dict):
+        if not set(map(type, value.values())) <= {int, float}:
+            raise ValueError("the values of logit_bias must be numbers")
+        if not all(-100 <= bias <= 100 for bias in value.values()):
+            raise ValueError("the values of logit_bias must be between -100 and 100")
+    return value
+
+
+def _are_ids(value: object) -> bool:
+    """Whether this is a list of token ids, one at least. Takes a tenth of the time that pydantic takes."""
+    return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_ID
+
+
+def _quick_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    return value if _are_ids(value) else handler(value)
+
+
+def _quick_prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Prompts of many ids are taken as they are, and those that are too many are not looked at one by one."""
+    if _are_ids(value):
+        return value
+    if isinstance(value, list):
+        if len(value) > MAX_CHOICES:
+            raise ValueError(f"one request may have {MAX_CHOICES} prompts or a list of token ids from 0 to {_MAX_ID}")
+        if value and all(map(_are_ids, value)):
+            return value
+    return handler(value)
+
+
+UnicodeText = Annotated[str, AfterValidator(_unicode)]
+Stop = Annotated[
+    str | Annotated[list[str], Field(fail_fast=True, json_schema_extra={"maxItems": _MAX_STOPS})],
+    AfterValidator(_few_stops),
+]
+TokenId = Annotated[int, Field(ge=0, le=_MAX_ID)]
 Seconds = Annotated[FiniteFloat, Field(gt=0, le=1e6)]
 
 
@@ -55,7 +136,7 @@ class _Neutral(_Model):
     """Accepted because they change nothing about the answer of a server that keeps nothing and has one tier."""
 
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_few_pairs)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
@@ -71,21 +152,25 @@ class GenerationFields(_Neutral):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
-    stop: str | StopList | None = None
+    stop: Stop | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    logit_bias: dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]], BeforeValidator(_number_values)] | None
+    ) = None
     presence_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
     # Extensions.
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[FiniteFloat, Field(gt=0, le=1e3)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, fail_fast=True), WrapValidator(_quick_ids)] | None
+    ) = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     timeout: Seconds | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    cache_salt: Annotated[UnicodeText, Field(max_length=256)] | None = None
     return_speed: bool | None = None
 
     @field_validator("stop")
@@ -142,9 +227,9 @@ class ChatMessage(_Model):
     """One turn. The role goes to the model's chat template as it is; the template knows which roles there are."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -176,12 +261,12 @@ class ResponseFormat(_Model):
 class ChatRequest(GenerationFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: ResponseFormat | None = None
@@ -208,7 +293,13 @@ class CompletionRequest(GenerationFields):
     answer's token_ids, its end token included.
     """
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Annotated[
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)],
+        WrapValidator(_quick_prompt),
+    ]
     return_token_ids: bool | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -230,10 +321,10 @@ class TokenizeRequest(_Model):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -253,4 +344,4 @@ class DetokenizeRequest(_Model):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_quick_ids)]

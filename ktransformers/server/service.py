@@ -16,10 +16,15 @@ from ktransformers.server.admission import Admission
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.generations import Tally
+from ktransformers.server.json_limits import JsonLimits
 from ktransformers.server.metrics import Metrics
 from ktransformers.server.schemas import MAX_CHOICES, GenerationFields
+from ktransformers.server.workers import TextWorkers
 
-__all__ = ["Service", "new_id", "service_of"]
+__all__ = ["Service", "check_num_answers", "new_id", "service_of"]
+
+_MAX_VALUES = 1 << 19  # parsing and checking as many token ids takes some hundredths of a second
+_MAX_NODES = 1 << 16  # strings and objects are checked one by one: a tenth of a second
 
 _SAME_NAMES = (
     "temperature",
@@ -47,6 +52,8 @@ class Service:
     admission: Admission
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
+    workers: TextWorkers = field(default_factory=TextWorkers)
+    _json_limits: JsonLimits | None = None
 
     @property
     def model(self) -> ModelInfo:
@@ -62,6 +69,15 @@ class Service:
         if self.backend.is_ready and self.backend.model.architecture:
             names += (self.backend.model.architecture,)
         return tuple(dict.fromkeys(names))
+
+    @property
+    def json_limits(self) -> JsonLimits:
+        """What a body may be: nothing larger can hold prompts that this model takes. Known once it is loaded."""
+        if self._json_limits is None:
+            if not self.backend.is_ready:
+                return JsonLimits(self.config.max_body, _MAX_VALUES, _MAX_NODES)
+            self._json_limits = _json_limits(self.backend.model, self.config.max_body)
+        return self._json_limits
 
     def check_model(self, asked: str | None) -> str:
         """The name for the answer. Raises ModelNotFoundError for a model that is not served here."""
@@ -96,20 +112,19 @@ class Service:
     def requests(
         self, request_id: str, fields: GenerationFields, prompts: list[list[int]], params: SamplingParams
     ) -> list[GenerationRequest]:
-        """n generations per prompt, checked: what can be refused is refused before a response begins.
+        """n generations per prompt, checked: what can be refused is refused before a response begins. On any thread.
 
         Choice i of a request draws with seed + i, so that they differ and each can be repeated.
         """
         n = fields.n or 1
-        if len(prompts) * n > MAX_CHOICES:
-            raise ConfigError(f"{len(prompts)} prompts times n {n} are more than {MAX_CHOICES} answers in one request")
         if fields.priority and not self.backend.has_priorities:
             raise UnsupportedError(f"the {self.backend.name} backend serves by order of arrival: leave priority out")
         assert params.seed is not None
+        shared = [tuple(prompt) for prompt in prompts]  # answers to one prompt hold the same object
         made = [
             GenerationRequest(
                 request_id=f"{request_id}-{index}" if len(prompts) * n > 1 else request_id,
-                prompt_ids=tuple(prompts[index // n]),
+                prompt_ids=shared[index // n],
                 params=replace(params, seed=(params.seed + index) % (1 << 64)),
                 priority=fields.priority or 0,
                 timeout=fields.timeout or self.config.request_timeout,
@@ -117,9 +132,24 @@ class Service:
             )
             for index in range(len(prompts) * n)
         ]
-        for request in made:
+        for request in made[::n]:  # the others differ in their seeds
             self.backend.check(request)
         return made
+
+
+def check_num_answers(num_prompts: int, n: int) -> int:
+    """num_prompts times n. Raises ConfigError when they are more than one request may want."""
+    if num_prompts * n > MAX_CHOICES:
+        raise ConfigError(f"{num_prompts} prompts times n {n} are more than {MAX_CHOICES} answers in one request")
+    return num_prompts * n
+
+
+def _json_limits(model: ModelInfo, max_body: int) -> JsonLimits:
+    """By the context: a token's text takes at most six bytes per character (\\u0041), its number some digits."""
+    max_chars = model.tokenizer.max_token_chars if model.tokenizer.has_vocabulary else 0
+    max_values = min(_MAX_NODES + 8 * model.max_len, max(_MAX_VALUES, _MAX_NODES + model.max_len))
+    max_bytes = (1 << 20) + max(6 * max_chars * model.max_len, 12 * max_values)
+    return JsonLimits(min(max_body, max_bytes), max_values, _MAX_NODES)
 
 
 def service_of(request: Request) -> Service:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ktransformers.errors import ConfigError, ConversationError, UnsupportedError, reason_of
+from ktransformers.errors import ConfigError, ContextLengthError, ConversationError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
+from ktransformers.tokenizer.template_variables import template_variables
 
 __all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]
 
@@ -50,6 +51,9 @@ class Tokenizer:
         self._token_bytes = None
         if backend is None:
             return
+        # A tokenizer.json may ask for them; they are about training, and would change prompts without a word.
+        backend.backend_tokenizer.no_truncation()
+        backend.backend_tokenizer.no_padding()
         if not eos_token_ids and backend.eos_token_id is not None:
             self.eos_token_ids = (int(backend.eos_token_id),)
         self._special = frozenset(i for i, token in backend.added_tokens_decoder.items() if token.special)
@@ -91,11 +95,26 @@ class Tokenizer:
         """The id of exactly this token, or None."""
         return self.backend.backend_tokenizer.token_to_id(token)  # type: ignore[no-any-return]
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Most characters of text that one token stands for, as tokens are spelled: at least as many as it really has.
+
+        Tokens for what a vocabulary does not know are excepted: some melt any number of characters into one.
+        """
+        return max(map(len, self.backend.backend_tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, max_len: int | None = None) -> list[int]:
         """Token ids of `text`. Special tokens spelled in it are recognized; add_special_tokens adds the model's BOS.
 
-        Raises ConfigError for a string that is not Unicode text (lone surrogates).
+        max_len: most tokens that are of use; a text that must have more is refused before it is looked at. The work
+        is done without the interpreter's lock: on a thread of its own it keeps no other thread waiting.
+
+        Raises ContextLengthError for a text with more tokens than max_len; ConfigError for a string that is not Unicode
+        text (lone surrogates), or that the tokenizer gives up on.
         """
+        if max_len is not None and len(text) > max_len * self.max_token_chars:
+            least = -(-len(text) // self.max_token_chars)
+            raise _too_long(f"{len(text)} characters, which are {least} tokens or more", least, max_len)
         if not text.isascii():
             try:
                 text.encode()
@@ -103,8 +122,21 @@ class Tokenizer:
                 raise ConfigError(
                     f"the text is not valid Unicode: {error.reason} at character {error.start}"
                 ) from error
-        encoding = self.backend.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        encoding = self._encoding(text, add_special_tokens)
+        if max_len is not None and len(encoding) > max_len:
+            raise _too_long(f"{len(encoding)} tokens", len(encoding), max_len)
         return list(encoding.ids)
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+        try:
+            # Unlike `encode`, this lets other threads run in every version of the library, and computes no offsets.
+            return self.backend.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except BaseException as error:
+            # What panics in Rust is no Exception, so that nobody takes it for one; here it is about this text alone.
+            if type(error).__name__ != "PanicException":
+                raise
+            reason = str(error)[:200]
+            raise ConfigError(f"the tokenizer gives up on this text of {len(text)} characters: {reason}") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`: what a Detokenizer returns piece by piece."""
@@ -133,10 +165,12 @@ class Tokenizer:
         return "".join(template.values()) if isinstance(template, dict) else template or ""
 
     def template_knows(self, name: str) -> bool:
-        """Whether the chat template uses the variable `name`: others can be given to it without any effect."""
-        if not self.has_chat_template or not name.isidentifier():
+        """Whether the chat template reads the variable `name`: others can be given to it without any effect."""
+        if not self.has_chat_template:
             return False
-        return re.search(rf"\b{name}\b", self._template_text()) is not None
+        template = self.backend.chat_template
+        texts = template.values() if isinstance(template, dict) else (template,)
+        return any(name in template_variables(text) for text in texts)
 
     def _known_tags(self, tags: tuple[str, str]) -> bool:
         """Whether the model knows these tags: as tokens of their own, or because its template writes them."""
@@ -201,6 +235,14 @@ class Tokenizer:
         """Prompt ids of a conversation for a model without a template: "role: content" lines, then "assistant:"."""
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         return self.encode("\n".join([*lines, "assistant:"]))
+
+
+def _too_long(what: str, prompt_len: int, max_len: int) -> ContextLengthError:
+    return ContextLengthError(
+        f"the text has {what}, and there is room for {max_len}: shorten it, or start with a larger --cache_lens",
+        prompt_len=prompt_len,
+        max_len=max_len,
+    )
 
 
 def _load_folder(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerFast:

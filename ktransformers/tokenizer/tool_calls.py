@@ -27,7 +27,7 @@ class ToolCall:
 def _parse(body: str) -> ToolCall | None:
     try:
         call = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
@@ -35,9 +35,14 @@ def _parse(body: str) -> ToolCall | None:
     if isinstance(arguments, str):  # some models quote the object
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-    return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    try:
+        return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False))
+    except RecursionError:  # deeper than it can be written, though not than it can be read
+        return None
 
 
 class ToolCallParser:

@@ -92,6 +92,36 @@ def test_penalties_by_hand() -> None:
     assert pick([2.0, 1.5], temperature=0, answer=(0,), presence_penalty=0.75) == 1
 
 
+@given(
+    st.lists(st.integers(0, 39), max_size=60),
+    st.lists(st.integers(0, 39), max_size=60),
+    st.sampled_from([1.0, 1.3]),
+    st.sampled_from([0.0, 0.5]),
+    st.sampled_from([0.0, -0.25]),
+)
+def test_penalties_count_as_tokens_come(
+    prompt: list[int], answer: list[int], repetition: float, frequency: float, presence: float
+) -> None:
+    """Against counting everything anew after each token."""
+    params = SamplingParams(repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence)
+    sampler, logits = RequestSampler(params, prompt, 40), np.linspace(-3, 5, 40, dtype=np.float32)
+    for length in range(len(answer) + 1):
+        wanted = logits.copy()
+        for token in range(40):
+            if repetition != 1.0 and token in [*prompt, *answer[:length]]:
+                wanted[token] = (
+                    wanted[token] / np.float32(repetition)
+                    if wanted[token] > 0
+                    else (wanted[token] * np.float32(repetition))
+                )
+            if count := answer[:length].count(token):
+                wanted[token] -= np.float32(count) * np.float32(frequency) + np.float32(presence)
+        adjusted = sampler.adjusted(logits)
+        assert ((logits if adjusted is None else adjusted) == wanted).all()
+        if length < len(answer):
+            sampler.commit(answer[length])
+
+
 def test_bias_comes_after_penalties_and_before_temperature() -> None:
     assert pick([2.0, 1.0], temperature=0, prompt=(0,), repetition_penalty=2.0, logit_bias={0: 0.5}) == 0  # 2/2 + .5
     assert pick([2.0, 1.0], 0.999, temperature=0.01, logit_bias={0: -1.5}) == 1

@@ -9,7 +9,7 @@ prefix of the sequence that reads it. A stale page, a wrong share or a recomputa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -75,6 +75,7 @@ class _Run:
     salt: str
     token_ids: list[int]
     written_len: int | None = None  # None before the first row
+    block_table: list[int] = field(default_factory=list)
 
 
 class FakeEngine:
@@ -109,7 +110,7 @@ class FakeEngine:
 
     def _slot(self, row: Row, position: int) -> int:
         size = self.config.page_size
-        return row.block_table[position // size] * size + position % size
+        return self.runs[row.run_id].block_table[position // size] * size + position % size
 
     def _write(self, rows: Sequence[Row]) -> None:
         written: set[int] = set()
@@ -118,7 +119,9 @@ class FakeEngine:
             end = row.start + row.num_tokens
             assert run.written_len in (None, row.start), "a gap or a repetition"
             assert all(0 <= page < self.config.num_pages for page in row.block_table)
-            assert len(row.block_table) == -(-end // self.config.page_size)
+            assert row.first_page <= len(run.block_table), "a gap in a block table"
+            run.block_table[row.first_page :] = row.block_table
+            assert len(run.block_table) == -(-end // self.config.page_size)
             if row.token_source is not None:
                 assert not row.token_ids
                 assert run.token_ids[row.start :] == [self.previous[row.token_source]], "somebody else's token"

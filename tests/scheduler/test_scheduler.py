@@ -461,3 +461,16 @@ def test_plans_are_plain_data_and_torch_is_not_needed() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_decodes_of_long_prompts_tell_of_new_pages_only() -> None:
+    loop = Loop(make_config(num_pages=400, page_size=4, chunk_size=600, max_batch_size=4))
+    loop.add(*(make_request(str(num), [num % 39] * num, 60, ignore_eos=True) for num in (300, 250)))
+    num_told = []
+    for _ in range(40):
+        plan = loop.schedule()
+        assert plan is not None
+        num_told.append(sum(len(row.block_table) for row in plan.rows))
+        loop.commit()
+    assert num_told[0] >= 137  # 550 tokens in pages of 4
+    assert max(num_told[1:]) <= 2

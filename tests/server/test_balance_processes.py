@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from ktransformers.errors import (
     NotReadyError,
     SlowReaderError,
 )
-from ktransformers.server.backend.balance_serve import BalanceServeBackend
+from ktransformers.server.backend.balance_serve import BalanceServeBackend, _commands
 from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.server.balance.messages import Command, decode, encode
 from ktransformers.server.balance.supervisor import BalanceConfig
 from tests.scheduler.fake_engine import VOCAB_SIZE, answer_alone, make_config, make_request
 from tests.server.balance_fakes import MODEL_LEN, POISON
@@ -94,6 +96,42 @@ def check(events: list[TokenEvent], asked: GenerationRequest) -> None:
 async def until(is_true: Callable[[], bool]) -> None:
     while not is_true():
         await asyncio.sleep(0.001)
+
+
+def test_answers_to_one_prompt_are_sent_as_one_record() -> None:
+    """32 choices with fields of a megabyte: the scheduler is told once, and nothing of stop strings."""
+    first = request(1, prompt=tuple(range(1000)), params={"stop": ("x" * (1 << 20),), "logit_bias": {5: 1.0}})
+    asked = [replace(first, request_id=f"r{i}", params=replace(first.params, seed=i)) for i in range(32)]
+    other = replace(first, request_id="other", cache_salt="b")
+    unlike = replace(first, request_id="unlike", params=replace(first.params, seed=3, temperature=0.5))
+    commands = list(_commands([*asked, other, unlike]))
+    data = b"".join(map(encode, commands))
+    assert len(data) < 3 * 4000
+    heard = [one for data in map(encode, commands) for one in decode(data, Command).requests()]
+    assert {one.request_id for one in heard} == {one.request_id for one in (*asked, other, unlike)}
+    for one in heard:
+        wanted = next(ask for ask in (*asked, other, unlike) if ask.request_id == one.request_id)
+        assert one.params == replace(wanted.params, stop=())
+        assert (tuple(one.prompt_ids), one.cache_salt) == (wanted.prompt_ids, wanted.cache_salt)
+
+
+def test_choices_of_one_prompt_get_the_answers_they_get_alone() -> None:
+    async def work() -> None:
+        async with backend() as made:
+            first = request(8)
+            requests = [replace(first, request_id=f"r{i}", params=replace(first.params, seed=i)) for i in range(12)]
+            left = made.generate(replace(first, request_id="left"))
+            leaving = asyncio.create_task(anext(left))
+            await asyncio.sleep(0)
+            leaving.cancel()  # in the turn in which it came
+            await asyncio.gather(leaving, return_exceptions=True)
+            await left.aclose()
+            answers = await asyncio.gather(*(collect(made, asked) for asked in requests))
+            for events, asked in zip(answers, requests, strict=True):
+                check(events, asked)
+            await until(lambda: made.stats().num_running == made.stats().num_waiting == 0)
+
+    run(work)
 
 
 def test_many_requests_at_once_get_the_answers_they_get_alone() -> None:

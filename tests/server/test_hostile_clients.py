@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import resource
 import socket
 import struct
 import threading
@@ -20,10 +21,12 @@ from typing import Any
 import pytest
 
 from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
+from ktransformers.errors import ConfigError
 from ktransformers.server import run
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.connections import connection_limit
 from ktransformers.tokenizer import load_tokenizer
 from tests.support.demo import DEMO_CHECKPOINT
 from tests.support.server_process import ServerProcess
@@ -51,7 +54,7 @@ def connect(port: int, receive_buffer: int = 0) -> socket.socket:
 
 
 def head(method: str, path: str, *headers: str) -> bytes:
-    return "\r\n".join((f"{method} {path} HTTP/1.1", "Host: test", *headers, "", "")).encode("latin-1")
+    return "\r\n".join((f"{method} {path} HTTP/1.1", "Host: localhost", *headers, "", "")).encode("latin-1")
 
 
 def post(path: str, body: Any, *headers: str, content_type: str = "application/json") -> bytes:
@@ -105,11 +108,11 @@ NO_HTTP = {
     "bytes": b"\x00\x01\x02 garbage\r\n\r\n",
     "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100) + b"\r\n\r\n",
     "no version": b"GET /health\r\n\r\n",
-    "version": b"GET /health HTTP/two\r\nHost: x\r\n\r\n",
-    "raw byte in the path": b"GET /v1/\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+    "version": b"GET /health HTTP/two\r\nHost: localhost\r\n\r\n",
+    "raw byte in the path": b"GET /v1/\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
-    "NUL in a header": b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n",
-    "space in a header's name": b"GET /health HTTP/1.1\r\nHost: x\r\nBad name: b\r\n\r\n",
+    "NUL in a header": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: a\x00b\r\n\r\n",
+    "space in a header's name": b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad name: b\r\n\r\n",
     "two lengths": head("POST", CHAT, "Content-Length: 3", "Content-Length: 4") + b"abcd",
     "negative length": head("POST", CHAT, "Content-Length: -3") + b"abcd",
     "length of 25 digits": head("POST", CHAT, f"Content-Length: {10**25}"),
@@ -325,7 +328,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
 def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.2)
     with impatient_server(EndlessBackend()) as port:
-        for start in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\nX: "):
+        for start in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "):
             with connect(port) as client:
                 client.sendall(start)
                 assert read_to_end(client) == b""
@@ -367,6 +370,58 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
                 status, answer = read_answer(client)
                 assert (status, answer["error"]["code"]) == (408, "deadline_exceeded")
                 assert read_to_end(client) == b""
+
+
+def test_a_length_beside_an_encoding_is_refused_with_the_reason(server: ServerProcess) -> None:
+    """RFC 9112, 6.3: such a request may be read in two ways."""
+    body = json.dumps(QUESTION).encode()
+    for length in (len(body), 0, 10_000):
+        start = head(
+            "POST", CHAT, "Content-Type: application/json", f"Content-Length: {length}", "Transfer-Encoding: chunked"
+        )
+        with connect(server.port) as client:
+            client.sendall(start + chunked(body, 100))
+            status, answer = read_answer(client)
+            assert status == 400
+            assert "not both" in answer["error"]["message"]
+            assert read_to_end(client) == b""
+    check_alive(server)
+
+
+def test_idle_connections_make_room_for_new_ones(caplog: pytest.LogCaptureFixture) -> None:
+    health = head("GET", "/health")
+    with impatient_server(EndlessBackend(), max_connections=8) as port, contextlib.ExitStack() as opened:
+        silent = [opened.enter_context(connect(port)) for _ in range(8)]
+        used = silent[0]
+        used.sendall(health)
+        assert read_framed(used.makefile("rb"))[0] == 200  # the second is now idle for longest
+        for _ in range(100):
+            assert exchange(port, health)[0] == 200
+        assert read_to_end(silent[1]) == b""
+        assert len([line for line in caplog.messages if "connections are open" in line]) == 1
+        assert len(caplog.messages) < 10
+
+
+def test_connections_in_use_are_kept_and_new_ones_refused() -> None:
+    with impatient_server(EndlessBackend(), max_connections=3) as port, contextlib.ExitStack() as opened:
+        streams = [opened.enter_context(connect(port)) for _ in range(3)]
+        for stream in streams:
+            stream.sendall(post(CHAT, {**QUESTION, "stream": True}))
+            assert read_chunk(stream)["object"] == "chat.completion.chunk"
+        assert exchange(port, head("GET", "/health"))[0] == 503
+        assert all(stream.recv(1 << 16) for stream in streams)
+        streams[0].close()
+        while exchange(port, head("GET", "/health"))[0] != 200:
+            pass
+
+
+def test_descriptors_are_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    assert 700 < connection_limit(None) < 1024 - 96
+    assert connection_limit(5) == 5
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    with pytest.raises(ConfigError, match=r"may open 100 files.* raise `ulimit -n`"):
+        connection_limit(None)
 
 
 def test_a_body_in_chunks_is_counted() -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError, ContextLengthError, UnsupportedError
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.reasoning import ReasoningParser
 from ktransformers.tokenizer.stop import StopMatcher, held_back
@@ -161,6 +163,61 @@ def test_named_templates(qwen_metadata: dict[str, Any]) -> None:
     assert tokenizer.render_chat_template(messages).startswith("<|im_start|>user")
 
 
+@pytest.mark.parametrize(
+    ("template", "reads", "does_not"),
+    [
+        ("{% if thinking is defined %}a{% endif %}", "thinking", "a"),
+        ("{# a #}{{ messages[0].a }} a {{ 'a' }}{% for a in messages %}{% endfor %}", "messages", "a"),
+        ("{% generation %}{{ date }}{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}", "date", "m"),
+        ("{% if x is not defined %}{% set x = 1 %}{% endif %}{% set y = x %}{{ y }}", "x", "y"),
+        ("{% macro f(a) %}{{ a }}{{ b }}{% endmacro %}{{ f(1) }}", "b", "f"),
+    ],
+)  # fmt: skip
+def test_a_template_knows_the_variables_that_it_reads(
+    template: str, reads: str, does_not: str, qwen_metadata: dict[str, Any]
+) -> None:
+    tokenizer = load_tokenizer(None, qwen_metadata | {"tokenizer.chat_template": template})
+    assert tokenizer.template_knows(reads)
+    assert not tokenizer.template_knows(does_not)
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_switched_off(tmp_path: Path, qwen_like: RustTokenizer) -> None:
+    text = "What is 17 + 25? The quick brown fox"
+    whole, blank = qwen_like.encode(text).ids, qwen_like.encode("a").ids
+    other = RustTokenizer.from_str(qwen_like.to_str())
+    other.enable_truncation(max_length=3)
+    other.enable_padding(length=20, direction="left")
+    PreTrainedTokenizerFast(tokenizer_object=other, eos_token="<|im_end|>").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["padding"] is not None
+    tokenizer = load_tokenizer(tmp_path, None)
+    assert tokenizer.encode(text) == whole
+    assert tokenizer.encode("a") == blank
+
+
+def test_more_text_than_any_prompt_can_have_is_refused_unseen(
+    qwen_metadata: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(None, qwen_metadata)
+    assert len(tokenizer.encode("<|im_start|>" * 10, max_len=10)) == 10
+    with pytest.raises(ContextLengthError, match="11 tokens, and there is room for 10"):
+        tokenizer.encode("<|im_start|>" * 11, max_len=10)
+    monkeypatch.setattr(tokenizer, "_encoding", lambda *_: pytest.fail("it was tokenized"))
+    longest = max(map(len, tokenizer.backend.get_vocab()))
+    with pytest.raises(ContextLengthError, match="11 tokens or more") as caught:
+        tokenizer.encode("a" * (longest * 10 + 1), max_len=10)
+    assert (caught.value.prompt_len, caught.value.max_len) == (11, 10)
+
+
+def test_a_tokenizer_that_panics_refuses_the_text() -> None:
+    """What it raises then is no Exception: a pattern that goes back and forth for too long is enough."""
+    rust = RustTokenizer(models.BPE({"a": 0, "b": 1}, []))
+    rust.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust))
+    with pytest.raises(ConfigError, match=r"gives up on this text of 41 characters: .*retry-limit"):
+        tokenizer.encode("a" * 40 + "b")
+    assert tokenizer.encode("ab") == [0, 1]
+
+
 def test_text_that_is_not_unicode(qwen_metadata: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="surrogates not allowed at character 1"):
         load_tokenizer(None, qwen_metadata).encode("a\ud800")
@@ -198,12 +255,41 @@ def naive_stop(stops: list[str], text: str) -> tuple[str, str | None]:
 
 
 @given(
-    st.text(alphabet="ab\n", max_size=30),
-    st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=3),
+    st.text(alphabet="ab\n", max_size=60),
+    st.lists(st.text(alphabet="ab\n", min_size=1, max_size=9), max_size=6),
     st.integers(0, 1000),
 )
 def test_stops_do_not_depend_on_the_cut(text: str, stops: list[str], seed: int) -> None:
     assert run_stops(stops, cuts(text, seed)) == naive_stop(stops, text)
+
+
+@given(st.text(alphabet="ab", max_size=30), st.lists(st.text(alphabet="ab", min_size=1, max_size=9), max_size=6))
+def test_no_more_is_held_back_than_could_begin_a_stop(text: str, stops: list[str]) -> None:
+    shown, stop = StopMatcher(stops).feed(text)
+    if stop is None:
+        assert len(shown) == len(text) - held_back(text, stops)
+
+
+def test_long_stops_that_nearly_match_take_a_step_per_character() -> None:
+    """31 strings that the text is about to become all the time: the work is counted in lines of Python."""
+    stops = ["a" * (300 + i) + "b" for i in range(31)]
+    num_lines = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    matcher = StopMatcher(stops)
+    matcher.feed("a" * 400)  # as far as it goes
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for _ in range(50):
+            matcher.feed("aaaa")
+    finally:
+        sys.settrace(before)
+    assert num_lines < 40 * 200
 
 
 def test_only_what_could_be_a_stop_is_held_back() -> None:
@@ -289,3 +375,16 @@ def test_tool_calls(text: str, expected: tuple[str, list[ToolCall]] | None) -> N
     for seed in range(20):
         assert run_tools(cuts(text, seed)) == expected
     assert run_tools([text]) == expected
+
+
+@pytest.mark.parametrize("depth", [500, 990, 100_000])
+@pytest.mark.parametrize("quoted", [False, True])
+def test_calls_that_are_too_deep_to_be_read_are_text(depth: int, quoted: bool) -> None:
+    arguments = '{"a": ' * depth + "1" + "}" * depth
+    body = json.dumps({"name": "f", "arguments": arguments}) if quoted else f'{{"name": "f", "arguments": {arguments}}}'
+    parser = ToolCallParser()
+    text, calls = parser.feed(f"<tool_call>{body}</tool_call>")
+    if depth == 100_000:
+        assert (text, calls) == (f"<tool_call>{body}</tool_call>", [])
+    else:  # how deep Python may recurse depends on its version and on the caller
+        assert bool(text) != bool(calls)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,6 +9,8 @@ from starlette.responses import Response
 
 from ktransformers.errors import ConfigError
 from ktransformers.server.api.openai.prompts import chat_prompt
+from ktransformers.server.backend.base import ModelInfo
+from ktransformers.server.bodies import BodyRoute, body_size
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.schemas import DetokenizeRequest, TokenizeRequest
 from ktransformers.server.service import service_of
@@ -17,12 +18,15 @@ from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
+
+MAX_TOKENS = 1 << 18
+"""Most tokens of an answer of /tokenize where the context is shorter: texts that will be cut are counted here."""
 
 
-def _tokenize(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
+def _tokens(tokenizer: Tokenizer, body: TokenizeRequest, max_len: int) -> list[int]:
     if body.prompt is not None:
-        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, max_len=max_len)
     assert body.messages is not None
     return chat_prompt(
         tokenizer,
@@ -30,7 +34,23 @@ def _tokenize(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
         tools=body.tools,
         template_kwargs=dict(body.chat_template_kwargs or {}),
         add_generation_prompt=body.add_generation_prompt is not False,
+        max_len=max_len,
     )
+
+
+def _tokenize(model: ModelInfo, body: TokenizeRequest) -> Response:
+    tokens = _tokens(model.tokenizer, body, max(model.max_len, MAX_TOKENS))
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = [model.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+    return ApiResponse(answer)
+
+
+def _detokenize(model: ModelInfo, tokens: list[int]) -> Response:
+    largest = max(tokens, default=0)
+    if largest >= model.vocab_size:
+        raise ConfigError(f"token {largest} does not exist; this model's ids are 0 to {model.vocab_size - 1}")
+    return ApiResponse({"prompt": model.tokenizer.decode(tokens, skip_special_tokens=False)})
 
 
 @router.post("/tokenize")
@@ -38,12 +58,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Token ids of a text or of a conversation."""
     service = service_of(request)
     service.check_model(body.model)
-    model = service.model
-    tokens = await asyncio.to_thread(_tokenize, model.tokenizer, body)
-    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens}
-    if body.return_token_strs:
-        answer["token_strs"] = [model.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
-    return ApiResponse(answer)
+    return await service.workers.run(await body_size(request), _tokenize, service.model, body)
 
 
 @router.post("/detokenize")
@@ -51,9 +66,4 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     service = service_of(request)
     service.check_model(body.model)
-    model = service.model
-    wrong = [token for token in body.tokens if token >= model.vocab_size]
-    if wrong:
-        raise ConfigError(f"token {wrong[0]} does not exist; this model's ids are 0 to {model.vocab_size - 1}")
-    text = await asyncio.to_thread(model.tokenizer.decode, body.tokens, False)
-    return ApiResponse({"prompt": text})
+    return await service.workers.run(await body_size(request), _detokenize, service.model, body.tokens)

@@ -7,13 +7,15 @@ computed when is the scheduler's business; see server/balance/.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import FinishReason, GenerationStats, TokenEvent
+from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.answer_events import AnswerEvents
 from ktransformers.engine.llm import default_sampling_params
 from ktransformers.engine.opened import ModelDescription, describe_model, open_model
@@ -72,6 +74,7 @@ class BalanceServeBackend(Backend):
         self._supervisor: Supervisor | None = None
         self._model: ModelInfo | None = None
         self._streams: dict[str, _Stream] = {}
+        self._outbox: list[GenerationRequest] = []  # that the scheduler has not been told of yet
         self._scheduler_stats: SchedulerStats | None = None
         self._totals = EngineTotals()
         self._watching: asyncio.Task[None] | None = None
@@ -141,12 +144,23 @@ class BalanceServeBackend(Backend):
         stream = _Stream(request, model, EventBuffer(asyncio.get_running_loop(), self._max_unread))
         self._streams[request.request_id] = stream
         try:
-            await supervisor.send(Add(_record(request)))
+            self._send_soon(request)
             async for event in stream.buffer:
                 yield event
         finally:
             if self._streams.pop(request.request_id, None) is not None and self._lost is None:
                 supervisor.send_soon(Finish(request.request_id, FinishReason.ABORT))
+
+    def _send_soon(self, request: GenerationRequest) -> None:
+        """Hand a request to the scheduler together with the others of this turn of the event loop."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._send_all)
+        self._outbox.append(request)
+
+    def _send_all(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        for command in _commands([request for request in outbox if request.request_id in self._streams]):
+            self.supervisor.send_soon(command)
 
     def _on_news(self, news: News) -> None:
         self._scheduler_stats, self._totals = news.stats, news.totals
@@ -178,11 +192,28 @@ def _describe(config: EngineConfig) -> ModelDescription:
     return describe_model(open_model(config))
 
 
+def _commands(requests: Sequence[GenerationRequest]) -> Iterator[Add]:
+    """One command for each run of requests that share their prompt (the same object) and differ in their seeds only."""
+
+    def shared(request: GenerationRequest) -> tuple[object, ...]:
+        return id(request.prompt_ids), replace(request, request_id="", prompt_ids=(), params=SamplingParams())
+
+    for _, group in itertools.groupby(requests, shared):
+        first, *others = group
+        twins: list[tuple[str, int]] = []
+        for other in others:
+            if other.params.seed is not None and replace(other.params, seed=first.params.seed) == first.params:
+                twins.append((other.request_id, other.params.seed))
+            else:
+                yield Add(_record(other))
+        yield Add(_record(first), twins)
+
+
 def _record(request: GenerationRequest) -> Request:
     return Request(
         request_id=request.request_id,
         prompt_ids=request.prompt_ids,
-        params=request.params,
+        params=replace(request.params, stop=()),  # stop strings are found here, where the text is
         priority=request.priority,
         deadline=None if request.timeout is None else time.monotonic() + request.timeout,
         cache_salt=request.cache_salt,

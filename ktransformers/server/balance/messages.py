@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +70,20 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """A new request. Its deadline is on the monotonic clock, which all processes of a machine share."""
+    """A new request. Its deadline is on the monotonic clock, which all processes of a machine share.
+
+    twins: (request_id, seed) of others that differ in nothing else: their prompt and their fields are sent once.
+    """
 
     request: Request
+    twins: Sequence[tuple[str, int]] = ()
+
+    def requests(self) -> Iterator[Request]:
+        """All of them. They share their prompt and what is in their params."""
+        yield self.request
+        for request_id, seed in self.twins:
+            params = replace(self.request.params, seed=seed)
+            yield msgspec.structs.replace(self.request, request_id=request_id, params=params)
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):

@@ -22,7 +22,7 @@ from ktransformers.core import FinishReason
 from ktransformers.errors import KTransformersError
 from ktransformers.logs import set_up_logging
 from ktransformers.scheduler.config import SchedulerConfig
-from ktransformers.scheduler.records import RequestUpdate, StepPlan, StepResult
+from ktransformers.scheduler.records import Request, RequestUpdate, StepPlan, StepResult
 from ktransformers.scheduler.scheduler import Scheduler
 from ktransformers.server.balance.child import read_options
 from ktransformers.server.balance.messages import (
@@ -142,12 +142,9 @@ class SchedulerProcess:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Add(request):
-                try:
-                    self.scheduler.add(request)
-                except (KTransformersError, ValueError) as error:  # the API process checks first: it has a bug
-                    logger.error("request %s was refused: %s", request.request_id, error)
-                    self._updates.append(_refusal(request.request_id, len(request.prompt_ids), str(error)))
+            case Add():
+                for request in command.requests():
+                    self._add(request)
             case Finish(request_id, reason):
                 update = self.scheduler.finish(request_id, reason)
                 if update is not None:
@@ -158,6 +155,13 @@ class SchedulerProcess:
                 self._poller.register(self._link.results, zmq.POLLIN)
             case EngineDown(epoch):
                 self._lose_engine(epoch)
+
+    def _add(self, request: Request) -> None:
+        try:
+            self.scheduler.add(request)
+        except (KTransformersError, ValueError) as error:  # the API process checks first: it has a bug
+            logger.error("request %s was refused: %s", request.request_id, error)
+            self._updates.append(_refusal(request.request_id, len(request.prompt_ids), str(error)))
 
     def _receive_results(self, link: EngineLink) -> None:
         while link.results.poll(0):

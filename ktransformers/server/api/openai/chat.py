@@ -6,7 +6,6 @@ deltas. Without stream_options the finishing chunk of a stream carries the usage
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -22,6 +21,7 @@ from ktransformers.server.api.openai.logprobs import chat_logprobs, has_visible_
 from ktransformers.server.api.openai.prompts import chat_prompt
 from ktransformers.server.api.openai.respond import UsageShape, respond
 from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.server.bodies import BodyRoute, body_size
 from ktransformers.server.generations import Tally, run_generations
 from ktransformers.server.responses import ApiResponse, error_body
 from ktransformers.server.schemas import ChatRequest
@@ -33,7 +33,7 @@ from ktransformers.tokenizer.tool_calls import ToolCall, ToolCallParser
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @dataclass(slots=True)
@@ -112,7 +112,8 @@ class _Job:
                 yield index, delta
 
 
-async def _prepare(service: Service, body: ChatRequest) -> _Job:
+def _prepare(service: Service, body: ChatRequest) -> _Job:
+    """Everything that takes time before an answer begins. Runs on a thread."""
     name, model = service.check_model(body.model), service.model
     tokenizer = model.tokenizer
     tools = None if body.tool_choice == "none" else body.tools
@@ -122,14 +123,14 @@ async def _prepare(service: Service, body: ChatRequest) -> _Job:
     if body.reasoning_effort is not None:
         kwargs["reasoning_effort"] = body.reasoning_effort
     opens_answer = body.add_generation_prompt is not False
-    prompt_ids = await asyncio.to_thread(
-        chat_prompt,
+    prompt_ids = chat_prompt(
         tokenizer,
         body.messages,
         tools=tools,
         template_kwargs=kwargs,
         add_generation_prompt=opens_answer,
         force_think=service.config.force_think,
+        max_len=model.max_len,
     )
     max_tokens = body.max_completion_tokens or body.max_tokens or service.config.max_new_tokens
     params = service.params(body, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
@@ -145,8 +146,16 @@ async def _prepare(service: Service, body: ChatRequest) -> _Job:
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """The next turn of a conversation, as one JSON object or as a stream of server-sent events."""
-    service = service_of(request)
-    return await respond(service, request, body, lambda: _prepare(service, body), _answer, _stream)
+    service, size = service_of(request), await body_size(request)
+    return await respond(
+        service,
+        request,
+        body,
+        body.n or 1,
+        lambda: service.workers.run(size, _prepare, service, body),
+        _answer,
+        _stream,
+    )
 
 
 async def _answer(job: _Job) -> Response:

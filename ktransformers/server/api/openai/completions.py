@@ -6,7 +6,6 @@ https://platform.openai.com/docs/api-reference/completions. With `echo` the choi
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -21,10 +20,11 @@ from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.server.api.openai.logprobs import CompletionLogprobs, has_visible_token
 from ktransformers.server.api.openai.respond import UsageShape, respond
 from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.server.bodies import BodyRoute, body_size
 from ktransformers.server.generations import Tally, run_generations
 from ktransformers.server.responses import ApiResponse, error_body
 from ktransformers.server.schemas import CompletionRequest
-from ktransformers.server.service import Service, new_id, service_of
+from ktransformers.server.service import Service, check_num_answers, new_id, service_of
 from ktransformers.server.streaming import DONE, sse
 from ktransformers.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ __all__ = ["router"]
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for requests that name no limit."""
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @dataclass(slots=True)
@@ -127,16 +127,24 @@ class _Job:
         return made | {"token_ids": piece.token_ids} if self.body.return_token_ids else made
 
 
-def _prompts(tokenizer: Tokenizer, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
-    """Token ids of each prompt."""
-    if isinstance(prompt, str):
-        return [tokenizer.encode(prompt)]
-    if not prompt:
+_Prompt = str | list[str] | list[int] | list[list[int]]
+
+
+def _num_prompts(prompt: _Prompt) -> int:
+    """How many prompts these are. Raises ConfigError for none."""
+    if not isinstance(prompt, str) and not prompt:
         raise ConfigError("prompt is empty: there is nothing to continue")
+    return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+
+
+def _prompts(tokenizer: Tokenizer, prompt: _Prompt, max_len: int) -> list[list[int]]:
+    """Token ids of each prompt; raises ContextLengthError for a text with more than max_len."""
+    if isinstance(prompt, str):
+        return [tokenizer.encode(prompt, max_len=max_len)]
     if isinstance(prompt[0], int):
         return [prompt]
     if isinstance(prompt[0], str):
-        return [tokenizer.encode(text) for text in prompt]
+        return [tokenizer.encode(text, max_len=max_len) for text in prompt]
     return prompt
 
 
@@ -151,11 +159,12 @@ def _echoes(tokenizer: Tokenizer, body: CompletionRequest, prompts: list[list[in
     return [tokenizer.decode(ids, skip_special_tokens=False) if tokenizer.has_vocabulary else "" for ids in prompts]
 
 
-async def _prepare(service: Service, body: CompletionRequest) -> _Job:
+def _prepare(service: Service, body: CompletionRequest) -> _Job:
+    """Everything that takes time before an answer begins. Runs on a thread."""
     name, tokenizer = service.check_model(body.model), service.model.tokenizer
     if body.logprobs is not None and not tokenizer.has_vocabulary:
         raise ConfigError("logprobs name tokens by their text, and this model's files hold no vocabulary")
-    prompts = await asyncio.to_thread(_prompts, tokenizer, body.prompt)
+    prompts = _prompts(tokenizer, body.prompt, service.model.max_len)
     is_prompt_only = body.max_tokens == 0
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     params = service.params(
@@ -173,8 +182,17 @@ async def _prepare(service: Service, body: CompletionRequest) -> _Job:
 @router.post("/v1/completions")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """The continuation of one or more prompts, as one JSON object or as a stream of server-sent events."""
-    service = service_of(request)
-    return await respond(service, request, body, lambda: _prepare(service, body), _answer, _stream)
+    service, size = service_of(request), await body_size(request)
+    num_answers = check_num_answers(_num_prompts(body.prompt), body.n or 1)
+    return await respond(
+        service,
+        request,
+        body,
+        num_answers,
+        lambda: service.workers.run(size, _prepare, service, body),
+        _answer,
+        _stream,
+    )
 
 
 async def _answer(job: _Job) -> Response:

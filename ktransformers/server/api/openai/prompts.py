@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.server.json_limits import MAX_DEPTH, json_size
 from ktransformers.server.schemas import ChatMessage, Tool
 from ktransformers.tokenizer import Tokenizer
 
@@ -21,9 +22,11 @@ FORCED_NEWLINE = "\n"
 
 
 def _arguments(text: str, at: str) -> dict[str, Any]:
+    if json_size(text.encode("utf-8", "surrogatepass")).depth > MAX_DEPTH:
+        raise ConfigError(f"{at}.function.arguments has more than {MAX_DEPTH} lists and objects within each other")
     try:
         arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{at}.function.arguments is not valid JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise ConfigError(f"{at}.function.arguments must be a JSON object")
@@ -67,10 +70,12 @@ def chat_prompt(
     template_kwargs: dict[str, Any],
     add_generation_prompt: bool = True,
     force_think: bool = False,
+    max_len: int | None = None,
 ) -> list[int]:
     """Prompt ids of a conversation. force_think: open the reasoning when the template has not done it.
 
-    Raises ConfigError and UnsupportedError for what the template refuses or would ignore.
+    Raises ConfigError and UnsupportedError for what the template refuses or would ignore, ContextLengthError for more
+    than max_len tokens.
     """
     reserved = sorted({"messages", "tools", "add_generation_prompt", "tokenize", "documents"} & template_kwargs.keys())
     if reserved:
@@ -83,11 +88,12 @@ def chat_prompt(
     turns = [template_message(message, index) for index, message in enumerate(messages)]
     shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
     try:
-        prompt_ids = tokenizer.apply_chat_template(turns, shown, add_generation_prompt, **template_kwargs)
+        text = tokenizer.render_chat_template(turns, shown, add_generation_prompt, **template_kwargs)
     except RecursionError as error:
         raise ConfigError(
             "tools, tool calls or chat_template_kwargs are nested too deeply for a chat template"
         ) from error
+    prompt_ids = tokenizer.encode(text, add_special_tokens=False, max_len=max_len)
     tags = tokenizer.reasoning_tags
     if force_think and tags is not None and add_generation_prompt and not tokenizer.opens_reasoning(prompt_ids):
         prompt_ids += tokenizer.encode(tags[0] + FORCED_NEWLINE, add_special_tokens=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
 
+from ktransformers.server.api_paths import SCOPE_KEY
 from ktransformers.server.generations import Tally
 from ktransformers.server.request_log import note_request
 from ktransformers.server.schemas import GenerationFields
@@ -32,24 +34,30 @@ async def respond(
     service: Service,
     request: Request,
     body: GenerationFields,
+    num_answers: int,
     prepare: Callable[[], Awaitable[AnyJob]],
     answer: Callable[[AnyJob], Coroutine[Any, Any, Response]],
     stream: Callable[[AnyJob], AsyncGenerator[bytes, None]],
 ) -> Response:
-    """Count the request in, before any work is done for it; then one JSON object, or a stream of events."""
-    service.admission.enter(service.backend.max_running)
+    """Count the request in, before any work is done for it; then one JSON object, or a stream of events.
+
+    num_answers: that it wants. prepare: tokenizes and checks; raises what is wrong with the request.
+    """
+    key = request.scope.get(SCOPE_KEY, "")
+    service.admission.enter(service.backend.max_running, num_answers, key)
+    leave = partial(service.admission.leave, num_answers, key)
     is_streaming = False
     try:
         job = await prepare()
         note_request(request, job.id, job.tally)
         if body.stream:
-            response = EventStream(stream(job), service.config.send_timeout, on_end=service.admission.leave)
+            response = EventStream(stream(job), service.config.send_timeout, on_end=leave)
             is_streaming = True
             return response
         return await unless_disconnected(request, answer(job))
     finally:
         if not is_streaming:
-            service.admission.leave()
+            leave()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,34 @@
+"""Threads for work on texts, so that the event loop goes on: long texts never keep short ones waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+__all__ = ["LONG", "TextWorkers"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LONG = 64 << 10
+"""Bytes of a request from which on it waits for the others of its kind."""
+
+
+class TextWorkers:
+    """Two queues: many threads for short texts, one for long ones, which take seconds."""
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(4, thread_name_prefix="text")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
+
+    async def run(self, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `work` returns or raises, on a thread. num_bytes: of the request that it is about."""
+        pool = self._short if num_bytes < LONG else self._long
+        return await asyncio.get_running_loop().run_in_executor(pool, lambda: work(*args, **kwargs))
+
+    def close(self) -> None:
+        """Start nothing that still waits. What runs is not waited for."""
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
