@@ -45,13 +45,14 @@ class ModelDescription:
 
 @dataclass(slots=True)
 class OpenedModel:
-    """The model's files, opened, and the skeleton that they will fill."""
+    """The model's files, opened, and the skeleton that they will fill. files: those of weights, which get mapped."""
 
     config: EngineConfig
     hf_config: Any
     gguf: GGUFModel | None
     model: Any
     source: WeightSource
+    files: tuple[Path, ...] = ()
 
 
 def open_model(config: EngineConfig) -> OpenedModel:
@@ -67,9 +68,10 @@ def open_model(config: EngineConfig) -> OpenedModel:
     source: WeightSource
     if gguf is not None:
         source = GGUFSource(gguf, model.config)
-    else:
-        source = SafetensorsSource(open_safetensors(path), model.config)
-    return OpenedModel(config, model.config, gguf, model, source)
+        return OpenedModel(config, model.config, gguf, model, source, tuple(file.path for file in gguf.files))
+    stored = open_safetensors(path)
+    source = SafetensorsSource(stored, model.config)
+    return OpenedModel(config, model.config, None, model, source, tuple(file.path for file in stored.files))
 
 
 def open_synthetic(config: EngineConfig, hf_config: Any) -> OpenedModel:

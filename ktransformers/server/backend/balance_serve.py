@@ -10,8 +10,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import ClassVar
 
+from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, TokenEvent
 from ktransformers.engine.answer_events import AnswerEvents
 from ktransformers.engine.llm import default_sampling_params
@@ -23,6 +25,7 @@ from ktransformers.server.backend.base import Backend, GenerationRequest, ModelI
 from ktransformers.server.backend.checks import check_request
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
+from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
 
 __all__ = ["BalanceServeBackend"]
@@ -61,13 +64,13 @@ class _Stream:
 
 
 class BalanceServeBackend(Backend):
-    """See Backend. Every method runs on the event loop that `start` runs on."""
+    """See Backend. Every method runs on the event loop that `start` runs on. clock: of waits between restarts."""
 
     name: ClassVar[str] = "balance_serve"
     has_priorities: ClassVar[bool] = True
 
-    def __init__(self, config: BalanceConfig, max_unread: int = MAX_UNREAD_EVENTS):
-        self._config, self._max_unread = config, max_unread
+    def __init__(self, config: BalanceConfig, max_unread: int = MAX_UNREAD_EVENTS, clock: Clock | None = None):
+        self._config, self._max_unread, self._clock = config, max_unread, clock
         self._supervisor: Supervisor | None = None
         self._model: ModelInfo | None = None
         self._streams: dict[str, _Stream] = {}
@@ -77,8 +80,8 @@ class BalanceServeBackend(Backend):
         self._lost: KTransformersError | None = None
 
     async def start(self, progress: Progress | None = None) -> None:
-        described = await asyncio.to_thread(lambda: describe_model(open_model(self._config.engine)))
-        self._supervisor = Supervisor(self._config, self._on_news)
+        described, files = await asyncio.to_thread(_described, self._config.engine)
+        self._supervisor = Supervisor(self._config, self._on_news, files, self._clock)
         facts = await self._supervisor.start(progress)
         self._model = _model_info(described, facts)
         self._watching = asyncio.create_task(self._watch(self._supervisor))
@@ -96,6 +99,10 @@ class BalanceServeBackend(Backend):
     @property
     def is_ready(self) -> bool:
         return self._model is not None and self._lost is None
+
+    @property
+    def pause(self) -> str | None:
+        return None if self._supervisor is None else self._supervisor.pause
 
     @property
     def model(self) -> ModelInfo:
@@ -170,6 +177,12 @@ class BalanceServeBackend(Backend):
             await asyncio.gather(self._watching, return_exceptions=True)
         if self._supervisor is not None:
             await self._supervisor.close()
+
+
+def _described(config: EngineConfig) -> tuple[ModelDescription, tuple[Path, ...]]:
+    """The model, and the files of its weights."""
+    opened = open_model(config)
+    return describe_model(opened), opened.files
 
 
 def _record(request: GenerationRequest) -> Request:
