@@ -166,9 +166,7 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
             page_size=PAGE_SIZE if args.page_size is None else args.page_size,
             max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
             has_prefix_cache=args.prefix_cache is not False,
-            max_engine_restarts=(
-                MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts
-            ),
+            max_engine_restarts=(MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts),
             engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,
             has_spare_engine=args.spare_engine is not False,
             log_level=args.log_level,

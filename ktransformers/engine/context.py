@@ -38,7 +38,8 @@ def static_context(cache: StaticCache, pool: WorkerPool, start: int, num_rows: i
 def paged_context(cache: PagedCache, pool: WorkerPool, rows: Sequence[Row]) -> tuple[torch.Tensor, ForwardContext]:
     """Positions int64 [T] and the context of a step that carries `rows`, each a stretch of one sequence.
 
-    T tokens in all, S rows, P pages of the longest block table.
+    T tokens in all, S rows, P pages of the longest block table. Raises ValueError for pages that the cache does not have:
+    kernels on a GPU would read and write beyond it.
     """
     size = cache.page_size
     counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
@@ -46,6 +47,8 @@ def paged_context(cache: PagedCache, pool: WorkerPool, rows: Sequence[Row]) -> t
     table = np.zeros((len(rows), max(len(row.block_table) for row in rows)), dtype=np.int32)
     for s, row in enumerate(rows):
         table[s, : len(row.block_table)] = row.block_table
+    if table.min() < 0 or table.max() >= cache.num_pages:
+        raise ValueError(f"a block table names pages {table.min()} to {table.max()}; the cache has {cache.num_pages}")
     seq_ids = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     ends = np.cumsum(counts)
     positions = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
