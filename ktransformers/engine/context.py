@@ -38,8 +38,8 @@ def static_context(cache: StaticCache, pool: WorkerPool, start: int, num_rows: i
 def paged_context(cache: PagedCache, pool: WorkerPool, rows: Sequence[Row]) -> tuple[torch.Tensor, ForwardContext]:
     """Positions int64 [T] and the context of a step that carries `rows`, each a stretch of one sequence.
 
-    T tokens in all, S rows, P pages of the longest block table. Raises ValueError for pages that the cache does not have:
-    kernels on a GPU would read and write beyond it.
+    T tokens in all, S rows, P pages of the longest block table. Raises ValueError for pages that the cache does not
+    have: kernels on a GPU would read and write beyond it.
     """
     size = cache.page_size
     counts = np.array([row.num_tokens for row in rows], dtype=np.int64)

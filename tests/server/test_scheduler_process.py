@@ -10,9 +10,17 @@ import zmq
 
 from ktransformers.core import FinishReason
 from ktransformers.scheduler.records import RowResult, StepPlan, StepResult
-from ktransformers.server.balance.messages import Add, Command, EngineDown, EngineUp, Finish, News, SchedulerOptions
+from ktransformers.server.balance.messages import (
+    Add,
+    Command,
+    EngineDown,
+    EngineUp,
+    Finish,
+    News,
+    SchedulerOptions,
+    encode,
+)
 from ktransformers.server.balance.messages import decode as decoded
-from ktransformers.server.balance.messages import encode
 from ktransformers.server.balance.scheduler_process import SchedulerProcess
 from ktransformers.server.balance.step_watch import TOKENS_PER_LIMIT, StepWatch
 from tests.scheduler.fake_engine import VOCAB_SIZE, make_request
@@ -78,7 +86,7 @@ class Around:
         return self.process._totals.num_steps
 
     def die(self, epoch: int) -> tuple[int, ...]:
-        """The engine of this epoch dies, and the next one comes; returns the epochs whose deaths are explained by it."""
+        """The engine of this epoch dies, and the next one comes; the epochs whose deaths that explains."""
         losses = [loss for news in self.tell(EngineDown(epoch)) for loss in news.losses]
         assert [loss.epoch for loss in losses] == [epoch]
         self.engine(epoch + 1)

@@ -1,7 +1,8 @@
 """Watches the files of weights, which stay mapped while they are served: a file that changes under it changes answers.
 
-What is written into a mapped file shows in the engine at once, and bytes that were cut off end it with SIGBUS. A file that
-was replaced by another of its name (renamed into place) leaves the mapping as it was; only the next engine would differ.
+What is written into a mapped file shows in the engine at once, and bytes that were cut off end it with SIGBUS. A file
+that was replaced by another of its name (renamed into place) leaves the mapping as it was; only the next engine would
+differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether and how an engine that died is replaced: how many deaths are too many, how long to wait, what must not change.
+"""How an engine that died is replaced: how many deaths are too many, how long to wait, what must not change.
 
 Pure but for SystemClock: whoever decides passes times in.
 """

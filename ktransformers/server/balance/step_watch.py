@@ -16,7 +16,7 @@ class StepWatch:
     """How long the oldest step in flight has been under way, against `seconds * (1 + tokens / TOKENS_PER_LIMIT)`.
 
     Time is counted from look to look, and no more of it than is planned between two: a machine or a process group
-    that was stopped for an hour has not computed for an hour. All times are on one clock, in seconds; 0 watches nothing.
+    that was stopped for an hour has not computed for an hour. All times are seconds of one clock; 0 watches nothing.
     """
 
     def __init__(self, seconds: float):
