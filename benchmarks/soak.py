@@ -166,9 +166,8 @@ def main(argv: list[str] | None = None) -> int:
         time.sleep(0.5)
         if not early and time.monotonic() - began > args.seconds / 10:
             early = settled_usage(lambda: usage(server))
-        if args.kill_every and time.monotonic() > next_kill:
-            if kill_engine(server):
-                next_kill += args.kill_every
+        if args.kill_every and time.monotonic() > next_kill and kill_engine(server):
+            next_kill += args.kill_every
     late = settled_usage(lambda: usage(server))
     load.stop.set()
     for thread in threads:

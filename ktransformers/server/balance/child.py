@@ -1,7 +1,8 @@
 """What every child process does first: leave signals to its parent, follow it into death, read its options.
 
-The parent writes the options to the child's standard input, at once or when a spare is needed, and keeps the pipe open. End of file there, at any time, means that the parent is gone: the child leaves at once, whatever it is
-doing. PR_SET_PDEATHSIG is a second belt for the moments in which nobody reads the pipe.
+The parent writes the options to the child's standard input, at once or when a spare is needed, and keeps the pipe
+open. End of file there, at any time, means that the parent is gone: the child leaves at once, whatever it is doing.
+PR_SET_PDEATHSIG is a second belt for the moments in which nobody reads the pipe.
 
 Signals to the whole process group (systemd's SIGTERM, Ctrl-C) mean the parent: it drains, and needs its children for
 that. It starts them with these signals blocked, so that there is no moment in which they could be hit.
