@@ -78,7 +78,7 @@ def load_once(options: EngineOptions, progress: Progress) -> LoadedEngine:
 
 def load_by_free_memory(options: EngineOptions, progress: Progress) -> LoadedEngine:
     """As many pages as it is told, else as many as fit; and every engine finds less free memory than the one before."""
-    free, asked = 1000 >> options.epoch, options.config.cache_lens // PAGE_SIZE
+    free, asked = max(1000 >> 6 * options.epoch, 1), options.config.cache_lens // PAGE_SIZE
     config = msgspec.structs.replace(
         facts(options), num_pages=asked or free, chunk_size=options.config.chunk_size or free
     )

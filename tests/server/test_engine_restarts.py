@@ -53,6 +53,8 @@ def test_a_restarted_engine_has_the_pages_of_the_first() -> None:
             for number in range(2):
                 check(await (await killed(made, number)), request(number, params=LONG))
             assert made.supervisor.num_restarts == 2
+            long = request(3, (1,) * 500)  # more than the engine would have had room for
+            check(await collect(made, long), long)
 
     run(work)
 
