@@ -101,6 +101,7 @@ class Server:
         if args.backend_type == "balance_serve":
             command += ["--max_batch_size", str(max(args.concurrency))]
             command += ["--cache_lens", str(max(args.concurrency) * (args.prompt_len + args.max_tokens + 128))]
+        command += getattr(args, "flags", [])
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         lines = []

@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +27,55 @@ from serving import Server
 
 from ktransformers.config import DEMO_MODEL_PATH, physical_cores
 
+CHILDREN = ("scheduler", "engine")
+
 
 def processes(server: Server) -> dict[str, int]:
-    """Process ids by role."""
+    """Process ids by role. An engine that has just died has no successor yet, or one that is still called a spare."""
     found = {"api": server.process.pid}
     for entry in Path("/proc").iterdir():
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (entry / "cmdline").read_text()
-        except (OSError, UnicodeDecodeError):
+            role = (entry / "comm").read_text().strip().removeprefix("kt-")
+        except (OSError, ValueError):
             continue
-        if parent == server.process.pid:
-            for role in ("scheduler", "engine"):
-                if f"{role}_process" in command:
-                    found[role] = int(entry.name)
+        if parent == server.process.pid and role in CHILDREN:
+            found[role] = int(entry.name)
     return found
 
 
 def usage(server: Server) -> dict[str, dict[str, int]]:
-    """Resident memory in KiB and open file descriptors of each process."""
-    report = {}
-    for role, pid in processes(server).items():
-        status = Path(f"/proc/{pid}/status").read_text()
-        rss = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
-        report[role] = {"rss_kib": rss, "fds": len(os.listdir(f"/proc/{pid}/fd"))}
+    """Resident memory in KiB and open file descriptors of each process; {} when one of them is missing or ends."""
+    report, pids = {}, processes(server)
+    for role in ("api", *CHILDREN):
+        try:
+            status = Path(f"/proc/{pids[role]}/status").read_text()
+            rss = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
+            report[role] = {"rss_kib": rss, "fds": len(os.listdir(f"/proc/{pids[role]}/fd"))}
+        except (OSError, KeyError, StopIteration):  # a zombie has no memory
+            return {}
     return report
+
+
+def settled_usage(look: Callable[[], dict[str, dict[str, int]]], tries: int = 600) -> dict[str, dict[str, int]]:
+    """The first complete look: a restart may fall into a sample. Raises TimeoutError when there is none."""
+    for _ in range(tries):
+        report = look()
+        if report:
+            return report
+        time.sleep(0.1)
+    raise TimeoutError("a process of the server is missing, and did not come back in a minute")
+
+
+def kill_engine(server: Server) -> bool:
+    """Whether there was one: the last kill may not be repaired yet."""
+    pid = processes(server).get("engine")
+    try:
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return pid is not None
 
 
 class Load:
@@ -127,6 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         argparse.Namespace(
             gguf_path=args.gguf_path, backend_type="balance_serve", cpu_infer=physical_cores(),
             concurrency=[args.streams], prompt_len=300, max_tokens=80,
+            flags=["--max_engine_restarts", "1000"] if args.kill_every else [],
         )
     )  # fmt: skip
     load = Load(server.port)
@@ -139,15 +165,14 @@ def main(argv: list[str] | None = None) -> int:
     while time.monotonic() - began < args.seconds:
         time.sleep(0.5)
         if not early and time.monotonic() - began > args.seconds / 10:
-            early = usage(server)
-        if args.kill_every and time.monotonic() > next_kill:
-            os.kill(processes(server)["engine"], signal.SIGKILL)
+            early = settled_usage(lambda: usage(server))
+        if args.kill_every and time.monotonic() > next_kill and kill_engine(server):
             next_kill += args.kill_every
-    late = usage(server)
+    late = settled_usage(lambda: usage(server))
     load.stop.set()
     for thread in threads:
         thread.join()
-    figures, idle = settle(server), usage(server)
+    figures, idle = settle(server), settled_usage(lambda: usage(server))
     server.close()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     held = {name: figures[name] for name in names}

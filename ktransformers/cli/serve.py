@@ -41,8 +41,13 @@ _DESCRIPTION = "Serve a model over HTTP (OpenAI's API); without a model, the sma
 
 BACKENDS = ("balance_serve", "ktransformers", "transformers")
 DEFAULT_BACKEND = "balance_serve"
+_BALANCE_FLAGS = (
+    "max_batch_size", "page_size", "prefix_cache", "max_engine_restarts", "engine_timeout", "spare_engine"
+)  # fmt: skip
 PAGE_SIZE = 64
 MAX_BATCH_SIZE = 16
+MAX_ENGINE_RESTARTS = 5
+ENGINE_TIMEOUT = 300.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,6 +76,21 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--page_size", type=int, help=f"balance_serve: tokens per page of the cache ({PAGE_SIZE})")
     add_toggle(group, "prefix_cache", default=None, help="balance_serve: share cached prefixes (on)")
+    group.add_argument(
+        "--max_engine_restarts",
+        type=int,
+        help=f"balance_serve: engines that may die within 10 minutes ({MAX_ENGINE_RESTARTS})",
+    )
+    group.add_argument(
+        "--engine_timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"balance_serve: a step of few tokens that takes longer hangs, one of many gets more; 0: never "
+        f"({ENGINE_TIMEOUT:.0f})",
+    )
+    add_toggle(
+        group, "spare_engine", default=None, help="balance_serve: keep a process ready to become the next engine (on)"
+    )
     group.add_argument("--model_name", action="append", default=[], metavar="NAME", help="name in the API; repeatable")
     group.add_argument("--api_key", action="append", default=[], metavar="KEY", help="repeatable, or with commas")
     group.add_argument("--api_key_file", type=user_path, help="a file with one API key per line")
@@ -108,7 +128,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             "--cpu_memory_size_GB is not supported; --cache_lens sets the tokens that the cache holds"
         )
     if args.backend_type != "balance_serve":
-        for flag in ("max_batch_size", "page_size", "prefix_cache"):
+        for flag in _BALANCE_FLAGS:
             if getattr(args, flag) is not None:
                 _log.warning(
                     "--%s has no effect: the %s backend computes one request at a time", flag, args.backend_type
@@ -157,6 +177,9 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
             page_size=PAGE_SIZE if args.page_size is None else args.page_size,
             max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
             has_prefix_cache=args.prefix_cache is not False,
+            max_engine_restarts=(MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts),
+            engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,
+            has_spare_engine=args.spare_engine is not False,
             log_level=args.log_level,
         )
         return lambda: BalanceServeBackend(balance)

@@ -42,6 +42,7 @@ def paged_context(
     """Positions int64 [T] and the context of a step that carries `rows`, each a stretch of one sequence.
 
     tables: the whole block table of each row's sequence. T tokens in all, S rows, P pages of the longest block table.
+    Raises ValueError for pages that the cache does not have: kernels on a GPU would read and write beyond it.
     """
     size = cache.page_size
     counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
@@ -49,6 +50,8 @@ def paged_context(
     table = np.zeros((len(rows), max(map(len, tables))), dtype=np.int32)
     for s, pages in enumerate(tables):
         table[s, : len(pages)] = pages
+    if table.min() < 0 or table.max() >= cache.num_pages:
+        raise ValueError(f"a block table names pages {table.min()} to {table.max()}; the cache has {cache.num_pages}")
     seq_ids = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     ends = np.cumsum(counts)
     positions = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)

@@ -53,7 +53,7 @@ class ModelDescription:
 
 @dataclass(slots=True)
 class OpenedModel:
-    """The model's files, opened, and the skeleton that they will fill. files: those with weights, none if synthetic."""
+    """The model's files, opened, and the skeleton that they will fill. files: those with weights, which get mapped."""
 
     config: EngineConfig
     hf_config: Any

@@ -1,7 +1,7 @@
 """Starts the service and ends it in order: bind, answer probes, load, serve, drain, close.
 
-SIGTERM or SIGINT: no new requests (503), running answers may finish for drain_seconds, then all is closed.
-A second signal ends the waiting.
+SIGTERM, SIGINT or SIGHUP: no new requests (503), running answers may finish for drain_seconds, then all is closed.
+A second signal ends the waiting, and SIGQUIT does not begin it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from ktransformers.server.streaming import ABORT_KEY
 __all__ = ["serve"]
 
 logger = logging.getLogger("ktransformers.server")
+
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 HEADER_TIMEOUT = 30.0
 """Seconds that a request's head may take, and the rest of a body whose request has been answered already."""
@@ -158,14 +160,15 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
 
 @asynccontextmanager
 async def _signals() -> AsyncIterator[asyncio.Queue[int]]:
-    """SIGTERM and SIGINT as items of a queue."""
+    """Signals that end the service as items of a queue. One that is ignored stays so: nohup ignores SIGHUP."""
     loop, received = asyncio.get_running_loop(), asyncio.Queue[int]()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in numbers:
         loop.add_signal_handler(number, received.put_nowait, number)
     try:
         yield received
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
@@ -195,6 +198,8 @@ async def _serve(backend: Backend, config: ServerConfig, loading_bar: LoadingBar
                 if losing.done():
                     raise losing.result()
                 losing.cancel()
+                if stopping.done() and stopping.result() == signal.SIGQUIT:
+                    received.put_nowait(signal.SIGQUIT)  # as if it had come twice
                 await _drain(service, received)
         finally:
             server.should_exit = True

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import threading
 import time
+from dataclasses import replace
+
+import msgspec
 
 from ktransformers.config import DEFAULT_CHUNK_SIZE
-from ktransformers.errors import CapacityError
+from ktransformers.errors import CapacityError, ConfigError
 from ktransformers.scheduler.records import StepPlan, StepResult
 from ktransformers.server.balance.engine_process import LoadedEngine, Progress
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
@@ -69,6 +74,66 @@ def load_once(options: EngineOptions, progress: Progress) -> LoadedEngine:
     if options.epoch:
         os.kill(os.getpid(), signal.SIGKILL)
     return load(options, progress)
+
+
+def load_by_free_memory(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    """As many pages as it is told, else as many as fit; and every engine finds less free memory than the one before."""
+    free, asked = max(1000 >> 6 * options.epoch, 1), options.config.cache_lens // PAGE_SIZE
+    config = msgspec.structs.replace(
+        facts(options), num_pages=asked or free, chunk_size=options.config.chunk_size or free
+    )
+    told = msgspec.structs.replace(options, config=replace(options.config, cache_lens=config.num_pages * PAGE_SIZE))
+    return config, Executor(told, step_seconds=0.01)
+
+
+def load_smaller(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    """The second engine has fewer pages, whatever it is told."""
+    made = facts(options)
+    if options.epoch == 1:
+        made = msgspec.structs.replace(made, num_pages=made.num_pages // 2)
+    return made, Executor(options, step_seconds=0.01)
+
+
+def load_without_memory(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    """Somebody else has the memory for a while."""
+    if options.epoch == 1:
+        raise CapacityError("this model does not fit at the moment")
+    if options.epoch == 2:
+        raise ConfigError("nor is its folder there")
+    return load_slow(options, progress)
+
+
+class Hanging(Executor):
+    """Never finishes its sixth step."""
+
+    num_steps = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        if self.num_steps == 6:
+            threading.Event().wait()
+        return super().execute(plan)
+
+
+def load_hanging(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    return facts(options), (Executor if options.epoch else Hanging)(options)
+
+
+class ManualClock:
+    """Stands still. Whoever sleeps on it is woken by the test."""
+
+    def __init__(self) -> None:
+        self.sleeping: dict[float, asyncio.Future[None]] = {}  # by the seconds asked for
+
+    def now(self) -> float:
+        return 0.0
+
+    async def sleep(self, seconds: float) -> None:
+        self.sleeping[seconds] = asyncio.get_running_loop().create_future()
+        await self.sleeping[seconds]
+
+    def wake(self, seconds: float) -> None:
+        self.sleeping.pop(seconds).set_result(None)
 
 
 def load_crash(options: EngineOptions, progress: Progress) -> LoadedEngine:

@@ -32,6 +32,7 @@ from ktransformers.errors import (
 from ktransformers.server.backend.balance_serve import BalanceServeBackend, _commands
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.balance.messages import Command, decode, encode
+from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig
 from tests.scheduler.fake_engine import VOCAB_SIZE, answer_alone, make_config, make_request
 from tests.server.balance_fakes import MODEL_LEN, POISON
@@ -50,13 +51,19 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 @asynccontextmanager
 async def backend(
-    factory: str = "load", cache_lens: int = 4000, max_unread: int = 4096, **config: Any
+    factory: str = "load",
+    cache_lens: int = 4000,
+    max_unread: int = 4096,
+    clock: Clock | None = None,
+    model: Path = DEMO,
+    chunk_size: int = 16,
+    **config: Any,
 ) -> AsyncIterator[BalanceServeBackend]:
-    engine = EngineConfig(gguf_path=DEMO, cache_lens=cache_lens, chunk_size=16)
-    settings = {"page_size": 4, "max_batch_size": 8, "log_level": "error", "checks_integrity": True} | config
-    made = BalanceServeBackend(
-        BalanceConfig(engine=engine, factory=f"tests.server.balance_fakes:{factory}", **settings), max_unread
-    )
+    engine = EngineConfig(gguf_path=model, cache_lens=cache_lens, chunk_size=chunk_size)
+    settings = {"page_size": 4, "max_batch_size": 8, "log_level": "error", "checks_integrity": True}
+    settings |= {"has_spare_engine": False} | config
+    balance = BalanceConfig(engine=engine, factory=f"tests.server.balance_fakes:{factory}", **settings)
+    made = BalanceServeBackend(balance, max_unread, clock)
     try:
         await made.start()
         yield made

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,14 +38,14 @@ def balanced() -> Iterator[ServerProcess]:
 
 
 def child_pids(process: ServerProcess, name: str) -> list[int]:
-    """Children of the server whose command names `name`."""
+    """Children of the server of this name."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            stat, command = (entry / "stat").read_text(), (entry / "cmdline").read_text()
+            stat, called = (entry / "stat").read_text(), (entry / "comm").read_text().strip()
         except (OSError, UnicodeDecodeError):
             continue
-        if name in command and int(stat.rpartition(")")[2].split()[1]) == process.process.pid:
+        if called == name and int(stat.rpartition(")")[2].split()[1]) == process.process.pid:
             found.append(int(entry.name))
     return found
 
@@ -128,11 +129,36 @@ def test_a_prompt_that_can_never_fit_is_a_400_at_once(balanced: ServerProcess) -
 
 def test_a_dead_scheduler_ends_the_service() -> None:
     with ServerProcess(*FLAGS) as process:
-        (scheduler,), (engine,) = child_pids(process, "scheduler_process"), child_pids(process, "engine_process")
+        (scheduler,), (engine,) = child_pids(process, "kt-scheduler"), child_pids(process, "kt-engine")
         os.kill(scheduler, signal.SIGKILL)
         assert process.process.wait(60) == 1
         assert "error: the scheduler process ended with signal 9" in "".join(process.log)
         wait_until(lambda: not Path(f"/proc/{engine}").exists())
+
+
+@pytest.mark.parametrize(("number", "outcome"), [(signal.SIGHUP, "length"), (signal.SIGQUIT, "abort")])
+def test_signals_to_the_whole_group_reach_the_server_alone(
+    number: signal.Signals, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As systemd and terminals send them. Afterwards nothing is left: no process, no folder."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        body = {"prompt": "One", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with ServerProcess(*FLAGS, "--cache_lens", "4096") as process:
+            wait_until(lambda: bool(child_pids(process, "kt-spare")))
+            names = ("kt-engine", "kt-scheduler", "kt-spare")
+            pids = [process.process.pid, *(pid for name in names for pid in child_pids(process, name))]
+            assert len(pids) == 4
+            assert len(os.listdir(folder)) == 1
+            with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=60) as response:
+                lines = response.iter_lines()
+                next(lines)
+                for pid in reversed(pids):
+                    os.kill(pid, number)
+                assert f'"finish_reason":"{outcome}"' in "".join(lines)
+            assert process.process.wait(60) == 0
+            assert os.listdir(folder) == []
+            wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids[1:]))
 
 
 def test_start_up_errors_of_the_engine_are_one_message() -> None:
@@ -250,5 +276,5 @@ def kill_engines(process: ServerProcess, kills: int) -> None:
     for kill in range(kills):
         steps = metrics(process)["ktransformers:engine_steps_total"]
         wait_until(lambda: metrics(process)["ktransformers:engine_steps_total"] >= steps + 15)  # noqa: B023
-        os.kill(child_pids(process, "engine_process")[0], signal.SIGKILL)
+        os.kill(child_pids(process, "kt-engine")[0], signal.SIGKILL)
         wait_until(lambda: metrics(process)["ktransformers:engine_restarts_total"] == kill + 1)  # noqa: B023

@@ -169,6 +169,8 @@ def test_cors_is_off_unless_asked_for() -> None:
         (("--ssl_keyfile", __file__, "--ssl_certfile", __file__), "cannot be used"),
         (("--api_key", "two words"), "an API key must not be empty"),
         (("--temperature", "-3"), "temperature must be at least 0"),
+        (("--max_engine_restarts", "-1"), "--max_engine_restarts must be at least 0"),
+        (("--engine_timeout", "-1"), "--engine_timeout must be a number of seconds"),
         (("--port", "70000"), "--port must be between"),
         (("--host", "256.1.1.1"), "cannot listen on 256.1.1.1"),
         (("--prot", "1"), "did you mean --port?"),

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.elementwise import check_float
-from ktransformers.kernels.triton.rope import check_angles, check_ids, pair_columns, power_of_two, rotate_heads
+from ktransformers.kernels.triton.rope import (
+    check_angles,
+    check_ids,
+    is_cached,
+    pair_columns,
+    power_of_two,
+    rotate_heads,
+)
 from ktransformers.kernels.triton.runtime import jit, tl
 
 __all__ = ["MAX_LATENT_ROWS", "absorb", "expand", "norm_to_cache"]
@@ -35,7 +42,7 @@ def _norm(source, target, weight_ptr, eps, WIDTH: tl.constexpr, WIDTH_P2: tl.con
 @jit
 def _norm_kernel(
     kv_ptr, q_ptr, cache_ptr, q_out_ptr, slot_ptr, cos_ptr, sin_ptr, kv_weight_ptr, q_weight_ptr,
-    kv_row, q_row, cache_slot, q_out_row, cos_row, kv_eps, q_eps,
+    kv_row, q_row, cache_slot, q_out_row, num_slots, cos_row, kv_eps, q_eps,
     RANK: tl.constexpr, RANK_P2: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, Q_WIDTH: tl.constexpr,
     Q_P2: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -44,11 +51,11 @@ def _norm_kernel(
     if tl.program_id(1) == 0:
         slot = tl.load(slot_ptr + row).to(tl.int64)
         target, source = cache_ptr + slot * cache_slot, kv_ptr + row * kv_row
-        _norm(source, target, kv_weight_ptr, kv_eps, RANK, RANK_P2, tl.where(slot >= 0, RANK, 0))
+        _norm(source, target, kv_weight_ptr, kv_eps, RANK, RANK_P2, tl.where(is_cached(slot, num_slots), RANK, 0))
         one = tl.arange(0, 1)
         rotate_heads(
-            source + RANK, target + RANK, one, one < tl.where(slot >= 0, 1, 0), 0, 0, kv_weight_ptr, kv_eps, cos_ptr,
-            sin_ptr, row * cos_row, 2 * HALF, HALF, HALF_P2, 1, INTERLEAVED, False,
+            source + RANK, target + RANK, one, one < tl.where(is_cached(slot, num_slots), 1, 0), 0, 0, kv_weight_ptr,
+            kv_eps, cos_ptr, sin_ptr, row * cos_row, 2 * HALF, HALF, HALF_P2, 1, INTERLEAVED, False,
         )  # fmt: skip
     else:
         _norm(q_ptr + row * q_row, q_out_ptr + row * q_out_row, q_weight_ptr, q_eps, Q_WIDTH, Q_P2, Q_WIDTH)
@@ -89,8 +96,8 @@ def norm_to_cache(
         assert q_norm is not None
         _norm_kernel[(rows, 1 if out is None else 2)](
             compressed, q, cache, q_out, slot_mapping, cos, sin, kv_norm[0], q_norm[0],
-            compressed.stride(0), q.stride(0), cache.stride(0), q_out.stride(0), cos.stride(0), float(kv_norm[1]),
-            float(q_norm[1]), RANK=rank, RANK_P2=power_of_two(rank), HALF=rotary // 2,
+            compressed.stride(0), q.stride(0), cache.stride(0), q_out.stride(0), cache.shape[0], cos.stride(0),
+            float(kv_norm[1]), float(q_norm[1]), RANK=rank, RANK_P2=power_of_two(rank), HALF=rotary // 2,
             HALF_P2=power_of_two(rotary // 2), Q_WIDTH=width, Q_P2=power_of_two(width), INTERLEAVED=is_interleaved,
             num_warps=4,
         )  # fmt: skip

@@ -6,7 +6,8 @@ Pairs of a head are (0, P / 2), (1, P / 2 + 1), ... in the half layout (llama, q
 interleaved one (deepseek). A rotated head holds first all first members, then all second ones, in both, as
 `operators.mla.rotate` has it: dot products of two rotated vectors do not depend on the order.
 Rows of cos and sin are positions when `positions` is given, else row t belongs to row t.
-A row whose slot is negative is rotated and not cached: what pads a batch needs no slot of its own.
+A row whose slot is negative is rotated and not cached: what pads a batch needs no slot of its own. Neither is one whose
+slot lies beyond the cache: it would be written into whatever comes after (engine/context.py refuses such a step).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ktransformers.kernels.triton.runtime import jit, tl
 __all__ = [
     "check_angles",
     "check_ids",
+    "is_cached",
     "latent_to_cache",
     "pair_columns",
     "power_of_two",
@@ -39,6 +41,12 @@ def pair_columns(HALF: tl.constexpr, HALF_P2: tl.constexpr, INTERLEAVED: tl.cons
     else:
         first, second = pair, pair + HALF
     return pair, first, second, pair < HALF
+
+
+@jit
+def is_cached(slot, num_slots):
+    """Whether a slot is one of the cache's."""
+    return (slot >= 0) & (slot < num_slots)
 
 
 @jit
@@ -90,7 +98,7 @@ def rotate_heads(
 def _rope_kernel(
     q_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, position_ptr, cos_ptr, sin_ptr,
     q_weight_ptr, k_weight_ptr, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
-    k_slot, k_slot_head, v_slot, v_slot_head, cos_row, eps,
+    k_slot, k_slot_head, v_slot, v_slot_head, num_slots, cos_row, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, Q_PROGRAMS: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, V_P2: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr,
     REST_P2: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -110,7 +118,7 @@ def _rope_kernel(
     else:
         heads = (block - Q_PROGRAMS) * HEADS + tl.arange(0, HEADS)
         slot = tl.load(slot_ptr + row).to(tl.int64)
-        keep = heads < tl.where(slot >= 0, NUM_KV_HEADS, 0)
+        keep = heads < tl.where(is_cached(slot, num_slots), NUM_KV_HEADS, 0)
         rotate_heads(
             k_ptr + row * k_row, k_cache_ptr + slot * k_slot, heads, keep, k_head, k_slot_head, k_weight_ptr,
             eps, cos_ptr, sin_ptr, angle * cos_row, DIM, HALF, HALF_P2, REST_P2, INTERLEAVED, HAS_NORM, NORMS_ROTATED,
@@ -193,7 +201,8 @@ def rope_to_cache(
     _rope_kernel[(num_rows, q_programs + -(-num_kv_heads // _HEADS_PER_PROGRAM))](
         q, k, v, out, k_cache, v_cache, slot_mapping, positions, cos, sin, q_weight, k_weight,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
-        k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1), cos.stride(0), float(eps),
+        k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        min(k_cache.shape[0], v_cache.shape[0]), cos.stride(0), float(eps),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=_HEADS_PER_PROGRAM, Q_PROGRAMS=q_programs,
         DIM=dim, DIM_V=dim_v, V_P2=power_of_two(dim_v), HALF=rotary // 2, HALF_P2=power_of_two(rotary // 2),
         REST_P2=power_of_two(max(1, dim - rotary)), INTERLEAVED=is_interleaved,
@@ -206,7 +215,7 @@ def rope_to_cache(
 @jit
 def _latent_kernel(
     q_ptr, kv_ptr, q_out_ptr, cache_ptr, slot_ptr, position_ptr, cos_ptr, sin_ptr, weight_ptr,
-    q_row, q_head, kv_row, out_row, out_head, cache_slot, cos_row, eps,
+    q_row, q_head, kv_row, out_row, out_head, cache_slot, num_slots, cos_row, eps,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, Q_PROGRAMS: tl.constexpr, RANK: tl.constexpr, RANK_P2: tl.constexpr,
     HALF: tl.constexpr, HALF_P2: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
@@ -224,7 +233,7 @@ def _latent_kernel(
     else:
         slot = tl.load(slot_ptr + row).to(tl.int64)
         columns = tl.arange(0, RANK_P2)
-        mask = columns < tl.where(slot >= 0, RANK, 0)
+        mask = columns < tl.where(is_cached(slot, num_slots), RANK, 0)
         x = tl.load(kv_ptr + row * kv_row + columns, mask=mask, other=0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + eps)
         x *= scale * tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
@@ -232,8 +241,8 @@ def _latent_kernel(
         tl.store(target + columns, x.to(cache_ptr.dtype.element_ty), mask=mask)
         one = heads - Q_PROGRAMS * HEADS
         rotate_heads(
-            kv_ptr + row * kv_row + RANK, target + RANK, one, one < tl.where(slot >= 0, 1, 0), 0, 0, weight_ptr,
-            eps, cos_ptr, sin_ptr, angle * cos_row, 2 * HALF, HALF, HALF_P2, 1, INTERLEAVED, False,
+            kv_ptr + row * kv_row + RANK, target + RANK, one, one < tl.where(is_cached(slot, num_slots), 1, 0), 0, 0,
+            weight_ptr, eps, cos_ptr, sin_ptr, angle * cos_row, 2 * HALF, HALF, HALF_P2, 1, INTERLEAVED, False,
         )  # fmt: skip
 
 
@@ -275,7 +284,7 @@ def latent_to_cache(
     _latent_kernel[(num_rows, q_programs + 1)](
         q_rot, compressed, out, cache, slot_mapping, positions, cos, sin, norm_weight,
         q_rot.stride(0), q_rot.stride(1), compressed.stride(0), out.stride(0), out.stride(1), cache.stride(0),
-        cos.stride(0), float(eps),
+        cache.shape[0], cos.stride(0), float(eps),
         NUM_HEADS=num_heads, HEADS=heads_per_program, Q_PROGRAMS=q_programs, RANK=rank, RANK_P2=power_of_two(rank),
         HALF=rotary // 2, HALF_P2=power_of_two(rotary // 2), INTERLEAVED=is_interleaved,
         HAS_POSITIONS=positions is not None, num_warps=4,

@@ -23,11 +23,13 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """200 when requests are served, 503 while the model loads and while the server drains."""
+    """200 when requests are served, 503 while the model loads, while an engine is replaced, while the server drains."""
     service = service_of(request)
     if service.admission.is_draining:
         raise NotReadyError("the server is shutting down")
     service.model  # noqa: B018 - raises while loading
+    if service.backend.pause is not None:
+        raise NotReadyError(service.backend.pause)
     return ApiResponse({"status": "ready"})
 
 

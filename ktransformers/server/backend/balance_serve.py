@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 from ktransformers.config import EngineConfig
@@ -26,6 +27,7 @@ from ktransformers.server.backend.base import Backend, GenerationRequest, ModelI
 from ktransformers.server.backend.checks import check_request, check_tokenizer
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
+from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
 
 __all__ = ["BalanceServeBackend"]
@@ -64,13 +66,13 @@ class _Stream:
 
 
 class BalanceServeBackend(Backend):
-    """See Backend. Every method runs on the event loop that `start` runs on."""
+    """See Backend. Every method runs on the event loop that `start` runs on. clock: of waits between restarts."""
 
     name: ClassVar[str] = "balance_serve"
     has_priorities: ClassVar[bool] = True
 
-    def __init__(self, config: BalanceConfig, max_unread: int = MAX_UNREAD_EVENTS):
-        self._config, self._max_unread = config, max_unread
+    def __init__(self, config: BalanceConfig, max_unread: int = MAX_UNREAD_EVENTS, clock: Clock | None = None):
+        self._config, self._max_unread, self._clock = config, max_unread, clock
         self._supervisor: Supervisor | None = None
         self._model: ModelInfo | None = None
         self._streams: dict[str, _Stream] = {}
@@ -81,8 +83,8 @@ class BalanceServeBackend(Backend):
         self._lost: KTransformersError | None = None
 
     async def start(self, progress: Progress | None = None) -> None:
-        described = await asyncio.to_thread(_describe, self._config.engine)
-        self._supervisor = Supervisor(self._config, self._on_news)
+        described, files = await asyncio.to_thread(_described, self._config.engine)
+        self._supervisor = Supervisor(self._config, self._on_news, files, self._clock)
         facts = await self._supervisor.start(progress)
         self._model = _model_info(described, facts)
         self._watching = asyncio.create_task(self._watch(self._supervisor))
@@ -100,6 +102,10 @@ class BalanceServeBackend(Backend):
     @property
     def is_ready(self) -> bool:
         return self._model is not None and self._lost is None
+
+    @property
+    def pause(self) -> str | None:
+        return None if self._supervisor is None else self._supervisor.pause
 
     @property
     def model(self) -> ModelInfo:
@@ -187,11 +193,6 @@ class BalanceServeBackend(Backend):
             await self._supervisor.close()
 
 
-def _describe(config: EngineConfig) -> ModelDescription:
-    check_tokenizer(config)
-    return describe_model(open_model(config))
-
-
 def _commands(requests: Sequence[GenerationRequest]) -> Iterator[Add]:
     """One command for each run of requests that share their prompt (the same object) and differ in their seeds only."""
 
@@ -207,6 +208,13 @@ def _commands(requests: Sequence[GenerationRequest]) -> Iterator[Add]:
             else:
                 yield Add(_record(other))
         yield Add(_record(first), twins)
+
+
+def _described(config: EngineConfig) -> tuple[ModelDescription, tuple[Path, ...]]:
+    """The model, and the files of its weights."""
+    check_tokenizer(config)
+    opened = open_model(config)
+    return describe_model(opened), opened.files
 
 
 def _record(request: GenerationRequest) -> Request:

@@ -85,6 +85,11 @@ class Backend(ABC):
         """Whether the model is loaded, so that requests are answered or queued."""
 
     @property
+    def pause(self) -> str | None:
+        """Why nothing is computed at the moment although the model is loaded: requests are queued. By default never."""
+        return None
+
+    @property
     @abstractmethod
     def model(self) -> ModelInfo:
         """Raises NotReadyError before `start` has returned."""

@@ -7,6 +7,6 @@
         │<──────────────────────────────────────────────── EngineStatus ────│
 
 The API process starts both others and holds the writing end of a pipe to each: whoever reads its end knows that the
-API process is gone. An engine that dies is replaced by one of the next epoch, and the scheduler computes again what was
-lost; without the scheduler or the API process everything stops.
+API process is gone. An engine that dies or hangs is replaced by one of the next epoch, and the scheduler computes again
+what was lost; without the scheduler or the API process everything stops.
 """

@@ -2,6 +2,8 @@
 
 Knows an executor, not what it computes. Steps are run in the order in which they come; one is received while the one
 before it runs, so that the engine does not wait for the scheduler.
+
+It imports what loads the engine before it reads its options: a spare has that behind it when it is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import zmq
 from ktransformers.errors import KTransformersError
 from ktransformers.logs import set_up_logging
 from ktransformers.scheduler.records import StepPlan, StepResult
-from ktransformers.server.balance.child import read_options
+from ktransformers.server.balance.child import become, follow_parent, read_options
 from ktransformers.server.balance.messages import (
     EngineFacts,
     EngineFailed,
@@ -29,7 +31,7 @@ from ktransformers.server.balance.messages import (
     encode,
 )
 
-__all__ = ["Executor", "LoadedEngine", "load_engine", "main"]
+__all__ = ["Executor", "LoadedEngine", "Progress", "main"]
 
 logger = logging.getLogger("ktransformers.engine")
 
@@ -45,24 +47,6 @@ class Executor(Protocol):
 
 LoadedEngine = tuple[EngineFacts, Executor]
 Progress = Callable[[int, int, str], None]
-
-
-def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
-    """The real engine."""
-    from ktransformers.engine.builder import build_paged_engine
-
-    engine = build_paged_engine(
-        options.config, page_size=options.page_size, max_batch_size=options.max_batch_size, progress=progress
-    )
-    facts = EngineFacts(
-        num_pages=engine.cache.num_pages,
-        page_size=engine.cache.page_size,
-        vocab_size=engine.model.vocab_size,
-        eos_token_ids=engine.model.eos_token_ids,
-        max_model_len=engine.model.context_len,
-        chunk_size=engine.config.chunk_size,
-    )
-    return facts, engine.executor
 
 
 def _load(options: EngineOptions, status: zmq.Socket[bytes]) -> LoadedEngine | None:
@@ -84,9 +68,17 @@ def _load(options: EngineOptions, status: zmq.Socket[bytes]) -> LoadedEngine | N
     return loaded
 
 
-def main() -> int:
-    """The process. Returns its exit code: 1 when the parent was told that the engine cannot start."""
+def main(preload: str = "") -> int:
+    """The process. Returns its exit code: 1 when the parent was told that the engine cannot start.
+
+    preload: a module to import before it is known what to do.
+    """
+    become("kt-spare")
+    follow_parent()
+    if preload:
+        importlib.import_module(preload)
     options: EngineOptions = read_options(EngineOptions)
+    become("kt-engine")
     set_up_logging(options.log_level, f"engine {options.epoch}" if options.epoch else "engine", with_time=True)
     context = zmq.Context()
     status = context.socket(zmq.PUSH)

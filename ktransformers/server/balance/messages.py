@@ -20,6 +20,7 @@ __all__ = [
     "EngineFacts",
     "EngineFailed",
     "EngineLoading",
+    "EngineLoss",
     "EngineOptions",
     "EngineReady",
     "EngineStatus",
@@ -66,6 +67,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     commands: str
     news: str
     log_level: str
+    step_seconds: float = 0.0  # see StepWatch; 0: an engine that hangs is not noticed
     checks_integrity: bool = False  # after every step; for tests
 
 
@@ -122,13 +124,28 @@ class EngineTotals(msgspec.Struct, frozen=True):
     num_touched_experts: int = 0  # distinct experts in those, added up
 
 
+class EngineLoss(msgspec.Struct, frozen=True):
+    """The scheduler has heard that the engine of this epoch is gone.
+
+    explained: epochs, this one perhaps among them, that died of a request which has now been found and ended.
+    """
+
+    epoch: int
+    explained: tuple[int, ...] = ()
+
+
 class News(msgspec.Struct, frozen=True):
-    """What happened since the last one. prefill_seconds: from admission to the first token, of requests that got it."""
+    """What happened since the last one. prefill_seconds: from admission to the first token, of requests that got it.
+
+    losses: answers to EngineDown, one to each. hanging: the epoch of an engine whose step takes too long.
+    """
 
     updates: list[RequestUpdate]
     stats: SchedulerStats
     totals: EngineTotals
     prefill_seconds: dict[str, float]
+    losses: list[EngineLoss] = []
+    hanging: int | None = None
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +157,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     max_model_len: int | None
     chunk_size: int  # most tokens of a step
+    uses_gpus: bool = False
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag=True):

@@ -1,11 +1,12 @@
 """The scheduler process: owns every request, plans steps ahead of the engine, survives the engine. No torch here.
 
     waits for: commands of the API process, results of the engine, the next deadline. Then, in this order:
-    take in what came, expire, plan steps up to two ahead, tell the news.
+    take in what came, expire, plan steps up to two ahead, look for a step that takes too long, tell the news.
 
 An engine that dies takes the steps in flight with it. Requests that were in them are suspects: with every loss before
 one of their rows has been committed again they get a strike. From the second strike on, sequences run one at a time, so
-that the third one names the request that kills engines; it is ended with an error, and nobody else is.
+that the third one names the request that kills engines; it is ended with an error, and nobody else is. The three deaths
+are then explained, and do not speak against the engine, if engines have computed anything since the last ones were.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -24,11 +26,12 @@ from ktransformers.logs import set_up_logging
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, StepPlan, StepResult
 from ktransformers.scheduler.scheduler import Scheduler
-from ktransformers.server.balance.child import read_options
+from ktransformers.server.balance.child import become, follow_parent, read_options
 from ktransformers.server.balance.messages import (
     Add,
     Command,
     EngineDown,
+    EngineLoss,
     EngineTotals,
     EngineUp,
     Finish,
@@ -37,6 +40,7 @@ from ktransformers.server.balance.messages import (
     decode,
     encode,
 )
+from ktransformers.server.balance.step_watch import StepWatch
 
 __all__ = ["EngineLink", "SchedulerProcess", "main"]
 
@@ -93,10 +97,15 @@ def scheduler_config(options: SchedulerOptions) -> SchedulerConfig:
 
 
 class SchedulerProcess:
-    """See the module's docstring."""
+    """See the module's docstring. clock: of deadlines, which the API process sets by the monotonic one."""
 
-    def __init__(self, options: SchedulerOptions, context: zmq.Context[zmq.Socket[bytes]]):
-        self._context, self._checks = context, options.checks_integrity
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        context: zmq.Context[zmq.Socket[bytes]],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._context, self._checks, self._clock = context, options.checks_integrity, clock
         self.scheduler = Scheduler(scheduler_config(options))
         self._commands, self._news = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for socket, endpoint in ((self._commands, options.commands), (self._news, options.news)):
@@ -109,7 +118,11 @@ class SchedulerProcess:
         self._updates: list[RequestUpdate] = []
         self._began: dict[str, float] = {}  # when a request was first planned, until its first token
         self._prefill_seconds: dict[str, float] = {}
-        self._strikes: Counter[str] = Counter()
+        self._strikes: dict[str, list[int]] = {}  # epochs that died with a request's rows in flight
+        self._steps_explained = -1  # steps there were when deaths were last explained
+        self._losses: list[EngineLoss] = []
+        self._watch = StepWatch(options.step_seconds)
+        self._hanging: int | None = None
         self._totals = EngineTotals()
         self._told = b""
 
@@ -120,8 +133,8 @@ class SchedulerProcess:
 
     def turn(self) -> None:
         """One round of the module's docstring."""
-        deadline = self.scheduler.next_deadline
-        timeout = None if deadline is None else max(int(1000 * (deadline - time.monotonic())) + 1, 0)
+        due = [at for at in (self.scheduler.next_deadline, self._watch.next_look) if at is not None]
+        timeout = max(int(1000 * (min(due) - self._clock())) + 1, 0) if due else None
         link = self._link
         if link is not None:
             self._poller.register(link.steps, zmq.POLLOUT if link.awaits_peer else 0)
@@ -132,8 +145,10 @@ class SchedulerProcess:
             self._receive_commands()
         if self._link is not None and self._link.results in ready:
             self._receive_results(self._link)
-        self._updates += self.scheduler.expire(time.monotonic())
+        self._expire()
+        self._isolate()
         self._plan()
+        self._look_for_hang()
         self._tell()
 
     def _receive_commands(self) -> None:
@@ -163,9 +178,20 @@ class SchedulerProcess:
             logger.error("request %s was refused: %s", request.request_id, error)
             self._updates.append(_refusal(request.request_id, len(request.prompt_ids), str(error)))
 
+    def _expire(self) -> None:
+        for update in self.scheduler.expire(self._clock()):
+            self._forget(update.request_id)
+            self._updates.append(update)
+
+    def _look_for_hang(self) -> None:
+        if self._link is not None and self._watch.is_overdue(self._clock()):
+            self._hanging = self._link.epoch
+            self._watch.clear()  # once is enough: the engine will be killed
+
     def _receive_results(self, link: EngineLink) -> None:
         while link.results.poll(0):
             result: StepResult = decode(link.results.recv(), StepResult)
+            self._watch.finished(self._clock())
             committed = self.scheduler.in_flight_ids(result.step_id)
             for request_id in committed:
                 self._strikes.pop(request_id, None)
@@ -182,10 +208,9 @@ class SchedulerProcess:
                 num_touched_experts=totals.num_touched_experts + num_touched,
             )
             self._check()
-        self._isolate()
 
     def _note_first_tokens(self, updates: list[RequestUpdate]) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for update in updates:
             if update.completion_len == 1 and update.request_id in self._began:
                 self._prefill_seconds[update.request_id] = now - self._began.pop(update.request_id)
@@ -203,13 +228,21 @@ class SchedulerProcess:
             self._receive_results(self._link)  # what it finished before it died counts
             self._link.close()
             self._link = None
+        self._watch.clear()
         suspects = self.scheduler.in_flight_ids()
         self.scheduler.engine_lost()
-        self._strikes.update(suspects)
+        explained: list[int] = []
         for request_id in suspects:
-            if self._strikes[request_id] >= MAX_STRIKES:
+            strikes = self._strikes.setdefault(request_id, [])
+            strikes.append(epoch)
+            if len(strikes) >= MAX_STRIKES:
+                explained += strikes
                 self._end_poisonous(request_id)
-        self._isolate()
+        if explained and self._totals.num_steps == self._steps_explained:
+            explained.clear()  # no engine has done anything but die: it is hardly the requests' fault
+        elif explained:
+            self._steps_explained = self._totals.num_steps
+        self._losses.append(EngineLoss(epoch, tuple(explained)))
         self._check()
 
     def _end_poisonous(self, request_id: str) -> None:
@@ -222,29 +255,39 @@ class SchedulerProcess:
             self._totals = msgspec.structs.replace(self._totals, num_poisoned=self._totals.num_poisoned + 1)
 
     def _isolate(self) -> None:
-        is_unsafe = any(strikes >= ISOLATING_STRIKES for strikes in self._strikes.values())
-        self.scheduler.max_admitted = 1 if is_unsafe else None
+        """Requests one at a time while one of them is suspected; all at once again when it is cleared or has left."""
+        suspects = [name for name, strikes in self._strikes.items() if len(strikes) >= ISOLATING_STRIKES]
+        limit = 1 if suspects else None
+        if limit != self.scheduler.max_admitted:
+            if suspects:
+                logger.warning("engines died with %s in their batch: one request at a time", ", ".join(suspects))
+            else:
+                logger.info("no request is suspected any more: requests are computed together again")
+            self.scheduler.max_admitted = limit
 
     def _plan(self) -> None:
         if self._link is None:
             return
         while (plan := self.scheduler.schedule()) is not None:
-            now = time.monotonic()
+            now = self._clock()
             for start in plan.starts:
                 if len(start.token_ids) == start.prompt_len:
                     self._began.setdefault(start.request_id, now)
             self._totals = msgspec.structs.replace(self._totals, num_tokens=self._totals.num_tokens + plan.num_tokens)
             self._link.send(plan)
+            self._watch.sent(plan.num_tokens, now)
             self._check()
 
     def _tell(self) -> None:
         """Send what is new; nothing when nothing is."""
-        news = News(self._updates, self.scheduler.stats(), self._totals, self._prefill_seconds)
+        news = News(
+            self._updates, self.scheduler.stats(), self._totals, self._prefill_seconds, self._losses, self._hanging
+        )
         data = encode(news)
         if data != self._told:
             self._news.send(data)
             self._told = encode(News([], news.stats, news.totals, {}))
-        self._updates, self._prefill_seconds = [], {}
+        self._updates, self._prefill_seconds, self._losses, self._hanging = [], {}, [], None
 
     def _check(self) -> None:
         if self._checks:
@@ -265,6 +308,8 @@ def _refusal(request_id: str, prompt_len: int, error: str) -> RequestUpdate:
 
 def main() -> int:
     """The process. Does not return."""
+    become("kt-scheduler")
+    follow_parent()
     options: SchedulerOptions = read_options(SchedulerOptions)
     set_up_logging(options.log_level, "scheduler", with_time=True)
     SchedulerProcess(options, zmq.Context()).run()

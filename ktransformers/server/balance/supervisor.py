@@ -1,10 +1,11 @@
-"""Starts the scheduler and the engine, watches both, replaces engines that die, and leaves nothing behind.
+"""Keeps a scheduler and an engine running, replaces engines that die or hang, and leaves nothing behind.
 
     start ── engine of epoch 0 loads ── scheduler starts ── serving ── stop
                                            ^                   │
                                            └── engine of epoch n + 1 <── engine of epoch n died
 
-Knows processes and sockets, not requests. Everything runs on one event loop.
+One task owns the engine: it announces one, waits for its end, and finds the next. Knows processes and sockets, not
+requests. Everything runs on one event loop.
 """
 
 from __future__ import annotations
@@ -13,11 +14,8 @@ import asyncio
 import logging
 import os
 import shutil
-import sys
 import tempfile
-import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,34 +23,38 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from ktransformers import errors
 from ktransformers.config import EngineConfig
-from ktransformers.errors import ConfigError, EngineError, KTransformersError
+from ktransformers.errors import ConfigError, EngineError, KTransformersError, WeightError
 from ktransformers.server.backend.base import Progress
-from ktransformers.server.balance.child import framed
+from ktransformers.server.balance.launcher import EngineDied, Launcher, RunningEngine
 from ktransformers.server.balance.messages import (
     Command,
     EngineDown,
     EngineFacts,
-    EngineFailed,
-    EngineLoading,
     EngineOptions,
-    EngineReady,
-    EngineStatus,
     EngineUp,
     News,
     SchedulerOptions,
-    decode,
     encode,
+)
+from ktransformers.server.balance.model_files import ModelFiles
+from ktransformers.server.balance.restarts import (
+    RESTART_SECONDS,
+    Clock,
+    DeathLimit,
+    SystemClock,
+    delays,
+    ending,
+    pinned,
+    shortfall,
 )
 
 __all__ = ["BalanceConfig", "Supervisor"]
 
 logger = logging.getLogger("ktransformers.server")
 
-MAX_RESTARTS = 5
-RESTART_SECONDS = 600.0
-"""An engine that dies more than MAX_RESTARTS times within RESTART_SECONDS is given up."""
+FILE_CHECK_SECONDS = 5.0
+"""Between two looks at the files of weights."""
 
 _MAX_IPC_PATH = 90  # of some 107 that a socket's address can hold, file names included
 
@@ -61,6 +63,9 @@ _MAX_IPC_PATH = 90  # of some 107 that a socket's address can hold, file names i
 class BalanceConfig:
     """What balance_serve is started with. engine.cache_lens counts the tokens of all requests together.
 
+    max_engine_restarts: engines that may die within RESTART_SECONDS; one more ends the service.
+    engine_timeout: seconds after which a step of few tokens means that the engine hangs, see StepWatch; 0: never.
+    has_spare_engine: whether a process waits with its imports done, which a restart takes.
     Raises ConfigError on creation for limits that cannot work.
     """
 
@@ -69,13 +74,20 @@ class BalanceConfig:
     max_batch_size: int = 16
     has_prefix_cache: bool = True
     log_level: str = "info"
-    factory: str = "ktransformers.server.balance.engine_process:load_engine"
+    max_engine_restarts: int = 5
+    engine_timeout: float = 300.0
+    has_spare_engine: bool = True
+    factory: str = "ktransformers.server.balance.model_engine:load_engine"
     checks_integrity: bool = False
 
     def __post_init__(self) -> None:
         for flag in ("page_size", "max_batch_size"):
             if not 1 <= getattr(self, flag) <= 1 << 16:
                 raise ConfigError(f"--{flag} must be between 1 and {1 << 16}, got {getattr(self, flag)}")
+        if self.max_engine_restarts < 0:
+            raise ConfigError(f"--max_engine_restarts must be at least 0, got {self.max_engine_restarts}")
+        if not 0 <= self.engine_timeout < float("inf"):
+            raise ConfigError(f"--engine_timeout must be a number of seconds, or 0, got {self.engine_timeout}")
 
 
 def _private_folder() -> Path:
@@ -87,24 +99,44 @@ def _private_folder() -> Path:
 
 
 class Supervisor:
-    """on_news is called with what the scheduler tells, on the event loop."""
+    """on_news is called with what the scheduler tells, on the event loop. files: of weights, as they were opened.
 
-    def __init__(self, config: BalanceConfig, on_news: Callable[[News], None]):
-        self._config, self._on_news = config, on_news
+    pause: why nothing is computed at the moment, None while an engine serves.
+    """
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        on_news: Callable[[News], None],
+        files: Sequence[Path] = (),
+        clock: Clock | None = None,
+    ):
+        self._config, self._on_news, self._clock = config, on_news, clock or SystemClock()
+        self._files = ModelFiles(files)
         self._folder = _private_folder()
         self._context = zmq.asyncio.Context()
         self._commands = self._bound(zmq.PUSH, "commands")
         self._news = self._bound(zmq.PULL, "news")
-        self._status = self._bound(zmq.PULL, "status")
-        self._children: set[asyncio.subprocess.Process] = set()
+        self._launcher = Launcher(self._bound(zmq.PULL, "status"))
         self._tasks: set[asyncio.Task[None]] = set()
-        self._epoch = 0
-        self._lost_at: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
+        self._deaths = DeathLimit(config.max_engine_restarts)
+        self._engine: RunningEngine | None = None
+        self._heard: dict[int, asyncio.Future[None]] = {}  # by epoch: the scheduler knows that this engine is gone
         self._is_closing = False
         self.num_restarts = 0
-        self.engine_pid: int | None = None
         self.scheduler_pid: int | None = None
+        self.pause: str | None = "the model is not loaded yet"
         self.failed: asyncio.Future[KTransformersError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Of the engine that serves, or served last."""
+        return None if self._engine is None else self._engine.process.pid
+
+    @property
+    def spare_pid(self) -> int | None:
+        """Of the process that will be the next engine."""
+        return self._launcher.spare_pid
 
     def _endpoint(self, name: str) -> str:
         return f"ipc://{self._folder / name}"
@@ -121,69 +153,29 @@ class Supervisor:
 
     async def start(self, progress: Progress | None) -> EngineFacts:
         """Load the engine, then start the scheduler. Raises what the engine says when it cannot start."""
-        facts = await self._start_engine(progress)
-        await self._start_scheduler(facts)
+        engine = await self._load(0, self._config.engine, progress)
+        await self._start_scheduler(engine.facts)
         self._spawn(self._receive_news())
-        await self._announce_engine()
-        return facts
+        await self._announce(engine)
+        self._spawn(self._keep_engine(engine))
+        self._spawn(self._watch_files())
+        return engine.facts
 
-    async def _start_child(self, module: str, options: EngineOptions | SchedulerOptions) -> asyncio.subprocess.Process:
-        # Not -m, which would import the module twice, under two names. The child finds packages where we do.
-        code = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; sys.exit(main())"
-        command = [sys.executable, "-P", "-c", code, *sys.path]
-        env = {"OMP_WAIT_POLICY": "passive", **os.environ}  # see engine/threads.py
-        child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, env=env)
-        assert child.stdin is not None
-        child.stdin.write(framed(encode(options)))  # and never closed: its end tells the child that we are gone
-        self._children.add(child)
-        return child
-
-    async def _start_engine(self, progress: Progress | None) -> EngineFacts:
-        """The facts of a loaded engine of the present epoch. Raises KTransformersError."""
-        config = self._config
+    async def _load(self, epoch: int, config: EngineConfig, progress: Progress | None) -> RunningEngine:
+        ours = self._config
         options = EngineOptions(
-            epoch=self._epoch,
+            epoch=epoch,
             parent_pid=os.getpid(),
-            steps=self._endpoint(f"steps-{self._epoch}"),
-            results=self._endpoint(f"results-{self._epoch}"),
+            steps=self._endpoint(f"steps-{epoch}"),
+            results=self._endpoint(f"results-{epoch}"),
             status=self._endpoint("status"),
-            log_level=config.log_level,
-            config=config.engine,
-            page_size=config.page_size,
-            max_batch_size=config.max_batch_size,
-            factory=config.factory,
+            log_level=ours.log_level,
+            config=config,
+            page_size=ours.page_size,
+            max_batch_size=ours.max_batch_size,
+            factory=ours.factory,
         )
-        engine = await self._start_child("ktransformers.server.balance.engine_process", options)
-        self.engine_pid = engine.pid
-        dying = asyncio.create_task(engine.wait())
-        listening = asyncio.create_task(self._engine_facts(progress))
-        try:
-            await asyncio.wait((dying, listening), return_when=asyncio.FIRST_COMPLETED)
-            if not listening.done():  # it may have said why, just before
-                await asyncio.wait((listening,), timeout=1.0)
-            if not listening.done():
-                raise EngineError(f"the engine process ended while loading, with {_ending(dying.result())}")
-            facts = listening.result()
-        finally:
-            listening.cancel()
-            if not dying.done():
-                dying.cancel()
-        self._spawn(self._watch_engine(engine, self._epoch))
-        return facts
-
-    async def _engine_facts(self, progress: Progress | None) -> EngineFacts:
-        while True:
-            status: EngineStatus = decode(await self._status.recv(), EngineStatus)
-            if status.epoch != self._epoch:
-                continue
-            match status:
-                case EngineLoading(_, done, total, name):
-                    if progress is not None:
-                        progress(done, total, name)
-                case EngineFailed(_, error, message):
-                    raise _known_error(error, message)
-                case EngineReady(_, facts):
-                    return facts
+        return await self._launcher.load(options, progress)
 
     async def _start_scheduler(self, facts: EngineFacts) -> None:
         config = self._config
@@ -200,16 +192,20 @@ class Supervisor:
             commands=self._endpoint("commands"),
             news=self._endpoint("news"),
             log_level=config.log_level,
+            step_seconds=config.engine_timeout,
             checks_integrity=config.checks_integrity,
         )
-        scheduler = await self._start_child("ktransformers.server.balance.scheduler_process", options)
+        scheduler = await self._launcher.start_scheduler(options)
         self.scheduler_pid = scheduler.pid
         self._spawn(self._watch_scheduler(scheduler))
 
-    async def _announce_engine(self) -> None:
-        epoch = self._epoch
-        up = EngineUp(epoch, self._endpoint(f"steps-{epoch}"), self._endpoint(f"results-{epoch}"))
-        await self.send(up)
+    async def _announce(self, engine: RunningEngine) -> None:
+        """From here on the engine gets steps. One that has died since it loaded is no exception: its end comes next."""
+        self._engine, epoch = engine, engine.epoch
+        await self.send(EngineUp(epoch, self._endpoint(f"steps-{epoch}"), self._endpoint(f"results-{epoch}")))
+        self.pause = None
+        if self._config.has_spare_engine:
+            self._spawn(self._launcher.warm_up(self._config.factory))
 
     # Serving.
 
@@ -224,7 +220,21 @@ class Supervisor:
     async def _receive_news(self) -> None:
         decoder = msgspec.msgpack.Decoder(News)
         while True:
-            self._on_news(decoder.decode(await self._news.recv()))
+            news = decoder.decode(await self._news.recv())
+            for loss in news.losses:
+                self._deaths.excuse(loss.explained)
+                if loss.epoch in self._heard:
+                    self._heard[loss.epoch].set_result(None)
+            if news.hanging is not None:
+                self._kill_hanging(news.hanging)
+            self._on_news(news)
+
+    def _kill_hanging(self, epoch: int) -> None:
+        engine = self._engine
+        if engine is not None and engine.epoch == epoch and engine.process.returncode is None:
+            self.pause = "the engine hangs; another one is started"
+            logger.error("the engine has not finished a step in time (--engine_timeout): it hangs, and is killed")
+            engine.process.kill()
 
     def _spawn(self, work: object) -> None:
         task: asyncio.Task[None] = asyncio.create_task(self._guarded(work))
@@ -249,34 +259,86 @@ class Supervisor:
 
     async def _watch_scheduler(self, scheduler: asyncio.subprocess.Process) -> None:
         code = await scheduler.wait()
-        self._children.discard(scheduler)
-        self._fail(EngineError(f"the scheduler process ended with {_ending(code)}; nothing can be answered any more"))
+        self._launcher.forget(scheduler)
+        self._fail(EngineError(f"the scheduler process ended with {ending(code)}; nothing can be answered any more"))
 
-    async def _watch_engine(self, engine: asyncio.subprocess.Process, epoch: int) -> None:
-        code = await engine.wait()
-        self._children.discard(engine)
-        if self._is_closing:
-            return
-        logger.warning("the engine ended with %s: starting another one, running requests will go on", _ending(code))
+    async def _watch_files(self) -> None:
+        """Raises WeightError when a file that engines have mapped is written to."""
+        while True:
+            await self._clock.sleep(FILE_CHECK_SECONDS)
+            what = await asyncio.to_thread(self._files.written_to)
+            if what is not None:
+                raise WeightError(what)
+
+    async def _check_files(self) -> None:
+        """Raises WeightError when another engine would not be the same."""
+        what = await asyncio.to_thread(self._files.changed)
+        if what is not None:
+            raise WeightError(what)
+
+    async def _keep_engine(self, engine: RunningEngine) -> None:
+        """Raises KTransformersError when there can be no other engine."""
+        while True:
+            code = await engine.process.wait()
+            self.pause = self.pause or "the engine died; another one is started"
+            self._launcher.forget(engine.process)
+            began = self._clock.now()
+            logger.warning("the engine ended with %s: starting another one, running requests will go on", ending(code))
+            await self._check_files()
+            await self._lose(engine.epoch)
+            engine = await self._replaced(engine)
+            await self._announce(engine)
+            logger.info("engine %d is ready after %.1f s", engine.epoch, self._clock.now() - began)
+
+    async def _lose(self, epoch: int) -> None:
+        """Count the death of an engine that served, unless the scheduler can explain it. Raises EngineError."""
+        heard = self._heard[epoch] = asyncio.get_running_loop().create_future()
+        self._deaths.count(epoch, self._clock.now())
         await self.send(EngineDown(epoch))
-        began, is_loaded = time.monotonic(), False
-        while not is_loaded:
-            self._count_loss()
-            self._epoch += 1
+        await heard
+        del self._heard[epoch]
+        self._check_deaths()
+
+    def _check_deaths(self) -> None:
+        """Raises EngineError when engines die too often."""
+        deaths = self._deaths
+        if deaths.is_exceeded:
+            raise EngineError(
+                f"the engine died {deaths.num_deaths} times in {RESTART_SECONDS:.0f} s; giving up "
+                "(--max_engine_restarts)"
+            )
+
+    async def _replaced(self, last: RunningEngine) -> RunningEngine:
+        """Another engine that can do what `last` could. Waits for memory to come free, however long that takes.
+
+        Raises EngineError when engines die too often while they load, WeightError when the files have changed.
+        """
+        config, epoch = pinned(self._config.engine, last.facts), last.epoch
+        for delay in delays():
+            epoch += 1
             self.num_restarts += 1
             try:
-                await self._start_engine(None)
-                is_loaded = True
-            except EngineError as error:  # killed while it was loading; what it says itself ends the service
+                return await self._load_equal(epoch, config, last.facts)
+            except EngineDied as error:
                 logger.warning("%s: trying again", error)
-        await self._announce_engine()
-        logger.info("engine %d is ready after %.1f s", self._epoch, time.monotonic() - began)
+                self._deaths.count(epoch, self._clock.now())
+                self._check_deaths()
+                await self._check_files()
+            except KTransformersError as error:
+                await self._check_files()
+                self.pause = f"no engine can start at the moment: {error}"
+                logger.error("no engine can start: %s; running requests wait, trying again in %.0f s", error, delay)
+                await self._clock.sleep(delay)
+        raise AssertionError("delays end")
 
-    def _count_loss(self) -> None:
-        """Raises EngineError when engines die too often."""
-        self._lost_at.append(time.monotonic())
-        if len(self._lost_at) > MAX_RESTARTS and self._lost_at[-1] - self._lost_at[0] < RESTART_SECONDS:
-            raise EngineError(f"the engine died {len(self._lost_at)} times in {RESTART_SECONDS:.0f} s; giving up")
+    async def _load_equal(self, epoch: int, config: EngineConfig, first: EngineFacts) -> RunningEngine:
+        """Raises EngineError for an engine with less than `first`: it would be told to write beyond its cache."""
+        engine = await self._load(epoch, config, None)
+        missing = shortfall(first, engine.facts)
+        if missing is not None:
+            await self._launcher.end(engine.process)
+            raise EngineError(f"the new engine does not match the one that died: {missing}")
+        return engine
 
     # Stopping.
 
@@ -289,28 +351,6 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        children = list(self._children)
-        for child in children:
-            if child.returncode is None:
-                child.kill()  # they hold nothing that has to be written down
-        for child in children:
-            await child.wait()
-            assert child.stdin is not None
-            child.stdin.close()
+        await self._launcher.end_all()
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _ending(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _known_error(name: str, message: str) -> KTransformersError:
-    """The error that a child reported, of its class here."""
-    kind = getattr(errors, name, EngineError) if name in errors.__all__ else EngineError
-    try:
-        error = kind(message)
-    except TypeError:  # a class that wants more than a message
-        error = EngineError(message)
-    assert isinstance(error, KTransformersError)
-    return error

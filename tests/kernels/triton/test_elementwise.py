@@ -193,6 +193,22 @@ def test_latent_to_cache(is_interleaved, device):
     close(cache, want)
 
 
+def test_slots_beyond_the_cache_are_not_written(device):
+    rows, heads, dim, rank = 3, 2, 16, 8
+    x, angles = normal(rows, heads, dim, device=device), normal(rows, dim // 2, device=device, seed=1)
+    slots = torch.tensor([4, 3, 1 << 20], device=device)
+    memory = torch.full((2, 6, heads, dim), 9.0, device=device)  # caches of 4 slots, and what comes after them
+    rope_to_cache(x, x, x, angles.cos(), angles.sin(), memory[0, :4], memory[1, :4], slots)
+    assert bool((memory[:, 3] != 9.0).all())
+    assert bool((memory[:, 4:] == 9.0).all())
+    latents = torch.full((6, 1, rank + dim), 9.0, device=device)
+    weight = normal(rank, device=device, seed=2)
+    compressed = normal(rows, rank + dim, device=device, seed=3)
+    latent_to_cache(x, compressed, weight, 1e-6, angles.cos(), angles.sin(), latents[:4], slots, is_interleaved=False)
+    assert bool((latents[3] != 9.0).all())
+    assert bool((latents[4:] == 9.0).all())
+
+
 def test_bad_arguments_are_named(device):
     x = normal(2, 8, device=device)
     with pytest.raises(ValueError, match="weight must have shape"):

@@ -41,6 +41,15 @@ def test_norms_rotation_and_cache_write(has_query, is_interleaved, device):
     assert cache[[0, 1, 3, 4, 6, 7]].isnan().all()
 
 
+def test_slots_beyond_the_cache_are_not_written(device):
+    compressed, weight = normal(3, 20, device=device), normal(8, device=device, seed=1)
+    memory = torch.full((6, 1, 20), 9.0, device=device)  # a cache of 4 slots, and what comes after it
+    slots = torch.tensor([4, 3, 1 << 20], device=device)
+    norm_to_cache(compressed, (weight, 1e-6), angles_of(3, 6, True, device), memory[:4], slots)
+    assert bool((memory[3] != 9.0).all())
+    assert bool((memory[4:] == 9.0).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 17])
 def test_absorb_and_expand(rows, dtype, device):

@@ -1,0 +1,177 @@
+"""Starts child processes, and loads engines in them; keeps a spare one that has its imports behind it.
+
+Knows how a process becomes an engine, not when one is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+import msgspec
+import zmq.asyncio
+
+from ktransformers import errors
+from ktransformers.errors import EngineError, KTransformersError
+from ktransformers.server.backend.base import Progress
+from ktransformers.server.balance.child import PARENTS_SIGNALS, framed
+from ktransformers.server.balance.messages import (
+    EngineFacts,
+    EngineFailed,
+    EngineLoading,
+    EngineOptions,
+    EngineReady,
+    EngineStatus,
+    SchedulerOptions,
+    decode,
+    encode,
+)
+from ktransformers.server.balance.restarts import ending
+
+__all__ = ["EngineDied", "Launcher", "RunningEngine"]
+
+logger = logging.getLogger("ktransformers.server")
+
+_ENGINE = "ktransformers.server.balance.engine_process"
+_SCHEDULER = "ktransformers.server.balance.scheduler_process"
+
+Process = asyncio.subprocess.Process
+
+
+class EngineDied(EngineError):
+    """The process ended while it was loading, and did not say why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEngine:
+    """A loaded engine."""
+
+    epoch: int
+    process: Process
+    facts: EngineFacts
+
+
+class Launcher:
+    """status: where engines tell how far they are. Whoever waits for a process `forget`s it afterwards."""
+
+    def __init__(self, status: zmq.asyncio.Socket):
+        self._status = status
+        self._children: set[Process] = set()
+        self._spare: tuple[str, Process] | None = None  # what it has imported
+        self._spawning = asyncio.Lock()
+
+    async def _spawn(self, module: str, argument: str = "") -> Process:
+        # Not -m, which would import the module twice, under two names. The child finds packages where we do.
+        code = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; sys.exit(main({argument}))"
+        command = [sys.executable, "-P", "-c", code, *sys.path]
+        env = {"OMP_WAIT_POLICY": "passive", **os.environ}  # see engine/threads.py
+        async with self._spawning:  # the mask is one of the thread: two at a time would undo each other's
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+            try:
+                child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, env=env)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        self._children.add(child)
+        return child
+
+    async def start_scheduler(self, options: SchedulerOptions) -> Process:
+        """The scheduler process, which works from now on."""
+        child = await self._spawn(_SCHEDULER)
+        _write(child, options)
+        return child
+
+    async def warm_up(self, factory: str) -> None:
+        """Have a process ready in which an engine of this factory comes up faster."""
+        if self._spare is None:
+            module = factory.partition(":")[0]
+            self._spare = (module, await self._spawn(_ENGINE, repr(module)))
+
+    async def _engine_process(self, factory: str) -> Process:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            module, process = spare
+            if process.returncode is None and module == factory.partition(":")[0]:
+                return process
+            logger.warning("the spare engine process ended with %s: starting another", ending(process.returncode or 0))
+            await self.end(process)
+        return await self._spawn(_ENGINE)
+
+    async def load(self, options: EngineOptions, progress: Progress | None) -> RunningEngine:
+        """An engine with these options. Raises what it says when it cannot start, EngineDied when it says nothing."""
+        process = await self._engine_process(options.factory)
+        _write(process, options)
+        dying = asyncio.create_task(process.wait())
+        listening = asyncio.create_task(self._facts(options.epoch, progress))
+        try:
+            await asyncio.wait((dying, listening), return_when=asyncio.FIRST_COMPLETED)
+            if not listening.done():  # it may have said why, just before
+                await asyncio.wait((listening,), timeout=1.0)
+            if not listening.done():
+                raise EngineDied(f"the engine process ended while loading, with {ending(dying.result())}")
+            return RunningEngine(options.epoch, process, listening.result())
+        except KTransformersError:
+            await self.end(process)
+            raise
+        finally:
+            listening.cancel()
+            dying.cancel()
+
+    async def _facts(self, epoch: int, progress: Progress | None) -> EngineFacts:
+        while True:
+            status: EngineStatus = decode(await self._status.recv(), EngineStatus)
+            if status.epoch != epoch:
+                continue
+            match status:
+                case EngineLoading(_, done, total, name):
+                    if progress is not None:
+                        progress(done, total, name)
+                case EngineFailed(_, error, message):
+                    raise _known_error(error, message)
+                case EngineReady(_, facts):
+                    return facts
+
+    @property
+    def spare_pid(self) -> int | None:
+        return None if self._spare is None else self._spare[1].pid
+
+    def forget(self, process: Process) -> None:
+        """The process has been waited for."""
+        self._children.discard(process)
+        assert process.stdin is not None
+        process.stdin.close()
+
+    async def end(self, process: Process) -> None:
+        """Kill a process, if it lives."""
+        if process.returncode is None:
+            process.kill()  # none of them holds anything that has to be written down
+        await process.wait()
+        self.forget(process)
+
+    async def end_all(self) -> None:
+        """Kill what was started and not forgotten."""
+        children = list(self._children)
+        for child in children:
+            if child.returncode is None:
+                child.kill()
+        for child in children:
+            await self.end(child)
+
+
+def _write(child: Process, options: msgspec.Struct) -> None:
+    assert child.stdin is not None
+    child.stdin.write(framed(encode(options)))  # and not closed: its end tells the child that we are gone
+
+
+def _known_error(name: str, message: str) -> KTransformersError:
+    """The error that a child reported, of its class here."""
+    kind = getattr(errors, name, EngineError) if name in errors.__all__ else EngineError
+    try:
+        error = kind(message)
+    except TypeError:  # a class that wants more than a message
+        error = EngineError(message)
+    assert isinstance(error, KTransformersError)
+    return error

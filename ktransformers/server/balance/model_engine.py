@@ -1,0 +1,26 @@
+"""The engine that a process of balance_serve loads. Importing this module is most of what starting one takes."""
+
+from __future__ import annotations
+
+from ktransformers.engine.builder import build_paged_engine
+from ktransformers.server.balance.engine_process import LoadedEngine, Progress
+from ktransformers.server.balance.messages import EngineFacts, EngineOptions
+
+__all__ = ["load_engine"]
+
+
+def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    """Raises the KTransformersError that the user has to see."""
+    engine = build_paged_engine(
+        options.config, page_size=options.page_size, max_batch_size=options.max_batch_size, progress=progress
+    )
+    facts = EngineFacts(
+        num_pages=engine.cache.num_pages,
+        page_size=engine.cache.page_size,
+        vocab_size=engine.model.vocab_size,
+        eos_token_ids=engine.model.eos_token_ids,
+        max_model_len=engine.model.context_len,
+        chunk_size=engine.config.chunk_size,
+        uses_gpus=any(entry.placement.generate_device != "cpu" for entry in engine.plan.entries),
+    )
+    return facts, engine.executor

@@ -1,0 +1,110 @@
+"""How an engine that died is replaced: how many deaths are too many, how long to wait, what must not change.
+
+Pure but for SystemClock: whoever decides passes times in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from ktransformers.config import EngineConfig
+from ktransformers.server.balance.messages import EngineFacts
+
+__all__ = ["RESTART_SECONDS", "Clock", "DeathLimit", "SystemClock", "delays", "ending", "pinned", "shortfall"]
+
+RESTART_SECONDS = 600.0
+"""The time in which deaths of engines are counted."""
+
+_FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
+
+
+class Clock(Protocol):
+    """Seconds from any beginning. Tests have one that stands still."""
+
+    def now(self) -> float: ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class SystemClock:
+    """The monotonic clock."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class DeathLimit:
+    """Counts the deaths of the last RESTART_SECONDS that nothing explains."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self._died_at: dict[int, float] = {}  # by epoch
+
+    def count(self, epoch: int, now: float) -> None:
+        """The engine of this epoch died."""
+        self._died_at = {e: at for e, at in self._died_at.items() if now - at < RESTART_SECONDS} | {epoch: now}
+
+    def excuse(self, epochs: Iterable[int]) -> None:
+        """Deaths that do not speak against the engine."""
+        for epoch in epochs:
+            self._died_at.pop(epoch, None)
+
+    @property
+    def num_deaths(self) -> int:
+        """At the time of the last `count`."""
+        return len(self._died_at)
+
+    @property
+    def is_exceeded(self) -> bool:
+        return self.num_deaths > self.most
+
+
+def delays() -> Iterator[float]:
+    """Seconds to wait before each new try to start an engine that says that it cannot."""
+    delay = _FIRST_DELAY
+    while True:
+        yield delay
+        delay = min(2 * delay, _LONGEST_DELAY)
+
+
+def pinned(config: EngineConfig, facts: EngineFacts) -> EngineConfig:
+    """The configuration in which an engine comes up as the one with these facts did, whatever memory is free now.
+
+    Where it does not fit any more it says so, instead of becoming a smaller one or one without GPUs.
+    """
+    return replace(
+        config,
+        cache_lens=facts.num_pages * facts.page_size,
+        chunk_size=facts.chunk_size,
+        use_cuda=facts.uses_gpus if config.use_cuda is None else config.use_cuda,
+    )
+
+
+def shortfall(first: EngineFacts, now: EngineFacts) -> str | None:
+    """Why an engine with the facts `now` cannot go on with the plans made for the `first` one; None when it can."""
+    for name in ("num_pages", "chunk_size"):
+        had, has = getattr(first, name), getattr(now, name)
+        if has < had:
+            return f"{name} is {has}, and the scheduler counts on {had}"
+    for name in ("page_size", "vocab_size", "eos_token_ids", "max_model_len"):
+        had, has = getattr(first, name), getattr(now, name)
+        if has != had:
+            return f"{name} is {has}, and was {had}"
+    return None
+
+
+def ending(code: int) -> str:
+    """How a process ended, by its return code."""
+    if code >= 0:
+        return f"exit code {code}"
+    if -code == signal.SIGBUS:
+        return f"signal {-code} (SIGBUS: a model file was cut short while it was mapped, or its disk failed)"
+    return f"signal {-code}"

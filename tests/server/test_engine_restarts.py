@@ -1,0 +1,326 @@
+"""What happens between the end of an engine and the next one: pinned facts, waiting, hangs, spares, changed files."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from ktransformers.config import EngineConfig
+from ktransformers.core import TokenEvent
+from ktransformers.errors import ConfigError, EngineError, WeightError
+from ktransformers.server.app import create_app
+from ktransformers.server.backend.balance_serve import BalanceServeBackend
+from ktransformers.server.balance.messages import EngineFacts
+from ktransformers.server.balance.model_files import ModelFiles
+from ktransformers.server.balance.restarts import RESTART_SECONDS, DeathLimit, delays, ending, pinned, shortfall
+from ktransformers.server.balance.supervisor import FILE_CHECK_SECONDS, BalanceConfig, Supervisor
+from ktransformers.server.config import ServerConfig
+from tests.server.balance_fakes import POISON, ManualClock
+from tests.server.conftest import DEMO
+from tests.server.test_balance_processes import backend, check, collect, gone, request, run, until
+
+LONG = {"max_tokens": 60, "ignore_eos": True}
+FACTS = EngineFacts(
+    num_pages=100, page_size=4, vocab_size=40, eos_token_ids=(7,), max_model_len=600, chunk_size=64, uses_gpus=True
+)
+
+
+async def killed(made: BalanceServeBackend, number: int) -> asyncio.Task[list[TokenEvent]]:
+    """A stream whose engine has just been killed in the middle of it."""
+    stream = asyncio.create_task(collect(made, request(number, params=LONG)))
+    steps = made.stats().engine.num_steps
+    await until(lambda: made.stats().engine.num_steps > steps + 3)
+    assert made.supervisor.engine_pid is not None
+    os.kill(made.supervisor.engine_pid, signal.SIGKILL)
+    return stream
+
+
+def test_a_restarted_engine_has_the_pages_of_the_first() -> None:
+    async def work() -> None:
+        async with backend("load_by_free_memory", cache_lens=0, chunk_size=0) as made:
+            for number in range(2):
+                check(await (await killed(made, number)), request(number, params=LONG))
+            assert made.supervisor.num_restarts == 2
+            long = request(3, (1,) * 500)  # more than the engine would have had room for
+            check(await collect(made, long), long)
+
+    run(work)
+
+
+def test_a_smaller_engine_is_refused_and_another_tried(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        clock = ManualClock()
+        async with backend("load_smaller", clock=clock) as made:
+            stream = await killed(made, 1)
+            await until(lambda: 1.0 in clock.sleeping)
+            assert "num_pages is 500, and the scheduler counts on 1000" in caplog.text
+            assert made.pause is not None
+            clock.wake(1.0)
+            check(await stream, request(1, params=LONG))
+            assert made.pause is None
+
+    caplog.set_level(logging.INFO, "ktransformers.server")
+    run(work)
+
+
+def test_what_keeps_an_engine_from_starting_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        clock = ManualClock()
+        async with backend("load_without_memory", clock=clock) as made:
+            app = create_app(made, ServerConfig(model_names=("demo",)))
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                assert (await client.get("/ready")).status_code == 200
+                stream = await killed(made, 1)
+                await until(lambda: 1.0 in clock.sleeping)
+                answer = await client.get("/ready")
+                assert answer.status_code == 503
+                assert "this model does not fit at the moment" in answer.json()["error"]["message"]
+                late = asyncio.create_task(collect(made, request(2)))
+                clock.wake(1.0)
+                await until(lambda: 2.0 in clock.sleeping)
+                assert "nor is its folder there" in caplog.text
+                clock.wake(2.0)
+                check(await stream, request(1, params=LONG))
+                check(await late, request(2))
+                assert (await client.get("/ready")).status_code == 200
+
+    caplog.set_level(logging.INFO, "ktransformers.server")
+    run(work)
+
+
+def test_an_engine_that_dies_before_the_scheduler_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Supervisor._start_scheduler
+
+    async def late(self: Supervisor, facts: EngineFacts) -> None:
+        for pid in engines:
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: gone(pid))  # noqa: B023
+        for _ in range(100):  # whoever waits for it hears of it
+            await asyncio.sleep(0.001)
+        await start(self, facts)
+
+    engines: list[int] = []
+    spawn = asyncio.create_subprocess_exec
+
+    async def spawned(*args: Any, **kwargs: Any) -> asyncio.subprocess.Process:
+        child = await spawn(*args, **kwargs)
+        engines.append(child.pid)
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)  # the first one
+        return child
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawned)
+    monkeypatch.setattr(Supervisor, "_start_scheduler", late)
+
+    async def work() -> None:
+        async with backend("load_slow") as made:
+            check(await collect(made, request(1)), request(1))
+            assert made.supervisor.num_restarts == 1
+
+    run(work)
+
+
+@pytest.mark.slow
+def test_many_poisonous_requests_do_not_end_the_service() -> None:
+    async def work() -> None:
+        async with backend("load_mortal", max_engine_restarts=2) as made:
+            for number in range(2):
+                with pytest.raises(EngineError, match="died again and again"):
+                    await collect(made, request(number, (POISON, 1, 2)))
+                check(await collect(made, request(10 + number)), request(10 + number))
+            assert made.stats().engine.num_poisoned == 2
+
+    run(work)
+
+
+def test_the_number_of_restarts_is_a_setting() -> None:
+    async def work() -> None:
+        async with backend("load_slow", max_engine_restarts=0) as made:
+            with pytest.raises(EngineError, match=r"died 1 times .*--max_engine_restarts"):
+                await (await killed(made, 1))
+
+    run(work)
+    with pytest.raises(ConfigError, match="--max_engine_restarts must be at least 0"):
+        BalanceConfig(EngineConfig(), max_engine_restarts=-1)
+    with pytest.raises(ConfigError, match="--engine_timeout must be"):
+        BalanceConfig(EngineConfig(), engine_timeout=float("nan"))
+
+
+def test_an_engine_that_hangs_is_killed_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with backend("load_hanging", engine_timeout=1.0) as made:
+            check(await collect(made, request(1, params=LONG)), request(1, params=LONG))
+            assert made.stats().num_engine_restarts >= 1
+
+    run(work)
+    assert "it hangs, and is killed" in caplog.text
+
+
+def test_a_spare_becomes_the_next_engine() -> None:
+    async def work() -> None:
+        async with backend("load_slow", has_spare_engine=True) as made:
+            supervisor = made.supervisor
+            for number in range(2):
+                await until(lambda: supervisor.spare_pid is not None)
+                spare = supervisor.spare_pid
+                check(await (await killed(made, number)), request(number, params=LONG))
+                assert supervisor.engine_pid == spare
+            await until(lambda: supervisor.spare_pid is not None)
+            spare = supervisor.spare_pid
+            assert spare is not None
+            os.kill(spare, signal.SIGKILL)  # nobody minds
+            await until(lambda: gone(spare))
+            check(await (await killed(made, 9)), request(9, params=LONG))
+            assert supervisor.num_restarts == 3
+            await until(lambda: supervisor.spare_pid is not None)
+            last = supervisor.spare_pid
+            assert last is not None
+        await until(lambda: gone(last))
+
+    run(work)
+
+
+def test_children_leave_signals_to_their_parent() -> None:
+    async def work() -> None:
+        async with backend("load_slow", has_spare_engine=True) as made:
+            stream = asyncio.create_task(collect(made, request(1, params=LONG)))
+            await until(lambda: made.stats().engine.num_steps > 3 and made.supervisor.spare_pid is not None)
+            pids = made.supervisor.engine_pid, made.supervisor.scheduler_pid, made.supervisor.spare_pid
+            for pid in pids:  # the spare has hardly begun: there is no moment in which it could be hit
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+                    assert pid is not None
+                    os.kill(pid, number)
+            check(await stream, request(1, params=LONG))
+            assert made.supervisor.num_restarts == 0
+            assert not any(gone(pid) for pid in pids if pid is not None)
+
+    run(work)
+
+
+@asynccontextmanager
+async def on_a_copy(tmp_path: Path, clock: ManualClock):  # type: ignore[no-untyped-def]
+    model = tmp_path / DEMO.name
+    shutil.copy(DEMO, model)
+    async with backend("load_slow", clock=clock, model=model) as made:
+        yield made, model
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4096)
+
+
+def test_a_file_that_is_cut_short_ends_the_service(tmp_path: Path) -> None:
+    async def work() -> None:
+        clock = ManualClock()
+        async with on_a_copy(tmp_path, clock) as (made, model):
+            stream = asyncio.create_task(collect(made, request(1, params={"max_tokens": 2000, "ignore_eos": True})))
+            await until(lambda: made.stats().engine.num_steps > 3 and FILE_CHECK_SECONDS in clock.sleeping)
+            clock.wake(FILE_CHECK_SECONDS)
+            await until(lambda: FILE_CHECK_SECONDS in clock.sleeping)
+            assert not made.supervisor.failed.done()
+            truncate(model)
+            clock.wake(FILE_CHECK_SECONDS)
+            with pytest.raises(EngineError, match=r"was cut from \d+ to \d+ bytes while it was served"):
+                await stream
+            assert isinstance(await made.lost(), WeightError)
+
+    run(work)
+
+
+def test_no_engine_is_started_on_another_file(tmp_path: Path) -> None:
+    async def work() -> None:
+        clock = ManualClock()
+        async with on_a_copy(tmp_path, clock) as (made, model):
+            other = tmp_path / "other"
+            shutil.copy(model, other)
+            other.replace(model)
+            await until(lambda: FILE_CHECK_SECONDS in clock.sleeping)
+            clock.wake(FILE_CHECK_SECONDS)  # the file that is mapped is as it was
+            await until(lambda: FILE_CHECK_SECONDS in clock.sleeping)
+            assert not made.supervisor.failed.done()
+            stream = await killed(made, 1)
+            with pytest.raises(EngineError, match="was written to or replaced"):
+                await stream
+            assert isinstance(await made.lost(), WeightError)
+
+    run(work)
+
+
+def test_what_is_seen_of_files(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+
+    def after(change: Callable[[], object]) -> tuple[bool, bool]:
+        file.write_bytes(b"12345678")
+        os.utime(file, ns=(1, 1))
+        files = ModelFiles([file])
+        assert files.written_to() is None
+        assert files.changed() is None
+        change()
+        return files.written_to() is not None, files.changed() is not None
+
+    assert after(lambda: os.truncate(file, 4)) == (True, True)
+    assert after(lambda: file.write_bytes(b"87654321")) == (True, True)
+    assert after(file.unlink) == (False, True)  # the mapping lives on
+
+
+def test_deaths_are_counted_within_a_time() -> None:
+    limit = DeathLimit(2)
+    for epoch in range(2):
+        limit.count(epoch, float(epoch))
+    assert not limit.is_exceeded
+    limit.count(2, RESTART_SECONDS)  # the first one is too long ago
+    assert not limit.is_exceeded
+    limit.count(3, RESTART_SECONDS)
+    assert limit.is_exceeded
+    limit.excuse((2, 99))
+    assert not limit.is_exceeded
+
+
+def test_waits_grow_to_a_minute() -> None:
+    waits = delays()
+    assert [next(waits) for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_restarts_are_pinned_to_what_there_was() -> None:
+    config = pinned(EngineConfig(cache_lens=399), FACTS)
+    assert (config.cache_lens, config.chunk_size, config.use_cuda) == (400, 64, True)
+    assert pinned(EngineConfig(use_cuda=True), FACTS).use_cuda is True
+    assert pinned(EngineConfig(), msgspec.structs.replace(FACTS, uses_gpus=False)).use_cuda is False
+    assert replace(config, cache_lens=0, chunk_size=0, use_cuda=None) == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_pages": 99}, "num_pages is 99, and the scheduler counts on 100"),
+        ({"chunk_size": 63}, "chunk_size is 63"),
+        ({"page_size": 8}, "page_size is 8, and was 4"),
+        ({"vocab_size": 41}, "vocab_size"),
+        ({"eos_token_ids": ()}, "eos_token_ids"),
+        ({"max_model_len": None}, "max_model_len"),
+    ],
+)
+def test_an_engine_with_less_does_not_match(changes: dict[str, Any], message: str) -> None:
+    assert message in str(shortfall(FACTS, msgspec.structs.replace(FACTS, **changes)))
+
+
+def test_an_engine_with_more_matches() -> None:
+    assert shortfall(FACTS, msgspec.structs.replace(FACTS, num_pages=101, chunk_size=65)) is None
+
+
+def test_endings_name_their_cause() -> None:
+    assert ending(3) == "exit code 3"
+    assert ending(-9) == "signal 9"
+    assert "a model file was cut short" in ending(-signal.SIGBUS)

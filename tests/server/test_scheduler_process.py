@@ -1,0 +1,195 @@
+"""The scheduler process's own decisions, in this process: who is suspected, what deaths mean, when an engine hangs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from ktransformers.core import FinishReason
+from ktransformers.scheduler.records import RowResult, StepPlan, StepResult
+from ktransformers.server.balance.messages import (
+    Add,
+    Command,
+    EngineDown,
+    EngineUp,
+    Finish,
+    News,
+    SchedulerOptions,
+    encode,
+)
+from ktransformers.server.balance.messages import decode as decoded
+from ktransformers.server.balance.scheduler_process import SchedulerProcess
+from ktransformers.server.balance.step_watch import TOKENS_PER_LIMIT, StepWatch
+from tests.scheduler.fake_engine import VOCAB_SIZE, make_request
+
+STEP_SECONDS = 100.0
+
+
+class Around:
+    """A scheduler process with both its neighbours played by the test; time stands still unless `now` is set."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._context = zmq.Context()
+        self._commands, self._news = self._bound(zmq.PUSH, "commands"), self._bound(zmq.PULL, "news")
+        options = SchedulerOptions(
+            num_pages=100, page_size=4, chunk_size=64, max_batch_size=8, vocab_size=VOCAB_SIZE, eos_token_ids=(),
+            max_model_len=None, has_prefix_cache=True, parent_pid=0, commands="inproc://commands", news="inproc://news",
+            log_level="info", step_seconds=STEP_SECONDS, checks_integrity=True,
+        )  # fmt: skip
+        self.process = SchedulerProcess(options, self._context, lambda: self.now)
+        self._engines: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
+
+    def _bound(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.bind(f"inproc://{name}")
+        return socket
+
+    def tell(self, *commands: Command) -> list[News]:
+        """Send, let the process have a turn, and return what it says."""
+        for command in (*commands, Finish("nobody", FinishReason.ABORT)):  # the last one: a turn never waits
+            self._commands.send(encode(command))
+        self.process.turn()
+        news = []
+        while self._news.poll(0):
+            news.append(decoded(self._news.recv(), News))
+        return news
+
+    def engine(self, epoch: int) -> None:
+        """A new engine connects."""
+        self.tell(EngineUp(epoch, f"inproc://steps-{epoch}", f"inproc://results-{epoch}"))
+        steps, results = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        steps.connect(f"inproc://steps-{epoch}")
+        results.connect(f"inproc://results-{epoch}")
+        self._engines.append((steps, results))
+
+    def step(self) -> StepPlan:
+        """What the engine is to compute next."""
+        steps = self._engines[-1][0]
+        while not steps.poll(0):
+            self.tell()
+        plan: StepPlan = decoded(steps.recv(), StepPlan)
+        return plan
+
+    def answer(self, plan: StepPlan) -> None:
+        rows = [RowResult(1) for row in plan.rows if row.is_sampled]
+        before = self.num_steps
+        self._engines[-1][1].send(encode(StepResult(step_id=plan.step_id, results=rows)))
+        while self.num_steps == before:
+            self.tell()
+
+    @property
+    def num_steps(self) -> int:
+        return self.process._totals.num_steps
+
+    def die(self, epoch: int) -> tuple[int, ...]:
+        """The engine of this epoch dies, and the next one comes; the epochs whose deaths that explains."""
+        losses = [loss for news in self.tell(EngineDown(epoch)) for loss in news.losses]
+        assert [loss.epoch for loss in losses] == [epoch]
+        self.engine(epoch + 1)
+        return losses[0].explained
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def around() -> Iterator[Around]:
+    made = Around()
+    yield made
+    made.close()
+
+
+def test_an_expired_suspect_takes_its_strikes_with_it(around: Around, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ktransformers.scheduler")
+    around.engine(0)
+    around.tell(Add(make_request("suspect", (1, 2), deadline=2000.0)))
+    around.die(0)
+    around.die(1)
+    around.tell(*(Add(make_request(f"good{i}", (3, 4))) for i in range(3)))
+    assert around.process.scheduler.max_admitted == 1
+    assert "engines died with suspect in their batch" in caplog.text
+    around.now = 2001.0
+    (news,) = around.tell()
+    assert news.updates[0].is_expired
+    assert around.process.scheduler.max_admitted is None
+    for _ in range(3):  # two steps of the suspect are with the engine
+        around.answer(around.step())
+    assert around.process.scheduler.stats().num_running == 3
+    assert "no request is suspected any more" in caplog.text
+
+
+def test_deaths_of_a_request_that_was_found_are_explained(around: Around) -> None:
+    around.engine(0)
+    around.tell(Add(make_request("bad", (1, 2))))
+    assert [around.die(epoch) for epoch in range(3)] == [(), (), (0, 1, 2)]
+    around.tell(Add(make_request("good", (3, 4), max_tokens=2)))
+    around.answer(around.step())
+    around.tell(Add(make_request("worse", (5, 6))))
+    assert [around.die(epoch) for epoch in range(3, 6)] == [(), (), (3, 4, 5)]
+
+
+def test_an_engine_that_does_nothing_but_die_is_not_excused_by_its_requests(around: Around) -> None:
+    around.engine(0)
+    around.tell(Add(make_request("first", (1, 2))))
+    for epoch in range(3):
+        around.die(epoch)
+    around.tell(Add(make_request("second", (3, 4))))
+    assert [around.die(epoch) for epoch in range(3, 6)] == [(), (), ()]
+
+
+def test_a_death_that_nobody_was_part_of_is_answered_too(around: Around) -> None:
+    around.engine(0)
+    assert around.die(0) == ()
+
+
+def test_a_step_without_a_result_means_that_the_engine_hangs(around: Around) -> None:
+    around.engine(7)
+    around.tell(Add(make_request("one", tuple(range(1, 11)), max_tokens=1)))
+    limit = STEP_SECONDS * (1 + 10 / TOKENS_PER_LIMIT)
+    heard: list[int | None] = []
+    for part in range(1, 6):
+        around.now = 1000.0 + limit * part / 4
+        heard += [news.hanging for news in around.tell() if news.hanging is not None] or [None]
+    assert heard == [None, None, None, 7, None]
+    around.die(7)
+    plan = around.step()  # computed again, and watched again from its own beginning
+    around.answer(plan)
+    assert around.process.scheduler.has_requests is False
+
+
+@pytest.mark.parametrize("tokens", [1, TOKENS_PER_LIMIT])
+def test_a_step_gets_time_by_its_tokens(tokens: int) -> None:
+    watch, limit = StepWatch(10.0), 10.0 * (1 + tokens / TOKENS_PER_LIMIT)
+    watch.sent(tokens, 0.0)
+    watch.sent(1, 0.0)
+    looks = [watch.is_overdue(limit * part / 4) for part in range(1, 5)]
+    assert looks == [False, False, False, True]
+    watch.finished(limit)  # the next one has only begun
+    assert not watch.is_overdue(limit + 1)
+    watch.finished(limit + 1)
+    assert watch.next_look is None
+
+
+def test_time_in_which_nobody_looked_does_not_count() -> None:
+    watch = StepWatch(10.0)
+    watch.sent(0, 0.0)
+    assert watch.next_look == 2.5
+    assert not watch.is_overdue(3600.0)  # the whole group was stopped for an hour
+    assert watch.next_look == 3602.5
+    assert [watch.is_overdue(3600.0 + 2.5 * part) for part in (1, 2, 3)] == [False, False, True]
+
+
+def test_zero_seconds_watch_nothing() -> None:
+    watch = StepWatch(0.0)
+    watch.sent(1, 0.0)
+    assert watch.next_look is None
+    assert not watch.is_overdue(1e9)
+
+
+def test_finish_reason_of_the_expired_is_abort(around: Around) -> None:
+    (news,) = around.tell(Add(make_request("late", (1, 2), deadline=1.0)))
+    assert news.updates[0].finish_reason is FinishReason.ABORT
