@@ -16,6 +16,7 @@
 #include "allocations.h"
 #include "pages.h"
 #include "stream.h"
+#include "transcode.h"
 
 namespace nb = nanobind;
 
@@ -103,6 +104,9 @@ void bind_linear(nb::module_& m) {
           kt::pack_fp8(pool, views.data(), static_cast<int64_t>(views.size()), rows, cols, at<uint8_t>(out));
         },
         nb::arg("pool"), nb::arg("weights"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("transcode",
+        [](int type, Address blocks, int64_t count, Address out) { kt::transcode(type, at<const uint8_t>(blocks), count, at<uint8_t>(out)); },
+        nb::arg("type"), nb::arg("blocks"), nb::arg("count"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
   m.def("read_ahead", [](Address data, int64_t bytes) { kt::read_ahead(at<const uint8_t>(data), bytes); }, nb::arg("data"),
         nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
   m.def("trim_heap", &kt::trim_heap, nb::call_guard<nb::gil_scoped_release>());

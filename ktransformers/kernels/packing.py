@@ -12,9 +12,19 @@ from torch import Tensor
 
 from ktransformers.kernels import pages
 from ktransformers.kernels.native_base import Isa, WorkerPool, check_tensor, check_weight, extension, has_bf16
-from ktransformers.kernels.quant import Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor, WeightType
+from ktransformers.kernels.quant import Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor, WeightType, type_size
 
-__all__ = ["PACKED_TYPES", "can_pack", "empty_bytes", "pack", "pack_all", "pack_fp8", "packed_nbytes", "page_out"]
+__all__ = [
+    "PACKED_TYPES",
+    "can_pack",
+    "empty_bytes",
+    "pack",
+    "pack_all",
+    "pack_fp8",
+    "packed_nbytes",
+    "page_out",
+    "transcode_blocks",
+]
 
 #: The block formats that `pack` re-lays.
 PACKED_TYPES = frozenset(
@@ -115,3 +125,17 @@ def empty_bytes(nbytes: int, pool: WorkerPool) -> Tensor:
 def page_out(*weights: RawTensor | Fp8Matrix) -> None:
     """Give the memory under weights that were read back to the system, if they lie in a file: see `pages.page_out`."""
     pages.page_out(weight.values if isinstance(weight, Fp8Matrix) else weight.data for weight in weights)
+
+
+def transcode_blocks(rows: Tensor, qtype: QuantType, out: Tensor) -> None:
+    """Blocks of Q5_0 or IQ4_NL as Q8_0, of Q3_K as Q6_K, with the same values bit for bit (csrc/transcode.cpp).
+
+    rows: uint8 of whole blocks, contiguous; out: uint8 for as many. One thread; raises ValueError for another type.
+    """
+    check_tensor("rows", rows, (None,) * rows.dim(), torch.uint8)
+    check_tensor("out", out, (None,) * out.dim(), torch.uint8)
+    target = QuantType.Q6_K if qtype is QuantType.Q3_K else QuantType.Q8_0
+    count = rows.numel() // type_size(qtype)
+    if rows.numel() != count * type_size(qtype) or out.numel() != count * type_size(target):
+        raise ValueError(f"{rows.numel()} bytes of {qtype.name} do not become {out.numel()} bytes of {target.name}")
+    extension.transcode(int(qtype), rows.data_ptr(), count, out.data_ptr())

@@ -74,7 +74,7 @@ def _relay(weight: RawTensor | Fp8Matrix, pool: WorkerPool, out: torch.Tensor) -
     return made
 
 
-def _relay_all(weights: Sequence[RawTensor | Fp8Matrix], pool: WorkerPool) -> list[PackedTensor]:
+def _relay_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> list[PackedTensor]:
     """All side by side in one buffer, several at a time."""
     rows, cols = weights[0].shape
     nbytes = native.packed_nbytes(weights[0].qtype, rows, cols)
@@ -82,9 +82,10 @@ def _relay_all(weights: Sequence[RawTensor | Fp8Matrix], pool: WorkerPool) -> li
     at_once = max(max(_PIECE, _SHARE * pool.num_threads) // max(weights[0].nbytes, 1), 1)
     made = list[PackedTensor]()
     for first in range(0, len(weights), at_once):
-        some = weights[first : first + at_once]
+        some = [weight for weight in weights[first : first + at_once] if _is_relaid(weight, pool)]
         made += native.pack_all(some, pool, buffer[first * nbytes : (first + len(some)) * nbytes])
         native.page_out(*some)
+    assert len(made) == len(weights), "all experts of a projection share one type"
     return made
 
 
@@ -108,10 +109,9 @@ def _relaid_all(
     if not weights:
         return weights
     if not _is_relaid(weights[0], pool):
-        return _copied_all(weights, pool) if is_pinned else weights
-    packable = [weight for weight in weights if _is_relaid(weight, pool)]
-    assert len(packable) == len(weights), "all experts of a projection share one type"
-    return [replace(made, wants_bf16=wants_bf16) for made in _relay_all(packable, pool)]
+        kept = weights if isinstance(weights, list) else weights[:]  # of what is made on demand
+        return _copied_all(kept, pool) if is_pinned else kept
+    return [replace(made, wants_bf16=wants_bf16) for made in _relay_all(weights, pool)]
 
 
 def relaid_experts(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ktransformers.errors import TensorMismatchError
+from ktransformers.kernels.pages import trim_heap
 from ktransformers.operators.base import Operator, expect_shape
 from ktransformers.operators.wrapper import DenseState
 from ktransformers.optimize.plan import Plan
@@ -57,6 +58,7 @@ def load_plan(
         if entry.stored_names:
             nbytes_loaded += entry.total_bytes
             on_progress(nbytes_loaded, entry.key)
+    trim_heap()
     left = list(_on_meta(model, "", frozenset()))
     if left:
         raise TensorMismatchError(
