@@ -19,8 +19,9 @@ namespace {
 
 constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ of Linux 5.14, which older headers lack
 constexpr uintptr_t kPage = 4096;
-// The system reads no more ahead than it would by itself (read_ahead_kb, 128 by default), however much is asked for.
-constexpr uintptr_t kReadAhead = 128 << 10;
+// However much is asked for, the system reads what its device takes at once (max_sectors_kb, or read_ahead_kb if that is
+// more); and a request that is split into many costs more of its time.
+constexpr uintptr_t kReadAhead = 512 << 10;
 
 uintptr_t page_of(const uint8_t* data) { return reinterpret_cast<uintptr_t>(data) / kPage * kPage; }
 

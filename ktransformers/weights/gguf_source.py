@@ -72,6 +72,10 @@ class GGUFSource:
         """Whether a stored tensor that no module asked for may be left over."""
         return ignorable_gguf(stored_name, self._tensors, int(self._config.num_hidden_layers))
 
+    def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
+        """The bytes of a stored tensor in its mapped file."""
+        return self._model.raw(stored_name).data
+
     def find(self, name: str) -> TensorInfo | None:
         """Facts about the tensor that HF calls `name`, or None when the files do not hold it."""
         stored = self._names.find(name)
