@@ -52,13 +52,12 @@ class ReadAhead:
         self._thread.join()
 
     def _run(self) -> None:
-        asked = 0
         for part in self._parts:
             for start in range(0, part.numel(), _STEP):
+                piece = part[start : start + _STEP]
                 with self._changed:
-                    self._changed.wait_for(lambda asked=asked: self._is_over or asked < self._allowed)
+                    self._changed.wait_for(lambda: self._is_over or self._allowed > 0)
                     if self._is_over:
                         return
-                piece = part[start : start + _STEP]
+                    self._allowed -= piece.numel()
                 read_ahead(piece)
-                asked += piece.numel()

@@ -102,7 +102,7 @@ class Transcoded(Sequence[RawTensor]):
 
     def _made(self, stored: Sequence[RawTensor]) -> list[RawTensor]:
         sizes = [raw.rows * row_bytes(self._target, raw.cols) for raw in stored]
-        parts = _own_pages(sum(sizes)).split(sizes)
+        parts = torch.split(_own_pages(sum(sizes)), sizes)
         work = [
             (rows, raw.qtype, out[start:stop])
             for raw, part in zip(stored, parts, strict=True)
