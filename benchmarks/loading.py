@@ -11,6 +11,7 @@ threads:
     fresh   the same to new memory, as loading does: the system clears pages, and a virtual machine may have to ask its
             host for them first, which can cost more than all the rest
 
+With CUDA_VISIBLE_DEVICES= set to nothing all weights go to the CPU; else as `ktransformers plan` says.
 Memory that was just let go of is often new without being fresh, so the first run on an idle machine is the slowest.
 """
 
