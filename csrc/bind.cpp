@@ -14,7 +14,9 @@
 #include <tuple>
 
 #include "allocations.h"
+#include "pages.h"
 #include "stream.h"
+#include "transcode.h"
 
 namespace nb = nanobind;
 
@@ -88,17 +90,26 @@ void bind_linear(nb::module_& m) {
   m.def("packed_tile_bytes", [](int type, int64_t cols) { return kt::packed_tile_bytes(static_cast<kt::QType>(type), cols); },
         nb::arg("type"), nb::arg("cols"));
   m.def("pack",
-        [](kt::WorkerPool& pool, Address weight, int type, int64_t rows, int64_t cols, Address out) {
-          kt::pack(pool, weight_at(weight, type, rows, cols), at<uint8_t>(out));
+        [](kt::WorkerPool& pool, const std::vector<Address>& weights, int type, int64_t rows, int64_t cols, Address out) {
+          std::vector<const uint8_t*> pointers;
+          for (Address weight : weights) pointers.push_back(at<const uint8_t>(weight));
+          kt::pack(pool, weight_at(0, type, rows, cols), pointers.data(), static_cast<int64_t>(pointers.size()), at<uint8_t>(out));
         },
-        nb::arg("pool"), nb::arg("weight"), nb::arg("type"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"),
+        nb::arg("pool"), nb::arg("weights"), nb::arg("type"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"),
         nb::call_guard<nb::gil_scoped_release>());
   m.def("pack_fp8",
-        [](kt::WorkerPool& pool, Address codes, Address scales, int64_t rows, int64_t cols, Address out) {
-          kt::pack_fp8(pool, at<const uint8_t>(codes), at<const float>(scales), rows, cols, at<uint8_t>(out));
+        [](kt::WorkerPool& pool, const std::vector<std::pair<Address, Address>>& weights, int64_t rows, int64_t cols, Address out) {
+          std::vector<kt::Fp8View> views;
+          for (const auto& weight : weights) views.push_back({at<const uint8_t>(weight.first), at<const float>(weight.second)});
+          kt::pack_fp8(pool, views.data(), static_cast<int64_t>(views.size()), rows, cols, at<uint8_t>(out));
         },
-        nb::arg("pool"), nb::arg("codes"), nb::arg("scales"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"),
-        nb::call_guard<nb::gil_scoped_release>());
+        nb::arg("pool"), nb::arg("weights"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("transcode",
+        [](int type, Address blocks, int64_t count, Address out) { kt::transcode(type, at<const uint8_t>(blocks), count, at<uint8_t>(out)); },
+        nb::arg("type"), nb::arg("blocks"), nb::arg("count"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("read_ahead", [](Address data, int64_t bytes) { kt::read_ahead(at<const uint8_t>(data), bytes); }, nb::arg("data"),
+        nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("trim_heap", &kt::trim_heap, nb::call_guard<nb::gil_scoped_release>());
   m.def("batched_linear",
         [](kt::WorkerPool& pool, Address x, int64_t tokens, int64_t batch, Address weight, int type, int64_t rows, int64_t cols,
            Address out) {

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "pages.h"
+
 namespace kt {
 namespace {
 
@@ -81,29 +83,76 @@ bool uses_bf16(const KernelTable& kernels, QType type, Layout layout, int64_t co
   return type == QType::BF16 || (layout == Layout::TilesBf16 && is_many && cols % kBf16Cols == 0);
 }
 
-void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out) {
-  const int64_t tile_bytes = packed_tile_bytes(weight.type, weight.cols);
-  WorkerPool::Session session(pool);
-  // The thread that writes a page first decides on which node it lies.
-  const TileTasks tasks((weight.rows + kTileRows - 1) / kTileRows, 1, 1, session.num_nodes());
-  session.run_on_nodes(tasks.ends, [&](int64_t i) {
-    const uint8_t* rows[kTileRows];
-    const int64_t tile = tasks.at(i).tile;
-    point_rows(weight, tile * kTileRows, rows);
-    session.kernels().pack_tile(weight.type, rows, weight.cols, out + tile * tile_bytes);
+namespace {
+
+constexpr int64_t kPackTask = 512 << 10;  // bytes that a task reads: enough to pay for a system call
+constexpr int64_t kHugePage = 2 << 20;
+constexpr int64_t kAloneOnPages = 4 * kHugePage;  // bytes of output per thread from which on few pages have two writers
+
+// Calls task(matrix, first tile, tiles) for groups of tiles of `count` equal matrices. A node's tasks are neighbours, and
+// so is what a thread writes, matrices being side by side: the thread that writes a page first decides on which node it
+// lies, and threads that meet in a huge page that is not there yet would each take one and clear it.
+template <class Task> void for_tiles(WorkerPool::Session& session, int64_t count, int64_t tiles, int64_t read_bytes, const Task& task) {
+  const int64_t group = std::max<int64_t>(1, kPackTask / std::max<int64_t>(read_bytes, 1));
+  const int nodes = session.num_nodes();
+  NodeEnds ends;
+  ends.count = nodes;
+  const auto first_of = [&](int node) { return tiles * node / nodes; };
+  const auto groups_of = [&](int node) { return (first_of(node + 1) - first_of(node) + group - 1) / group; };
+  int64_t end = 0;
+  for (int n = 0; n < nodes; ++n) ends.ends[static_cast<size_t>(n)] = end += count * groups_of(n);
+  session.run_on_nodes(ends, [&](int64_t i) {
+    int node = 0;
+    while (i >= ends.ends[static_cast<size_t>(node)]) ++node;
+    if (node > 0) i -= ends.ends[static_cast<size_t>(node) - 1];
+    const int64_t groups = groups_of(node), first = first_of(node) + i % groups * group;
+    task(i / groups, first, std::min(group, first_of(node + 1) - first));
   });
 }
 
-void pack_fp8(WorkerPool& pool, const uint8_t* codes, const float* scales, int64_t rows, int64_t cols, uint8_t* out) {
-  const WeightView view = make_packed(QType::FP8_BLOCK, codes, rows, cols);  // rows of bytes, here not re-laid yet
-  const int64_t blocks = (cols + kFp8Block - 1) / kFp8Block;
+// Has the pages of `bytes` that are written soon brought in by one thread each, where threads would meet in them.
+void touch_pages(WorkerPool::Session& session, uint8_t* out, int64_t bytes) {
+  if (session.num_nodes() > 1 || session.num_threads() == 1 || bytes >= kAloneOnPages * session.num_threads()) return;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(out), first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const int64_t pages = (static_cast<int64_t>(begin - first) + bytes) / kHugePage;  // whole ones; others are small
+  if (pages > 0) session.run(pages, [&](int64_t i) { *reinterpret_cast<volatile uint8_t*>(first + static_cast<uintptr_t>(i * kHugePage)) = 0; });
+}
+
+}  // namespace
+
+void pack(WorkerPool& pool, const WeightView& like, const uint8_t* const* weights, int64_t count, uint8_t* out) {
+  const int64_t tile_bytes = packed_tile_bytes(like.type, like.cols), tiles = (like.rows + kTileRows - 1) / kTileRows;
   WorkerPool::Session session(pool);
-  const TileTasks tasks((rows + kTileRows - 1) / kTileRows, 1, 1, session.num_nodes());
-  session.run_on_nodes(tasks.ends, [&](int64_t i) {
+  touch_pages(session, out, count * tiles * tile_bytes);
+  for_tiles(session, count, tiles, kTileRows * like.row_bytes, [&](int64_t matrix, int64_t first, int64_t n) {
+    WeightView weight = like;
+    weight.data = weights[matrix];
+    const int64_t row = first * kTileRows;
+    map_pages(weight.data + row * weight.row_bytes, std::min(n * kTileRows, weight.rows - row) * weight.row_bytes);
+    const uint8_t* rows[kTileRows];
+    for (int64_t tile = first; tile < first + n; ++tile) {
+      point_rows(weight, tile * kTileRows, rows);
+      session.kernels().pack_tile(weight.type, rows, weight.cols, out + (matrix * tiles + tile) * tile_bytes);
+    }
+  });
+}
+
+void pack_fp8(WorkerPool& pool, const Fp8View* weights, int64_t count, int64_t rows, int64_t cols, uint8_t* out) {
+  const WeightView like = make_packed(QType::FP8_BLOCK, nullptr, rows, cols);  // rows of bytes, here not re-laid yet
+  const int64_t blocks = (cols + kFp8Block - 1) / kFp8Block, tiles = (rows + kTileRows - 1) / kTileRows;
+  WorkerPool::Session session(pool);
+  touch_pages(session, out, count * tiles * like.tile_bytes);
+  for_tiles(session, count, tiles, kTileRows * cols, [&](int64_t matrix, int64_t first, int64_t n) {
+    WeightView view = like;
+    view.data = weights[matrix].codes;
+    const int64_t row = first * kTileRows;
+    map_pages(view.data + row * cols, std::min(n * kTileRows, rows - row) * cols);
     const uint8_t* pointers[kTileRows];
-    const int64_t tile = tasks.at(i).tile;
-    point_rows(view, tile * kTileRows, pointers);
-    session.kernels().pack_fp8_tile(pointers, scales + tile * kTileRows / kFp8Block * blocks, cols, out + tile * view.tile_bytes);
+    for (int64_t tile = first; tile < first + n; ++tile) {
+      point_rows(view, tile * kTileRows, pointers);
+      session.kernels().pack_fp8_tile(pointers, weights[matrix].scales + tile * kTileRows / kFp8Block * blocks, cols,
+                                      out + (matrix * tiles + tile) * view.tile_bytes);
+    }
   });
 }
 

@@ -42,11 +42,17 @@ inline bool uses_bf16(const KernelTable& kernels, const WeightView& weight, bool
 constexpr int64_t kManyTokens = 32;  // of a call: fewer are decode, which stays exact
 constexpr int64_t kManyPairs = 8;    // (token, expert) per expert that is touched: fewer do not pay for unpacking
 
-// Re-lays a matrix in block layout.
-void pack(WorkerPool& pool, const WeightView& weight, uint8_t* out);
+// Re-lays `count` matrices in block layout, all shaped as `like`, side by side into `out`.
+void pack(WorkerPool& pool, const WeightView& like, const uint8_t* const* weights, int64_t count, uint8_t* out);
 
-// Re-lays FP8 codes [rows, cols] with scales [ceil(rows / 128), ceil(cols / 128)].
-void pack_fp8(WorkerPool& pool, const uint8_t* codes, const float* scales, int64_t rows, int64_t cols, uint8_t* out);
+// FP8 codes [rows, cols] with scales [ceil(rows / 128), ceil(cols / 128)].
+struct Fp8View {
+  const uint8_t* codes;
+  const float* scales;
+};
+
+// Re-lays `count` of them, side by side into `out`.
+void pack_fp8(WorkerPool& pool, const Fp8View* weights, int64_t count, int64_t rows, int64_t cols, uint8_t* out);
 
 // Points at rows first .. first + 15; lanes past the end repeat the last row.
 void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows);

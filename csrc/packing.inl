@@ -55,24 +55,33 @@ template <class P> void pack_tile256(const uint8_t* const* rows, int64_t k, uint
   for (int64_t b = 0; b < blocks; ++b) pack_block256<P>(rows, b, out + head + b * P::bytes, out);
 }
 
+// Two blocks at a time: 64 columns are interleaved in one go.
 template <class P> void pack_tile32(const uint8_t* const* rows, int64_t k, uint8_t* out) {
   constexpr int d_bytes = P::F::bytes % 2 == 0 ? 2 : 1;  // MXFP4's exponent is a byte
   const int64_t blocks = k / 32, head = P::head(blocks);
-  std::memset(out, 0, static_cast<size_t>(head));
-  for (int64_t b = 0; b < blocks; ++b) {
-    uint8_t* lines = out + head + b * P::bytes;
-    std::memset(lines, 0, P::bytes);
-    for (int r = 0; r < 16; ++r) {
-      const uint8_t* p = rows[r] + b * P::F::bytes;
-      std::memcpy(out + 16 * d_bytes * b + d_bytes * r, p, d_bytes);
-      p += d_bytes;
-      for (int i = 0; i < 32; ++i) {
-        const int step = i / 4, byte = 4 * r + i % 4;
+  std::memset(out + 16 * d_bytes * blocks, 0, static_cast<size_t>(head - 16 * d_bytes * blocks));
+  alignas(64) uint8_t unpacked[16][64] = {}, steps[64 * 16];
+  const uint8_t* from[16];
+  for (int r = 0; r < 16; ++r) from[r] = unpacked[r];
+  for (int64_t b = 0; b < blocks; b += 2) {
+    const int count = blocks - b > 1 ? 2 : 1;
+    for (int r = 0; r < 16; ++r)
+      for (int i = 0; i < count; ++i) {
+        const uint8_t* p = rows[r] + (b + i) * P::F::bytes;
+        std::memcpy(out + 16 * d_bytes * (b + i) + d_bytes * r, p, d_bytes);
         if constexpr (P::bytes == 512)
-          lines[64 * step + byte] = p[i];
-        else  // ggml keeps columns i and 16 + i in one byte
-          lines[64 * (step % 4) + byte] |= static_cast<uint8_t>((i < 16 ? p[i] & 15 : p[i - 16] >> 4) << (step / 4 * 4));
+          std::memcpy(unpacked[r] + 32 * i, p + d_bytes, 32);
+        else
+          storeb(unpacked[r] + 32 * i, nibbles16(p + d_bytes));  // columns i and 16 + i are in one byte
       }
+    transpose16(from, steps);
+    for (int i = 0; i < count; ++i) {
+      const uint8_t* q = steps + 512 * i;
+      uint8_t* lines = out + head + (b + i) * P::bytes;
+      if constexpr (P::bytes == 512)
+        std::memcpy(lines, q, 512);
+      else
+        for (int j = 0; j < 256; ++j) lines[j] = static_cast<uint8_t>(q[j] | q[256 + j] << 4);
     }
   }
 }

@@ -33,7 +33,16 @@ from ktransformers.kernels.native_base import (
     output,
 )
 from ktransformers.kernels.native_base import extension as _native
-from ktransformers.kernels.packing import PACKED_TYPES, can_pack, empty_bytes, pack, pack_fp8, packed_nbytes, page_out
+from ktransformers.kernels.packing import (
+    PACKED_TYPES,
+    can_pack,
+    empty_bytes,
+    pack,
+    pack_all,
+    pack_fp8,
+    packed_nbytes,
+    page_out,
+)
 from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, QuantType, RawTensor
 
 __all__ = [
@@ -57,6 +66,7 @@ __all__ = [
     "has_bf16",
     "linear",
     "pack",
+    "pack_all",
     "pack_fp8",
     "packed_nbytes",
     "page_out",

@@ -5,18 +5,26 @@ Knows how matrices lie in memory; does not compute with them, and does not know 
 
 from __future__ import annotations
 
-import ctypes
-import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ktransformers.kernels import pages
 from ktransformers.kernels.native_base import Isa, WorkerPool, check_tensor, check_weight, extension, has_bf16
-from ktransformers.kernels.quant import Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor, WeightType
+from ktransformers.kernels.quant import Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor, WeightType, type_size
 
-__all__ = ["PACKED_TYPES", "can_pack", "empty_bytes", "pack", "pack_fp8", "packed_nbytes", "page_out"]
-
-logger = logging.getLogger(__name__)
+__all__ = [
+    "PACKED_TYPES",
+    "can_pack",
+    "empty_bytes",
+    "pack",
+    "pack_all",
+    "pack_fp8",
+    "packed_nbytes",
+    "page_out",
+    "transcode_blocks",
+]
 
 #: The block formats that `pack` re-lays.
 PACKED_TYPES = frozenset(
@@ -53,15 +61,43 @@ def pack(weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> Pack
     `weight`, which is not needed any more. BF16 is re-laid for products of bf16, which are not: only where the pool has
     them, and K a multiple of 32 (`can_pack`).
     """
-    check_weight("weight", weight, 2)
+    return pack_all([weight], pool, out)[0]
+
+
+def pack_all(
+    weights: Sequence[RawTensor | Fp8Matrix], pool: WorkerPool, out: Tensor | None = None
+) -> list[PackedTensor]:
+    """`pack` or `pack_fp8` of matrices of one type and shape in one go, side by side.
+
+    out: uint8 [count * packed_nbytes(...)]. Much faster than one by one where there are many threads.
+    """
+    qtype, (rows, cols) = weights[0].qtype, weights[0].shape
+    for index, weight in enumerate(weights):
+        _check_packable(f"weights[{index}]", weight, pool)
+        if weight.qtype is not qtype or weight.shape != (rows, cols):
+            raise ValueError(f"weights[{index}] is {weight.qtype.name} {list(weight.shape)}, weights[0] is not")
+    size = packed_nbytes(qtype, rows, cols)
+    data = empty_bytes(len(weights) * size, pool) if out is None else out
+    check_tensor("out", data, (len(weights) * size,), torch.uint8)
+    if qtype is OwnType.F8_E4M3:
+        pairs = [(w.values.data_ptr(), w.scales.data_ptr()) for w in weights if isinstance(w, Fp8Matrix)]
+        extension.pack_fp8(pool.handle, pairs, rows, cols, data.data_ptr())
+    else:
+        addresses = [w.data.data_ptr() for w in weights if isinstance(w, RawTensor)]
+        extension.pack(pool.handle, addresses, int(qtype), rows, cols, data.data_ptr())
+    parts = (data[index * size : (index + 1) * size] for index in range(len(weights)))
+    return [PackedTensor(part, qtype, (rows, cols)) for part in parts]
+
+
+def _check_packable(name: str, weight: RawTensor | Fp8Matrix, pool: WorkerPool) -> None:
+    if isinstance(weight, Fp8Matrix):
+        for part, tensor in (("values", weight.values), ("scales", weight.scales)):
+            if tensor.device.type != "cpu":
+                raise ValueError(f"{name}.{part} must be on the CPU, got {tensor.device}")
+        return
+    check_weight(name, weight, 2)
     if not can_pack(weight.qtype, weight.cols, pool.isa):
-        raise ValueError(f"weight of {weight.cols} {weight.qtype.name} columns has no re-laid form on {pool.isa.value}")
-    rows, cols = weight.shape
-    nbytes = packed_nbytes(weight.qtype, rows, cols)
-    data = empty_bytes(nbytes, pool) if out is None else out
-    check_tensor("out", data, (nbytes,), torch.uint8)
-    extension.pack(pool.handle, weight.data.data_ptr(), int(weight.qtype), rows, cols, data.data_ptr())
-    return PackedTensor(data, weight.qtype, (rows, cols))
+        raise ValueError(f"{name} of {weight.cols} {weight.qtype.name} columns has no re-laid form on {pool.isa.value}")
 
 
 def pack_fp8(weight: Fp8Matrix, pool: WorkerPool, out: Tensor | None = None) -> PackedTensor:
@@ -69,31 +105,7 @@ def pack_fp8(weight: Fp8Matrix, pool: WorkerPool, out: Tensor | None = None) -> 
 
     out: as for `pack`. Activations stay fp32. A NaN code makes the outputs of all 16 rows of its tile NaN.
     """
-    rows, cols = weight.shape
-    for name, tensor in (("values", weight.values), ("scales", weight.scales)):
-        if tensor.device.type != "cpu":
-            raise ValueError(f"weight.{name} must be on the CPU, got {tensor.device}")
-    nbytes = packed_nbytes(OwnType.F8_E4M3, rows, cols)
-    data = empty_bytes(nbytes, pool) if out is None else out
-    check_tensor("out", data, (nbytes,), torch.uint8)
-    extension.pack_fp8(pool.handle, weight.values.data_ptr(), weight.scales.data_ptr(), rows, cols, data.data_ptr())
-    return PackedTensor(data, OwnType.F8_E4M3, (rows, cols))
-
-
-_MADV_HUGEPAGE, _MADV_PAGEOUT = 14, 21
-_PAGE = 4096
-_HUGE_PAGE = 2 << 20
-
-
-def _advise(data: Tensor, page: int, advice: int) -> None:
-    """madvise() for the whole pages under a tensor; a refusal is no error, for the advice is only a wish."""
-    first = -(-data.data_ptr() // page) * page
-    nbytes = data.data_ptr() + data.numel() - first
-    if nbytes >= page:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        if libc.madvise(first, nbytes // page * page, advice):
-            logger.debug("madvise(%d) refused for %d bytes: errno %d", advice, nbytes, ctypes.get_errno())
+    return pack_all([weight], pool, out)[0]
 
 
 def empty_bytes(nbytes: int, pool: WorkerPool) -> Tensor:
@@ -102,17 +114,28 @@ def empty_bytes(nbytes: int, pool: WorkerPool) -> Tensor:
     Not on several NUMA nodes: the parts of an expert that belong to one node are smaller than such a page. On pages of
     its own, so that they can be pinned for a GPU: a driver refuses to copy from neighbours that are pinned in part.
     """
-    whole = torch.empty(-(-nbytes // _PAGE) * _PAGE + _PAGE, dtype=torch.uint8)
-    first = -whole.data_ptr() % _PAGE
+    whole = torch.empty(-(-nbytes // pages.PAGE) * pages.PAGE + pages.PAGE, dtype=torch.uint8)
+    first = -whole.data_ptr() % pages.PAGE
     data = whole[first : first + nbytes]
     if pool.num_nodes == 1:
-        _advise(data, _HUGE_PAGE, _MADV_HUGEPAGE)
+        pages.advise_huge_pages(data)
     return data
 
 
-def page_out(weight: RawTensor | Fp8Matrix) -> None:
-    """Give the memory under a weight that was re-laid back to the system; its bytes stay readable, from the file.
+def page_out(*weights: RawTensor | Fp8Matrix) -> None:
+    """Give the memory under weights that were read back to the system, if they lie in a file: see `pages.page_out`."""
+    pages.page_out(weight.values if isinstance(weight, Fp8Matrix) else weight.data for weight in weights)
 
-    Linux only, and a hint: where the system refuses, the pages stay until memory runs short.
+
+def transcode_blocks(rows: Tensor, qtype: QuantType, out: Tensor) -> None:
+    """Blocks of Q5_0 or IQ4_NL as Q8_0, of Q3_K as Q6_K, with the same values bit for bit (csrc/transcode.cpp).
+
+    rows: uint8 of whole blocks, contiguous; out: uint8 for as many. One thread; raises ValueError for another type.
     """
-    _advise(weight.values if isinstance(weight, Fp8Matrix) else weight.data, _PAGE, _MADV_PAGEOUT)
+    check_tensor("rows", rows, (None,) * rows.dim(), torch.uint8)
+    check_tensor("out", out, (None,) * out.dim(), torch.uint8)
+    target = QuantType.Q6_K if qtype is QuantType.Q3_K else QuantType.Q8_0
+    count = rows.numel() // type_size(qtype)
+    if rows.numel() != count * type_size(qtype) or out.numel() != count * type_size(target):
+        raise ValueError(f"{rows.numel()} bytes of {qtype.name} do not become {out.numel()} bytes of {target.name}")
+    extension.transcode(int(qtype), rows.data_ptr(), count, out.data_ptr())

@@ -24,7 +24,8 @@ __all__ = ["relaid", "relaid_experts", "relaid_nbytes", "wants_bf16"]
 
 _TILE_ROWS = 16
 _PIECE = 32 << 20
-"""Bytes of a matrix that are in memory twice while they are re-laid."""
+"""Bytes of weights that are in memory twice while they are re-laid, or, where that is more, _SHARE for each thread."""
+_SHARE = 8 << 20
 
 
 def relaid_nbytes(info: TensorInfo) -> int:
@@ -73,6 +74,21 @@ def _relay(weight: RawTensor | Fp8Matrix, pool: WorkerPool, out: torch.Tensor) -
     return made
 
 
+def _relay_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> list[PackedTensor]:
+    """All side by side in one buffer, several at a time."""
+    rows, cols = weights[0].shape
+    nbytes = native.packed_nbytes(weights[0].qtype, rows, cols)
+    buffer = native.empty_bytes(len(weights) * nbytes, pool)
+    at_once = max(max(_PIECE, _SHARE * pool.num_threads) // max(weights[0].nbytes, 1), 1)
+    made = list[PackedTensor]()
+    for first in range(0, len(weights), at_once):
+        some = [weight for weight in weights[first : first + at_once] if _is_relaid(weight, pool)]
+        made += native.pack_all(some, pool, buffer[first * nbytes : (first + len(some)) * nbytes])
+        native.page_out(*some)
+    assert len(made) == len(weights), "all experts of a projection share one type"
+    return made
+
+
 def _copied_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> Sequence[ExpertWeight]:
     """One projection of all experts as they are, side by side in one buffer."""
     buffer = native.empty_bytes(sum(weight.nbytes for weight in weights), pool)
@@ -93,16 +109,9 @@ def _relaid_all(
     if not weights:
         return weights
     if not _is_relaid(weights[0], pool):
-        return _copied_all(weights, pool) if is_pinned else weights
-    rows, cols = weights[0].shape
-    nbytes = native.packed_nbytes(weights[0].qtype, rows, cols)
-    buffer = native.empty_bytes(len(weights) * nbytes, pool)
-    made = list[ExpertWeight]()
-    for i, weight in enumerate(weights):
-        assert _is_relaid(weight, pool)
-        relaid = _relay(weight, pool, buffer[i * nbytes : (i + 1) * nbytes])
-        made.append(replace(relaid, wants_bf16=wants_bf16))
-    return made
+        kept = weights if isinstance(weights, list) else weights[:]  # of what is made on demand
+        return _copied_all(kept, pool) if is_pinned else kept
+    return [replace(made, wants_bf16=wants_bf16) for made in _relay_all(weights, pool)]
 
 
 def relaid_experts(

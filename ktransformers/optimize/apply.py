@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from ktransformers.errors import TensorMismatchError
+from ktransformers.kernels.pages import trim_heap
 from ktransformers.operators.base import Operator, expect_shape
 from ktransformers.operators.wrapper import DenseState
-from ktransformers.optimize.plan import Plan
+from ktransformers.optimize.plan import Plan, PlanEntry
 from ktransformers.optimize.tied import TiedSource
+from ktransformers.weights.read_ahead import ReadAhead
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["apply_plan", "load_plan"]
@@ -49,20 +51,30 @@ def load_plan(
     """
     source = TiedSource(source, plan.tied)
     nbytes_loaded = 0
-    for entry in plan.entries:
-        if entry.key in plan.operators:
-            plan.operators[entry.key].load(source)
-        elif entry.key in plan.kept:
-            _load_kept(plan, entry.key, source)
-        if entry.stored_names:
-            nbytes_loaded += entry.total_bytes
-            on_progress(nbytes_loaded, entry.key)
+    stored = {entry.key: _stored_bytes(entry, source) for entry in plan.entries}
+    with ReadAhead([part for entry in plan.entries for part in stored[entry.key]]) as ahead:
+        for entry in plan.entries:
+            if entry.key in plan.operators:
+                plan.operators[entry.key].load(source)
+            elif entry.key in plan.kept:
+                _load_kept(plan, entry.key, source)
+            ahead.advance(sum(part.numel() for part in stored[entry.key]))
+            if entry.stored_names:
+                nbytes_loaded += entry.total_bytes
+                on_progress(nbytes_loaded, entry.key)
+    trim_heap()
     left = list(_on_meta(model, "", frozenset()))
     if left:
         raise TensorMismatchError(
             f"not loaded: {left[0]} (and {len(left) - 1} more); an operator that reads a child's tensors itself must "
             "name the child in OWNED_CHILDREN"
         )
+
+
+def _stored_bytes(entry: PlanEntry, source: WeightSource) -> list[torch.Tensor]:
+    """What the entry reads from mapped files, in the order of the files, as far as is known."""
+    parts = [source.stored_bytes(name) for name in entry.stored_names]
+    return sorted((part for part in parts if part is not None), key=torch.Tensor.data_ptr)
 
 
 def _load_kept(plan: Plan, key: str, source: WeightSource) -> None:

@@ -39,6 +39,9 @@ class TiedSource:
     def ignorable(self, stored_name: str) -> bool:
         return self._source.ignorable(stored_name)
 
+    def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
+        return self._source.stored_bytes(stored_name)
+
     def find(self, name: str) -> TensorInfo | None:
         return self._source.find(self._resolve(name))
 

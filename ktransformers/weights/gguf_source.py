@@ -13,12 +13,13 @@ from transformers import PretrainedConfig
 
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.native import ExpertWeights
+from ktransformers.kernels.pages import page_out
 from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor, row_bytes
 from ktransformers.weights.experts import RawMatrix, check_expert_shape, expert_info, load_matrices
 from ktransformers.weights.gguf import GGUFModel
 from ktransformers.weights.names import Change, GGUFNames, Stored, ignorable_gguf
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
-from ktransformers.weights.transcode import dequantize, resident_type, transcode
+from ktransformers.weights.transcode import Transcoded, dequantize, resident_type, transcode
 
 __all__ = ["GGUFSource"]
 
@@ -71,6 +72,10 @@ class GGUFSource:
         """Whether a stored tensor that no module asked for may be left over."""
         return ignorable_gguf(stored_name, self._tensors, int(self._config.num_hidden_layers))
 
+    def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
+        """The bytes of a stored tensor in its mapped file."""
+        return self._model.raw(stored_name).data
+
     def find(self, name: str) -> TensorInfo | None:
         """Facts about the tensor that HF calls `name`, or None when the files do not hold it."""
         stored = self._names.find(name)
@@ -94,7 +99,9 @@ class GGUFSource:
         shape = self._shape(name, stored)
         if stored.change is Change.CONCAT_ROWS:
             parts = [transcode(self._model.raw(part), part) for part in stored.names]
-            return RawTensor(torch.cat([part.data for part in parts]), parts[0].qtype, shape)
+            joined = torch.cat([part.data for part in parts])
+            page_out(part.data for part in parts)
+            return RawTensor(joined, parts[0].qtype, shape)
         raw = self._model.raw(stored.names[0])
         if stored.change is Change.UNPERMUTE_ROWS:
             raw = _unpermute(raw, stored.heads)
@@ -149,15 +156,11 @@ class GGUFSource:
         loaded: dict[str, Sequence[RawTensor | Fp8Matrix]] = {}
         for part, projection in projections.items():
             target = getattr(info, part).resident_type
-            whole: dict[str, RawTensor] = {}  # each stored tensor is transcoded once, not once per expert
-
-            def load(name: str, whole: dict[str, RawTensor] = whole) -> RawTensor:
-                if name not in whole:
-                    whole[name] = transcode(self._model.raw(name), name)
-                return whole[name]
-
-            picked = [projection.pick(load, expert) for expert in range(layout.num_experts)]
-            loaded[part] = load_matrices([RawMatrix(raw) for raw in picked], target)
+            picked = [projection.pick(self._model.raw, expert) for expert in range(layout.num_experts)]
+            if resident_type(picked[0].qtype, projection.stored[0]) is not picked[0].qtype:
+                loaded[part] = Transcoded(picked, projection.stored[0])
+            else:
+                loaded[part] = load_matrices([RawMatrix(raw) for raw in picked], target)
         biases = {part: dequantize(self._model.raw(name), name) for part, name in self._bias_names(key, layout).items()}
         return ExpertWeights(
             loaded.get("gate"), loaded["up"], loaded["down"], biases.get("gate"), biases.get("up"), biases.get("down")
@@ -304,4 +307,6 @@ def _unpermute(raw: RawTensor, heads: int) -> RawTensor:
     """Undo the converter's reordering of each head's rows, on block rows (weights) or elements (biases)."""
     rows = raw.shape[0]
     by_pair = raw.data.reshape(heads, rows // heads // 2, 2, -1)
-    return RawTensor(by_pair.transpose(1, 2).reshape(-1), raw.qtype, raw.shape)
+    data = by_pair.transpose(1, 2).reshape(-1)
+    page_out([raw.data])
+    return RawTensor(data, raw.qtype, raw.shape)

@@ -11,6 +11,7 @@ import torch
 
 from ktransformers.errors import FormatError
 from ktransformers.file_kinds import check_is_file, wrong_start
+from ktransformers.kernels.pages import note_mapping
 
 __all__ = ["map_file", "typed_view"]
 
@@ -33,7 +34,9 @@ def map_file(path: Path) -> torch.Tensor:
         # torch has no read-only tensors and warns of this one. A private writable mapping would silence it, but the
         # kernel counts such a mapping against memory and refuses files larger than RAM.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        data = torch.frombuffer(mapping, dtype=torch.uint8)
+    note_mapping(data, mapping)
+    return data
 
 
 def typed_view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

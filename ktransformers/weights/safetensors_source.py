@@ -89,6 +89,10 @@ class SafetensorsSource:
             return True
         return any(pattern.fullmatch(stored_name) for pattern in _IGNORABLE)
 
+    def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
+        """The bytes of a stored tensor in its mapped file."""
+        return self._model.bytes_of(stored_name)
+
     def find(self, name: str) -> TensorInfo | None:
         """Facts about the tensor that HF calls `name`, or None when the files do not hold it."""
         origin = self._origin(name)

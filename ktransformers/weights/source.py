@@ -84,6 +84,10 @@ class WeightSource(Protocol):
         """Whether a stored tensor may be left unread: it belongs to parts that are not run (MTP layers, say)."""
         ...
 
+    def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
+        """The bytes of a stored tensor in its mapped file, uint8 [n], or None when they are in none."""
+        ...
+
     def find(self, name: str) -> TensorInfo | None:
         """Facts about the tensor that HF calls `name`, or None when the files do not hold it."""
         ...

@@ -127,6 +127,10 @@ class SyntheticSource:
         """Whether a tensor may be left unread: latent attention reads one form of kv_b_proj of two."""
         return stored_name.endswith((_KV_B, ".k_b_proj.weight", ".v_b_proj.weight"))
 
+    def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
+        """None: there are no files."""
+        return None
+
     def find(self, name: str) -> TensorInfo | None:
         """Facts about the tensor that HF calls `name`, or None for a name that the model does not have."""
         shape = self._shapes.get(name)

@@ -10,30 +10,38 @@ Which type becomes which is fixed per type, so that a plan can be made from head
     NVFP4 -> BF16     4-bit-mantissa scales times 2-bit mantissas need at most 6 of BF16's 8 bits
 
 All others have products of several scales, or an offset beside the scale, that only F32 holds. Equality with
-`gguf.quants.dequantize`, bit for bit, is the test of all of this.
+`gguf.quants.dequantize`, bit for bit, is the test of all of this. The first three are native (csrc/transcode.cpp).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import overload
 
 import gguf.quants
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ktransformers.config import physical_cores
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.native import NATIVE_TYPES
+from ktransformers.kernels.packing import transcode_blocks
+from ktransformers.kernels.pages import advise_huge_pages, page_out
 from ktransformers.kernels.quant import QuantType, RawTensor, block_size, row_bytes, type_size
 from ktransformers.weights.mapped_file import typed_view
 
-__all__ = ["dequantize", "resident_type", "transcode"]
+__all__ = ["Transcoded", "dequantize", "resident_type", "transcode"]
 
 U8Array = npt.NDArray[np.uint8]
 
 CHUNK_WEIGHTS = 1 << 20
 
 _DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
+_NATIVE = {QuantType.Q5_0: QuantType.Q8_0, QuantType.IQ4_NL: QuantType.Q8_0, QuantType.Q3_K: QuantType.Q6_K}
+_TERNARY = (QuantType.TQ1_0, QuantType.TQ2_0)
 _BF16_EXACT = (QuantType.NVFP4,)
 _F32_ONLY = (
     QuantType.Q4_1, QuantType.Q5_1, QuantType.Q2_K, QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ2_XXS,
@@ -45,8 +53,10 @@ def resident_type(qtype: QuantType, name: str) -> QuantType:
     """The type that a tensor stored as `qtype` has once loaded. Raises UnsupportedError, naming the tensor."""
     if qtype in NATIVE_TYPES:
         return qtype
-    if qtype in _REPACKERS:
-        return _REPACKERS[qtype][0]
+    if qtype in _NATIVE:
+        return _NATIVE[qtype]
+    if qtype in _TERNARY:
+        return QuantType.Q4_0
     if qtype in _BF16_EXACT:
         return QuantType.BF16
     if qtype in _F32_ONLY:
@@ -57,26 +67,83 @@ def resident_type(qtype: QuantType, name: str) -> QuantType:
 
 
 def transcode(raw: RawTensor, name: str) -> RawTensor:
-    """`raw` itself when the kernels read its type, else a lossless copy in `resident_type`. Works in row chunks."""
-    target = resident_type(raw.qtype, name)
-    if target is raw.qtype:
+    """`raw` itself when the kernels read its type, else a lossless copy in `resident_type`, made by all cores.
+
+    Pages of a file that were only read for that are given back.
+    """
+    if resident_type(raw.qtype, name) is raw.qtype:
         return raw
-    out = torch.empty(raw.rows * row_bytes(target, raw.cols), dtype=torch.uint8)
-    rows_out = out.numpy().reshape(raw.rows, -1)
-    convert = _REPACKERS[raw.qtype][1] if raw.qtype in _REPACKERS else _float_rows(raw.qtype, target)
-    for start, stop, rows in _row_chunks(raw):
-        rows_out[start:stop] = convert(rows).reshape(stop - start, -1)
-    return RawTensor(out, target, raw.shape)
+    return Transcoded([raw], name)[0]
+
+
+class Transcoded(Sequence[RawTensor]):
+    """Tensors of one type and shape that no kernel reads, each transcoded when it is asked for, and not kept.
+
+    Those of a slice lie side by side in one buffer.
+    """
+
+    def __init__(self, stored: Sequence[RawTensor], name: str):
+        self._stored = stored
+        self._target = resident_type(stored[0].qtype, name)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @overload
+    def __getitem__(self, index: int) -> RawTensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[RawTensor]: ...
+
+    def __getitem__(self, index: int | slice) -> RawTensor | list[RawTensor]:
+        if isinstance(index, slice):
+            return self._made(self._stored[index])
+        return self._made([self._stored[index]])[0]
+
+    def _made(self, stored: Sequence[RawTensor]) -> list[RawTensor]:
+        sizes = [raw.rows * row_bytes(self._target, raw.cols) for raw in stored]
+        parts = torch.split(_own_pages(sum(sizes)), sizes)
+        work = [
+            (rows, raw.qtype, out[start:stop])
+            for raw, part in zip(stored, parts, strict=True)
+            for out in [part.reshape(raw.rows, -1)]
+            for start, stop, rows in _row_chunks(raw)
+        ]
+        if len(work) == 1:
+            self._convert(*work[0])
+        else:
+            with ThreadPoolExecutor(max_workers=physical_cores()) as pool:  # long loops let go of the GIL
+                list(pool.map(lambda item: self._convert(*item), work))
+        page_out(raw.data for raw in stored)
+        return [RawTensor(part, self._target, raw.shape) for raw, part in zip(stored, parts, strict=True)]
+
+    def _convert(self, rows: U8Array, qtype: QuantType, out: torch.Tensor) -> None:
+        if qtype in _NATIVE:
+            transcode_blocks(torch.from_numpy(rows), qtype, out)
+        else:
+            convert = _ternary_to_q4_0(qtype) if qtype in _TERNARY else _float_rows(qtype, self._target)
+            out.numpy()[:] = convert(rows).reshape(out.shape)
+
+
+def _own_pages(nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] that leaves nothing behind in the heap: most are let go of as soon as they are re-laid."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    data = torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    advise_huge_pages(data)
+    return data
 
 
 def dequantize(raw: RawTensor, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A new tensor of `raw`'s logical shape with its values, rounded to `dtype` once. Any type that gguf can decode."""
     resident_type(raw.qtype, name)  # refuses what is no weight
     if raw.qtype in _DTYPES:
-        return typed_view(raw.data, _DTYPES[raw.qtype]).reshape(raw.shape).to(dtype, copy=True)
-    out = torch.empty((raw.rows, raw.cols), dtype=dtype)
-    for start, stop, rows in _row_chunks(raw):
-        out[start:stop] = torch.from_numpy(_decode(rows, raw.qtype))
+        out = typed_view(raw.data, _DTYPES[raw.qtype]).reshape(raw.shape).to(dtype, copy=True)
+    else:
+        out = torch.empty((raw.rows, raw.cols), dtype=dtype)
+        for start, stop, rows in _row_chunks(raw):
+            out[start:stop] = torch.from_numpy(_decode(rows, raw.qtype))
+    page_out([raw.data])
     return out.reshape(raw.shape)
 
 
@@ -118,14 +185,6 @@ def _codes(rows: U8Array, qtype: QuantType, scale_at: int) -> tuple[U8Array, npt
     return scales, codes.reshape(-1, block_size(qtype))
 
 
-def _to_q8_0(qtype: QuantType) -> Callable[[U8Array], U8Array]:
-    def convert(rows: U8Array) -> U8Array:
-        scales, codes = _codes(rows, qtype, scale_at=0)
-        return np.concatenate([scales, codes.view(np.uint8)], axis=1)
-
-    return convert
-
-
 def _ternary_to_q4_0(qtype: QuantType) -> Callable[[U8Array], U8Array]:
     def convert(rows: U8Array) -> U8Array:
         scales, codes = _codes(rows, qtype, scale_at=type_size(qtype) - 2)
@@ -134,31 +193,3 @@ def _ternary_to_q4_0(qtype: QuantType) -> Callable[[U8Array], U8Array]:
         return np.concatenate([np.repeat(scales, 8, axis=0), nibbles], axis=1)
 
     return convert
-
-
-def _q3_k_to_q6_k(rows: U8Array) -> U8Array:
-    """Q3_K: hmask[32] qs[64] scales[12] d[2]. Q6_K: ql[128] qh[64] scales[16] d[2]."""
-    blocks = rows.reshape(-1, type_size(QuantType.Q3_K))
-    row_shape = rows.shape
-    unit = blocks.copy()
-    unit[:, 108:110] = np.frombuffer(np.float16(1).tobytes(), dtype=np.uint8)
-    probe = unit.copy()
-    probe[:, :32], probe[:, 32:96] = 0xFF, 0x55  # every code becomes 1, so that the values are the integer scales
-    scales = _decode(probe.reshape(row_shape), QuantType.Q3_K).reshape(-1, 16, 16)[:, :, 0].astype(np.int8)
-    unit[:, 96:104], unit[:, 104:108] = 0x11, 0xAA  # every 6-bit scale becomes 33, which stands for 1
-    codes = _decode(unit.reshape(row_shape), QuantType.Q3_K).astype(np.int8).reshape(-1, 2, 4, 32)
-    codes6 = (codes + np.int8(32)).view(np.uint8)
-    low, high = codes6 & np.uint8(15), codes6 >> np.uint8(4)
-    low_bytes = (low[:, :, :2] | low[:, :, 2:] << np.uint8(4)).reshape(-1, 128)
-    shifts = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
-    high_bytes = np.bitwise_or.reduce(high << shifts, axis=2).reshape(-1, 64)
-    return np.concatenate([low_bytes, high_bytes, scales.view(np.uint8), blocks[:, 108:110]], axis=1)
-
-
-_REPACKERS: dict[QuantType, tuple[QuantType, Callable[[U8Array], U8Array]]] = {
-    QuantType.Q5_0: (QuantType.Q8_0, _to_q8_0(QuantType.Q5_0)),
-    QuantType.IQ4_NL: (QuantType.Q8_0, _to_q8_0(QuantType.IQ4_NL)),
-    QuantType.Q3_K: (QuantType.Q6_K, _q3_k_to_q6_k),
-    QuantType.TQ1_0: (QuantType.Q4_0, _ternary_to_q4_0(QuantType.TQ1_0)),
-    QuantType.TQ2_0: (QuantType.Q4_0, _ternary_to_q4_0(QuantType.TQ2_0)),
-}

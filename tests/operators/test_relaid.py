@@ -103,3 +103,27 @@ def test_experts_that_are_to_be_pinned_leave_their_file() -> None:
             assert torch.equal(before.data, after.data)
             assert before.data.data_ptr() != after.data.data_ptr()
     pool.close()
+
+
+def test_experts_are_re_laid_in_a_few_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in one each, whose threads would write into the same huge pages and wait for one another."""
+    experts, rows, cols = 24, 64, 512
+    values = torch.randn(experts * rows, cols, generator=torch.Generator().manual_seed(1)).numpy()
+    whole = RawTensor(
+        torch.from_numpy(quantize(values, QuantType.Q8_0)).reshape(-1), QuantType.Q8_0, (experts, rows, cols)
+    )
+    weights = [whole.select(expert) for expert in range(experts)]
+    pool = WorkerPool(2)
+    before = pool.handle.num_jobs
+    made = module.relaid_experts(ExpertWeights(None, weights, weights), pool)
+    assert pool.handle.num_jobs - before <= 4
+    for at_once in (1, 7, 24):
+        monkeypatch.setattr(module, "_PIECE", at_once * weights[0].nbytes)
+        monkeypatch.setattr(module, "_SHARE", 1)
+        pieces = module.relaid_experts(ExpertWeights(None, weights, weights), pool)
+        for one, other, weight in zip(made.up, pieces.up, weights, strict=True):
+            assert isinstance(one, PackedTensor)
+            assert isinstance(other, PackedTensor)
+            assert torch.equal(one.data, other.data)
+            assert torch.equal(one.data, native.pack(weight, pool).data)
+    pool.close()

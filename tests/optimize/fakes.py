@@ -61,6 +61,9 @@ class FakeSource:
     def ignorable(self, stored_name: str) -> bool:
         return False
 
+    def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
+        return None
+
     def find(self, name: str) -> TensorInfo | None:
         shape = self.shapes.get(name)
         if shape is None:

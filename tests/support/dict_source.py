@@ -32,6 +32,9 @@ class DictSource:
     def ignorable(self, stored_name: str) -> bool:
         return False
 
+    def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
+        return None
+
     def find(self, name: str) -> TensorInfo | None:
         tensor = self.state.get(name)
         if tensor is None:

@@ -1,0 +1,88 @@
+"""Pages of mapped files: read ahead of their use, given back after it. Knows addresses, not what lies there.
+
+Everything here is a hint to the system, and nothing where it has no such hint (others than Linux).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from ktransformers.kernels.native_base import extension
+
+__all__ = ["PAGE", "advise_huge_pages", "note_mapping", "page_out", "read_ahead", "trim_heap"]
+
+logger = logging.getLogger(__name__)
+
+PAGE = 4096
+_HUGE_PAGE = 2 << 20
+_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
+
+_mappings: dict[int, int] = {}
+"""Address and bytes of every file that is mapped."""
+
+
+def note_mapping(data: Tensor, owner: object) -> None:
+    """Say that the storage of `data` is a file mapped read-only, for as long as `owner` lives."""
+    start = data.untyped_storage().data_ptr()
+    _mappings[start] = data.untyped_storage().nbytes()
+    weakref.finalize(owner, _mappings.pop, start, None)
+
+
+def _is_mapped(data: Tensor) -> bool:
+    # A view keeps its storage alive, so an entry that fits is no left-over; and heap memory never begins on a page.
+    storage = data.untyped_storage()
+    return _mappings.get(storage.data_ptr()) == storage.nbytes()
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int]:
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return advise
+
+
+def _advise(first: int, end: int, advice: int) -> None:
+    """A refusal is no error, for the advice is only a wish."""
+    if first < end and _madvise()(first, end - first, advice):
+        logger.debug("madvise(%d) refused for %d bytes: errno %d", advice, end - first, ctypes.get_errno())
+
+
+def advise_huge_pages(data: Tensor) -> None:
+    """Have the whole huge pages under a new tensor made such."""
+    start = data.data_ptr()
+    _advise(-(-start // _HUGE_PAGE) * _HUGE_PAGE, (start + data.numel()) // _HUGE_PAGE * _HUGE_PAGE, _MADV_HUGEPAGE)
+
+
+def page_out(parts: Iterable[Tensor]) -> None:
+    """Take the pages under views of mapped files out of this process's memory, for they are not needed any more.
+
+    They stay readable, and in the system's cache of the file as long as it has room: the next start finds them there.
+    Tensors that are in no file are left alone.
+    """
+    ranges = sorted(
+        (part.data_ptr() // PAGE * PAGE, -(-(part.data_ptr() + part.nbytes) // PAGE) * PAGE)
+        for part in parts
+        if part.numel() and _is_mapped(part)
+    )
+    while ranges:  # one call for all that are neighbours, as experts are
+        first, end = ranges.pop(0)
+        while ranges and ranges[0][0] <= end:
+            end = max(end, ranges.pop(0)[1])
+        _advise(first, end, _MADV_DONTNEED)
+
+
+def read_ahead(part: Tensor) -> None:
+    """Have the system read the pages under a view of a mapped file, without waiting for them."""
+    if part.numel() and _is_mapped(part):
+        extension.read_ahead(part.data_ptr(), part.nbytes)
+
+
+def trim_heap() -> None:
+    """Give freed memory that the C library keeps back to the system."""
+    extension.trim_heap()

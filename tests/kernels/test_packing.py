@@ -1,0 +1,97 @@
+"""Re-laying many matrices at once: the bytes that csrc/packed.inl describes, whoever writes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from ktransformers.kernels import native
+from ktransformers.kernels.native import Isa, WorkerPool
+from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, QuantType, RawTensor, row_bytes, type_size
+from ktransformers.kernels.topology import ThreadPlace
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def random_blocks(qtype: QuantType, rows: int, cols: int, seed: int) -> RawTensor:
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (rows * row_bytes(qtype, cols),), dtype=torch.uint8, generator=generator)
+    return RawTensor(data, qtype, (rows, cols))
+
+
+def tiles_of_32(weight: RawTensor) -> Bytes:
+    """What packed.inl says of Q8_0, Q4_0 and MXFP4, byte by byte."""
+    rows, cols = weight.shape
+    scale = 1 if weight.qtype is QuantType.MXFP4 else 2
+    blocks = weight.data.numpy().reshape(rows, cols // 32, type_size(weight.qtype))
+    out = []
+    for first in range(0, rows, 16):
+        tile = blocks[[min(first + r, rows - 1) for r in range(16)]]  # [16, blocks, bytes]
+        head = tile[:, :, :scale].transpose(1, 0, 2).reshape(-1)
+        out.append(np.pad(head, (0, -len(head) % 64)))
+        for b in range(cols // 32):
+            values = tile[:, b, scale:]
+            if weight.qtype is not QuantType.Q8_0:
+                values = np.concatenate([values & 15, values >> 4], axis=1)
+            steps = values.reshape(16, 8, 4).transpose(1, 0, 2).reshape(8, 64)  # a line holds 4 columns of 16 rows
+            out.append((steps if weight.qtype is QuantType.Q8_0 else steps[:4] | steps[4:] << 4).reshape(-1))
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("isa", [*native.available_isas(), Isa.AMX_EMULATED])
+@pytest.mark.parametrize("qtype", [QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4])
+@pytest.mark.parametrize("cols", [32, 64, 288])
+def test_blocks_of_32_lie_as_they_are_described(isa: Isa, qtype: QuantType, cols: int) -> None:
+    pool, weight = WorkerPool(2, isa), random_blocks(qtype, 37, cols, 1)
+    assert np.array_equal(native.pack(weight, pool).data.numpy(), tiles_of_32(weight))
+    pool.close()
+
+
+def places(num_threads: int, num_nodes: int) -> list[ThreadPlace]:
+    return [ThreadPlace(i * num_nodes // num_threads) for i in range(num_threads)]
+
+
+@pytest.mark.parametrize(("num_threads", "num_nodes"), [(1, 1), (2, 1), (5, 1), (5, 2), (3, 3)])
+@pytest.mark.parametrize("qtype", [QuantType.Q4_K, QuantType.Q6_K, QuantType.MXFP4])
+@pytest.mark.parametrize(("rows", "cols"), [(40, 512), (16, 256), (2100, 1024)])
+def test_many_are_as_one_by_one(num_threads: int, num_nodes: int, qtype: QuantType, rows: int, cols: int) -> None:
+    weights = [random_blocks(qtype, rows, cols, seed) for seed in range(3)]
+    single, pool = WorkerPool(1), WorkerPool(num_threads, places=places(num_threads, num_nodes))
+    made = native.pack_all(weights, pool)
+    for one, weight in zip(made, weights, strict=True):
+        assert isinstance(one, PackedTensor)
+        assert one.shape == (rows, cols)
+        assert torch.equal(one.data, native.pack(weight, single).data)
+    addresses = [one.data.data_ptr() for one in made]
+    assert addresses == [addresses[0] + i * made[0].nbytes for i in range(3)]
+    single.close()
+    pool.close()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_many_of_fp8_are_as_one_by_one(num_threads: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weights = [
+        Fp8Matrix(
+            torch.randint(0, 127, (300, 260), dtype=torch.uint8, generator=generator),
+            torch.rand(3, 3, generator=generator),
+        )
+        for _ in range(3)
+    ]
+    single, pool = WorkerPool(1), WorkerPool(num_threads)
+    for one, weight in zip(native.pack_all(weights, pool), weights, strict=True):
+        assert torch.equal(one.data, native.pack_fp8(weight, single).data)
+    single.close()
+    pool.close()
+
+
+def test_unlike_matrices_are_refused() -> None:
+    pool = WorkerPool(1)
+    first, other = random_blocks(QuantType.Q4_0, 16, 64, 1), random_blocks(QuantType.Q4_0, 16, 32, 1)
+    with pytest.raises(ValueError, match=r"weights\[1\] is Q4_0 \[16, 32\], weights\[0\] is not"):
+        native.pack_all([first, other], pool)
+    with pytest.raises(ValueError, match=r"weights\[1\] is Q8_0 \[16, 64\], weights\[0\] is not"):
+        native.pack_all([first, random_blocks(QuantType.Q8_0, 16, 64, 1)], pool)
+    pool.close()

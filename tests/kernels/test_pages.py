@@ -1,0 +1,79 @@
+"""Pages of files leave this process when they were read, not the system's cache; memory that is in no file stays."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktransformers.kernels import pages
+from ktransformers.weights.mapped_file import map_file
+
+NBYTES = 8 << 20
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about pages")
+
+
+def rss_of_mapping(path: Path) -> int:
+    """Bytes of the file's mapping that are in this process's memory."""
+    total, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            is_ours = line.endswith(str(path))
+        elif is_ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def cached_bytes(path: Path) -> int:
+    """Bytes of the file in the system's cache: mincore()."""
+    with path.open("rb") as file:
+        data = torch.frombuffer(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+    states = (ctypes.c_ubyte * (data.numel() // pages.PAGE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel()), states) == 0
+    return sum(state & 1 for state in states) * pages.PAGE
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    with path.open("wb") as written:
+        written.write(bytes(range(256)) * (NBYTES // 256))
+        written.flush()
+        os.fsync(written.fileno())  # pages that are not on the disk yet stay in the cache whatever happens
+    return path
+
+
+@linux_only
+def test_what_was_read_leaves_the_process_and_stays_in_the_cache(file: Path) -> None:
+    data = map_file(file)
+    want = int(data.to(torch.int64).sum())
+    assert rss_of_mapping(file) == NBYTES
+    halves = data[: NBYTES // 2], data[NBYTES // 2 :]
+    pages.page_out(halves)
+    assert rss_of_mapping(file) == 0
+    assert cached_bytes(file) == NBYTES
+    assert int(data.to(torch.int64).sum()) == want
+
+
+def test_memory_that_is_in_no_file_keeps_its_values() -> None:
+    ours = torch.arange(NBYTES, dtype=torch.int32).view(torch.uint8)
+    want = ours.clone()
+    pages.page_out([ours, ours[: NBYTES // 2]])
+    pages.read_ahead(ours)
+    assert torch.equal(ours, want)
+
+
+def test_a_mapping_is_forgotten_with_its_last_view(file: Path) -> None:
+    view = map_file(file)[: pages.PAGE]
+    address = view.data_ptr()
+    assert pages._mappings[address] == NBYTES
+    del view
+    gc.collect()
+    assert address not in pages._mappings
