@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import nn
 
 from ktransformers.cache.static import LayerShape
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.models.registry import OTHER_NAMES
 from ktransformers.operators.attention import ATTENTION_NAME, register_attention
 from ktransformers.operators.device import CPU, Device
 from ktransformers.operators.mla import KMLAAttention
@@ -31,9 +33,39 @@ def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> Any:
     if not (model_path / "config.json").is_file():
         raise ConfigError(f"{model_path} holds no config.json; --model_path is the folder of the original model")
     try:
+        values = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+        model_type = _check_known(values, model_path, trust_remote_code)
+        known = OTHER_NAMES.get(model_type)
+        if known is not None:
+            logger.info("model type %s is run as %s", model_type, known)
+            return _config_as(known, values)
         return AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{model_path / 'config.json'} cannot be used: {error}") from error
+
+
+def _check_known(values: Any, model_path: Path, trust_remote_code: bool) -> str:
+    """The model_type of a config.json, if somebody has code for it. Raises ConfigError."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    if not isinstance(values, dict):
+        raise ConfigError(f"{model_path / 'config.json'} is not a JSON object")
+    model_type, has_code = values.get("model_type"), bool(values.get("auto_map"))
+    if model_type in CONFIG_MAPPING or model_type in OTHER_NAMES or (has_code and trust_remote_code):
+        return str(model_type)
+    if model_type is None:
+        raise ConfigError(f"{model_path / 'config.json'} names no model_type; it is no config of a model")
+    hint = "a newer transformers may know it"
+    if has_code:
+        hint = "it comes with Python files of its own: --trust_remote_code runs them, for who trusts their author"
+    raise ConfigError(f"model type {model_type!r:.60} is not known to transformers {__version__}; {hint}")
+
+
+def _config_as(model_type: str, values: Mapping[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    kept = {name: value for name, value in values.items() if name not in ("model_type", "auto_map")}
+    return CONFIG_MAPPING[model_type].from_dict(kept)
 
 
 def _check_supported(hf_config: Any) -> None:
