@@ -141,11 +141,14 @@ class Planner:
         return instead, cpu
 
     def _on(self, hardware: Hardware) -> Planned:
-        """On the first GPU, or over all of them where that brings more experts there, or is needed."""
+        """On the first GPU, or over all of them where that brings more experts there, or is needed, or asked for."""
         planned = self._whole(hardware, {})
         gpus = {name: free for name, free in planned.plan.capacity.items() if name != "cpu"}
-        if self.opened.config.optimize_config_path is not None or len(gpus) < 2:
+        config = self.opened.config
+        if len(gpus) < 2 or (config.optimize_config_path is not None and not config.spread_layers):
             return planned
+        if config.spread_layers:
+            return self._whole(hardware, spread_layers(len(planned.plan.homes), gpus))
         is_short = planned.plan.misfit() is not None
         if not is_short and not planned.expert_bytes_on_cpu:
             return planned

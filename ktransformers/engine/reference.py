@@ -108,7 +108,7 @@ class ReferenceEngine:
 def build_reference_engine(config: EngineConfig, progress: Progress | None = None) -> ReferenceEngine:
     """Load a model as `transformers` would. Raises ConfigError, WeightError, CapacityError or UnsupportedError."""
     if config.optimize_config_path is not None:
-        raise UnsupportedError("--optimize_config_path has no meaning here: this backend runs the model without rules")
+        logger.warning("--optimize_config_path has no effect: the transformers backend runs the model without rules")
     if config.cpu_quant is not None:
         raise UnsupportedError("--cpu_quant has no meaning here: this backend computes in fp32")
     if config.cpu_prefill != CPU_PREFILLS[0]:

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["FAMILIES", "OTHER_NAMES", "RULES_DIR", "Family", "default_rules", "has_experts", "ignorable_tensors"]
+from ktransformers.shipped_rules import RULES_DIR
 
-RULES_DIR = Path(__file__).resolve().parent.parent / "optimize" / "optimize_rules"
+__all__ = ["FAMILIES", "OTHER_NAMES", "RULES_DIR", "Family", "default_rules", "has_experts", "ignorable_tensors"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -350,6 +350,18 @@ def test_layers_are_spread_over_gpus_where_that_helps(tmp_path: Path, caplog: py
     assert {home.device for home in plan_model(rules, hardware=small).homes} == {"cuda:0"}
 
 
+def test_upstreams_files_for_several_gpus_spread_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_gguf(tiny_model("deepseek_v3", seed=1, layers=4), tmp_path / "m.gguf", QuantType.Q8_0, QuantType.Q8_0)
+    rules = Path("ktransformers/optimize/optimize_rules/DeepSeek-V3-Chat-multi-gpu-8.yaml")
+    config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1, optimize_config_path=rules)
+    with caplog.at_level(logging.INFO):
+        plan = plan_model(config, hardware=fake_hardware(2))
+    assert [home.device for home in plan.homes] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert "spread over the GPUs" in caplog.text
+    one = plan_model(config, hardware=fake_hardware(1))
+    assert {home.device for home in one.homes} == {"cuda:0"}
+
+
 def test_a_dense_model_that_one_gpu_cannot_hold_is_spread(tmp_path: Path) -> None:
     path = write_gguf(tiny_model("llama", seed=1, layers=6), tmp_path / "m.gguf", QuantType.Q8_0, QuantType.Q8_0)
     config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1)
