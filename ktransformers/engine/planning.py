@@ -27,7 +27,7 @@ from ktransformers.operators.experts import KTransformersExperts
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Plan, make_plan
-from ktransformers.optimize.rules import load_rules
+from ktransformers.optimize.rules import Rules, load_rules
 from ktransformers.optimize.spread import spread_layers
 from ktransformers.optimize.streaming import Streaming, chunk_size_for, plan_streaming, step_nbytes, with_streaming
 
@@ -121,6 +121,7 @@ class Planner:
     pool: WorkerPool | None
     num_slots: Callable[[Plan, list[LayerShape]], int]
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
+    _rules: list[Rules] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def settle(self, hardware: Hardware) -> tuple[Planned, Hardware]:
         """The plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for them."""
@@ -192,7 +193,9 @@ class Planner:
         """The plan, without a cache, and the shape of each layer's cache. transfer, moved: see `make_plan`."""
         opened = self.opened
         config, model = opened.config, opened.model
-        rules = load_rules(config.optimize_config_path or default_rules(opened.hf_config, model))
+        if not self._rules:  # read once: what it logs is said once
+            self._rules.append(load_rules(config.optimize_config_path or default_rules(opened.hf_config, model)))
+        (rules,) = self._rules
         is_unused = ignorable_tensors(model)
         quant = None if config.cpu_quant is None else QuantType[config.cpu_quant.upper()]
         plan = make_plan(

@@ -259,8 +259,7 @@ class _Planner:
         placement = self._placement(rule, key)
         state = DenseState(module, key, self.config.devices[placement.generate_device])
         if any(len(shape) == 3 and name.endswith("down_proj") for name, shape in state.names()):
-            message = f"no rule replaces the routed experts {key}; add one with class KTransformersExperts for it"
-            raise RuleError(message, file=self.rules.file)
+            raise self._kept_experts(module, key, rule)
         if state.names():
             self.kept[key] = module
             self._note_fallback(rule, key, placement)
@@ -274,6 +273,19 @@ class _Planner:
             rule=None if rule is None else rule.number,
         )
         self.entries.append(self._with_needs(entry, lambda: state.requirements(self.source)))
+
+    def _kept_experts(self, module: nn.Module, key: str, rule: Rule | None) -> RuleError:
+        """Why the routed experts `key` stay, though they cannot; the rule that decided is named."""
+        if rule is None:
+            message = f"no rule replaces the routed experts {key}; add one with class KTransformersExperts for it"
+            return RuleError(message, file=self.rules.file)
+        wanted = (one for one in self.rules.rules if one.operator and one.matches(key, module, self.model_type))
+        hidden = next(wanted, None)
+        if hidden is None:
+            advice = "they cannot stay; add a rule with class KTransformersExperts for them above it"
+        else:
+            advice = f"it hides rule {hidden.number} (line {hidden.line}), which replaces them: move that one above it"
+        return rule.error(f"keeps the routed experts {key} ({rule.describe()}); {advice}")
 
     def _with_needs(self, entry: PlanEntry, ask: Callable[[], Requirements]) -> PlanEntry:
         """`entry` with its bytes; a tensor that does not fit is noted, so that all are reported together."""

@@ -362,6 +362,20 @@ def test_upstreams_files_for_several_gpus_spread_layers(tmp_path: Path, caplog: 
     assert {home.device for home in one.homes} == {"cuda:0"}
 
 
+def test_a_rule_file_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """However many layers it is for, and however often the model is planned."""
+    path = write_gguf(tiny_model("qwen3_moe", seed=1, layers=4), tmp_path / "m.gguf", QuantType.Q8_0, QuantType.Q8_0)
+    rules = tmp_path / "optimize_rules" / "Qwen3Moe-multi-gpu.yaml"
+    rules.parent.mkdir()
+    text = (RULES_DIR / "Qwen3Moe-ktransformers.yaml").read_text()
+    rules.write_text(text.replace("generate_op: KExpertsCPU", "generate_op: KExpertsCPU\n      backend: AMXInt8"))
+    assert "AMXInt8" in rules.read_text()
+    config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1, optimize_config_path=rules, spread_layers=True)
+    with caplog.at_level(logging.INFO):
+        plan_model(config, hardware=fake_hardware(2))
+    assert caplog.text.count("backend has no effect on KTransformersExperts") == 1
+
+
 def test_a_dense_model_that_one_gpu_cannot_hold_is_spread(tmp_path: Path) -> None:
     path = write_gguf(tiny_model("llama", seed=1, layers=6), tmp_path / "m.gguf", QuantType.Q8_0, QuantType.Q8_0)
     config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1)
