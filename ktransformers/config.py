@@ -111,6 +111,7 @@ class EngineConfig:
     use_cuda: whether modules that rules place on cuda go to a GPU; None where there is one.
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed; None where they are on one.
     attention_backend: kernels of attention on GPUs; "auto" is FlashInfer where it is installed and can, else Triton.
+    prefix_cache: whether keys and values of a prompt's beginning are used again when another one begins alike.
     spread_layers: layers go over all GPUs there are though optimize_config_path does not say so; set by `resolved`
     where that is one of upstream's files for several GPUs.
     """
@@ -130,6 +131,7 @@ class EngineConfig:
     use_cuda: bool | None = None
     use_cuda_graph: bool | None = None
     attention_backend: str = "auto"
+    prefix_cache: bool = True
     spread_layers: bool = False
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:

@@ -102,6 +102,7 @@ class ReferenceEngine:
             chunk_size=self.config.chunk_size or DEFAULT_CHUNK_SIZE,
             eos_token_ids=self.eos_token_ids,
             tokenizer=self.tokenizer,
+            has_prefix_cache=self.config.prefix_cache,
         )
 
 

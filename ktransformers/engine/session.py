@@ -57,9 +57,12 @@ class Session:
         chunk_size: int,
         eos_token_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
+        has_prefix_cache: bool = True,
     ):
+        """has_prefix_cache: False computes every prompt whole."""
         self._runner = _RecordingRunner(runner)
         self._chunk_size, self._eos_token_ids, self._tokenizer = chunk_size, tuple(eos_token_ids), tokenizer
+        self._has_prefix_cache = has_prefix_cache
         self._running: Iterator[TokenEvent] | None = None
 
     @property
@@ -84,7 +87,7 @@ class Session:
         self._stop_running()
         # The last prompt token is always computed: its logits are not in the cache. Nor are those of the others.
         shared = min(common_prefix_len(self._runner.token_ids, prompt_ids), max(len(prompt_ids) - 1, 0))
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None or not self._has_prefix_cache:
             shared = 0
         self._running = prefill_and_generate(
             self._runner,

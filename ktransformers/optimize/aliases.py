@@ -98,9 +98,7 @@ OPERATOR_ALIASES: dict[str, str] = {
 }
 """Every operator name that rule files may use -> the class that it means. Canonical names map to themselves."""
 
-OLD_KWARGS = {
-    f"{phase}_{kind}_type": f"{phase}_op" for phase in ("generate", "prefill") for kind in ("linear", "mlp")
-}
+OLD_KWARGS = {f"{phase}_{kind}_type": f"{phase}_op" for phase in ("generate", "prefill") for kind in ("linear", "mlp")}
 """Keyword arguments of the first releases -> what they are called since."""
 
 OLD_OPS = {

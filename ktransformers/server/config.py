@@ -24,7 +24,8 @@ class ServerConfig:
 
     model_names: the names that requests may use; the first is the one that answers carry.
     sampling: SamplingParams fields that the operator sets for requests that do not; they win over the model's own.
-    max_new_tokens: most tokens of an answer to a request that names no limit.
+    max_new_tokens: most tokens of an answer to a request that names no limit; most_new_tokens: of any, if bounded.
+    is_strict_on_names: a request for a model that is not among model_names is refused.
     max_queue: requests that may wait beyond those that the backend computes; more get a 503.
     drain_seconds: how long running answers may take after SIGTERM.
     send_timeout: how long a client may keep a full connection without reading; body_timeout: without sending.
@@ -39,6 +40,8 @@ class ServerConfig:
     ssl_certfile: Path | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     max_new_tokens: int = 1000
+    most_new_tokens: int | None = None
+    is_strict_on_names: bool = False
     force_think: bool = False
     max_queue: int = 256
     max_body: int = 32 << 20

@@ -37,7 +37,9 @@ def resolved(path: str) -> EngineConfig:
     return EngineConfig(model_path=DEMO_MODEL_PATH, optimize_config_path=Path(path)).resolved()
 
 
-@pytest.mark.parametrize(("shipped", "name"), [(file, name) for file, names in UPSTREAM.items() for name in names.split()])
+@pytest.mark.parametrize(
+    ("shipped", "name"), [(file, name) for file, names in UPSTREAM.items() for name in names.split()]
+)
 def test_every_name_of_upstream(shipped: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
     given = f"/nowhere/ktransformers/optimize/optimize_rules/{name}.yaml"
     with caplog.at_level(logging.INFO):

@@ -30,6 +30,7 @@ class KTransformersBackend(SingleBackend):
             chunk_size=engine.config.chunk_size,
             eos_token_ids=engine.eos_token_ids,
             tokenizer=engine.tokenizer,
+            has_prefix_cache=engine.config.prefix_cache,
         )
         architectures = getattr(engine.hf_config, "architectures", None) or [None]
         model = ModelInfo(
