@@ -2,8 +2,8 @@
 
 Speaks the protocol of upstream's script: streamed chat completions with `return_speed`, usage in the finishing chunk.
 Needs nothing but Python's standard library. Prompts have exactly the tokens that --prompt_lens says, chat template
-included, and every request of every run has its own, so that only the template's first words are shared; with `--conversation` the
-turns of one conversation are sent instead, which shows what is reused.
+included, and every request of every run has its own, so that only the template's first words are shared; with
+`--conversation` the turns of one conversation are sent instead, which shows what is reused.
 
     TTFT        seconds from sending a request to its first text
     prefill     prompt tokens computed per second, by the server's own clock (prefill_time)
@@ -296,7 +296,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.3)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
     parser.add_argument(
-        "--seed", type=int, help="of the prompts; drawn for each run, so that no server has them cached"
+        "--seed", type=int, help="of the prompts; default: another one for each run"
     )
     parser.add_argument("--conversation", action="store_true", help="send the turns of one conversation instead")
     args = parser.parse_args([underscored(flag) for flag in (sys.argv[1:] if argv is None else argv)])

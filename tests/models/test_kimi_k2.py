@@ -1,4 +1,4 @@
-"""Kimi K2: DeepSeek-V3 by another name. Its published config.json names classes of its own, in Python files beside it."""
+"""Kimi K2: DeepSeek-V3 by another name. Its published config.json names Python files of its own."""
 
 from __future__ import annotations
 

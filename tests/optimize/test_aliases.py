@@ -36,7 +36,8 @@ OPERATORS: dict[type[Operator], str] = {
     # of the first releases
     "experts.KMisrtalSparseMoEBlock experts.DeepseekV2MoEInjected experts.Qwen2MoeSparseMoeBlockInjected",
     KMoEGate: "gate.KMoEGate gate.KMoEGateQwen2Moe",
-    KMLAAttention: "attention.KDeepseekV2Attention attention.DeepseekV2AttentionInjected balance_serve_attention.flashinfer_attn",
+    KMLAAttention: "attention.KDeepseekV2Attention attention.DeepseekV2AttentionInjected "
+    "balance_serve_attention.flashinfer_attn",
     KAttention: "attention.KLlamaAttention balance_serve_attention.KQwen2MoeAttention "
     "balance_serve_attention.KQwen3MoeAttention balance_serve_attention.KGlm4MoeAttention "
     "attention.KHunYuanAttention balance_serve_attention.KHunYuanAttention",

@@ -178,10 +178,12 @@ def test_words_of_the_first_release(caplog: pytest.LogCaptureFixture) -> None:
     """As in upstream's first README and rule files."""
     with caplog.at_level(logging.INFO):
         linear, experts = parse_rules(FIRST_RELEASE, "old.yaml").rules
-    assert linear.operator is not None and linear.operator.__name__ == "KTransformersLinear"
+    assert linear.operator is not None
+    assert linear.operator.__name__ == "KTransformersLinear"
     assert linear.ops == {"generate_op": "KLinearMarlin", "prefill_op": "KLinearTorch"}
     assert linear.devices == {"generate_device": "cuda"}
-    assert experts.operator is not None and experts.operator.__name__ == "KTransformersExperts"
+    assert experts.operator is not None
+    assert experts.operator.__name__ == "KTransformersExperts"
     assert experts.ops == {"generate_op": "KExpertsCPU", "prefill_op": "KExpertsTorch"}
     (record,) = caplog.records
     assert "old.yaml: replace.device has no effect" in record.getMessage()
