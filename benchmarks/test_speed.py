@@ -295,9 +295,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max_tokens", type=int, default=50)
     parser.add_argument("--temperature", type=float, default=0.3)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
-    parser.add_argument(
-        "--seed", type=int, help="of the prompts; default: another one for each run"
-    )
+    parser.add_argument("--seed", type=int, help="of the prompts; default: another one for each run")
     parser.add_argument("--conversation", action="store_true", help="send the turns of one conversation instead")
     args = parser.parse_args([underscored(flag) for flag in (sys.argv[1:] if argv is None else argv)])
     if args.concurrent < 1 or args.max_tokens < 1 or min(args.prompt_lens) < 1:
