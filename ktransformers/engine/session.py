@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import torch
 
 from ktransformers.core import SamplingParams, TokenEvent
-from ktransformers.engine.generate import SequenceRunner, prefill_and_generate
+from ktransformers.engine.generate import SequenceRunner, is_models_limit, prefill_and_generate
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Session", "common_prefix_len"]
@@ -27,6 +27,7 @@ class _RecordingRunner:
 
     def __init__(self, runner: SequenceRunner):
         self._runner = runner
+        self.is_models_limit = is_models_limit(runner)
         self.token_ids: list[int] = []  # in the cache, by position
 
     @property
@@ -69,6 +70,11 @@ class Session:
     def max_len(self) -> int:
         """Tokens the cache holds."""
         return self._runner.max_len
+
+    @property
+    def is_models_limit(self) -> bool:
+        """Whether max_len is what the model takes, so that a larger cache would not help."""
+        return self._runner.is_models_limit
 
     @property
     def cached_ids(self) -> tuple[int, ...]:

@@ -41,5 +41,6 @@ class KTransformersBackend(SingleBackend):
             default_params=default_sampling_params(engine.generation_defaults, None),
             architecture=architectures[0],
             description=engine.description,
+            is_models_limit=session.is_models_limit,
         )
         return Loaded(model, session, engine.close)
