@@ -20,7 +20,14 @@ from ktransformers.core import CAPTURING
 from ktransformers.engine.attention import settle_attention
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers, settle_homes
-from ktransformers.engine.opened import ModelDescription, OpenedModel, context_len_of, describe_model, open_model
+from ktransformers.engine.opened import (
+    ModelDescription,
+    OpenedModel,
+    context_len_of,
+    describe_model,
+    longest_sequence,
+    open_model,
+)
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.planning import Hardware, Planner
 from ktransformers.engine.prefill import stream_prefill
@@ -204,7 +211,7 @@ def build_paged_engine(
         plan.check_fits()
         model = describe_model(opened)
         _say_prefill(plan, pool)
-        longest = _longest_sequence(opened.hf_config, num_pages * page_size)
+        longest = longest_sequence(opened.hf_config, num_pages * page_size)
         layout = _load(opened, plan, longest, progress)
         _arrange_layers(opened, plan, shapes, pool, layout, longest)
         settle_attention(plan, opened.config.attention_backend, page_size)
@@ -285,11 +292,6 @@ class _Decoding:
                 backend=backend,
                 progress=lambda done, total: report(done, total, CAPTURING),
             )
-
-
-def _longest_sequence(hf_config: Any, num_slots: int) -> int:
-    """Most positions of one sequence: all slots, or what the model was made for."""
-    return min(context_len_of(hf_config) or num_slots, num_slots)
 
 
 def _arrange_layers(

@@ -23,7 +23,15 @@ from ktransformers.weights.safetensors_source import SafetensorsSource
 from ktransformers.weights.source import WeightSource
 from ktransformers.weights.synthetic import SyntheticSource
 
-__all__ = ["ModelDescription", "OpenedModel", "context_len_of", "describe_model", "open_model", "open_synthetic"]
+__all__ = [
+    "ModelDescription",
+    "OpenedModel",
+    "context_len_of",
+    "describe_model",
+    "longest_sequence",
+    "open_model",
+    "open_synthetic",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +119,11 @@ def context_len_of(hf_config: Any) -> int | None:
         elif rope.get("rope_type") in _EXTENDED_BY_FACTOR and not original:
             positions = int(positions * factor)
     return positions or None
+
+
+def longest_sequence(hf_config: Any, num_slots: int) -> int:
+    """Most positions of one sequence: all slots of the cache, or what the model was made for."""
+    return min(context_len_of(hf_config) or num_slots, num_slots)
 
 
 def describe_model(opened: OpenedModel) -> ModelDescription:

@@ -15,7 +15,7 @@ from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.engine.attention import choose_attention, expansion_nbytes
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
-from ktransformers.engine.opened import OpenedModel
+from ktransformers.engine.opened import OpenedModel, longest_sequence
 from ktransformers.engine.prefill import PrefillTools, cuda_tools
 from ktransformers.engine.skeleton import cache_shapes
 from ktransformers.kernels.native import WorkerPool
@@ -24,6 +24,7 @@ from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Device, Devices
 from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.operators.rope import KRotaryEmbedding
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Plan, make_plan
@@ -174,6 +175,9 @@ class Planner:
             extra["workspace"] = {
                 gpu.name: max(gpu.workspace_nbytes(), step) + expansion.get(gpu.name, 0) for gpu in gpus
             }
+        tables = _rope_tables(plan, longest_sequence(opened.hf_config, num_slots))
+        if tables:
+            extra["rope table"] = tables
         flash = choose_attention(plan, opened.config.attention_backend).nbytes(plan)
         if flash:
             extra["flashinfer"] = flash
@@ -213,3 +217,13 @@ class Planner:
         )
         homes = [plan.devices[home.device] for home in plan.homes]
         return plan, cache_shapes(model, plan.operators, homes or None)
+
+
+def _rope_tables(plan: Plan, longest: int) -> dict[str, int]:
+    """{GPU: bytes of the rotary tables there}, for sequences of up to `longest` tokens."""
+    tables: dict[str, int] = {}
+    for operator in plan.operators.values():
+        nbytes = operator.table_nbytes(longest) if isinstance(operator, KRotaryEmbedding) else 0
+        if nbytes:
+            tables[operator.device.name] = tables.get(operator.device.name, 0) + nbytes
+    return tables

@@ -19,6 +19,7 @@ from ktransformers.engine.builder import Engine, build_engine, build_paged_engin
 from ktransformers.errors import CapacityError, ConfigError, RuleError, UnsupportedError
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import RULES_DIR
+from ktransformers.operators.rope import KRotaryEmbedding
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from tests.models.test_gguf_models import dequantized
 from tests.support.fake_gpus import FakeGraphs, fake_hardware
@@ -360,6 +361,20 @@ def test_upstreams_files_for_several_gpus_spread_layers(tmp_path: Path, caplog: 
     assert "spread over the GPUs" in caplog.text
     one = plan_model(config, hardware=fake_hardware(1))
     assert {home.device for home in one.homes} == {"cuda:0"}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v2"])
+def test_rotary_tables_on_a_gpu_are_planned(model_type: str, tmp_path: Path) -> None:
+    """They are filled for the longest sequence before the first step."""
+    path = write_gguf(tiny_model(model_type, seed=1), tmp_path / "m.gguf")
+    engine = gpu_engine(path)
+    rotary = [op for op in engine.plan.operators.values() if isinstance(op, KRotaryEmbedding)]
+    tables = [part for operator in rotary for part in operator._table]
+    held = sum(part.numel() * part.element_size() for part in tables)
+    planned = engine.plan.extra_bytes["rope table"]["cuda:0"]
+    assert held <= planned <= 2 * held
+    on_cpu = plan_model(EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1), hardware=fake_hardware(0))
+    assert "rope table" not in on_cpu.extra_bytes
 
 
 def test_a_rule_file_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
