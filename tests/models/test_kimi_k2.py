@@ -6,14 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import build_engine
 from ktransformers.engine.skeleton import load_hf_config
+from ktransformers.errors import ConfigError
 from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.models.registry import RULES_DIR, default_rules
+from ktransformers.tokenizer.tokenizer import load_tokenizer
+from ktransformers.weights.gguf import open_gguf
 from tests.models.test_gguf_config import deepseek_v3
+from tests.server.conftest import DEMO
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 # What the hub's config.json of the model says, sizes aside.
@@ -98,3 +103,22 @@ def test_gguf_of_the_published_size() -> None:
 
 
 GROUPS = ("expert_group_count", "expert_group_used_count")
+
+
+def test_a_tokenizer_that_needs_python_files_gives_way_to_the_gguf_files(tmp_path: Path) -> None:
+    """The model's folder has a tokenizer in Python only; the GGUF beside it has the same one as data."""
+    metadata = open_gguf(DEMO).metadata
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(TOKENIZER))
+    assert load_tokenizer(tmp_path, metadata).encode("Hello") == load_tokenizer(None, metadata).encode("Hello")
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(tmp_path, None)
+    assert "--trust_remote_code" in str(error.value)
+    assert "trust_remote_code=True" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+TOKENIZER = {
+    "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+    "tokenizer_class": "TikTokenTokenizer",
+    "model_max_length": 1000,
+}
