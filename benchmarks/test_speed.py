@@ -2,8 +2,8 @@
 
 Speaks the protocol of upstream's script: streamed chat completions with `return_speed`, usage in the finishing chunk.
 Needs nothing but Python's standard library. Prompts have exactly the tokens that --prompt_lens says, chat template
-included, and every request has its own, so that only the template's first words are shared; with `--conversation` the
-turns of one conversation are sent instead, which shows what is reused.
+included, and every request of every run has its own, so that only the template's first words are shared; with
+`--conversation` the turns of one conversation are sent instead, which shows what is reused.
 
     TTFT        seconds from sending a request to its first text
     prefill     prompt tokens computed per second, by the server's own clock (prefill_time)
@@ -295,10 +295,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max_tokens", type=int, default=50)
     parser.add_argument("--temperature", type=float, default=0.3)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
+    parser.add_argument("--seed", type=int, help="of the prompts; default: another one for each run")
     parser.add_argument("--conversation", action="store_true", help="send the turns of one conversation instead")
     args = parser.parse_args([underscored(flag) for flag in (sys.argv[1:] if argv is None else argv)])
     if args.concurrent < 1 or args.max_tokens < 1 or min(args.prompt_lens) < 1:
         parser.error("--concurrent, --max_tokens and --prompt_lens must be at least 1")
+    args.seed = random.SystemRandom().randrange(1 << 32) if args.seed is None else args.seed
     return args
 
 
@@ -320,14 +322,14 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     here = machine()
     print(f"{here['cpu']}, {here['cores']} CPUs, {' '.join(here['isa'])}; {model} behind {version or 'a server'}")
-    result: dict[str, Any] = {"machine": here, "model": model, "server": version, "runs": []}
+    result: dict[str, Any] = {"machine": here, "model": model, "server": version, "seed": args.seed, "runs": []}
     if args.conversation:
         began = time.perf_counter()
         answers = run_conversation(server, model, args)
         result["runs"].append({"conversation": len(TURNS)} | show("conversation", answers, time.perf_counter() - began))
     for length in [] if args.conversation else args.prompt_lens:
         try:
-            prompts = [make_prompt(server, length, seed) for seed in range(args.concurrent)]
+            prompts = [make_prompt(server, length, args.seed + i) for i in range(args.concurrent)]
         except (OSError, http.client.HTTPException, RuntimeError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

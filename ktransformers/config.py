@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import stat
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktransformers.errors import ConfigError, reason_of
+from ktransformers.shipped_rules import find_shipped_rules, shipped_names
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -26,6 +28,8 @@ __all__ = [
     "user_state_dir",
     "why_crowded",
 ]
+
+logger = logging.getLogger(__name__)
 
 DEMO_MODEL_PATH = Path(__file__).resolve().parent / "assets" / "demo"
 
@@ -157,6 +161,9 @@ class EngineConfig:
     use_cuda: whether modules that rules place on cuda go to a GPU; None where there is one.
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed; None where they are on one.
     attention_backend: kernels of attention on GPUs; "auto" is FlashInfer where it is installed and can, else Triton.
+    prefix_cache: whether keys and values of a prompt's beginning are used again when another one begins alike.
+    spread_layers: layers go over all GPUs there are though optimize_config_path does not say so; set by `resolved`
+    where that is one of upstream's files for several GPUs.
     """
 
     model_path: Path | None = None
@@ -174,6 +181,8 @@ class EngineConfig:
     use_cuda: bool | None = None
     use_cuda_graph: bool | None = None
     attention_backend: str = "auto"
+    prefix_cache: bool = True
+    spread_layers: bool = False
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:
         """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
@@ -182,10 +191,11 @@ class EngineConfig:
         """
         if needs_model and self.model_path is None and self.gguf_path is None:
             raise ConfigError("no model given: pass --model_path (a folder) or --gguf_path (a file or folder)")
-        for flag in ("model_path", "gguf_path", "optimize_config_path"):
+        for flag in ("model_path", "gguf_path"):
             path = getattr(self, flag)
             if path is not None:
                 _check_path(flag, Path(path))
+        self = self._with_rule_file()
         if self.model_path is not None and not Path(self.model_path).is_dir():
             hint = "; a weight file goes to --gguf_path" if Path(self.model_path).suffix != ".json" else ""
             raise ConfigError(f"--model_path {self.model_path} must be a folder that holds config.json{hint}")
@@ -211,3 +221,15 @@ class EngineConfig:
             gguf_path=None if self.gguf_path is None else Path(self.gguf_path),
             cpu_quant=None if self.cpu_quant is None else self.cpu_quant.lower(),
         )
+
+    def _with_rule_file(self) -> EngineConfig:
+        """A copy whose rule file exists: the shipped one of the same family for a name of upstream's."""
+        path = self.optimize_config_path
+        if path is None or Path(path).exists():
+            return self
+        found = find_shipped_rules(Path(path))
+        if found is None:
+            raise ConfigError(f"--optimize_config_path {path} does not exist; shipped are {', '.join(shipped_names())}")
+        spread = ", with layers over all GPUs" if found.is_spread else ""
+        logger.info("--optimize_config_path %s is not there: taking the shipped %s%s", path, found.path.name, spread)
+        return replace(self, optimize_config_path=found.path, spread_layers=found.is_spread)

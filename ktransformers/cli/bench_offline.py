@@ -182,8 +182,10 @@ def _add(sums: dict[str, int], more: Mapping[str, int]) -> None:
 
 def _within_context(opened: OpenedModel, prefills: list[int], case: DecodeCase) -> list[int]:
     """The prompts that the model's context holds; the others are named on the console."""
-    context = int(getattr(opened.hf_config, "max_position_embeddings", 0) or 0)
-    if not context:
+    from ktransformers.engine.opened import context_len_of
+
+    context = context_len_of(opened.hf_config)
+    if context is None:
         return prefills
     if case.prompt_len + case.steps > context:
         raise ConfigError(

@@ -74,6 +74,7 @@ def _add_flags(parser: argparse.ArgumentParser, *, reads_lines: bool) -> None:
     group.add_argument("--prompt_file", type=Path, help="a file whose text is the first prompt")
     text = "a pipe has one turn a line, commands among them" + ("" if reads_lines else "; default: it is one prompt")
     add_toggle(group, "lines", default=None, help=text)
+    add_toggle(group, "prefix_cache", default=None, help="compute of a prompt only what is new in it (on)")
     add_toggle(group, "history", default=None, help="keep prompts for the Up key of later chats (on)")
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
     modes = ("normal", "long_context")

@@ -253,9 +253,10 @@ class ChatLoop:
         elif last.finish_reason is FinishReason.LENGTH:
             stats, max_len = last.stats, self.llm.session.max_len
             if stats.prompt_len + stats.completion_len >= max_len:
+                larger = "" if self.llm.session.is_models_limit else "; --cache_lens makes the cache larger"
                 self.view.note(
                     f"the answer was cut: the cache of {max_len} tokens is full. "
-                    "/clear starts over, /save FILE keeps the conversation first; --cache_lens makes the cache larger"
+                    f"/clear starts over, /save FILE keeps the conversation first{larger}"
                 )
             else:
                 self.view.note(f"the answer was cut after {stats.completion_len} tokens; --max_new_tokens allows more")
@@ -284,11 +285,12 @@ class ChatLoop:
 
     def describe_model(self) -> str:
         """What was loaded, a line per fact."""
-        engine, tokenizer = self.llm.engine, self.llm.tokenizer
+        engine, tokenizer, session = self.llm.engine, self.llm.tokenizer, self.llm.session
         thinking = "no" if tokenizer.reasoning_tags is None else " ".join(tokenizer.reasoning_tags)
+        set_by = "the most that the model takes" if session.is_models_limit else "--cache_lens"
         return (
             f"model: {engine.description}\n"
-            f"context: {self.llm.session.max_len:,} tokens (--cache_lens)\n"
+            f"context: {session.max_len:,} tokens ({set_by})\n"
             f"vocabulary: {tokenizer.vocab_size:,} tokens\n"
             f"chat template: {'yes' if tokenizer.has_chat_template else 'none'}, thinking: {thinking}"
         )

@@ -52,14 +52,17 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags behind EngineConfig."""
+def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = False) -> None:
+    """The flags behind EngineConfig. bounds_requests: --max_new_tokens, where it is given, holds for all requests."""
     group = parser.add_argument_group("model")
     config = EngineConfig()
     add_plan_flags(group)
-    group.add_argument(
-        "--max_new_tokens", type=int, default=config.max_new_tokens, help="most tokens of an answer (%(default)s)"
-    )
+    if bounds_requests:
+        text = f"most tokens of any answer; left out: {config.max_new_tokens} for requests that name no limit"
+        group.add_argument("--max_new_tokens", type=int, help=text)
+    else:
+        text = "most tokens of an answer (%(default)s)"
+        group.add_argument("--max_new_tokens", type=int, default=config.max_new_tokens, help=text)
     group.add_argument(
         "--cpu_infer", type=int, default=config.cpu_infer, help="worker threads; 0: one per core, less one with a GPU"
     )
@@ -113,7 +116,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     """
     names = [one.name for one in fields(EngineConfig) if hasattr(args, one.name)]
     model_path, gguf_path = model_files(args)
-    config = EngineConfig(**{name: getattr(args, name) for name in names})
+    config = EngineConfig(**{name: getattr(args, name) for name in names if getattr(args, name) is not None})
     config = replace(config, model_path=model_path, gguf_path=gguf_path)
     _check_architecture(getattr(args, "architectures", None), model_path)
     return config

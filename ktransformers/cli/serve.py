@@ -65,7 +65,7 @@ def server_parser() -> ArgumentParser:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    add_model_flags(parser)
+    add_model_flags(parser, bounds_requests=True)
     add_sampling_flags(parser, has_seed=False)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine only)")
@@ -75,7 +75,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--max_batch_size", type=int, help=f"balance_serve: most requests computed at once ({MAX_BATCH_SIZE})"
     )
     group.add_argument("--page_size", type=int, help=f"balance_serve: tokens per page of the cache ({PAGE_SIZE})")
-    add_toggle(group, "prefix_cache", default=None, help="balance_serve: share cached prefixes (on)")
+    add_toggle(group, "prefix_cache", default=None, help="use what is cached of prompts that begin alike (on)")
     group.add_argument(
         "--max_engine_restarts",
         type=int,
@@ -92,6 +92,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         group, "spare_engine", default=None, help="balance_serve: keep a process ready to become the next engine (on)"
     )
     group.add_argument("--model_name", action="append", default=[], metavar="NAME", help="name in the API; repeatable")
+    add_toggle(group, "strict_model_name", default=False, help="404 for requests that name another model (off)")
     group.add_argument("--api_key", action="append", default=[], metavar="KEY", help="repeatable, or with commas")
     group.add_argument("--api_key_file", type=user_path, help="a file with one API key per line")
     group.add_argument("--ssl_keyfile", type=user_path, help="TLS: private key (PEM)")
@@ -157,7 +158,9 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         sampling=given_sampling(args),
-        max_new_tokens=args.max_new_tokens,
+        max_new_tokens=config.max_new_tokens,
+        most_new_tokens=args.max_new_tokens,
+        is_strict_on_names=args.strict_model_name,
         force_think=args.force_think,
         max_queue=args.max_queue,
         max_queue_per_key=args.max_queue_per_key,
@@ -176,7 +179,7 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
             engine=config,
             page_size=PAGE_SIZE if args.page_size is None else args.page_size,
             max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
-            has_prefix_cache=args.prefix_cache is not False,
+            has_prefix_cache=config.prefix_cache,
             max_engine_restarts=(MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts),
             engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,
             has_spare_engine=args.spare_engine is not False,

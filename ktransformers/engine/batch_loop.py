@@ -140,6 +140,7 @@ class BatchLoop:
                 vocab_size=engine.model.vocab_size,
                 eos_token_ids=engine.model.eos_token_ids,
                 max_model_len=engine.model.context_len,
+                has_prefix_cache=engine.config.prefix_cache,
             )
         except ConfigError:
             engine.close()

@@ -20,7 +20,14 @@ from ktransformers.core import CAPTURING
 from ktransformers.engine.attention import settle_attention
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers, settle_homes
-from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
+from ktransformers.engine.opened import (
+    ModelDescription,
+    OpenedModel,
+    context_len_of,
+    describe_model,
+    longest_sequence,
+    open_model,
+)
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.planning import Hardware, Planner
 from ktransformers.engine.prefill import stream_prefill
@@ -107,11 +114,15 @@ class PagedEngine:
 
 
 def cache_len_of(config: EngineConfig, hf_config: Any) -> int:
-    """Tokens of a static cache: what the user says, else the model's context up to DEFAULT_CACHE_LEN."""
-    context = int(getattr(hf_config, "max_position_embeddings", 0) or DEFAULT_CACHE_LEN)
-    if config.cache_lens > context:
-        logger.warning("--cache_lens %d is beyond the model's context of %d tokens", config.cache_lens, context)
-    return config.cache_lens or min(context, DEFAULT_CACHE_LEN)
+    """Tokens of a static cache: what the user says, else up to DEFAULT_CACHE_LEN; never more than the model takes."""
+    context = context_len_of(hf_config)
+    wanted = config.cache_lens or DEFAULT_CACHE_LEN
+    if context is None or wanted <= context:
+        return wanted
+    if config.cache_lens:
+        message = "--cache_lens %d: the model takes %d tokens, prompt and answer together; the cache holds as many"
+        logger.warning(message, config.cache_lens, context)
+    return context
 
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
@@ -159,7 +170,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
         _arrange_layers(opened, plan, shapes, pool, layout, max_len)
         settle_attention(plan, opened.config.attention_backend, max_len)
         stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool, max_batch_size=1)
-        runner = StaticRunner(opened.model, StaticCache(shapes, max_len), pool, model.vocab_size, layout)
+        cache, is_models_limit = StaticCache(shapes, max_len), max_len == model.context_len
+        runner = StaticRunner(opened.model, cache, pool, model.vocab_size, layout, is_models_limit)
         prepare = _Decoding(opened, plan, hardware, progress)
         runner.decode = prepare(runner, runner.cache, max_batch_size=1, num_pages=1)
     return Engine(
@@ -202,7 +214,7 @@ def build_paged_engine(
         plan.check_fits()
         model = describe_model(opened)
         _say_prefill(plan, pool)
-        longest = _longest_sequence(opened.hf_config, num_pages * page_size)
+        longest = longest_sequence(opened.hf_config, num_pages * page_size)
         layout = _load(opened, plan, longest, progress)
         _arrange_layers(opened, plan, shapes, pool, layout, longest)
         settle_attention(plan, opened.config.attention_backend, page_size)
@@ -283,11 +295,6 @@ class _Decoding:
                 backend=backend,
                 progress=lambda done, total: report(done, total, CAPTURING),
             )
-
-
-def _longest_sequence(hf_config: Any, num_slots: int) -> int:
-    """Most positions of one sequence: all slots, or what the model was made for."""
-    return min(int(getattr(hf_config, "max_position_embeddings", 0) or num_slots), num_slots)
 
 
 def _arrange_layers(

@@ -28,7 +28,7 @@ from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.tokenizer.stream import TextStream
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["PrefillProgress", "SequenceRunner", "prefill_and_generate"]
+__all__ = ["PrefillProgress", "SequenceRunner", "is_models_limit", "prefill_and_generate"]
 
 PrefillProgress = Callable[[int, int], None]
 """Is told how many of the prompt's tokens are computed, and how many have to be: those that were not cached."""
@@ -50,6 +50,11 @@ class SequenceRunner(Protocol):
         in keep, which are indices into token_ids.
         """
         ...
+
+
+def is_models_limit(runner: SequenceRunner) -> bool:
+    """Whether a runner's max_len is what its model takes, not what somebody chose. Runners need not know."""
+    return bool(getattr(runner, "is_models_limit", False))
 
 
 class _Answer:
@@ -157,9 +162,12 @@ def _check(
     if prompt_len == 0:
         raise ConfigError("the prompt is empty: there is nothing to continue")
     if prompt_len >= runner.max_len:
+        limit, remedy = "the cache holds", " or start with a larger --cache_lens"
+        if is_models_limit(runner):
+            limit, remedy = "the model takes at most", ""
         raise ContextLengthError(
-            f"the prompt has {prompt_len} tokens and the cache holds {runner.max_len}: no room for an answer; "
-            "shorten the prompt or start with a larger --cache_lens",
+            f"the prompt has {prompt_len} tokens and {limit} {runner.max_len}: no room for an answer; "
+            f"shorten the prompt{remedy}",
             prompt_len=prompt_len,
             max_len=runner.max_len,
         )

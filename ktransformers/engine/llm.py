@@ -111,6 +111,7 @@ class LLM:
             chunk_size=engine.config.chunk_size,
             eos_token_ids=engine.eos_token_ids,
             tokenizer=tokenizer,
+            has_prefix_cache=engine.config.prefix_cache,
         )
 
     def close(self) -> None:

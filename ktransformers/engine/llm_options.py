@@ -27,8 +27,9 @@ class EngineOptions(TypedDict, total=False):
     cache_lens: tokens of keys and values, of all prompts together. max_batch_size: prompts answered at once.
     page_size: tokens of a page of the cache; prompts share whole pages. seed: makes all that is drawn repeatable.
     max_model_len is cache_lens, max_num_seqs max_batch_size, max_num_batched_tokens chunk_size, block_size page_size,
-    enforce_eager the opposite of use_cuda_graph. Of tensor_parallel_size, pipeline_parallel_size and dtype only 1, 1
-    and "auto" are taken, gpu_memory_utilization and quantization not at all: the error names what does it here.
+    enable_prefix_caching prefix_cache, enforce_eager the opposite of use_cuda_graph. Of tensor_parallel_size,
+    pipeline_parallel_size and dtype only 1, 1 and "auto" are taken, gpu_memory_utilization and quantization not at all:
+    the error names what does it here.
     """
 
     optimize_config_path: PathLike | None
@@ -42,6 +43,7 @@ class EngineOptions(TypedDict, total=False):
     use_cuda: bool | None
     use_cuda_graph: bool | None
     attention_backend: str
+    prefix_cache: bool
     strict: bool
     trust_remote_code: bool
     max_batch_size: int
@@ -51,6 +53,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int | None
     block_size: int
+    enable_prefix_caching: bool | None
     enforce_eager: bool
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -80,6 +83,7 @@ _RENAMED = {
     "max_num_seqs": "max_batch_size",
     "max_num_batched_tokens": "chunk_size",
     "block_size": "page_size",
+    "enable_prefix_caching": "prefix_cache",
 }
 """vLLM's keywords with a counterpart of another name. None means the default there, and here."""
 

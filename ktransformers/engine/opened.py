@@ -27,8 +27,10 @@ from ktransformers.weights.synthetic import SyntheticSource
 __all__ = [
     "ModelDescription",
     "OpenedModel",
+    "context_len_of",
     "describe_model",
     "folder_without_tokenizer",
+    "longest_sequence",
     "open_model",
     "open_synthetic",
 ]
@@ -124,6 +126,30 @@ def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Any:
     return load_hf_config(folder, config.trust_remote_code).get_text_config(decoder=True)
 
 
+_EXTENDED_BY_FACTOR = frozenset({"linear", "dynamic"})
+
+
+def context_len_of(hf_config: Any) -> int | None:
+    """Most tokens of one sequence that a model was made for; None when its config does not say.
+
+    max_position_embeddings, or more where RoPE is scaled: some configs count the scaling in it, others do not.
+    """
+    positions = int(getattr(hf_config, "max_position_embeddings", 0) or 0)
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if positions and isinstance(factor, (int, float)):
+        if rope.get("rope_type") == "yarn" and original:
+            positions = max(positions, int(original * factor))
+        elif rope.get("rope_type") in _EXTENDED_BY_FACTOR and not original:
+            positions = int(positions * factor)
+    return positions or None
+
+
+def longest_sequence(hf_config: Any, num_slots: int) -> int:
+    """Most positions of one sequence: all slots of the cache, or what the model was made for."""
+    return min(context_len_of(hf_config) or num_slots, num_slots)
+
+
 def describe_model(opened: OpenedModel) -> ModelDescription:
     """The facts of an opened model, its tokenizer loaded. Raises ConfigError."""
     tokenizer, defaults = _load_tokenizer(opened), _generation_defaults(opened)
@@ -131,7 +157,7 @@ def describe_model(opened: OpenedModel) -> ModelDescription:
     return ModelDescription(
         tokenizer=tokenizer,
         vocab_size=int(opened.hf_config.vocab_size),
-        context_len=int(getattr(opened.hf_config, "max_position_embeddings", 0) or 0) or None,
+        context_len=context_len_of(opened.hf_config),
         eos_token_ids=_eos_token_ids(opened, defaults, tokenizer),
         generation_defaults=defaults,
         architecture=architectures[0],

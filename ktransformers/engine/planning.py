@@ -15,7 +15,7 @@ from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.engine.attention import choose_attention, expansion_nbytes
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
-from ktransformers.engine.opened import OpenedModel
+from ktransformers.engine.opened import OpenedModel, longest_sequence
 from ktransformers.engine.prefill import PrefillTools, cuda_tools
 from ktransformers.engine.skeleton import cache_shapes
 from ktransformers.kernels.native import WorkerPool
@@ -24,10 +24,11 @@ from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Device, Devices
 from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.operators.rope import KRotaryEmbedding
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Plan, make_plan
-from ktransformers.optimize.rules import load_rules
+from ktransformers.optimize.rules import Rules, load_rules
 from ktransformers.optimize.spread import spread_layers
 from ktransformers.optimize.streaming import Streaming, chunk_size_for, plan_streaming, step_nbytes, with_streaming
 
@@ -121,6 +122,7 @@ class Planner:
     pool: WorkerPool | None
     num_slots: Callable[[Plan, list[LayerShape]], int]
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
+    _rules: list[Rules] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def settle(self, hardware: Hardware) -> tuple[Planned, Hardware]:
         """The plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for them."""
@@ -141,11 +143,14 @@ class Planner:
         return instead, cpu
 
     def _on(self, hardware: Hardware) -> Planned:
-        """On the first GPU, or over all of them where that brings more experts there, or is needed."""
+        """On the first GPU, or over all of them where that brings more experts there, or is needed, or asked for."""
         planned = self._whole(hardware, {})
         gpus = {name: free for name, free in planned.plan.capacity.items() if name != "cpu"}
-        if self.opened.config.optimize_config_path is not None or len(gpus) < 2:
+        config = self.opened.config
+        if len(gpus) < 2 or (config.optimize_config_path is not None and not config.spread_layers):
             return planned
+        if config.spread_layers:
+            return self._whole(hardware, spread_layers(len(planned.plan.homes), gpus))
         is_short = planned.plan.misfit() is not None
         if not is_short and not planned.expert_bytes_on_cpu:
             return planned
@@ -170,6 +175,9 @@ class Planner:
             extra["workspace"] = {
                 gpu.name: max(gpu.workspace_nbytes(), step) + expansion.get(gpu.name, 0) for gpu in gpus
             }
+        tables = _rope_tables(plan, longest_sequence(opened.hf_config, num_slots))
+        if tables:
+            extra["rope table"] = tables
         flash = choose_attention(plan, opened.config.attention_backend).nbytes(plan)
         if flash:
             extra["flashinfer"] = flash
@@ -189,7 +197,9 @@ class Planner:
         """The plan, without a cache, and the shape of each layer's cache. transfer, moved: see `make_plan`."""
         opened = self.opened
         config, model = opened.config, opened.model
-        rules = load_rules(config.optimize_config_path or default_rules(opened.hf_config, model))
+        if not self._rules:  # read once: what it logs is said once
+            self._rules.append(load_rules(config.optimize_config_path or default_rules(opened.hf_config, model)))
+        (rules,) = self._rules
         is_unused = ignorable_tensors(model)
         quant = None if config.cpu_quant is None else QuantType[config.cpu_quant.upper()]
         plan = make_plan(
@@ -207,3 +217,13 @@ class Planner:
         )
         homes = [plan.devices[home.device] for home in plan.homes]
         return plan, cache_shapes(model, plan.operators, homes or None)
+
+
+def _rope_tables(plan: Plan, longest: int) -> dict[str, int]:
+    """{GPU: bytes of the rotary tables there}, for sequences of up to `longest` tokens."""
+    tables: dict[str, int] = {}
+    for operator in plan.operators.values():
+        nbytes = operator.table_nbytes(longest) if isinstance(operator, KRotaryEmbedding) else 0
+        if nbytes:
+            tables[operator.device.name] = tables.get(operator.device.name, 0) + nbytes
+    return tables

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 class ReferenceRunner:
     """A SequenceRunner over a causal LM of `transformers` and its DynamicCache."""
 
-    def __init__(self, model: Any, max_len: int):
-        self._model, self.max_len = model, max_len
+    def __init__(self, model: Any, max_len: int, is_models_limit: bool = False):
+        self._model, self.max_len, self.is_models_limit = model, max_len, is_models_limit
         self.vocab_size = int(model.config.vocab_size)
         self._ids: list[int] = []  # in the cache, by position
         self._is_intact = True  # a step that failed left some layers longer than others
@@ -91,7 +91,8 @@ class ReferenceEngine:
     def __init__(self, opened: OpenedModel, model: Any, described: ModelDescription):
         self.config = replace(opened.config, cache_lens=cache_len_of(opened.config, opened.hf_config))
         self.hf_config, self.tokenizer = opened.hf_config, described.tokenizer
-        self.runner = ReferenceRunner(model, self.config.cache_lens)
+        is_models_limit = self.config.cache_lens == described.context_len
+        self.runner = ReferenceRunner(model, self.config.cache_lens, is_models_limit)
         self.generation_defaults, self.eos_token_ids = described.generation_defaults, described.eos_token_ids
         self.description = f"transformers, fp32: {described.description}"
 
@@ -102,13 +103,14 @@ class ReferenceEngine:
             chunk_size=self.config.chunk_size or DEFAULT_CHUNK_SIZE,
             eos_token_ids=self.eos_token_ids,
             tokenizer=self.tokenizer,
+            has_prefix_cache=self.config.prefix_cache,
         )
 
 
 def build_reference_engine(config: EngineConfig, progress: Progress | None = None) -> ReferenceEngine:
     """Load a model as `transformers` would. Raises ConfigError, WeightError, CapacityError or UnsupportedError."""
     if config.optimize_config_path is not None:
-        raise UnsupportedError("--optimize_config_path has no meaning here: this backend runs the model without rules")
+        logger.warning("--optimize_config_path has no effect: the transformers backend runs the model without rules")
     if config.cpu_quant is not None:
         raise UnsupportedError("--cpu_quant has no meaning here: this backend computes in fp32")
     if config.cpu_prefill != CPU_PREFILLS[0]:

@@ -112,13 +112,22 @@ class ModelRunner:
 
 
 class StaticRunner(ModelRunner):
-    """One sequence of at most max_len tokens, whose keys and values live in a StaticCache."""
+    """One sequence of at most max_len tokens, whose keys and values live in a StaticCache.
+
+    is_models_limit: the model takes no more tokens, so that a larger cache would not help.
+    """
 
     def __init__(
-        self, model: Any, cache: StaticCache, pool: WorkerPool, vocab_size: int, layout: StepLayout | None = None
+        self,
+        model: Any,
+        cache: StaticCache,
+        pool: WorkerPool,
+        vocab_size: int,
+        layout: StepLayout | None = None,
+        is_models_limit: bool = False,
     ):
         super().__init__(model, pool, layout)
-        self.cache = cache
+        self.cache, self.is_models_limit = cache, is_models_limit
         self.vocab_size = vocab_size
         self.written_len = 0  # positions whose keys and values are in the cache
 
@@ -137,7 +146,8 @@ class StaticRunner(ModelRunner):
         end = start + len(token_ids)
         if end > self.max_len:
             raise ContextLengthError(
-                f"{end} tokens do not fit into the cache of {self.max_len}; raise --cache_lens",
+                f"{end} tokens do not fit into the cache of {self.max_len}"
+                + ("" if self.is_models_limit else "; raise --cache_lens"),
                 prompt_len=end,
                 max_len=self.max_len,
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import torch
 
 from ktransformers.core import SamplingParams, TokenEvent
-from ktransformers.engine.generate import PrefillProgress, SequenceRunner, prefill_and_generate
+from ktransformers.engine.generate import PrefillProgress, SequenceRunner, is_models_limit, prefill_and_generate
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Session", "common_prefix_len"]
@@ -27,6 +27,7 @@ class _RecordingRunner:
 
     def __init__(self, runner: SequenceRunner):
         self._runner = runner
+        self.is_models_limit = is_models_limit(runner)
         self.token_ids: list[int] = []  # in the cache, by position
 
     @property
@@ -57,15 +58,23 @@ class Session:
         chunk_size: int,
         eos_token_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
+        has_prefix_cache: bool = True,
     ):
+        """has_prefix_cache: False computes every prompt whole."""
         self._runner = _RecordingRunner(runner)
         self._chunk_size, self._eos_token_ids, self._tokenizer = chunk_size, tuple(eos_token_ids), tokenizer
+        self._has_prefix_cache = has_prefix_cache
         self._running: Iterator[TokenEvent] | None = None
 
     @property
     def max_len(self) -> int:
         """Tokens the cache holds."""
         return self._runner.max_len
+
+    @property
+    def is_models_limit(self) -> bool:
+        """Whether max_len is what the model takes, so that a larger cache would not help."""
+        return self._runner.is_models_limit
 
     @property
     def cached_ids(self) -> tuple[int, ...]:
@@ -88,7 +97,7 @@ class Session:
         self._stop_running()
         # The last prompt token is always computed: its logits are not in the cache. Nor are those of the others.
         shared = min(common_prefix_len(self._runner.token_ids, prompt_ids), max(len(prompt_ids) - 1, 0))
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None or not self._has_prefix_cache:
             shared = 0
         self._running = prefill_and_generate(
             self._runner,

@@ -16,6 +16,7 @@ from torch import nn
 from ktransformers.cache.static import LayerShape
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
+from ktransformers.models.registry import OTHER_NAMES
 from ktransformers.operators.attention import ATTENTION_NAME, register_attention
 from ktransformers.operators.device import CPU, Device
 from ktransformers.operators.mla import KMLAAttention
@@ -35,15 +36,23 @@ def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> Any:
     path = model_path / "config.json"
     if not path.is_file():
         raise ConfigError(f"{model_path} holds no config.json; --model_path is the folder of the original model")
-    _check_config_file(path, trust_remote_code)
+    values = _read_config_file(path, trust_remote_code)
+    model_type = str(values.get("model_type"))
+    known = OTHER_NAMES.get(model_type)
     try:
+        if known is not None:
+            logger.info("model type %s is run as %s", model_type, known)
+            return _config_as(known, values)
         return AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
         raise ConfigError(f"{path} cannot be used: {reason_of(error)}") from error
 
 
-def _check_config_file(path: Path, trust_remote_code: bool) -> None:
-    """Raises ConfigError for what would make transformers talk about its hub: no JSON, no known model_type."""
+def _read_config_file(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+    """The values of a config.json.
+
+    Raises ConfigError for what would make transformers talk about its hub: no JSON, no known model_type.
+    """
     from transformers import __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -55,17 +64,24 @@ def _check_config_file(path: Path, trust_remote_code: bool) -> None:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no JSON object; it is not a model's config")
     model_type = values.get("model_type")
-    if isinstance(model_type, str) and model_type in CONFIG_MAPPING_NAMES:
-        return
+    if isinstance(model_type, str) and (model_type in CONFIG_MAPPING_NAMES or model_type in OTHER_NAMES):
+        return values
     if "auto_map" in values:
         if trust_remote_code:
-            return
+            return values
         raise ConfigError(f"{path}: the model needs Python code that comes with it; --trust_remote_code runs it")
     if not isinstance(model_type, str):
         raise ConfigError(f"{path} names no model_type, so it is not a model's config")
     near = difflib.get_close_matches(model_type, CONFIG_MAPPING_NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else "a newer version may know it: pip install -U transformers"
     raise UnsupportedError(f"{path}: transformers {__version__} does not know model_type {model_type!r:.60}; {hint}")
+
+
+def _config_as(model_type: str, values: Mapping[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    kept = {name: value for name, value in values.items() if name not in ("model_type", "auto_map")}
+    return CONFIG_MAPPING[model_type].from_dict(kept)
 
 
 def _check_supported(hf_config: Any, trust_remote_code: bool) -> None:

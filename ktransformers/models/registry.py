@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["FAMILIES", "RULES_DIR", "Family", "default_rules", "has_experts", "ignorable_tensors"]
+from ktransformers.shipped_rules import RULES_DIR
 
-RULES_DIR = Path(__file__).resolve().parent.parent / "optimize" / "optimize_rules"
+__all__ = ["FAMILIES", "OTHER_NAMES", "RULES_DIR", "Family", "default_rules", "has_experts", "ignorable_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,11 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": Family("Qwen2-57B-A14B-Instruct.yaml"),
     "qwen3_moe": Family("Qwen3Moe-ktransformers.yaml"),
 }
+
+OTHER_NAMES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""model_type of published configs -> the class of transformers that computes the same.
+
+Such configs name Python files of the model's own, which are not needed then."""
 
 # The names under which configs of transformers say how many routed experts a layer has.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

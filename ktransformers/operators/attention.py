@@ -170,10 +170,9 @@ class KAttention(WrapperOperator):
         "KAttentionFused": "norms, rotation and cache write in one Triton kernel, attention in others",
         "KAttentionTriton": "Triton attention over the cache",
     }
-    KWARGS: ClassVar[frozenset[str]] = frozenset({"chunck_size", "absorb_for_prefill"})
 
-    def __init__(self, *args: Any, chunck_size: int | None = None, absorb_for_prefill: bool | None = None, **kw: Any):
-        super().__init__(*args, **kw)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         if getattr(self.inner, "kv_lora_rank", None) is not None:
             _say_expanded(type(self.inner).__name__)
         self.spec = recognize_gqa(self.inner) if self.device.is_gpu else None

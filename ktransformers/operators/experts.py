@@ -122,10 +122,9 @@ class KTransformersExperts(Operator):
         "KExpertsTorch": "dequantized experts and torch",
         "KExpertsMarlin": "experts on the GPU, in the types of the file",
     }
-    KWARGS: ClassVar[frozenset[str]] = frozenset({"backend", "cpu_prefill"})
+    KWARGS: ClassVar[frozenset[str]] = frozenset({"cpu_prefill"})
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn"})  # fused into the kernel
     PREFILLS_AT_HOME: ClassVar[bool] = True
-    BACKENDS: ClassVar[tuple[str, ...]] = ("llamafile", "AMXBF16", "AMXInt8")
 
     def __init__(
         self,
@@ -133,16 +132,11 @@ class KTransformersExperts(Operator):
         key: str,
         config: OperatorConfig,
         placement: Placement | None = None,
-        backend: str | None = None,
         cpu_prefill: str | None = None,
     ):
         super().__init__(module, key, config, placement)
         self.wants_bf16 = wants_bf16(key, cpu_prefill, config.cpu_prefill)
         self.layout = read_layout(module, key)
-        if backend is not None and backend not in self.BACKENDS:
-            raise UnsupportedError(f"{key}: backend {backend!r} is not one of {', '.join(self.BACKENDS)}")
-        if backend in ("AMXBF16", "AMXInt8"):
-            logger.info("backend %s: the native kernels choose their instructions at run time", backend)
         self.num_experts = self.layout.num_experts
         self.activation = find_activation(module, self.layout)
         reason = why_not_on_gpu(self.layout, self.activation) if self.device.is_gpu else None

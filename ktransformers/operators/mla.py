@@ -80,7 +80,7 @@ class KMLAAttention(WrapperOperator):
         "KMLANative": "absorbed projections and native attention over the latent cache",
         "KMLATriton": "Triton attention over the latent cache, absorbed or on expanded keys",
     }
-    KWARGS: ClassVar[frozenset[str]] = frozenset({"chunck_size", "absorb_for_prefill"})
+    KWARGS: ClassVar[frozenset[str]] = frozenset({"absorb_for_prefill"})
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"kv_b_proj"})
 
     def __init__(
@@ -89,7 +89,6 @@ class KMLAAttention(WrapperOperator):
         key: str,
         config: OperatorConfig,
         placement: Placement | None = None,
-        chunck_size: int | None = None,
         absorb_for_prefill: bool | None = None,
     ):
         super().__init__(module, key, config, placement)

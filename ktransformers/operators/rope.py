@@ -65,6 +65,10 @@ def settle_rotations(model: nn.Module, max_len: int) -> int:
     return len(found)
 
 
+def _table_rows(needed: int) -> int:
+    return (needed + TABLE_STEP - 1) // TABLE_STEP * TABLE_STEP
+
+
 class KRotaryEmbedding(WrapperOperator):
     """A rotary embedding module of `transformers`: (x, position_ids [1, T]) in; what the module returns, out.
 
@@ -97,6 +101,13 @@ class KRotaryEmbedding(WrapperOperator):
         if self.device.is_gpu:
             self._grow(torch.empty(1, 1, 1), max_len)  # in a step, asking for the largest position would stop the GPU
 
+    def table_nbytes(self, max_len: int) -> int:
+        """Bytes that `reserve` will take on the operator's GPU: cosines and sines, fp32, of every position."""
+        frequencies = getattr(self.inner, "inv_freq", None)
+        if not self.device.is_gpu or not self._is_plain or not isinstance(frequencies, torch.Tensor):
+            return 0
+        return _table_rows(max_len) * 2 * frequencies.shape[-1] * 2 * 4
+
     def forget_table(self) -> None:
         """Give the table's memory back; the next step fills it as far as it needs."""
         if not self.device.is_gpu:
@@ -105,7 +116,7 @@ class KRotaryEmbedding(WrapperOperator):
     def _grow(self, x: torch.Tensor, needed: int) -> None:
         if not self.has_table:
             return
-        size = (needed + TABLE_STEP - 1) // TABLE_STEP * TABLE_STEP
+        size = _table_rows(needed)
         if isinstance(self.inner, SettledRotation):  # a position beyond would become the longest of the step
             size = self.inner.longest + 1
         rows = self.inner(x[:1, :1], torch.arange(size, device=x.device)[None])

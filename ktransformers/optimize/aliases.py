@@ -19,6 +19,8 @@ from torch import nn
 from ktransformers.operators.base import Operator
 
 __all__ = [
+    "OLD_KWARGS",
+    "OLD_OPS",
     "OPERATOR_ALIASES",
     "NameProblem",
     "legacy_names",
@@ -51,33 +53,39 @@ _ACTIVATION = "activation.KActivation"
 
 _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
     # role: {upstream module: names in it}
-    _LINEAR: {"linear": "KTransformersLinear"},
-    _EXPERTS: {"experts": "KTransformersExperts KTransformersExpertsV2 KGlm4Experts"},
+    _LINEAR: {"linear": "KTransformersLinear KTransformerLinear"},
+    _EXPERTS: {"experts": "KTransformersExperts KTransformersExpertsV2 KGlm4Experts KTransformersMLPExpert"},
     _MOE: {
         "experts": "KDeepseekV2MoE KDeepseekV3MoE KDeepseekV3MoEV2 KQwen2MoeSparseMoeBlock KQwen2MoeSparseMoeBlockV2 "
-        "KQwen3MoeSparseMoeBlock KQwen3MoeSparseMoeBlockV2 KMistralSparseMoEBlock KGlm4MoeMoE"
+        "KQwen3MoeSparseMoeBlock KQwen3MoeSparseMoeBlockV2 KMistralSparseMoEBlock KGlm4MoeMoE KHunyuanMoE "
+        # of the first releases; the second one is spelt like that
+        "DeepseekV2MoEInjected KMisrtalSparseMoEBlock Qwen2MoeSparseMoeBlockInjected"
     },
     _GATE: {"gate": "KMoEGate KMoEGateQwen2Moe KMoEGateDeepSeekV3"},
     _GQA: {
-        "attention": "KLlamaAttention",
-        "balance_serve_attention": "KQwen2MoeAttention KQwen3MoeAttention KGlm4MoeAttention",
+        "attention": "KLlamaAttention KHunYuanAttention",
+        "balance_serve_attention": "KQwen2MoeAttention KQwen3MoeAttention KGlm4MoeAttention KHunYuanAttention",
     },
     _MLA: {
-        "attention": "KDeepseekV2Attention KDeepseekV3Attention flashinfer_attn",
+        "attention": "KDeepseekV2Attention KDeepseekV3Attention DeepseekV2AttentionInjected flashinfer_attn",
         "balance_serve_attention": "flashinfer_attn deepseek_torch_attn",
     },
     _MODEL: {
         "models": "KDeepseekV2Model KDeepseekV3Model KQwen2MoeModel KQwen3MoeModel KLlamaModel KMixtralModel "
-        "KGlm4MoeModel",
-        "layer_wise_prefill": "KDeepseekV2Model KQwen2MoeModel",  # where these two lived before `models`
+        "KGlm4MoeModel KHunyuanModel",
+        # where these lived before `models`
+        "layer_wise_prefill": "KDeepseekV2Model KQwen2MoeModel DeepseekV2ModelPerLayerPrefill "
+        "Qwen2MoeModelPerLayerPrefill DeepseekV2ModelKTransformers Qwen2MoeModelKTransformers",
     },
     _ROPE: {
         "RoPE": "RotaryEmbedding RotaryEmbeddingV2 RotaryEmbeddingV3 RotaryEmbeddingV4 YarnRotaryEmbedding "
         "YarnRotaryEmbeddingV2 YarnRotaryEmbeddingV3 DynamicNTKScalingRotaryEmbedding KQwen2MoeRotaryEmbedding "
-        "KQwen3MoeRotaryEmbedding KGlm4MoeRotaryEmbedding"
+        "KQwen3MoeRotaryEmbedding KGlm4MoeRotaryEmbedding KHunYuanRotaryEmbedding"
     },
-    _NORM: {"layernorm": "RMSNorm KQwen2MoeRMSNorm KQwen3MoeRMSNorm KGlm4MoeRMSNorm DeepseekV3RMSNormTorch"},
-    _MLP: {"mlp": "kDeepseekV3MLP KQwen2MoeMLP KQwen3MoeMLP KGlm4MoeMLP"},
+    _NORM: {
+        "layernorm": "RMSNorm KQwen2MoeRMSNorm KQwen3MoeRMSNorm KGlm4MoeRMSNorm KHunYuanRMSNorm DeepseekV3RMSNormTorch"
+    },
+    _MLP: {"mlp": "kDeepseekV3MLP KQwen2MoeMLP KQwen3MoeMLP KGlm4MoeMLP KHunYuanMLP"},
     _EMBEDDING: {},
     _ACTIVATION: {},
 }
@@ -90,14 +98,28 @@ OPERATOR_ALIASES: dict[str, str] = {
 }
 """Every operator name that rule files may use -> the class that it means. Canonical names map to themselves."""
 
+OLD_KWARGS = {f"{phase}_{kind}_type": f"{phase}_op" for phase in ("generate", "prefill") for kind in ("linear", "mlp")}
+"""Keyword arguments of the first releases -> what they are called since."""
+
+OLD_OPS = {
+    "QuantizedLinearMarlin": "KLinearMarlin",
+    "QuantizedLinearTorch": "KLinearTorch",
+    "QuantizedLinearCPUInfer": "KLinearCPUInfer",
+    "MLPCPUExperts": "KExpertsCPU",
+    "MLPExpertsMarlin": "KExpertsMarlin",
+    "MLPExpertsTorch": "KExpertsTorch",
+}
+"""Op names of the first releases -> what they are called since."""
+
 _UNDRIVEN = (
     (re.compile(r"ascend|NPU", re.IGNORECASE), "Ascend NPUs"),
     (re.compile(r"IPEX", re.IGNORECASE), "Intel's IPEX"),
-    (re.compile(r"XPU"), "Intel XPUs"),
+    (re.compile(r"XPU", re.IGNORECASE), "Intel XPUs"),
 )
 
-_MODEL_MODULES = {"deepseek": "deepseek_v2", "deepseekv3": "deepseek_v3", "deepseek_v2": "deepseek_v2"}
-_ROPE_VARIANT = re.compile(r"(Linear|LinearScaling|DynamicNTKScaling|Yarn)(?=RotaryEmbedding$)")
+_MODEL_MODULES = {"deepseek": "deepseek_v2", "deepseekv3": "deepseek_v3", "hunyuan": "hunyuan_v1_moe"}
+_MODEL_PREFIXES = {"hunyuan_v1_moe": ("HunYuan", "HunYuanMoEV1")}  # of class names: upstream's, that of transformers
+_ROPE_VARIANT = re.compile(r"(Linear|LinearScaling|DynamicNTKScaling|DynamicNTKAlpha|Yarn)(?=RotaryEmbedding$)")
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
@@ -158,7 +180,8 @@ def _upstream_model_class(name: str) -> type:
     family = _MODEL_MODULES.get(family, family)
     module_name = f"transformers.models.{family}.modeling_{family}"
     classes = {cls.__name__: cls for cls in _module_classes(_import_module(module_name), module_name)}
-    found = _find_upstream_class(parts[1], classes)
+    theirs, ours = _MODEL_PREFIXES.get(family, ("", ""))
+    found = _find_upstream_class(ours + parts[1].removeprefix(theirs), classes)
     if found is None:
         known = (f"{MODELS_PREFIX}{parts[0]}.{known}" for known in classes)
         raise NameProblem(f"unknown class {name} (looked in {module_name}){nearest(name, known)}")

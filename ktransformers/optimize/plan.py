@@ -15,8 +15,10 @@ from torch import nn
 
 from ktransformers.core import Phase, format_bytes
 from ktransformers.errors import CapacityError, ConfigError, RuleError, TensorMismatchError, UnsupportedError
+from ktransformers.kernels.quant import QuantType
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements
 from ktransformers.operators.device import Devices
+from ktransformers.operators.linear import KTransformersLinear
 from ktransformers.operators.wrapper import DenseState
 from ktransformers.optimize.homes import Home, Homes
 from ktransformers.optimize.machine import Machine
@@ -255,12 +257,15 @@ class _Planner:
         return operator.OWNED_CHILDREN
 
     def _keep(self, module: nn.Module, key: str, rule: Rule | None) -> None:
-        """Plan `module` as it is: its own parameters and persistent buffers dense."""
+        """Plan `module` as it is: its own parameters and persistent buffers dense, a plain linear layer in the file's
+        type."""
         placement = self._placement(rule, key)
+        if self._is_narrow_linear(module, key):
+            self._keep_bits(module, key, rule, Placement(*[placement.generate_device] * 3))
+            return
         state = DenseState(module, key, self.config.devices[placement.generate_device])
         if any(len(shape) == 3 and name.endswith("down_proj") for name, shape in state.names()):
-            message = f"no rule replaces the routed experts {key}; add one with class KTransformersExperts for it"
-            raise RuleError(message, file=self.rules.file)
+            raise self._kept_experts(module, key, rule)
         if state.names():
             self.kept[key] = module
             self._note_fallback(rule, key, placement)
@@ -274,6 +279,42 @@ class _Planner:
             rule=None if rule is None else rule.number,
         )
         self.entries.append(self._with_needs(entry, lambda: state.requirements(self.source)))
+
+    def _is_narrow_linear(self, module: nn.Module, key: str) -> bool:
+        """Whether `module` is a plain linear layer whose stored weight fp32 would blow up, and its own."""
+        if type(module).forward is not nn.Linear.forward or f"{key}.weight" in self.tied:
+            return False
+        info = self.source.find(f"{key}.weight")
+        return info is not None and info.resident_type is not QuantType.F32
+
+    def _keep_bits(self, module: nn.Module, key: str, rule: Rule | None, placement: Placement) -> None:
+        operator = KTransformersLinear(module, key, self.config, placement)
+        self.operators[key] = operator
+        self._note_fallback(rule, key, placement)
+        entry = PlanEntry(
+            key=key,
+            hf_class=type(module).__name__,
+            operator=type(operator).__name__,
+            placement=placement,
+            generate_op=operator.op(Phase.GENERATE),
+            prefill_op=operator.op(Phase.PREFILL),
+            rule=None if rule is None else rule.number,
+            note="left alone, in the file's type",
+        )
+        self.entries.append(self._with_needs(entry, lambda: operator.requirements(self.source)))
+
+    def _kept_experts(self, module: nn.Module, key: str, rule: Rule | None) -> RuleError:
+        """Why the routed experts `key` stay, though they cannot; the rule that decided is named."""
+        if rule is None:
+            message = f"no rule replaces the routed experts {key}; add one with class KTransformersExperts for it"
+            return RuleError(message, file=self.rules.file)
+        wanted = (one for one in self.rules.rules if one.operator and one.matches(key, module, self.model_type))
+        hidden = next(wanted, None)
+        if hidden is None:
+            advice = "they cannot stay; add a rule with class KTransformersExperts for them above it"
+        else:
+            advice = f"it hides rule {hidden.number} (line {hidden.line}), which replaces them: move that one above it"
+        return rule.error(f"keeps the routed experts {key} ({rule.describe()}); {advice}")
 
     def _with_needs(self, entry: PlanEntry, ask: Callable[[], Requirements]) -> PlanEntry:
         """`entry` with its bytes; a tensor that does not fit is noted, so that all are reported together."""

@@ -27,6 +27,8 @@ from torch import nn
 from ktransformers.errors import RuleError
 from ktransformers.operators.base import COMMON_KWARGS, Operator
 from ktransformers.optimize.aliases import (
+    OLD_KWARGS,
+    OLD_OPS,
     NameProblem,
     legacy_names,
     match_class,
@@ -56,6 +58,7 @@ _NO_EFFECT: Mapping[str, str] = {
     "per_layer_prefill_intput_threshold": "weights are never moved between devices during prefill",
     "block_size": _ONE_LAYOUT,
     "chunck_size": "prefill is cut by --chunk_size",
+    "n_deferred_experts": "no expert is deferred: all of a layer's count in that layer",
     "stride": _ONE_LAYOUT,
     "group_max_len": _ONE_LAYOUT,
     "use_quant": "whether a weight is quantized is told by its file",
@@ -67,15 +70,22 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _is_int_or_list(value: object) -> bool:
+    return _is_int(value) or (isinstance(value, list) and all(_is_int(item.value) for item in value))
+
+
+_BACKENDS = ("llamafile", "AMXBF16", "AMXInt8", "AMXInt4")
+
 _KWARG_TYPES: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "num_bits": (_is_int, "a number"),
     "group_size": (lambda v: isinstance(v, int) and not isinstance(v, bool), "a number"),  # -1 is "whole column"
     "act_order": (lambda v: isinstance(v, bool), "true or false"),
-    "backend": (lambda v: v in ("llamafile", "AMXBF16", "AMXInt8"), "llamafile, AMXBF16 or AMXInt8"),
+    "backend": (lambda v: v in _BACKENDS, f"{', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}"),
     "absorb_for_prefill": (lambda v: isinstance(v, bool), "true or false"),
     "per_layer_prefill_intput_threshold": (_is_int, "a number of tokens, 0 for off"),
     "block_size": (_is_int, "a number"),
     "chunck_size": (_is_int, "a number"),
+    "n_deferred_experts": (_is_int_or_list, "a number or a list of numbers"),
     "stride": (_is_int, "a number"),
     "group_max_len": (_is_int, "a number"),
     "use_quant": (lambda v: isinstance(v, bool), "true or false"),
@@ -88,6 +98,7 @@ class Rule:
 
     devices and ops hold what the rule names of DEVICE_KWARGS and OP_KWARGS (an op that is None or "None" is absent);
     kwargs go to the operator's constructor. kwarg_lines says where each stands.
+    has_device: replace has the key `device` of the first releases.
     """
 
     number: int
@@ -101,6 +112,7 @@ class Rule:
     kwargs: Mapping[str, Any]
     recursive: bool
     kwarg_lines: Mapping[str, int] = field(default_factory=dict)
+    has_device: bool = False
 
     def matches(self, key: str, module: nn.Module, model_type: str) -> bool:
         """Whether this rule means `module`, whose dotted name is `key` in a model of type `model_type`."""
@@ -158,6 +170,9 @@ def _rules_from(document: Item | None, file: str) -> Rules:
 def _report_ineffective(rules: Iterable[Rule], file: str) -> None:
     """One log line per keyword argument that is accepted for compatibility's sake and changes nothing."""
     reported: set[str] = set()
+    rules = tuple(rules)
+    if any(rule.has_device for rule in rules):
+        logger.info("%s: replace.device has no effect: kwargs say where a module runs", file)
     for rule in rules:
         known = rule.operator.KWARGS if rule.operator else frozenset()
         for kwarg in rule.kwarg_lines:
@@ -165,6 +180,11 @@ def _report_ineffective(rules: Iterable[Rule], file: str) -> None:
                 reported.add(kwarg)
                 what = rule.operator.__name__ if rule.operator else "a kept module"
                 logger.info("%s: %s has no effect on %s: %s", file, kwarg, what, _NO_EFFECT[kwarg])
+
+
+def _op(name: object) -> str:
+    """An op's name of today."""
+    return OLD_OPS.get(str(name), str(name))
 
 
 class _RuleParser:
@@ -194,7 +214,7 @@ class _RuleParser:
             if required not in fields:
                 raise self.fail(f"a rule needs the key {required!r}", item.line)
         name, wanted_class = self.match(fields["match"])
-        replace = self.fields(fields["replace"], "replace", ("class", "kwargs"))
+        replace = self.fields(fields["replace"], "replace", ("class", "kwargs", "device"))
         operator = self.operator(replace.get("class"))
         kwargs = self.kwargs(replace.get("kwargs"), operator)
         recursive = fields.get("recursive")
@@ -209,10 +229,11 @@ class _RuleParser:
             match_class=wanted_class,
             operator=operator,
             devices={key: str(kwargs[key].value) for key in DEVICE_KWARGS if key in kwargs},
-            ops={key: str(kwargs[key].value) for key in OP_KWARGS if key in kwargs and kwargs[key].value != "None"},
+            ops={key: _op(kwargs[key].value) for key in OP_KWARGS if key in kwargs and kwargs[key].value != "None"},
             kwargs={key: value.plain() for key, value in kwargs.items() if key in known},
             recursive=recursive is None or bool(recursive.value),
             kwarg_lines={key: value.line for key, value in kwargs.items()},
+            has_device="device" in replace,
         )
 
     def match(self, item: Item) -> tuple[re.Pattern[str] | None, type | None]:
@@ -259,7 +280,7 @@ class _RuleParser:
             return {}
         own = operator.KWARGS if operator else frozenset[str]()
         known = (*sorted(COMMON_KWARGS | own), *sorted(_NO_EFFECT.keys() - own))
-        found = self.fields(item, "kwargs", known)
+        found = self.renamed(self.fields(item, "kwargs", (*known, *(OLD_KWARGS.keys() - own))), own)
         for key, value in found.items():
             if key in DEVICE_KWARGS and value.value is not None:
                 self.check_device(key, value)
@@ -271,6 +292,16 @@ class _RuleParser:
                 raise self.fail(f"{key} must be {_KWARG_TYPES[key][1]}, got {value.plain()!r}", value.line)
         return {key: value for key, value in found.items() if value.value is not None or key in own}
 
+    def renamed(self, found: dict[str, Item], own: frozenset[str]) -> dict[str, Item]:
+        """The keyword arguments under the names that they have today."""
+        out: dict[str, Item] = {}
+        for key, value in found.items():
+            name = key if key in own else OLD_KWARGS.get(key, key)
+            if name != key and name in found:
+                raise self.fail(f"{key} and {name} mean the same; leave one out", value.line)
+            out[name] = value
+        return out
+
     def check_device(self, key: str, item: Item) -> None:
         if not isinstance(item.value, str) or DEVICE_PATTERN.fullmatch(item.value) is None:
             hint = undriven_hardware(str(item.value))
@@ -281,7 +312,7 @@ class _RuleParser:
         if operator is None:
             raise self.fail(f"{key} needs an operator: with class default the module is kept as it is", item.line)
         name = item.value
-        if isinstance(name, str) and (name in operator.OPS or name == operator.__name__):
+        if isinstance(name, str) and (_op(name) in operator.OPS or name == operator.__name__):
             return
         hardware = undriven_hardware(str(name))
         if hardware is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,11 @@ __all__ = ["Service", "check_num_answers", "new_id", "service_of"]
 
 _MAX_VALUES = 1 << 19  # parsing and checking as many token ids takes some hundredths of a second
 _MAX_NODES = 1 << 16  # strings and objects are checked one by one: a tenth of a second
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_NAMES = 100
+"""Names of models that are not served, said in the log; whoever sends others all the time does not fill it."""
 
 _SAME_NAMES = (
     "temperature",
@@ -54,6 +60,8 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     workers: TextWorkers = field(default_factory=TextWorkers)
     _json_limits: JsonLimits | None = None
+    _logged: set[str] = field(default_factory=set)  # names of models, each said once
+    _has_said_most: bool = False
 
     @property
     def model(self) -> ModelInfo:
@@ -80,15 +88,38 @@ class Service:
         return self._json_limits
 
     def check_model(self, asked: str | None) -> str:
-        """The name for the answer. Raises ModelNotFoundError for a model that is not served here."""
+        """The name for the answer: the served one for a name that is not.
+
+        Raises ModelNotFoundError for such a name with --strict_model_name.
+        """
         names = self.model_names
-        if asked is None:
-            return names[0]
-        if asked not in names:
-            raise ModelNotFoundError(
-                f"the model {asked[:200]!r} is not served here, but {', '.join(names)} (see --model_name)"
-            )
-        return asked
+        if asked is None or asked in names:
+            return asked or names[0]
+        if self.config.is_strict_on_names:
+            raise self.not_served(asked)
+        if asked not in self._logged and len(self._logged) < MAX_LOGGED_NAMES:
+            self._logged.add(asked)
+            logger.warning("%s; answered all the same (--strict_model_name refuses it)", self.not_served(asked))
+        return names[0]
+
+    def not_served(self, asked: str) -> ModelNotFoundError:
+        """The error for a name that no model here has."""
+        names = ", ".join(self.model_names)
+        return ModelNotFoundError(f"the model {asked[:200]!r} is not served here, but {names} (see --model_name)")
+
+    def max_tokens(self, asked: int | None, default: int | None = None) -> int:
+        """Most tokens of an answer to a request that asks for so many, or None.
+
+        --max_new_tokens, where the operator gave it, bounds them all. default: of the route, else --max_new_tokens.
+        """
+        most = self.config.most_new_tokens
+        wanted = asked or default or self.config.max_new_tokens
+        if most is None or wanted <= most:
+            return wanted
+        if asked is not None and not self._has_said_most:
+            self._has_said_most = True
+            logger.info("a request asks for %d tokens; it gets --max_new_tokens %d, as others will", asked, most)
+        return most
 
     def params(self, fields: GenerationFields, max_tokens: int, **more: Any) -> SamplingParams:
         """Sampling as the request says, else as the operator does, else as the model's authors do. Seed is drawn."""

@@ -55,6 +55,15 @@ def _cased(digits: str, contraction: str) -> str:
     )
 
 
+def _kimi() -> str:
+    """That of o200k with words of Han on their own: `&&` is "and" in sets of characters."""
+    upper, lower = (f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+    return (
+        rf"[\p{{Han}}]+|{_LEAD}{upper}*{lower}+{_CONTRACTIONS}?|{_LEAD}{upper}+{lower}*{_CONTRACTIONS}?"
+        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+    )
+
+
 _ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _DEEPSEEK_V3_WORDS = (
     rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
@@ -106,6 +115,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         nfc=True,
     ),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _O200K),
+    "kimi-k2": PreTokenizer((_kimi(),), ignore_merges=True),
     "tekken": PreTokenizer((_cased(r"\p{N}", ""),), ignore_merges=True),
     "deepseek-llm": PreTokenizer(
         (

@@ -255,7 +255,9 @@ def _load_folder(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerFast
         if broken is not None:
             raise ConfigError(broken) from error
         why = reason_of(error)
-        if not (path / "tokenizer.json").is_file():
+        if "trust_remote_code" in str(error):
+            why = "it is Python code that comes with the model; --trust_remote_code runs it, for who trusts its author"
+        elif not (path / "tokenizer.json").is_file():
             why = "tokenizer.json is missing; copy it there from the original model"
         raise ConfigError(f"the tokenizer in {path} cannot be loaded: {why}") from error
     if not getattr(backend, "is_fast", False):
@@ -289,17 +291,25 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer in the folder `model_path`, else the one in a GGUF file's metadata, else one without vocabulary.
 
-    A folder's tokenizer without chat template takes the GGUF file's. Raises ConfigError or UnsupportedError.
+    A folder's tokenizer without chat template takes the GGUF file's, and one that cannot be loaded gives way to it.
+    Raises ConfigError or UnsupportedError.
     """
     metadata = gguf_metadata or {}
+    has_vocab = metadata.get("tokenizer.ggml.model", "no_vocab") not in ("no_vocab", "none")
     if model_path is not None and has_tokenizer_files(Path(model_path)):
-        backend = _load_folder(Path(model_path), trust_remote_code)
-        template = metadata.get("tokenizer.chat_template")
-        if backend.chat_template is None and isinstance(template, str):
-            _log.info("the tokenizer in %s has no chat template; using the GGUF file's", model_path)
-            backend.chat_template = template
-        return Tokenizer(backend)
-    if metadata.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
+        try:
+            backend = _load_folder(Path(model_path), trust_remote_code)
+        except (ConfigError, UnsupportedError) as error:
+            if not has_vocab:
+                raise
+            _log.warning("%s; using the GGUF file's", error)
+        else:
+            template = metadata.get("tokenizer.chat_template")
+            if backend.chat_template is None and isinstance(template, str):
+                _log.info("the tokenizer in %s has no chat template; using the GGUF file's", model_path)
+                backend.chat_template = template
+            return Tokenizer(backend)
+    if not has_vocab:
         _log.info("no tokenizer found: this model takes token ids only")
         return Tokenizer(None)
     vocab = read_gguf_vocab(metadata)

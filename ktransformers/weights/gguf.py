@@ -26,7 +26,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 
 from ktransformers.errors import FormatError
-from ktransformers.file_kinds import HEAD_BYTES, incomplete, list_folder, not_weights, size_of
+from ktransformers.file_kinds import HEAD_BYTES, incomplete, not_weights, size_of
 from ktransformers.kernels.quant import QuantType, RawTensor
 from ktransformers.weights.mapped_file import map_file
 
@@ -42,6 +42,7 @@ MAX_ALIGNMENT = 1 << 20
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS: dict[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+SUBFOLDERS = 2  # how far below a folder its GGUF files are looked for
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -284,7 +285,7 @@ class GGUFModel:
 
 
 def open_gguf(path: Path | str) -> GGUFModel:
-    """Open a GGUF file, one shard of a set, or a folder that holds exactly one model.
+    """Open a GGUF file, one shard of a set, or a folder that holds exactly one model, itself or in its subfolders.
 
     Shards ("-00001-of-00003.gguf") bring in their siblings. Raises FormatError when a file is damaged, a shard is
     missing or shards do not belong together, or a folder holds none or several models.
@@ -308,16 +309,24 @@ def open_gguf(path: Path | str) -> GGUFModel:
     return GGUFModel(_checked_shards([parse_file(p) for p in paths]))
 
 
+def gguf_files(folder: Path) -> list[Path]:
+    """The .gguf files in `folder`, else those in its subfolders, in order: quantizers' repositories have one for each
+    type of weights.
+    """
+    patterns = ["/".join(["*"] * depth + ["*.gguf"]) for depth in range(SUBFOLDERS + 1)]
+    found = ([path for path in folder.glob(pattern) if path.is_file()] for pattern in patterns)
+    return sorted(next((paths for paths in found if paths), []))
+
+
 def _only_model_in(folder: Path) -> Path:
-    candidates = [p for p in list_folder(folder) if p.suffix == ".gguf" and p.is_file()]
-    models: dict[tuple[str, str], Path] = {}
-    for path in candidates:
+    models: dict[tuple[Path, str, str], Path] = {}
+    for path in gguf_files(folder):
         match = _SHARD_NAME.fullmatch(path.name)
-        models.setdefault((match["stem"], match["count"]) if match else (path.name, ""), path)
+        models.setdefault((path.parent, match["stem"], match["count"]) if match else (path, "", ""), path)
     if not models:
         raise FormatError(f"{folder}: holds no .gguf file")
     if len(models) > 1:
-        names = ", ".join(path.name for path in list(models.values())[:5])
+        names = ", ".join(path.relative_to(folder).as_posix() for path in list(models.values())[:5])
         raise FormatError(f"{folder}: holds {len(models)} GGUF models ({names}); pass the path of one file")
     return next(iter(models.values()))
 

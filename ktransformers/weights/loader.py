@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from ktransformers.errors import ConfigError, FormatError
 from ktransformers.file_kinds import is_gguf, is_safetensors, list_folder, not_weights, read_head, without_weights
-from ktransformers.weights.gguf import open_gguf
+from ktransformers.weights.gguf import gguf_files, open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.safetensors import open_safetensors
 from ktransformers.weights.safetensors_source import SafetensorsSource
@@ -20,7 +20,7 @@ WeightFormat = Literal["gguf", "safetensors"]
 
 
 def weight_format(path: Path | str, prefer: WeightFormat | None = None) -> WeightFormat:
-    """Which format a file or folder holds; `prefer` decides for a folder that holds both.
+    """Which format a file or folder holds; `prefer` decides for a folder that holds both. GGUF may be in subfolders.
 
     Raises ConfigError when the path does not exist, FormatError when a file is of neither format, when a folder holds
     no weights, or both formats and nothing is preferred.
@@ -46,6 +46,8 @@ def weight_format(path: Path | str, prefer: WeightFormat | None = None) -> Weigh
         return "gguf"
     if ".safetensors" in suffixes:
         return "safetensors"
+    if gguf_files(path):
+        return "gguf"
     raise without_weights(path)
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import PretrainedConfig
@@ -24,6 +24,7 @@ from ktransformers.weights.experts import (
     load_matrices,
 )
 from ktransformers.weights.mapped_file import typed_view
+from ktransformers.weights.merged import MergedExperts, MergedTensors
 from ktransformers.weights.safetensors import SafetensorsModel
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 
@@ -59,6 +60,7 @@ class SafetensorsSource:
         self._tensors = model.tensors
         self._config = config.get_text_config()
         self._names = CheckpointNames(str(config.model_type), self._tensors)
+        self._merged = MergedTensors.of(model, self._config)
         block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
         self._block = (int(block[0]), int(block[1])) if block else (128, 128)
         self._log_fp8()
@@ -129,6 +131,9 @@ class SafetensorsSource:
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
         """Facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
+        merged = self._merged_experts(key, layout)
+        if merged is not None:
+            return _merged_info(key, merged, quantize_to)
         stored = self._expert_names(key, layout)
         if stored is None:
             return None
@@ -156,6 +161,11 @@ class SafetensorsSource:
         Raises TensorMismatchError when an expert is missing or has the wrong shape.
         """
         info = self.find_experts(key, layout, quantize_to)
+        merged = self._merged_experts(key, layout)
+        if self._merged is not None and merged is not None and info is not None:
+            parts = {part: self._merged.matrices(found) for part, found in merged.items()}
+            raw = {part: load_matrices(found, getattr(info, part).resident_type) for part, found in parts.items()}
+            return ExpertWeights(raw.get("gate"), raw["up"], raw["down"], None, None, None)
         stored = self._expert_names(key, layout)
         if info is None or stored is None:
             raise TensorMismatchError(f"the safetensors files hold no experts for {key!r}; are they of another model?")
@@ -172,6 +182,8 @@ class SafetensorsSource:
 
     def _origin(self, name: str) -> Origin | None:
         origin = self._names.find(name)
+        if origin is None and self._merged is not None:
+            origin = self._merged.find(name)
         if origin is None and name == "lm_head.weight" and getattr(self._config, "tie_word_embeddings", False):
             return self._names.find("model.embed_tokens.weight")
         return origin
@@ -290,6 +302,9 @@ class SafetensorsSource:
 
     # -- experts
 
+    def _merged_experts(self, key: str, layout: ExpertsLayout) -> dict[str, MergedExperts] | None:
+        return None if self._merged is None else self._merged.experts(key, layout)
+
     def _expert_names(self, key: str, layout: ExpertsLayout) -> dict[str, tuple[str, ...]] | None:
         """Stored names per projection: one per expert, or a single fused one. None when there are none at all."""
         parts = ("gate", "up", "down") if layout.has_gate else ("up", "down")
@@ -368,3 +383,13 @@ class SafetensorsSource:
             halves = (up[:, :inner], up[:, inner:]) if layout.is_concatenated else (up[:, 0::2], up[:, 1::2])
             out["gate"], out["up"] = halves[0].contiguous(), halves[1].contiguous()
         return out
+
+
+def _merged_info(key: str, merged: Mapping[str, MergedExperts], quantize_to: QuantType | None) -> ExpertsInfo:
+    """Facts about experts that are stored as GGML blocks."""
+    infos = {
+        part: expert_info(f"{key}.{part}", found.qtype.name, found.natural, found.shape, found.sources, quantize_to)
+        for part, found in merged.items()
+    }
+    used = tuple(name for found in merged.values() for name in found.sources)
+    return ExpertsInfo(infos.get("gate"), infos["up"], infos["down"], used, sum(i.nbytes for i in infos.values()))

@@ -362,3 +362,9 @@ def test_architectures_may_agree_only(tmp_path: Path) -> None:
         else:
             assert engine_config(args).model_path == tmp_path
     assert engine_config(parse("serve", "--architectures", "Other")).model_path is None
+
+
+def test_prefix_cache_of_every_command_that_generates() -> None:
+    for parser in (server_parser(), local_chat_parser()):
+        assert engine_config(parser.parse_args(["--no_prefix_cache"])).prefix_cache is False
+        assert engine_config(parser.parse_args([])).prefix_cache is True

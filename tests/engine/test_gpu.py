@@ -19,6 +19,7 @@ from ktransformers.engine.builder import Engine, build_engine, build_paged_engin
 from ktransformers.errors import CapacityError, ConfigError, RuleError, UnsupportedError
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import RULES_DIR
+from ktransformers.operators.rope import KRotaryEmbedding
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from tests.models.test_gguf_models import dequantized
 from tests.support.fake_gpus import FakeGraphs, fake_hardware
@@ -348,6 +349,46 @@ def test_layers_are_spread_over_gpus_where_that_helps(tmp_path: Path, caplog: py
     # A rule file of the user's says itself where layers go.
     rules = replace(config, optimize_config_path=RULES_DIR / RULES["qwen3_moe"])
     assert {home.device for home in plan_model(rules, hardware=small).homes} == {"cuda:0"}
+
+
+def test_upstreams_files_for_several_gpus_spread_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_gguf(tiny_model("deepseek_v3", seed=1, layers=4), tmp_path / "m.gguf", QuantType.Q8_0, QuantType.Q8_0)
+    rules = Path("ktransformers/optimize/optimize_rules/DeepSeek-V3-Chat-multi-gpu-8.yaml")
+    config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1, optimize_config_path=rules)
+    with caplog.at_level(logging.INFO):
+        plan = plan_model(config, hardware=fake_hardware(2))
+    assert [home.device for home in plan.homes] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert "spread over the GPUs" in caplog.text
+    one = plan_model(config, hardware=fake_hardware(1))
+    assert {home.device for home in one.homes} == {"cuda:0"}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v2"])
+def test_rotary_tables_on_a_gpu_are_planned(model_type: str, tmp_path: Path) -> None:
+    """They are filled for the longest sequence before the first step."""
+    path = write_gguf(tiny_model(model_type, seed=1), tmp_path / "m.gguf")
+    engine = gpu_engine(path)
+    rotary = [op for op in engine.plan.operators.values() if isinstance(op, KRotaryEmbedding)]
+    tables = [part for operator in rotary for part in operator._table]
+    held = sum(part.numel() * part.element_size() for part in tables)
+    planned = engine.plan.extra_bytes["rope table"]["cuda:0"]
+    assert held <= planned <= 2 * held
+    on_cpu = plan_model(EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1), hardware=fake_hardware(0))
+    assert "rope table" not in on_cpu.extra_bytes
+
+
+def test_a_rule_file_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """However many layers it is for, and however often the model is planned."""
+    path = write_gguf(tiny_model("qwen3_moe", seed=1, layers=4), tmp_path / "m.gguf", QuantType.Q8_0, QuantType.Q8_0)
+    rules = tmp_path / "optimize_rules" / "Qwen3Moe-multi-gpu.yaml"
+    rules.parent.mkdir()
+    text = (RULES_DIR / "Qwen3Moe-ktransformers.yaml").read_text()
+    rules.write_text(text.replace("generate_op: KExpertsCPU", "generate_op: KExpertsCPU\n      backend: AMXInt8"))
+    assert "AMXInt8" in rules.read_text()
+    config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1, optimize_config_path=rules, spread_layers=True)
+    with caplog.at_level(logging.INFO):
+        plan_model(config, hardware=fake_hardware(2))
+    assert caplog.text.count("backend has no effect on KTransformersExperts") == 1
 
 
 def test_a_dense_model_that_one_gpu_cannot_hold_is_spread(tmp_path: Path) -> None:

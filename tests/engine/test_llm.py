@@ -65,6 +65,14 @@ def facts(output: RequestOutput) -> tuple[object, ...]:
     )
 
 
+def test_without_a_prefix_cache_every_prompt_is_computed_whole() -> None:
+    with LLM(DEMO, cpu_infer=1, cache_lens=256, page_size=8, enable_prefix_caching=False) as llm:
+        prompt = list(range(3, 40))
+        answers = [llm.generate([prompt], replace(GREEDY, max_tokens=2))[0] for _ in range(2)]
+    assert [answer.stats.cached_len for answer in answers] == [0, 0]
+    assert answers[0].token_ids == answers[1].token_ids
+
+
 def mixed_cases(count: int, longest: int = 120) -> list[Case]:
     rng = random.Random(11)
     shared = [rng.randrange(1000) for _ in range(50)]

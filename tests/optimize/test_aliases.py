@@ -27,20 +27,28 @@ from ktransformers.optimize.aliases import (
 
 OPERATORS: dict[type[Operator], str] = {
     # Copied from the table of names that existing rule files use; the prefix is ktransformers.operators.
-    KTransformersLinear: "linear.KTransformersLinear",
-    KTransformersExperts: "experts.KTransformersExperts experts.KTransformersExpertsV2 experts.KGlm4Experts",
+    KTransformersLinear: "linear.KTransformersLinear linear.KTransformerLinear",
+    KTransformersExperts: "experts.KTransformersExperts experts.KTransformersExpertsV2 experts.KGlm4Experts "
+    "experts.KTransformersMLPExpert",
     KMoEBlock: "experts.KDeepseekV2MoE experts.KDeepseekV3MoE experts.KDeepseekV3MoEV2 experts.KQwen2MoeSparseMoeBlock "
     "experts.KQwen2MoeSparseMoeBlockV2 experts.KQwen3MoeSparseMoeBlock experts.KQwen3MoeSparseMoeBlockV2 "
-    "experts.KMistralSparseMoEBlock experts.KGlm4MoeMoE",
+    "experts.KMistralSparseMoEBlock experts.KGlm4MoeMoE experts.KHunyuanMoE "
+    # of the first releases
+    "experts.KMisrtalSparseMoEBlock experts.DeepseekV2MoEInjected experts.Qwen2MoeSparseMoeBlockInjected",
     KMoEGate: "gate.KMoEGate gate.KMoEGateQwen2Moe",
-    KMLAAttention: "attention.KDeepseekV2Attention balance_serve_attention.flashinfer_attn",
+    KMLAAttention: "attention.KDeepseekV2Attention attention.DeepseekV2AttentionInjected "
+    "balance_serve_attention.flashinfer_attn",
     KAttention: "attention.KLlamaAttention balance_serve_attention.KQwen2MoeAttention "
-    "balance_serve_attention.KQwen3MoeAttention balance_serve_attention.KGlm4MoeAttention",
-    KModel: "models.KDeepseekV2Model models.KQwen2MoeModel models.KQwen3MoeModel",
+    "balance_serve_attention.KQwen3MoeAttention balance_serve_attention.KGlm4MoeAttention "
+    "attention.KHunYuanAttention balance_serve_attention.KHunYuanAttention",
+    KModel: "models.KDeepseekV2Model models.KQwen2MoeModel models.KQwen3MoeModel models.KHunyuanModel "
+    "layer_wise_prefill.DeepseekV2ModelPerLayerPrefill layer_wise_prefill.Qwen2MoeModelPerLayerPrefill "
+    "layer_wise_prefill.KQwen2MoeModel",
     KRotaryEmbedding: "RoPE.RotaryEmbedding RoPE.RotaryEmbeddingV2 RoPE.RotaryEmbeddingV3 RoPE.YarnRotaryEmbedding "
-    "RoPE.YarnRotaryEmbeddingV3 RoPE.KQwen3MoeRotaryEmbedding",
-    KRMSNorm: "layernorm.RMSNorm layernorm.KQwen2MoeRMSNorm layernorm.KQwen3MoeRMSNorm layernorm.KGlm4MoeRMSNorm",
-    KMLP: "mlp.kDeepseekV3MLP mlp.KQwen2MoeMLP mlp.KGlm4MoeMLP",
+    "RoPE.YarnRotaryEmbeddingV3 RoPE.KQwen3MoeRotaryEmbedding RoPE.KHunYuanRotaryEmbedding",
+    KRMSNorm: "layernorm.RMSNorm layernorm.KQwen2MoeRMSNorm layernorm.KQwen3MoeRMSNorm layernorm.KGlm4MoeRMSNorm "
+    "layernorm.KHunYuanRMSNorm",
+    KMLP: "mlp.kDeepseekV3MLP mlp.KQwen2MoeMLP mlp.KGlm4MoeMLP mlp.KHunYuanMLP",
 }
 
 MODELS = {
@@ -67,6 +75,11 @@ MODELS = {
     "modeling_mixtral.MixtralSparseMoeBlock": "MixtralSparseMoeBlock",
     "modeling_glm4_moe.Glm4MoeMoE": "Glm4MoeMoE",
     "modeling_glm4_moe.Glm4MoeRMSNorm": "Glm4MoeRMSNorm",
+    "modeling_hunyuan.HunYuanMoE": "HunYuanMoEV1Moe",
+    "modeling_hunyuan.HunYuanMLP": "HunYuanMoEV1MLP",
+    "modeling_hunyuan.HunYuanRMSNorm": "HunYuanMoEV1RMSNorm",
+    "modeling_hunyuan.HunYuanAttention": "HunYuanMoEV1Attention",
+    "modeling_hunyuan.HunYuanDynamicNTKAlphaRotaryEmbedding": "HunYuanMoEV1RotaryEmbedding",
     "modeling_llama.LlamaRotaryEmbedding": "LlamaRotaryEmbedding",
     "modeling_llama.LlamaRMSNorm": "LlamaRMSNorm",
 }
@@ -124,7 +137,7 @@ def test_no_match_class(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("ktransformers.operators.linear.KTransformerLinear", "ktransformers.operators.linear.KTransformersLinear"),
+        ("ktransformers.operators.linear.KTransformersLiner", "ktransformers.operators.linear.KTransformersLinear"),
         ("ktransformers.operators.moe.KTransformersExperts", "ktransformers.operators.experts.KTransformersExperts"),
         ("ktransformers.operator.gate.KMoEGate", "ktransformers.operators.gate.KMoEGate"),
     ],
@@ -148,6 +161,7 @@ def test_user_operators() -> None:
     [
         ("ktransformers.operators.ascend.ascend_experts.KExpertsNPU", "Ascend"),
         ("ktransformers.operators.linear.KLinearIPEXLLM", "IPEX"),
+        ("ktransformers.operators.linear.KLinearXPU", "XPU"),
     ],
 )
 def test_other_hardware_is_named(name: str, hardware: str) -> None:

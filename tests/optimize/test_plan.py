@@ -157,6 +157,31 @@ def test_experts_need_an_operator() -> None:
         plan_with(meta_model("qwen3_moe"), "[]")
 
 
+HIDDEN_EXPERTS = r"""
+- match: {name: '^model\.norm$'}
+  replace: {class: default}
+- match: {name: '^model\.layers\.\d+\.mlp'}
+  replace: {class: default}
+  recursive: %s
+- match: {name: 'mlp\.experts$'}
+  replace: {class: tests.optimize.fakes.FakeExperts}
+"""
+
+
+@pytest.mark.parametrize("recursive", ["true", "false"])
+def test_the_rule_that_hides_the_experts_rule_is_named(recursive: str) -> None:
+    with pytest.raises(
+        RuleError,
+        match=r"(?s):4 \(rule 2\).*keeps the routed experts model\.layers\.0\.mlp\.experts.*hides rule 3 \(line 7\)",
+    ):
+        plan_with(meta_model("qwen3_moe"), HIDDEN_EXPERTS % recursive)
+
+
+def test_a_rule_that_keeps_experts_is_named() -> None:
+    with pytest.raises(RuleError, match=r":1 \(rule 1\).*keeps the routed experts .*KTransformersExperts"):
+        plan_with(meta_model("qwen3_moe"), "- {match: {name: experts}, replace: {class: default}}")
+
+
 def test_the_root_stays() -> None:
     with pytest.raises(RuleError, match="matches the whole model"):
         plan_with(meta_model("llama"), f"- match: {{name: '^$'}}\n  replace: {LINEAR}\n")

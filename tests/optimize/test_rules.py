@@ -118,6 +118,8 @@ GOOD = "- match: {name: a}\n  replace: {class: default}\n"
         (with_kwargs("prefil_device: cpu"), 6, 1, "did you mean prefill_device?"),
         (with_kwargs("generate_device: gpu"), 6, 1, "generate_device must be cpu, cuda or cuda:N, got 'gpu'"),
         (with_kwargs("generate_device: 'npu:0'"), 6, 1, "Ascend"),
+        (with_kwargs("generate_device: xpu"), 6, 1, "Intel XPUs: hardware that ktransformers does not drive"),
+        (with_kwargs("prefill_device: 'xpu:1'"), 6, 1, "Intel XPUs: hardware that ktransformers does not drive"),
         (with_kwargs("out_device: [cpu]"), 6, 1, "out_device must be"),
         (with_kwargs("generate_op: FastOpp"), 6, 1, "has no op 'FastOpp'; did you mean FastOp?"),
         (with_kwargs("generate_op: KLinearIPEXLLM"), 6, 1, "IPEX, hardware that ktransformers does not drive"),
@@ -129,7 +131,7 @@ GOOD = "- match: {name: a}\n  replace: {class: default}\n"
         (with_kwargs("transfer_map: {1: gpu}"), 6, 1, "transfer_map must be cpu, cuda or cuda:N"),
         (with_kwargs("transfer_map: cpu"), 6, 1, "transfer_map must map layer numbers"),
         (with_kwargs("act_order: 3"), 6, 1, "act_order must be true or false"),
-        (with_kwargs("backend: AMX"), 6, 1, "backend must be llamafile, AMXBF16 or AMXInt8"),
+        (with_kwargs("backend: AMX"), 6, 1, "backend must be llamafile, AMXBF16, AMXInt8 or AMXInt4"),
         (with_kwargs("bits: 4\n      bits: 5"), 7, 1, "stands here twice"),
     ],
 )
@@ -147,6 +149,75 @@ def test_known_kwargs_without_effect_are_reported_once(caplog: pytest.LogCapture
     assert len([r for r in caplog.records if "act_order has no effect on FakeLinear" in r.getMessage()]) == 1
     assert len([r for r in caplog.records if "group_size has no effect on FakeLinear" in r.getMessage()]) == 1
     assert len(caplog.records) == 2
+
+
+FIRST_RELEASE = """
+- match:
+    name: "^model\\\\.layers\\\\..*$"
+    class: torch.nn.Linear
+  replace:
+    class: ktransformers.operators.linear.KTransformerLinear
+    device: "cpu"
+    kwargs:
+      generate_device: "cuda"
+      generate_linear_type: "QuantizedLinearMarlin"
+      prefill_linear_type: "QuantizedLinearTorch"
+- match:
+    name: "^model\\\\.layers\\\\..*\\\\.mlp\\\\.experts$"
+  replace:
+    class: ktransformers.operators.experts.KTransformersMLPExpert
+    device: "cpu"
+    kwargs:
+      prefill_mlp_type: "MLPExpertsTorch"
+      generate_mlp_type: "MLPCPUExperts"
+  recursive: False
+"""
+
+
+def test_words_of_the_first_release(caplog: pytest.LogCaptureFixture) -> None:
+    """As in upstream's first README and rule files."""
+    with caplog.at_level(logging.INFO):
+        linear, experts = parse_rules(FIRST_RELEASE, "old.yaml").rules
+    assert linear.operator is not None
+    assert linear.operator.__name__ == "KTransformersLinear"
+    assert linear.ops == {"generate_op": "KLinearMarlin", "prefill_op": "KLinearTorch"}
+    assert linear.devices == {"generate_device": "cuda"}
+    assert experts.operator is not None
+    assert experts.operator.__name__ == "KTransformersExperts"
+    assert experts.ops == {"generate_op": "KExpertsCPU", "prefill_op": "KExpertsTorch"}
+    (record,) = caplog.records
+    assert "old.yaml: replace.device has no effect" in record.getMessage()
+
+
+def test_both_spellings_of_a_kwarg_are_one_too_many() -> None:
+    text = with_kwargs("{generate_op: FastOp, generate_linear_type: FastOp}")
+    with pytest.raises(RuleError, match="generate_linear_type and generate_op mean the same"):
+        parse_rules(text, "f.yaml")
+
+
+OPERATORS = "ktransformers.operators."
+
+
+@pytest.mark.parametrize(
+    ("operator", "kwargs", "said"),
+    [
+        ("experts.KTransformersExpertsV2", "backend: AMXInt8", "backend has no effect on KTransformersExperts"),
+        ("experts.KTransformersExpertsV2", "backend: AMXInt4", "backend has no effect on KTransformersExperts"),
+        ("experts.KTransformersExpertsV2", "n_deferred_experts: [6, 8]", "n_deferred_experts has no effect on"),
+        ("experts.KTransformersExpertsV2", "n_deferred_experts: 6", "n_deferred_experts has no effect on"),
+        ("attention.KLlamaAttention", "chunck_size: 1000", "chunck_size has no effect on KAttention"),
+        ("attention.KLlamaAttention", "absorb_for_prefill: true", "absorb_for_prefill has no effect on KAttention"),
+        ("attention.KDeepseekV2Attention", "chunck_size: 1000", "chunck_size has no effect on KMLAAttention"),
+    ],
+)
+def test_what_is_accepted_and_changes_nothing_is_said(
+    operator: str, kwargs: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        rules = parse_rules(with_kwargs(kwargs, OPERATORS + operator) * 2, "f.yaml").rules
+    assert [rule.kwargs for rule in rules] == [{}, {}]
+    (record,) = caplog.records
+    assert f"f.yaml: {said}" in record.getMessage()
 
 
 def test_load_rules_names_the_file(tmp_path: Path) -> None:

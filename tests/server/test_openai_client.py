@@ -238,7 +238,7 @@ def test_echo_scores_the_prompt(client: openai.OpenAI, llm: LLM) -> None:
 
 def test_errors_have_openais_shape(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
-        chat(client, model="gpt-4")
+        client.models.retrieve("gpt-4")
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as long:
         chat(client, messages=[{"role": "user", "content": "word " * 3000}])

@@ -15,6 +15,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.llm import LLM
 from ktransformers.engine.reference import ReferenceRunner, build_reference_engine
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.shipped_rules import RULES_DIR
 from tests.server.conftest import DEMO
 from tests.support.demo import DEMO_CHECKPOINT
 from tests.support.gguf_writer import write_gguf
@@ -101,8 +102,13 @@ def test_flags_that_it_cannot_honour_are_refused() -> None:
         build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, cpu_quant="q4_k"))
     with pytest.raises(UnsupportedError, match="--cpu_prefill"):
         build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, cpu_prefill="bf16"))
-    with pytest.raises(UnsupportedError, match="--optimize_config_path"):
-        build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, optimize_config_path=Path("x.yaml")))
+
+
+def test_rules_have_no_effect_on_it(caplog: pytest.LogCaptureFixture) -> None:
+    """As other flags that it has no use for: a script that names them all for every backend starts."""
+    rules = RULES_DIR / "Qwen3Moe-serve.yaml"
+    build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, optimize_config_path=rules, cache_lens=64))
+    assert caplog.text.count("--optimize_config_path has no effect") == 1
 
 
 def test_both_backends_give_the_same_greedy_answers_over_http(llm: LLM) -> None:

@@ -36,6 +36,23 @@ DEEPSEEK_V3 = [
 ]
 
 
+# As in the tokenizer's own tokenization_kimi.py; && is "and": words of Han end where other letters begin.
+KIMI_K2 = "|".join(
+    [
+        r"""[\p{Han}]+""",
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"""
+        r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"""
+        r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+        r"""\p{N}{1,3}""",
+        r""" ?[^\s\p{L}\p{N}]+[\r\n]*""",
+        r"""\s*[\r\n]+""",
+        r"""\s+(?!\S)""",
+        r"""\s+""",
+    ]
+)
+
+
 def split_sequence(patterns: list[str]) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns])
 
@@ -45,6 +62,7 @@ ORACLES = {
     "llama-bpe": (split_sequence([LLAMA3]), False, True),
     "glm4": (split_sequence([LLAMA3]), False, False),
     "deepseek-v3": (split_sequence(DEEPSEEK_V3), False, False),
+    "kimi-k2": (split_sequence([KIMI_K2]), False, True),
     "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True), False, False),
     "starcoder": (
         pre_tokenizers.Sequence(
@@ -258,5 +276,5 @@ def test_no_vocabulary() -> None:
 
 
 def test_unknown_pre_tokenizer_lists_the_known() -> None:
-    with pytest.raises(UnsupportedError, match=r"'kimi'.*qwen2.*--model_path"):
-        find_pre_tokenizer("kimi")
+    with pytest.raises(UnsupportedError, match=r"'moonlight'.*qwen2.*--model_path"):
+        find_pre_tokenizer("moonlight")

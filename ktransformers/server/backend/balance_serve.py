@@ -238,4 +238,5 @@ def _model_info(described: ModelDescription, facts: EngineFacts) -> ModelInfo:
         default_params=default_sampling_params(described.generation_defaults, None),
         architecture=described.architecture,
         description=f"{described.description}; {total_len} tokens of cache for all requests",
+        is_models_limit=facts.max_model_len is not None and facts.max_model_len < total_len,
     )

@@ -28,8 +28,9 @@ Progress = Callable[[int, int, str], None]
 class ModelInfo:
     """What is known of a loaded model. Lengths in tokens.
 
-    max_len: most tokens of one request, prompt and answer together. default_params: what a request that names no
-    sampling parameters gets, max_tokens excepted. architecture: the class name in the model's config.json, if any.
+    max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
+    default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
+    name in the model's config.json, if any.
     """
 
     tokenizer: Tokenizer
@@ -39,6 +40,7 @@ class ModelInfo:
     default_params: SamplingParams
     architecture: str | None
     description: str
+    is_models_limit: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ def check_request(model: ModelInfo, request: GenerationRequest) -> None:
         max_len=model.max_len,
         vocab_size=model.vocab_size,
         has_vocabulary=model.tokenizer.has_vocabulary,
-        limit="the server takes",
-        remedy="shorten the prompt, or start the server with a larger --cache_lens",
+        limit="the model takes at most" if model.is_models_limit else "the server takes",
+        remedy="shorten the prompt"
+        + ("" if model.is_models_limit else ", or start the server with a larger --cache_lens"),
     )

@@ -32,6 +32,7 @@ class KTransformersBackend(SingleBackend):
             chunk_size=engine.config.chunk_size,
             eos_token_ids=engine.eos_token_ids,
             tokenizer=engine.tokenizer,
+            has_prefix_cache=engine.config.prefix_cache,
         )
         architectures = getattr(engine.hf_config, "architectures", None) or [None]
         model = ModelInfo(
@@ -42,5 +43,6 @@ class KTransformersBackend(SingleBackend):
             default_params=default_sampling_params(engine.generation_defaults, None),
             architecture=architectures[0],
             description=engine.description,
+            is_models_limit=session.is_models_limit,
         )
         return Loaded(model, session, engine.close)

@@ -35,5 +35,6 @@ class TransformersBackend(SingleBackend):
             default_params=default_sampling_params(engine.generation_defaults, None),
             architecture=architectures[0],
             description=engine.description,
+            is_models_limit=engine.runner.is_models_limit,
         )
         return Loaded(model, engine.session(), lambda: None)

@@ -132,7 +132,7 @@ def _prepare(service: Service, body: ChatRequest) -> _Job:
         force_think=service.config.force_think,
         max_len=model.max_len,
     )
-    max_tokens = body.max_completion_tokens or body.max_tokens or service.config.max_new_tokens
+    max_tokens = service.max_tokens(body.max_completion_tokens or body.max_tokens)
     params = service.params(body, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     request_id = new_id("chatcmpl")
     requests = service.requests(request_id, body, [prompt_ids], params)

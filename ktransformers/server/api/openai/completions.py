@@ -166,7 +166,7 @@ def _prepare(service: Service, body: CompletionRequest) -> _Job:
         raise ConfigError("logprobs name tokens by their text, and this model's files hold no vocabulary")
     prompts = _prompts(tokenizer, body.prompt, service.model.max_len)
     is_prompt_only = body.max_tokens == 0
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+    max_tokens = service.max_tokens(None if body.max_tokens is None else max(body.max_tokens, 1), DEFAULT_MAX_TOKENS)
     params = service.params(
         body, max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None
     )

@@ -1,4 +1,4 @@
-"""GET /v1/models: the names that requests may use."""
+"""GET /v1/models: the names that requests may use. 503 while the model loads: scripts wait here for it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ router = APIRouter()
 
 
 def _describe(service: Service, name: str) -> dict[str, Any]:
-    described: dict[str, Any] = {
+    return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "ktransformers",
         "root": service.model_names[0],
+        "max_model_len": service.model.max_len,
     }
-    if service.backend.is_ready:
-        described["max_model_len"] = service.backend.model.max_len
-    return described
 
 
 @router.get("/v1/models")
@@ -39,4 +37,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(name: str, request: Request) -> Response:
     """One name."""
     service = service_of(request)
-    return ApiResponse(_describe(service, service.check_model(name)))
+    described = _describe(service, name)
+    if name not in service.model_names:
+        raise service.not_served(name)
+    return ApiResponse(described)

@@ -1,0 +1,57 @@
+"""The rule files that are shipped, and which of them a name of upstream's means. Knows names, not what is in a file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["RULES_DIR", "ShippedRules", "find_shipped_rules", "shipped_names"]
+
+RULES_DIR = Path(__file__).resolve().parent / "optimize" / "optimize_rules"
+
+_FAMILIES = (
+    # beginning of upstream's names: our file, and the one for many requests at once
+    ("DeepSeek-V2-Lite-Chat", "DeepSeek-V2-Lite-Chat.yaml", None),
+    ("DeepSeek-V2-Chat", "DeepSeek-V2-Chat.yaml", None),
+    ("DeepSeek-V3-Chat", "DeepSeek-V3-Chat.yaml", "DeepSeek-V3-Chat-serve.yaml"),
+    ("Moonlight-16B-A3B", "DeepSeek-V3-Chat.yaml", "DeepSeek-V3-Chat-serve.yaml"),
+    ("Glm4Moe", "Glm4Moe.yaml", None),
+    ("Hunyuan", "Hunyuan-A13B.yaml", None),
+    ("Mixtral", "Mixtral.yaml", None),
+    ("Qwen2-57B-A14B-Instruct", "Qwen2-57B-A14B-Instruct.yaml", "Qwen2-serve.yaml"),
+    ("Qwen2", "Qwen2-57B-A14B-Instruct.yaml", "Qwen2-serve.yaml"),
+    ("Qwen3-30B-A3B", "Qwen3Moe-ktransformers.yaml", "Qwen3Moe-serve.yaml"),
+    ("Qwen3-Chat", "Qwen3Moe-ktransformers.yaml", "Qwen3Moe-serve.yaml"),
+    ("Qwen3Moe", "Qwen3Moe-ktransformers.yaml", "Qwen3Moe-serve.yaml"),
+)
+# Hardware, kernels and types of weights: what upstream has files of their own for, and an operator here finds out.
+_VARIANT = r"(?:-(?:multi-gpu(?:-\d+)?|gpu-cpu|marlin|fp8-linear-ggml-experts|amx|defer|serve|dcu|xpu|npu|300IA2))*"
+
+
+@dataclass(frozen=True, slots=True)
+class ShippedRules:
+    """A shipped file. is_spread: the name asked for is one for several GPUs."""
+
+    path: Path
+    is_spread: bool
+
+
+def shipped_names() -> list[str]:
+    """The names of all files, in order."""
+    return sorted(path.name for path in RULES_DIR.glob("*.yaml"))
+
+
+def find_shipped_rules(path: Path) -> ShippedRules | None:
+    """The file that `path`, which does not exist, means: it has a shipped or an upstream file's name, and no folder or
+    one called optimize_rules. None when it means none.
+    """
+    if path.suffix != ".yaml" or (len(path.parts) > 1 and RULES_DIR.name not in path.parts):
+        return None
+    if (RULES_DIR / path.name).is_file():
+        return ShippedRules(RULES_DIR / path.name, False)
+    for start, single, serving in _FAMILIES:
+        if re.fullmatch(start + _VARIANT, path.stem, re.IGNORECASE):
+            name = serving if serving is not None and "-serve" in path.stem else single
+            return ShippedRules(RULES_DIR / name, "-multi-gpu" in path.stem)
+    return None

@@ -1,0 +1,172 @@
+"""What scripts written for upstream ask a server for, on a server that runs in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import runpy
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ktransformers.cli.serve import _server_config, server_parser
+from ktransformers.config import EngineConfig
+from ktransformers.server.app import create_app
+from ktransformers.server.backend.ktransformers import KTransformersBackend
+from ktransformers.server.config import ServerConfig
+from tests.server.conftest import DEMO
+
+CHAT = "/v1/chat/completions"
+# The curl of upstream's guides.
+CURL = {
+    "messages": [{"role": "user", "content": "hello"}],
+    "model": "DeepSeek-R1",
+    "temperature": 0.3,
+    "top_p": 1.0,
+    "stream": True,
+}
+LONG = {"messages": [{"role": "user", "content": "Count from 1 to 12."}], "temperature": 0, "ignore_eos": True}
+
+
+@asynccontextmanager
+async def client_of(
+    config: ServerConfig, *, is_loaded: bool = True, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, KTransformersBackend]]:
+    made = KTransformersBackend(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=1024, **settings))
+    transport = httpx.ASGITransport(create_app(made, config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        try:
+            if is_loaded:
+                await made.start()
+            yield client, made
+        finally:
+            await made.close()
+
+
+def run(test: Callable[[httpx.AsyncClient], Awaitable[None]], config: ServerConfig, **more: Any) -> None:
+    async def main() -> None:
+        async with client_of(config, **more) as (client, _):
+            await test(client)
+
+    asyncio.run(main())
+
+
+def config_of(*flags: str) -> ServerConfig:
+    """What `serve` makes of flags."""
+    args = server_parser().parse_args(["--gguf_path", str(DEMO), *flags])
+    return _server_config(args, EngineConfig(gguf_path=DEMO))
+
+
+def test_a_request_for_any_model_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        for _ in range(2):
+            answer = await client.post(CHAT, json=CURL | {"max_tokens": 3})
+            assert answer.status_code == 200
+            first = json.loads(answer.text.split("\n", 1)[0].removeprefix("data: "))
+            assert first["model"] == "demo"
+        assert (await client.post(CHAT, json=CURL | {"model": "gpt-4", "max_tokens": 1})).status_code == 200
+        assert (await client.post("/tokenize", json={"model": "x" * 5000, "prompt": "a"})).status_code == 200
+        assert (await client.get("/v1/models/DeepSeek-R1")).status_code == 404  # this asks what is there
+
+    with caplog.at_level(logging.INFO):
+        run(test, ServerConfig(model_names=("demo",)))
+    said = [record.getMessage() for record in caplog.records if "is not served here" in record.getMessage()]
+    assert [("DeepSeek-R1" in line, "gpt-4" in line) for line in said] == [(True, False), (False, True), (False, False)]
+    assert all("--strict_model_name" in line and len(line) < 500 for line in said)
+
+
+def test_names_in_the_log_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        for number in range(300):
+            answer = await client.post("/tokenize", json={"model": f"m{number}", "prompt": "a"})
+            assert answer.status_code == 200
+
+    with caplog.at_level(logging.WARNING):
+        run(test, ServerConfig(model_names=("demo",)))
+    assert sum("is not served here" in record.getMessage() for record in caplog.records) <= 101
+
+
+def test_strict_model_name() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        answer = await client.post(CHAT, json=CURL)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert (await client.post(CHAT, json=CURL | {"model": "demo", "max_tokens": 1})).status_code == 200
+
+    config = config_of("--model_name", "demo", "--strict_model_name")
+    assert config.is_strict_on_names
+    assert not config_of().is_strict_on_names
+    run(test, config)
+
+
+def test_max_new_tokens_is_the_most_of_any_request(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        for body in ({"max_tokens": 100}, {"max_completion_tokens": 50}, {}):
+            answer = (await client.post(CHAT, json=LONG | body)).json()
+            assert answer["usage"]["completion_tokens"] == 7
+            assert answer["choices"][0]["finish_reason"] == "length"
+        for body in ({"max_tokens": 100}, {}):
+            prompt = {"prompt": "Hi", "temperature": 0, "ignore_eos": True}
+            answer = (await client.post("/v1/completions", json=prompt | body)).json()
+            assert answer["usage"]["completion_tokens"] == 7
+            assert answer["choices"][0]["finish_reason"] == "length"
+        few = (await client.post(CHAT, json=LONG | {"max_tokens": 3})).json()
+        assert few["usage"]["completion_tokens"] == 3
+
+    with caplog.at_level(logging.INFO):
+        run(test, config_of("--max_new_tokens", "7"))
+    said = [record.getMessage() for record in caplog.records if "--max_new_tokens" in record.getMessage()]
+    assert len(said) == 1
+    assert "100" in said[0]
+
+
+def test_without_the_flag_requests_say_how_many() -> None:
+    config = config_of()
+    assert (config.max_new_tokens, config.most_new_tokens) == (1000, None)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        answer = (await client.post(CHAT, json=LONG | {"max_tokens": 9})).json()
+        assert answer["usage"]["completion_tokens"] == 9
+
+    run(test, ServerConfig(model_names=("demo",), max_new_tokens=5))
+
+
+def test_models_are_listed_when_they_can_be_used() -> None:
+    """Scripts wait for /v1/models before they send their first request."""
+
+    async def test() -> None:
+        async with client_of(ServerConfig(model_names=("demo",)), is_loaded=False) as (client, backend):
+            for path in ("/v1/models", "/v1/models/demo", "/v1/models/other"):
+                answer = await client.get(path)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+            await backend.start()
+            listed = (await client.get("/v1/models")).json()["data"]
+            assert [model["id"] for model in listed] == ["demo", "Qwen3MoeForCausalLM"]
+            assert listed[0]["max_model_len"] == 1024
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+def test_prefix_cache_of_the_single_backend(has_prefix_cache: bool) -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        cached = []
+        for _ in range(2):
+            answer = (await client.post(CHAT, json=LONG | {"max_tokens": 4})).json()
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached[0] == 0
+        assert (cached[1] > 0) is has_prefix_cache
+
+    run(test, ServerConfig(model_names=("demo",)), prefix_cache=has_prefix_cache)
+
+
+def test_prompts_of_the_speed_script_differ_per_run() -> None:
+    """A server that keeps what it computed would else find the prompts of the run before."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "test_speed.py"))
+    drawn = {script["parse"]([]).seed for _ in range(3)}
+    assert len(drawn) == 3
+    assert script["parse"](["--seed", "7"]).seed == 7
