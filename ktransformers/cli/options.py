@@ -74,6 +74,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "but slower (%(default)s)",
     )
     group.add_argument("--architectures", metavar="CLASS", help="not needed: checked against the model's config.json")
+    add_toggle(
+        group,
+        "self_check",
+        default=config.self_check,
+        help="compare a model of a family that no test covers with transformers while loading (on)",
+    )
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
 
 

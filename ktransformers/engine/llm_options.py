@@ -42,6 +42,7 @@ class EngineOptions(TypedDict, total=False):
     use_cuda: bool | None
     use_cuda_graph: bool | None
     attention_backend: str
+    self_check: bool
     strict: bool
     trust_remote_code: bool
     max_batch_size: int
