@@ -107,7 +107,7 @@ class EngineConfig:
     use_cuda: whether modules that rules place on cuda go to a GPU; None where there is one.
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed; None where they are on one.
     attention_backend: kernels of attention on GPUs; "auto" is FlashInfer where it is installed and can, else Triton.
-    self_check: whether a model of a family that no test covers is compared with transformers' modules once it is loaded.
+    self_check: whether a model of a family that no test covers is compared with transformers once it is loaded.
     """
 
     model_path: Path | None = None

@@ -8,18 +8,17 @@ what the twin's was given, so that a difference has one place:
                           │           │                         │                              │
     ours   tokens ── embeddings =? ── layer 0 =? ────────────── layer 7 =? ────────────── logits =?
 
-One layer of each kind is computed, and the last of the kind; the others hand on what they are given. Errors are measured
-row by row against what a layer changes. How large they may be is measured too, where activations are rounded to int8 or
-bf16: by rounding them in the twin in front of every product, which is what rounding alone does to this layer.
+One layer of each kind is computed, and the last of the kind; the others hand on what they are given. Errors are
+measured row by row against what a layer changes. How large they may be is measured too, where activations are rounded
+to int8 or bf16: by rounding them in the twin in front of every product, which is what rounding alone does to a layer.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,12 +30,13 @@ from ktransformers.engine.context import static_context
 from ktransformers.engine.layout import StepLayout
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.runner import ModelRunner
+from ktransformers.engine.taps import Taps, Trace, model_layers, tapped, watched
 from ktransformers.engine.twin import StoredWeights, build_twin, routed_experts
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.models.registry import is_tested
 from ktransformers.operators.fused import FusedLayer
-from ktransformers.operators.observed import LayerCall
+from ktransformers.operators.observed import LayerCall, layer_list
 from ktransformers.operators.rope import settle_rotations
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.tied import TiedSource
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_ROWS, _LEAST_ROWS = 1024, 64
 _BEYOND = 8  # rows that see less than all before them
-_FLOOR, _FLOOR_GPU = 1e-4, 2e-2
+_FLOOR, _FLOOR_BF16 = 1e-4, 2e-2
 """Of a layer's change: what sums in another order, tables of angles and other exponentials may differ by, in fp32 and
 where a GPU attends in bf16. A wrong formula is off by 0.1 and more."""
 _MARGIN = 4.0
@@ -76,8 +76,8 @@ def check_model(
 ) -> None:
     """Compare the loaded model with transformers' modules, unless tests cover its family or --no_self_check is given.
 
-    calls: of its layers, as the first step saw them. max_len: most positions of a sequence. Raises UnsupportedError that
-    names the module that differs.
+    calls: of its layers, as the first step saw them. max_len: most positions of a sequence. Raises UnsupportedError,
+    which names the module that differs.
     """
     if is_tested(opened.hf_config) or not opened.config.self_check:
         return
@@ -90,7 +90,9 @@ def check_model(
         found = check.run()
     except _TwinFails as error:
         logger.warning(
-            "self check: transformers' own modules of model type %s fail here (%s), so nothing was compared", kind, error
+            "self check: transformers' own modules of model type %s fail here (%s), so nothing was compared",
+            kind,
+            error,
         )
         return
     finally:
@@ -110,78 +112,10 @@ def _num_rows(hf_config: Any, calls: Sequence[LayerCall], max_len: int) -> int:
     windows = [asked.window for call in calls for asked in call.attention]
     windows += [getattr(hf_config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
     window = max((size for size in windows if isinstance(size, int) and size <= _MOST_ROWS), default=0)
-    return min(max(window + _BEYOND, _LEAST_ROWS), max_len)
+    return max(min(max(window + _BEYOND, _LEAST_ROWS), max_len), 2)
 
 
-# -- what a pass leaves behind
-
-
-@dataclass(slots=True)
-class _Trace:
-    """One pass. inputs, outputs: hidden states fp32 [..., T, H] of the layers that were computed. logits [N, vocab]."""
-
-    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    logits: torch.Tensor | None = None
-
-    def followed_by(self, other: _Trace) -> _Trace:
-        """Two passes over neighbouring rows as one; the logits of the second."""
-        joined = [
-            {i: torch.cat((part[i], after[i]), dim=-2) for i in part}
-            for part, after in ((self.inputs, other.inputs), (self.outputs, other.outputs))
-        ]
-        return _Trace(*joined, other.logits)
-
-
-@dataclass(slots=True)
-class _Taps:
-    """Stands in front of the layers of a model for one pass: the selected ones run, the others hand on.
-
-    given: what goes into a selected layer, and out of it to the next one, in place of what came; rows: of it.
-    """
-
-    selected: frozenset[int]
-    given: _Trace | None = None
-    rows: slice = field(default_factory=lambda: slice(None))
-    trace: _Trace = field(default_factory=_Trace)
-    rest: tuple[Any, ...] | None = None  # what layers return besides hidden states
-    done: Callable[[], None] = lambda: None
-
-    def call(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if index in self.selected:
-            self.trace.inputs[index] = _kept(hidden)
-            if self.given is not None:
-                hidden = self._from(self.given.inputs[index], hidden)
-            new = {"hidden_states": hidden.clone()} if not args else {}
-            output = forward(*((hidden.clone(), *args[1:]) if args else ()), **{**kwargs, **new})
-            hidden, self.rest = (output[0], tuple(output[1:])) if isinstance(output, tuple) else (output, None)
-            self.trace.outputs[index] = _kept(hidden)
-            if self.given is not None:
-                hidden = self._from(self.given.outputs[index], hidden)
-            self.done()
-        return hidden if self.rest is None else (hidden, *self.rest)
-
-    def _from(self, given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return given[..., self.rows, :].to(like)
-
-
-def _kept(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden.detach().to("cpu", torch.float32, copy=True)
-
-
-@contextmanager
-def _tapped(layers: Sequence[nn.Module], taps: _Taps) -> Iterator[None]:
-    def standing_in(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: taps.call(index, forward, args, kwargs)
-
-    for index, layer in enumerate(layers):
-        layer.forward = standing_in(index, layer.forward)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
+# -- the two sides
 
 
 @dataclass(slots=True)
@@ -193,16 +127,16 @@ class _Ours:
     pool: WorkerPool
     layout: StepLayout
 
-    def step(self, ids: torch.Tensor, cuts: Sequence[int], taps: Callable[[slice], _Taps], num_logits: int) -> _Trace:
+    def step(self, ids: torch.Tensor, cuts: Sequence[int], taps: Callable[[slice], Taps], num_logits: int) -> Trace:
         """The tokens in steps that end at `cuts`; logits of the last rows."""
         runner = ModelRunner(self.model, self.pool, self.layout, announce=False)
         cache, joined, start = StaticCache(self.shapes, len(ids)), None, 0
-        layers = _layers(self.model)
+        layers = model_layers(self.model)
         for end in cuts:
             tap, count = taps(slice(start, end)), end - start
             keep = torch.arange(max(count - num_logits, 0), count)
             context = static_context(cache, self.pool, start, count)
-            with _tapped(layers, tap):
+            with tapped(layers, tap):
                 logits = runner.step(ids[start:end], torch.arange(start, end), context, keep)
             tap.trace.logits = logits.float().clone()
             joined = tap.trace if joined is None else joined.followed_by(tap.trace)
@@ -211,17 +145,19 @@ class _Ours:
         return joined
 
 
-def _layers(model: Any) -> list[nn.Module]:
-    """The decoder layers of a causal LM, wherever its family keeps them. Raises _TwinFails."""
-    count = int(model.config.num_hidden_layers)
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            if all(any(hasattr(part, "layer_idx") for part in layer.modules()) for layer in module):
-                return list(module)
-    raise _TwinFails("its layers are in no list")
-
-
 # -- the comparison
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Hidden states or logits that are compared. base: what a layer was given; rounded: with rounding in the twin."""
+
+    what: str
+    ours: torch.Tensor
+    want: torch.Tensor
+    base: torch.Tensor | None = None
+    rounded: torch.Tensor | None = None
+    index: int | None = None
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
@@ -259,11 +195,11 @@ class _Check:
         config = opened.hf_config
         generator = torch.Generator().manual_seed(11)
         self.ids = torch.randint(0, int(config.vocab_size), (num_rows,), generator=generator)
-        self.is_gpu = not ours.layout.is_cpu
+        self.is_rough = any(device.dtype is not torch.float32 for device in ours.layout.devices)
         try:
             self.twin = build_twin(config, opened.config.trust_remote_code)
             settle_rotations(self.twin, max_len)
-            self.layers = _layers(self.twin)
+            self.layers = model_layers(self.twin)
             self.weights = StoredWeights(self.twin, TiedSource(opened.source, plan.tied), plan, ours.pool)
             self.last_rows = self._limit_experts()
         except (*_FAILURES, KTransformersError) as error:
@@ -280,10 +216,10 @@ class _Check:
             exact = self._twin(self.selected, None, is_rounded=False)
         rounded = self._twin(self.selected, exact, is_rounded=True) if self.weights.rounds else None
         num_rows = len(self.ids)
-        for cuts in ((num_rows,), (num_rows - num_rows // 3, num_rows)):
+        for cuts in ((num_rows,), (num_rows - max(num_rows // 3, 1), num_rows)):
             how = "" if len(cuts) == 1 else ", in two chunks"
             try:
-                got = self.ours.step(self.ids, cuts, lambda rows: _Taps(self.selected, exact, rows), self._num_logits)
+                got = self.ours.step(self.ids, cuts, lambda rows: Taps(self.selected, exact, rows), self._num_logits)
             except (*_FAILURES, KTransformersError) as error:
                 logger.debug("self check: a step fails", exc_info=True)
                 return f"a step of {num_rows} tokens{how} fails with {type(error).__name__}: {_first_line(error)}"
@@ -300,21 +236,19 @@ class _Check:
 
     @property
     def _num_logits(self) -> int:
-        return min(_BEYOND, len(self.ids) // 3)
+        return max(min(_BEYOND, len(self.ids) // 3), 1)
 
-    def _twin(self, selected: frozenset[int], given: _Trace | None, *, is_rounded: bool) -> _Trace:
+    def _twin(self, selected: frozenset[int], given: Trace | None, *, is_rounded: bool) -> Trace:
         """One pass of the twin. Raises _TwinFails."""
-        taps = _Taps(selected, given, done=self.weights.forget)
+        taps = Taps(selected, given)
         self.weights.is_rounded = is_rounded
         num_rows = len(self.ids)
         keep = torch.arange(num_rows - self._num_logits, num_rows)
         try:
-            with self.weights, _tapped(self.layers, taps):
+            with self.weights, tapped(self.layers, taps):
                 output = self.twin(input_ids=self.ids[None], use_cache=False, logits_to_keep=keep)
         except (*_FAILURES, KTransformersError) as error:
             raise _failed(error) from error
-        finally:
-            self.weights.forget()
         taps.trace.logits = output.logits[0].float().clone()
         if not all(bool(out.isfinite().all()) for out in taps.trace.outputs.values()):
             raise _TwinFails("its hidden states are not finite")
@@ -330,21 +264,24 @@ class _Check:
                 _see_last_rows(module, limited[key])
         return limited
 
-    def _compare(self, got: _Trace, exact: _Trace, rounded: _Trace | None, how: str) -> str | None:
-        first = min(exact.inputs)
-        places = [("the embeddings", got.inputs[first], exact.inputs[first], None, None, None)]
-        for i in sorted(exact.outputs):
-            noisy = None if rounded is None else rounded.outputs[i]
-            places.append((f"layer {i}", got.outputs[i], exact.outputs[i], exact.inputs[i], noisy, i))
-        noisy = None if rounded is None else rounded.logits
-        places.append(("the head's logits", got.logits, exact.logits, None, noisy, None))
-        for what, ours, want, base, noisy, index in places:
-            if ours.shape != want.shape:
-                return f"{what}{how} has the shape {list(ours.shape)}, transformers' {list(want.shape)}"
-            error = self._differs(ours, want, base, noisy, self._rows_of(index))
-            if error is not None:
-                where = what if index is None else self._name(index)
-                return f"{where}{how} differs from transformers' by {error}"
+    def _compare(self, got: Trace, exact: Trace, rounded: Trace | None, how: str) -> str | None:
+        """What differs, in words."""
+        first, noise = min(exact.inputs), rounded or Trace()
+        places = [
+            _Place(f"layer {i}", got.outputs[i], exact.outputs[i], exact.inputs[i], noise.outputs.get(i), i)
+            for i in sorted(exact.outputs)
+        ]
+        places.insert(0, _Place("the embeddings", got.inputs[first], exact.inputs[first]))
+        assert got.logits is not None
+        assert exact.logits is not None
+        places.append(_Place("the logits", got.logits, exact.logits, None, noise.logits))
+        for place in places:
+            if place.ours.shape != place.want.shape:
+                return f"{place.what}{how} have the shape {list(place.ours.shape)}, not {list(place.want.shape)}"
+            off = self._off(place)
+            if off is not None:
+                where = place.what if place.index is None else self._culprit(place.index, exact)
+                return f"{where} differ{'s' * (place.index is not None)} from transformers': {place.what}{how} {off}"
         return None
 
     def _rows_of(self, index: int | None) -> int:
@@ -354,26 +291,42 @@ class _Check:
         inside = [rows for key, rows in self.last_rows.items() if f".{index}." in key]
         return min(inside, default=0)
 
-    def _name(self, index: int) -> str:
+    def _culprit(self, index: int, exact: Trace) -> str:
+        """The innermost module of a layer that turns the same into something else."""
+        ours, rows = model_layers(self.ours.model)[index], slice(0, len(self.ids))
+        if isinstance(ours, FusedLayer):
+            layers = layer_list(self.ours.model)
+            assert layers is not None
+            layers[index] = ours.inner
+        with watched(self.layers[index]) as wanted:
+            self._twin(self.selected, exact, is_rounded=False)
+        with watched(model_layers(self.ours.model)[index]) as got:
+            self.ours.step(self.ids, (rows.stop,), lambda rows: Taps(self.selected, exact, rows), self._num_logits)
         key = next(name for name, module in self.twin.named_modules() if module is self.layers[index])
+        near = 0.1 if self.is_rough or self.weights.rounds else 1e-3
+        for name, want in wanted.items():
+            if (
+                name in got
+                and _is_near(got[name].taken, want.taken, near)
+                and not _is_near(got[name].given, want.given, near)
+            ):
+                return f"{key}.{name} ({type(self.layers[index].get_submodule(name)).__name__})"
         return f"{key} ({type(self.layers[index]).__name__})"
 
-    def _differs(
-        self, ours: torch.Tensor, want: torch.Tensor, base: torch.Tensor | None, noisy: torch.Tensor | None, rows: int
-    ) -> str | None:
-        """By how much, in words; None when it is near enough. rows: compare the last ones alone; 0: all."""
-        change = want if base is None else want - base
+    def _off(self, place: _Place) -> str | None:
+        """By how much, in words; None when it is near enough."""
+        change = place.want if place.base is None else place.want - place.base
         size = change.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-        bits = 2.0**-8 if self.is_gpu else 2.0**-22  # of the type in which changes are added up
-        allowed = (_FLOOR_GPU if self.is_gpu else _FLOOR) + _MARGIN * bits * want.norm(dim=-1) / size
-        if noisy is not None:
-            allowed = allowed + _MARGIN * (noisy - want).norm(dim=-1) / size
-        error = (ours - want).norm(dim=-1) / size
+        bits = 2.0**-8 if self.is_rough else 2.0**-22  # of the type in which changes are added up
+        allowed = (_FLOOR_BF16 if self.is_rough else _FLOOR) + _MARGIN * bits * place.want.norm(dim=-1) / size
+        if place.rounded is not None:
+            allowed = allowed + _MARGIN * (place.rounded - place.want).norm(dim=-1) / size
+        error, rows = (place.ours - place.want).norm(dim=-1) / size, self._rows_of(place.index)
         error, allowed = (_by_row(part)[-rows:] for part in (error, allowed))
         for measure in self._measures():
             value, most = float(measure(error)), float(measure(allowed))
             if not value <= most:  # NaN too
-                return f"{value:.2g} of what it computes; rounding explains {most:.2g}"
+                return f"off by {value:.2g}, of which rounding explains {most:.2g}"
         return None
 
     def _measures(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
@@ -390,16 +343,26 @@ def _by_row(values: torch.Tensor) -> torch.Tensor:
     return values.reshape(-1, values.shape[-1]).amax(0)
 
 
+def _is_near(got: torch.Tensor, want: torch.Tensor, near: float) -> bool:
+    """In most rows. Operators may take rows in other shapes than modules do."""
+    if got.numel() != want.numel() or got.shape[-1] != want.shape[-1]:
+        return got.numel() == want.numel()  # laid out anew: cannot be told
+    error, size = ((part.reshape(-1, want.shape[-1])).norm(dim=-1) for part in (got.reshape(want.shape) - want, want))
+    return bool((error / size.clamp_min(torch.finfo(torch.float32).tiny)).quantile(0.9) <= near)
+
+
 def _see_last_rows(module: nn.Module, count: int) -> None:
     whole = module.forward
 
     def forward(hidden_states: torch.Tensor, *routing: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         out = torch.zeros_like(rows)
-        out[-count:] = whole(rows[-count:], *(part[-count:] for part in routing), **{k: v[-count:] for k, v in kwargs.items()})
+        out[-count:] = whole(
+            rows[-count:], *(part[-count:] for part in routing), **{k: v[-count:] for k, v in kwargs.items()}
+        )
         return out.view(hidden_states.shape)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """A model's twin: transformers' own modules, on meta, whose parameters are read from the files when they are used.
 
 The twin computes in fp32 what the model's authors wrote. It holds no weights: an operation that takes a parameter gets
-the numbers that are in the files, a matrix in pieces and of routed experts those that are chosen, so that a few layers of
-any model can be computed beside ours.
+the numbers that are in the files, a matrix in pieces and of routed experts those that are chosen, so that some layers
+of any model can be computed beside ours.
 
     module's forward ── functional.linear(x, weight on meta) ──> StoredWeights ── x, numbers of the file ──> torch
 """
@@ -20,12 +20,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ktransformers.engine.skeleton import restore_buffers
-from ktransformers.kernels.native import ExpertWeight, WorkerPool, dequantize_rows
+from ktransformers.kernels.native import ExpertWeight, ExpertWeights, WorkerPool, dequantize_rows
 from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, block_size
 from ktransformers.operators.experts import KTransformersExperts, read_layout
 from ktransformers.operators.gate import KMoEGate
-from ktransformers.operators.linear import KTransformersLinear
 from ktransformers.operators.wrapper import WrapperOperator
+from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Plan
 from ktransformers.weights.experts import BlockScaledMatrix
 from ktransformers.weights.quantize import quantize
@@ -35,7 +35,7 @@ from ktransformers.weights.transcode import dequantize
 __all__ = ["StoredWeights", "build_twin", "routed_experts"]
 
 _KEPT_BYTES = 1 << 30
-"""Most fp32 numbers that are kept for the next operation that wants them."""
+"""Most fp32 numbers that are kept for the next operation that wants them, and at most an eighth of the free memory."""
 _PIECE = 1 << 26
 """Weights of a matrix that are multiplied at once, where there are more than these."""
 
@@ -72,13 +72,13 @@ def routed_experts(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertsLayout
 def _facts() -> frozenset[Any]:
     """What a parameter on meta answers as well as a loaded one."""
     tensor = torch.Tensor
-    fields = (tensor.shape, tensor.dtype, tensor.ndim, tensor.requires_grad, tensor.is_meta, tensor.layout)
+    names = ("shape", "dtype", "ndim", "requires_grad", "is_meta", "layout")
     methods = (tensor.size, tensor.dim, tensor.numel, tensor.stride, tensor.is_floating_point, tensor.element_size)
-    return frozenset((*(field.__get__ for field in fields), *methods))  # type: ignore[attr-defined]
+    return frozenset((*(getattr(tensor, name).__get__ for name in names), *methods))
 
 
 _FACTS = _facts()
-_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE: Any = getattr(torch.Tensor, "device").__get__  # noqa: B009 - a descriptor, which no stub knows
 _PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm})
 
 
@@ -98,7 +98,8 @@ class StoredWeights(TorchFunctionMode):
         self._experts = routed_experts(model)
         self._roundings = _Roundings(plan, source, pool)
         self._kept: dict[Any, torch.Tensor] = {}
-        self._matrices: dict[str, Any] = {}  # of the experts read last
+        self._space = min(_KEPT_BYTES, detect_machine(gpus=dict).available_bytes // 8)
+        self._matrices: dict[str, ExpertWeights] = {}  # of the experts read last
         self._issued: dict[int, tuple[torch.Tensor, str]] = {}  # single experts that modules hold now
 
     @property
@@ -141,21 +142,18 @@ class StoredWeights(TorchFunctionMode):
     def _read(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         if parameter.dim() == 3 and name.endswith("_proj") and name.rpartition(".")[0] in self._experts:
             return torch.stack([self._read_expert(name, index) for index in range(parameter.shape[0])])
+        if name.endswith("_bias") and name.rpartition(".")[0] in self._experts:
+            return self._expert_biases(name)
         return self._source.dense(name)
 
     def _keep(self, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         if key in self._kept:
             return self._kept[key]
         made = make()
-        if sum(tensor.nbytes for tensor in self._kept.values()) + made.nbytes <= _KEPT_BYTES:
+        if made.nbytes <= self._space:
+            self._space -= made.nbytes
             self._kept[key] = made
         return made
-
-    def forget(self) -> None:
-        """Give back what was kept: the layer is done."""
-        self._kept.clear()
-        self._matrices.clear()
-        self._issued.clear()
 
     def _rounded(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return self._roundings.apply(x, name) if self.is_rounded else x
@@ -201,14 +199,29 @@ class StoredWeights(TorchFunctionMode):
         self._issued[id(made)] = (made, name)
         return made
 
+    def _weights_of(self, key: str) -> ExpertWeights:
+        if key not in self._matrices:
+            self._matrices.clear()
+            self._matrices[key] = self._source.experts(key, self._experts[key][1])
+        return self._matrices[key]
+
+    def _expert_biases(self, name: str) -> torch.Tensor:
+        """As the module holds them: [E, 2 I] or [E, I], or [E, H]."""
+        key, _, part = name.rpartition(".")
+        weights, is_concatenated = self._weights_of(key), self._experts[key][1].is_concatenated
+        bias = weights.down_bias if part == "down_proj_bias" else weights.up_bias
+        if bias is None:
+            return self._source.dense(name)
+        if part == "down_proj_bias" or weights.gate_bias is None:
+            return bias
+        both = (weights.gate_bias, bias)
+        return torch.cat(both, dim=1) if is_concatenated else torch.stack(both, dim=2).flatten(1)
+
     def _read_expert(self, name: str, index: int) -> torch.Tensor:
         """As the module holds it: [2 I, H] or [I, H], [H, I], or transposed."""
         key, _, part = name.rpartition(".")
         layout = self._experts[key][1]
-        if key not in self._matrices:
-            self._matrices.clear()
-            self._matrices[key] = self._source.experts(key, layout)
-        weights, resident = self._matrices[key], self._roundings.resident_experts(key, layout)
+        weights, resident = self._weights_of(key), self._roundings.resident_experts(key, layout)
         if part == "down_proj":
             matrix = _numbers(weights.down[index], resident["down"], name)
         else:
@@ -291,17 +304,12 @@ class _Roundings:
             if info is None or len(info.shape) < 2:
                 return None
             resident = OwnType.F8_E4M3 if info.is_fp8 else info.resident_type
-        wants_bf16 = isinstance(operator, KTransformersExperts | KTransformersLinear) and operator.wants_bf16
-        return self._on_cpu(resident, wants_bf16)
-
-    def _on_cpu(self, resident: WeightType, wants_bf16: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:
         if resident in (QuantType.F32, QuantType.F16):
             return None
-        if self._pool.has_bf16 and (wants_bf16 or resident is QuantType.BF16):
-            return _to_bf16
-        if resident is QuantType.BF16 or not isinstance(resident, QuantType):
-            return None
-        size = block_size(resident)
+        if resident in (QuantType.BF16, OwnType.F8_E4M3):
+            return _to_bf16 if self._pool.has_bf16 else None
+        assert isinstance(resident, QuantType)
+        size = block_size(resident)  # cpu_prefill bf16 rounds to less than this, and large calls only
         return lambda x: _to_int8(x, size)
 
 
@@ -311,6 +319,6 @@ def _to_bf16(x: torch.Tensor) -> torch.Tensor:
 
 def _to_int8(x: torch.Tensor, size: int) -> torch.Tensor:
     """Blocks of `size` values, rounded to 127 steps of the largest."""
-    blocks = functional.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+    blocks = functional.pad(x, (0, -x.shape[-1] % size)).reshape(*x.shape[:-1], -1, size)
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     return ((blocks / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]
