@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.cli.parser import ArgumentParser, add_toggle, user_path
-from ktransformers.config import ATTENTION_BACKENDS, CPU_PREFILLS, CPU_QUANT_TYPES, DEMO_MODEL_PATH, EngineConfig
+from ktransformers.config import (
+    ATTENTION_BACKENDS,
+    CPU_BF16S,
+    CPU_PREFILLS,
+    CPU_QUANT_TYPES,
+    DEMO_MODEL_PATH,
+    EngineConfig,
+)
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
 from ktransformers.hub.locate import locate_model, locate_path
@@ -72,6 +79,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         default=config.cpu_prefill,
         help="products of quantized weights with many rows: int8 is the same in every step, bf16 (AMX) more precise "
         "but slower (%(default)s)",
+    )
+    group.add_argument(
+        "--cpu_bf16",
+        choices=CPU_BF16S,
+        default=config.cpu_bf16,
+        help="products of BF16 weights: with activations rounded to bf16 where the processor can, or with fp32 ones, "
+        "slower and the same on every processor (%(default)s)",
     )
     group.add_argument("--architectures", metavar="CLASS", help="not needed: checked against the model's config.json")
     add_toggle(

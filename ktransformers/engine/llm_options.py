@@ -38,6 +38,7 @@ class EngineOptions(TypedDict, total=False):
     cpu_infer: int
     cpu_quant: str | None
     cpu_prefill: str
+    cpu_bf16: str
     gpu_memory: float
     use_cuda: bool | None
     use_cuda_graph: bool | None

@@ -307,7 +307,8 @@ class _Roundings:
         if resident in (QuantType.F32, QuantType.F16):
             return None
         if resident in (QuantType.BF16, OwnType.F8_E4M3):
-            return _to_bf16 if self._pool.has_bf16 else None
+            asked = "takes_bf16" if resident is QuantType.BF16 else "wants_bf16"
+            return _to_bf16 if self._pool.has_bf16 and getattr(operator, asked, False) else None
         assert isinstance(resident, QuantType)
         size = block_size(resident)  # cpu_prefill bf16 rounds to less than this, and large calls only
         return lambda x: _to_int8(x, size)
