@@ -83,8 +83,6 @@ def check_model(
         return
     started, kind = time.monotonic(), opened.hf_config.model_type
     ours = _Ours(opened.model, shapes, pool, layout)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(pool.num_threads)  # the twin's products are torch's
     try:
         check = _Check(opened, plan, ours, _num_rows(opened.hf_config, calls, max_len), max_len)
         found = check.run()
@@ -95,8 +93,6 @@ def check_model(
             error,
         )
         return
-    finally:
-        torch.set_num_threads(threads)
     seconds = time.monotonic() - started
     if found is None:
         logger.info("self check: %s as transformers computes it: %s (%.1f s)", kind, check.summary(), seconds)

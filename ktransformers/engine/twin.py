@@ -20,7 +20,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ktransformers.engine.skeleton import restore_buffers
-from ktransformers.kernels.native import ExpertWeight, ExpertWeights, WorkerPool, dequantize_rows
+from ktransformers.kernels import native
+from ktransformers.kernels.native import ExpertWeight, ExpertWeights, WorkerPool
 from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, block_size
 from ktransformers.operators.experts import KTransformersExperts, read_layout
 from ktransformers.operators.gate import KMoEGate
@@ -38,6 +39,8 @@ _KEPT_BYTES = 1 << 30
 """Most fp32 numbers that are kept for the next operation that wants them, and at most an eighth of the free memory."""
 _PIECE = 1 << 26
 """Weights of a matrix that are multiplied at once, where there are more than these."""
+_LARGE = 1 << 26
+"""Multiplications of a product that is worth handing to threads."""
 
 
 def build_twin(hf_config: Any, trust_remote_code: bool = False) -> Any:
@@ -144,7 +147,10 @@ class StoredWeights(TorchFunctionMode):
             return torch.stack([self._read_expert(name, index) for index in range(parameter.shape[0])])
         if name.endswith("_bias") and name.rpartition(".")[0] in self._experts:
             return self._expert_biases(name)
-        return self._source.dense(name)
+        info = self._source.find(name)
+        if parameter.dim() != 2 or info is None or info.is_fp8:
+            return self._source.dense(name)
+        return self._numbers(self._source.tensor(name), name)
 
     def _keep(self, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         if key in self._kept:
@@ -165,11 +171,18 @@ class StoredWeights(TorchFunctionMode):
             issued = self._issued.get(id(weight))
             return functional.linear(input if issued is None else self._rounded(input, issued[1]), weight, bias)
         input = self._rounded(input, name)
-        if weight.numel() <= _PIECE:
-            return functional.linear(input, self._dense(weight), bias)
-        parts = [functional.linear(input, part) for part in self._pieces(name, weight.shape)]
-        out = torch.cat(parts, dim=-1)
+        if weight.numel() <= _PIECE or weight.dim() != 2:
+            return self._product(input, self._dense(weight), bias)
+        out = torch.cat([self._product(input, part, None) for part in self._pieces(name, weight.shape)], dim=-1)
         return out if bias is None else out + bias
+
+    def _product(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """In fp32; a large one on the pool's threads, because torch has one."""
+        if input.numel() // input.shape[-1] * weight.numel() < _LARGE or weight.dim() != 2:
+            return functional.linear(input, weight, bias)
+        rows = input.reshape(-1, input.shape[-1]).contiguous()
+        out = native.linear(rows, RawTensor.from_tensor(weight), self._pool, bias=bias)
+        return out.view(*input.shape[:-1], weight.shape[0])
 
     def _pieces(self, name: str, shape: torch.Size) -> Iterator[torch.Tensor]:
         info = self._source.find(name)
@@ -178,12 +191,18 @@ class StoredWeights(TorchFunctionMode):
             return
         raw, step = self._source.tensor(name), max(_PIECE // shape[1], 1)
         for start in range(0, shape[0], step):
-            yield dequantize(raw.rows_slice(start, min(start + step, shape[0])), name)
+            yield self._numbers(raw.rows_slice(start, min(start + step, shape[0])), name)
+
+    def _numbers(self, raw: RawTensor, name: str) -> torch.Tensor:
+        """A matrix in fp32."""
+        if raw.qtype not in native.NATIVE_TYPES:
+            return dequantize(raw, name)
+        return native.dequantize_rows(raw, torch.arange(raw.rows), self._pool)
 
     def _embedding(self, ids: torch.Tensor, name: str, weight: torch.Tensor) -> torch.Tensor:
         if weight.numel() <= _PIECE:
             return functional.embedding(ids, self._dense(weight))
-        rows = dequantize_rows(self._source.tensor(name), ids.reshape(-1).contiguous(), self._pool)
+        rows = native.dequantize_rows(self._source.tensor(name), ids.reshape(-1).contiguous(), self._pool)
         return rows.view(*ids.shape, weight.shape[-1])
 
     # -- routed experts
@@ -223,16 +242,29 @@ class StoredWeights(TorchFunctionMode):
         layout = self._experts[key][1]
         weights, resident = self._weights_of(key), self._roundings.resident_experts(key, layout)
         if part == "down_proj":
-            matrix = _numbers(weights.down[index], resident["down"], name)
+            matrix = self._matrix(weights.down[index], resident["down"], name)
         else:
-            matrix = _numbers(weights.up[index], resident["up"], name)
+            matrix = self._matrix(weights.up[index], resident["up"], name)
             if weights.gate is not None:
-                gate = _numbers(weights.gate[index], resident["gate"], name)
+                gate = self._matrix(weights.gate[index], resident["gate"], name)
                 if layout.is_concatenated:
                     matrix = torch.cat((gate, matrix))
                 else:
                     matrix = torch.stack((gate, matrix), dim=1).flatten(0, 1)
         return matrix.T if layout.is_transposed else matrix
+
+    def _matrix(self, weight: ExpertWeight, resident: WeightType, name: str) -> torch.Tensor:
+        """Of one expert in fp32, as it is multiplied: quantized while loading to `resident`, or as stored."""
+        if isinstance(weight, Fp8Matrix):
+            codes = weight.values.view(torch.float8_e4m3fn)
+            dense = BlockScaledMatrix(codes, weight.scales, (FP8_BLOCK, FP8_BLOCK)).rows_f32(0, weight.shape[0])
+        else:
+            assert isinstance(weight, RawTensor)
+            dense = self._numbers(weight, name)
+        if resident is weight.qtype or not isinstance(resident, QuantType):
+            return dense
+        blocks = torch.from_numpy(quantize(dense.numpy(), resident)).reshape(-1)
+        return self._numbers(RawTensor(blocks, resident, tuple(dense.shape)), name)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Any]:
@@ -241,20 +273,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[Any]:
         yield value
         if isinstance(value, list | tuple):
             yield from value
-
-
-def _numbers(weight: ExpertWeight, resident: WeightType, name: str) -> torch.Tensor:
-    """The matrix of one expert in fp32, as it is multiplied: quantized while loading to `resident`, or as stored."""
-    if isinstance(weight, Fp8Matrix):
-        codes = weight.values.view(torch.float8_e4m3fn)
-        dense = BlockScaledMatrix(codes, weight.scales, (FP8_BLOCK, FP8_BLOCK)).rows_f32(0, weight.shape[0])
-    else:
-        assert isinstance(weight, RawTensor)
-        dense = dequantize(weight, name)
-    if resident is weight.qtype or not isinstance(resident, QuantType):
-        return dense
-    blocks = torch.from_numpy(quantize(dense.numpy(), resident)).reshape(-1)
-    return dequantize(RawTensor(blocks, resident, tuple(dense.shape)), name)
 
 
 class _Roundings:

@@ -21,7 +21,7 @@ from ktransformers.engine import self_check
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.errors import UnsupportedError
 from ktransformers.models import registry
-from ktransformers.operators import attention
+from ktransformers.operators import attention, fused
 from ktransformers.operators.gpu_gqa import gqa_forward
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
@@ -106,6 +106,14 @@ def test_small_differences_are_found(
             load(folder)
     finally:
         attention.register_attention()
+
+
+@pytest.mark.usefixtures("_all_untested")
+def test_native_layers_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native calls rotate always; every other layer of this model does not, and here nothing else notices."""
+    monkeypatch.setattr(fused, "_agrees", lambda *args: True)
+    with pytest.raises(UnsupportedError, match=r"smollm3: model\.layers\.1 \(SmolLM3DecoderLayer\) differs"):
+        load(write_safetensors(tiny_model("smollm3"), tmp_path))
 
 
 @pytest.mark.usefixtures("_all_untested")
