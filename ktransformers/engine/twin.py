@@ -95,8 +95,12 @@ class StoredWeights(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, source: WeightSource, plan: Plan, pool: WorkerPool):
         super().__init__()
-        state = chain(model.named_parameters(), model.named_buffers())
-        self._names = {id(tensor): name for name, tensor in state if tensor.is_meta}
+        state = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+        self._names: dict[int, str] = {}
+        self._shared: dict[str, list[str]] = {}  # all names of a parameter, by the first
+        for name, tensor in state:
+            if tensor.is_meta:
+                self._shared.setdefault(self._names.setdefault(id(tensor), name), []).append(name)
         self._source, self._pool = source, pool
         self._experts = routed_experts(model)
         self._roundings = _Roundings(plan, source, pool)
@@ -108,8 +112,11 @@ class StoredWeights(TorchFunctionMode):
     @property
     def rounds(self) -> bool:
         """Whether any operator rounds activations."""
-        names = [name for name in self._names.values() if "." in name]
-        return any(self._roundings.of(name) is not None for name in names)
+        return any(self._rounding(name) is not None for name in self._shared)
+
+    def _rounding(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The rounding in front of a parameter, which may be a table of embeddings by its other name."""
+        return next((found for one in self._shared[name] if (found := self._roundings.of(one)) is not None), None)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -162,7 +169,8 @@ class StoredWeights(TorchFunctionMode):
         return made
 
     def _rounded(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self._roundings.apply(x, name) if self.is_rounded else x
+        rounding = self._rounding(name) if self.is_rounded else None
+        return x if rounding is None else rounding(x)
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         bias = self._dense(bias)
@@ -289,10 +297,6 @@ class _Roundings:
         if name not in self._found:
             self._found[name] = self._find(name)
         return self._found[name]
-
-    def apply(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        rounding = self.of(name)
-        return x if rounding is None else rounding(x)
 
     def resident_experts(self, key: str, layout: ExpertsLayout) -> Mapping[str, WeightType]:
         """Types of the experts' matrices once they are loaded: of "gate", "up" and "down"."""
