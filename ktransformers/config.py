@@ -39,6 +39,9 @@ CPU_QUANT_TYPES = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 CPU_PREFILLS = ("int8", "bf16")
 """What `--cpu_prefill` accepts, the default first."""
 
+CPU_BF16S = ("bf16", "fp32")
+"""What `--cpu_bf16` accepts, the default first."""
+
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 """What `--attention_backend` accepts."""
 
@@ -157,6 +160,9 @@ class EngineConfig:
     cpu_quant: GGML type that experts from BF16, F16, F32 or FP8 are quantized to while loading.
     cpu_prefill: how quantized weights on the CPU are multiplied with many rows: int8, exactly as with few, or bf16,
         more precise, slower, and only where the processor has instructions for it; see docs/bench.md.
+    cpu_bf16: what activations are rounded to before BF16 weights on the CPU are multiplied with them: bf16, where the
+        processor has instructions for it, or fp32 everywhere, which is to say not at all. Routers and attention's
+        projections are fp32 always.
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
     use_cuda: whether modules that rules place on cuda go to a GPU; None where there is one.
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed; None where they are on one.
@@ -164,6 +170,7 @@ class EngineConfig:
     prefix_cache: whether keys and values of a prompt's beginning are used again when another one begins alike.
     spread_layers: layers go over all GPUs there are though optimize_config_path does not say so; set by `resolved`
     where that is one of upstream's files for several GPUs.
+    self_check: whether a model of a family that no test covers is compared with transformers once it is loaded.
     """
 
     model_path: Path | None = None
@@ -175,6 +182,7 @@ class EngineConfig:
     cpu_infer: int = 0
     cpu_quant: str | None = None
     cpu_prefill: str = CPU_PREFILLS[0]
+    cpu_bf16: str = CPU_BF16S[0]
     gpu_memory: float = 0.0
     strict: bool = False
     trust_remote_code: bool = False
@@ -183,6 +191,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     prefix_cache: bool = True
     spread_layers: bool = False
+    self_check: bool = True
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:
         """A checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
@@ -212,7 +221,8 @@ class EngineConfig:
             raise ConfigError(f"--gpu_memory must be a number of GiB, or 0 for all that is free, got {self.gpu_memory}")
         if self.cpu_quant is not None and self.cpu_quant.lower() not in CPU_QUANT_TYPES:
             raise ConfigError(f"--cpu_quant {self.cpu_quant} is not one of {', '.join(CPU_QUANT_TYPES)}")
-        for flag, known in (("cpu_prefill", CPU_PREFILLS), ("attention_backend", ATTENTION_BACKENDS)):
+        choices = {"cpu_prefill": CPU_PREFILLS, "cpu_bf16": CPU_BF16S, "attention_backend": ATTENTION_BACKENDS}
+        for flag, known in choices.items():
             if getattr(self, flag) not in known:
                 raise ConfigError(f"--{flag} {getattr(self, flag)} is not one of {', '.join(known)}")
         return replace(

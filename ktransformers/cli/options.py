@@ -14,7 +14,14 @@ from typing import Any
 
 from ktransformers import __version__
 from ktransformers.cli.parser import ArgumentParser, add_toggle, user_path
-from ktransformers.config import ATTENTION_BACKENDS, CPU_PREFILLS, CPU_QUANT_TYPES, DEMO_MODEL_PATH, EngineConfig
+from ktransformers.config import (
+    ATTENTION_BACKENDS,
+    CPU_BF16S,
+    CPU_PREFILLS,
+    CPU_QUANT_TYPES,
+    DEMO_MODEL_PATH,
+    EngineConfig,
+)
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
 from ktransformers.hub.locate import locate_model, locate_path
@@ -73,7 +80,20 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         help="products of quantized weights with many rows: int8 is the same in every step, bf16 (AMX) more precise "
         "but slower (%(default)s)",
     )
+    group.add_argument(
+        "--cpu_bf16",
+        choices=CPU_BF16S,
+        default=config.cpu_bf16,
+        help="products of BF16 weights: with activations rounded to bf16 where the processor can, or with fp32 ones, "
+        "slower and the same on every processor (%(default)s)",
+    )
     group.add_argument("--architectures", metavar="CLASS", help="not needed: checked against the model's config.json")
+    add_toggle(
+        group,
+        "self_check",
+        default=config.self_check,
+        help="compare a model of a family that no test covers with transformers while loading (on)",
+    )
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
 
 

@@ -32,6 +32,7 @@ from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.planning import Hardware, Planner
 from ktransformers.engine.prefill import stream_prefill
 from ktransformers.engine.runner import ModelRunner, StaticRunner
+from ktransformers.engine.self_check import check_model
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.errors import UnsupportedError
@@ -301,7 +302,7 @@ def _arrange_layers(
     opened: OpenedModel, plan: Plan, shapes: list[LayerShape], pool: WorkerPool, layout: StepLayout, max_len: int
 ) -> None:
     """Run one step, and refuse what cannot be right; then layers in native calls, when every module is on the CPU;
-    else those on a GPU in as few launches as can be.
+    else those on a GPU in as few launches as can be. What no test covers is compared with transformers.
 
     max_len: most positions of a sequence. Raises UnsupportedError.
     """
@@ -309,7 +310,9 @@ def _arrange_layers(
     check_calls(opened.model, calls, max_len)
     if all(entry.placement.generate_device == "cpu" for entry in plan.entries):
         fuse_layers(opened.model, shapes, pool, calls)
+        check_model(opened, plan, shapes, pool, layout, calls, max_len)
     else:
+        check_model(opened, plan, shapes, pool, layout, calls, max_len)  # before stacks stand in for layers
         homes = {home.key: plan.devices[home.device] for home in plan.homes}
         stack_gpu_layers(opened.model, homes, move_into)
 
@@ -323,7 +326,7 @@ def _first_step(
     """
     num_rows = PROBE_ROWS if layout.is_cpu else 1
     context = probe_context(shapes, pool, num_rows)
-    positions = torch.arange(max_len - num_rows, max_len).clamp_min(0)
+    positions = torch.arange(num_rows) + max(max_len - num_rows, 0)
     runner = ModelRunner(opened.model, pool, layout, announce=False)
     keep = torch.tensor([num_rows - 1])
     try:

@@ -39,11 +39,13 @@ class EngineOptions(TypedDict, total=False):
     cpu_infer: int
     cpu_quant: str | None
     cpu_prefill: str
+    cpu_bf16: str
     gpu_memory: float
     use_cuda: bool | None
     use_cuda_graph: bool | None
     attention_backend: str
     prefix_cache: bool
+    self_check: bool
     strict: bool
     trust_remote_code: bool
     max_batch_size: int

@@ -206,7 +206,13 @@ class Planner:
             model,
             rules,
             operator_config=OperatorConfig(
-                opened.hf_config, self.pool, quant, config.cpu_prefill, self.expert_stats, hardware.devices
+                opened.hf_config,
+                self.pool,
+                quant,
+                config.cpu_prefill,
+                config.cpu_bf16,
+                self.expert_stats,
+                hardware.devices,
             ),
             source=opened.source,
             machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),

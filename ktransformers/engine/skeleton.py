@@ -144,7 +144,12 @@ def restore_buffers(model: Any) -> None:
             buffer = module._buffers[name]
             assert buffer is not None
             module._buffers[name] = torch.empty_like(buffer, device="cpu").fill_(float("nan"))
-        model._init_weights(module)
+        try:
+            model._init_weights(module)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            raise UnsupportedError(
+                f"{key} ({type(module).__name__}): its buffers cannot be computed: {error}"
+            ) from error
         for name in pending:
             buffer = module._buffers[name]
             assert buffer is not None

@@ -15,7 +15,17 @@ from torch import nn
 
 from ktransformers.shipped_rules import RULES_DIR
 
-__all__ = ["FAMILIES", "OTHER_NAMES", "RULES_DIR", "Family", "default_rules", "has_experts", "ignorable_tensors"]
+__all__ = [
+    "FAMILIES",
+    "OTHER_NAMES",
+    "RULES_DIR",
+    "TESTED_TYPES",
+    "Family",
+    "default_rules",
+    "has_experts",
+    "ignorable_tensors",
+    "is_tested",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,19 @@ OTHER_NAMES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """model_type of published configs -> the class of transformers that computes the same.
 
 Such configs name Python files of the model's own, which are not needed then."""
+
+TESTED_TYPES = frozenset(
+    {"afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma2", "gemma3_text", "glm4_moe"}
+    | {"gpt_oss", "granitemoe", "hunyuan_v1_moe", "llama", "mellum", "minimax_m2", "ministral3", "mistral", "mixtral"}
+    | {"olmo3", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
+)
+"""Model types whose logits tests/models compares with transformers'; others are compared while loading."""
+
+
+def is_tested(hf_config: Any) -> bool:
+    """Whether tests cover the family: one of transformers' own configs, in the list."""
+    return hf_config.model_type in TESTED_TYPES and type(hf_config).__module__.startswith("transformers.")
+
 
 # The names under which configs of transformers say how many routed experts a layer has.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

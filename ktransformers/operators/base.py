@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ktransformers.config import CPU_PREFILLS
+from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.core import Phase
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
@@ -91,6 +91,7 @@ class OperatorConfig:
     pool: WorkerPool | None = None
     cpu_quant: QuantType | None = None
     cpu_prefill: str = CPU_PREFILLS[0]
+    cpu_bf16: str = CPU_BF16S[0]
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
     devices: Devices = field(default_factory=Devices)
 

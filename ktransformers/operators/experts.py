@@ -30,8 +30,8 @@ from ktransformers.operators.gpu_experts import (
     gpu_experts_nbytes,
     why_not_on_gpu,
 )
-from ktransformers.operators.relaid import relaid_experts, relaid_nbytes, wants_bf16
-from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, WeightSource
+from ktransformers.operators.relaid import relaid_experts, relaid_nbytes, takes_bf16, wants_bf16
+from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
 __all__ = ["KTransformersExperts", "Ticket", "find_activation", "read_layout"]
 
@@ -114,7 +114,7 @@ class KTransformersExperts(Operator):
     another device; results go back to it. `submit` and `collect` are the only places where devices meet: experts on the
     CPU of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more. Where
     `prefill` is set (engine/prefill.py does), steps from its threshold on are run by GPU and CPU together.
-    cpu_prefill: see KTransformersLinear.
+    cpu_prefill, cpu_bf16: see KTransformersLinear.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -122,7 +122,7 @@ class KTransformersExperts(Operator):
         "KExpertsTorch": "dequantized experts and torch",
         "KExpertsMarlin": "experts on the GPU, in the types of the file",
     }
-    KWARGS: ClassVar[frozenset[str]] = frozenset({"cpu_prefill"})
+    KWARGS: ClassVar[frozenset[str]] = frozenset({"cpu_prefill", "cpu_bf16"})
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn"})  # fused into the kernel
     PREFILLS_AT_HOME: ClassVar[bool] = True
 
@@ -133,9 +133,11 @@ class KTransformersExperts(Operator):
         config: OperatorConfig,
         placement: Placement | None = None,
         cpu_prefill: str | None = None,
+        cpu_bf16: str | None = None,
     ):
         super().__init__(module, key, config, placement)
         self.wants_bf16 = wants_bf16(key, cpu_prefill, config.cpu_prefill)
+        self.takes_bf16 = takes_bf16(key, cpu_bf16, config.cpu_bf16)
         self.layout = read_layout(module, key)
         self.num_experts = self.layout.num_experts
         self.activation = find_activation(module, self.layout)
@@ -165,13 +167,16 @@ class KTransformersExperts(Operator):
             raise TensorMismatchError(f"the experts of {self.key} are missing from the weight files")
         return info
 
+    def _relaid_nbytes(self, part: TensorInfo) -> int:
+        return relaid_nbytes(part, takes_bf16=self.takes_bf16)
+
     def requirements(self, source: WeightSource) -> Requirements:
         info = self._info(source)
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
         if self.device.is_gpu:
             nbytes = gpu_experts_nbytes(self.key, info)
         else:
-            nbytes = info.nbytes + sum(relaid_nbytes(part) - part.nbytes for part in parts)
+            nbytes = info.nbytes + sum(self._relaid_nbytes(part) - part.nbytes for part in parts)
         needs = Requirements(nbytes={self.device.name: nbytes}, stored_names=set(info.stored_names))
         for part in (info.gate, info.up, info.down):
             if part is not None:
@@ -198,7 +203,7 @@ class KTransformersExperts(Operator):
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
         if not all(can_be_copied(part.resident_type) for part in parts):
             return None
-        return sum(relaid_nbytes(part) for part in parts) // self.num_experts, bias_nbytes(info)
+        return sum(self._relaid_nbytes(part) for part in parts) // self.num_experts, bias_nbytes(info)
 
     @property
     def kernel(self) -> native.MoeKernel | None:
@@ -214,7 +219,9 @@ class KTransformersExperts(Operator):
         pool = self.config.require_pool()
         is_streamed = self.home.is_gpu and self.placement.prefill_device == self.home.name
         is_pinned = is_streamed and self.streamed_nbytes(source) is not None
-        self._weights = relaid_experts(weights, pool, wants_bf16=self.wants_bf16, is_pinned=is_pinned)
+        self._weights = relaid_experts(
+            weights, pool, wants_bf16=self.wants_bf16, takes_bf16=self.takes_bf16, is_pinned=is_pinned
+        )
         if self.activation is not None:
             self._kernel = native.MoeKernel(self._weights, self.activation, pool)
 

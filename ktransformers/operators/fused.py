@@ -251,7 +251,7 @@ def watch_step(model: Any, shapes: list[LayerShape], pool: WorkerPool, last: int
     Errors as observe_step.
     """
     context = probe_context(shapes, pool, PROBE_ROWS)
-    positions = torch.arange(last - PROBE_ROWS + 1, last + 1).clamp_min(0)
+    positions = torch.arange(PROBE_ROWS) + max(last - PROBE_ROWS + 1, 0)
 
     def run() -> None:
         with NativeMathMode(pool):

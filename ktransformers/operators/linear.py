@@ -23,7 +23,7 @@ from ktransformers.operators.base import (
 from ktransformers.operators.device import give_back
 from ktransformers.operators.gpu_fp8 import Fp8GpuMatrix, fp8_gpu_nbytes, takes_fp8
 from ktransformers.operators.gpu_matrix import GpuMatrix, gpu_matrix, gpu_nbytes
-from ktransformers.operators.relaid import relaid, relaid_nbytes, wants_bf16
+from ktransformers.operators.relaid import relaid, relaid_nbytes, takes_bf16, wants_bf16
 from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["KTransformersLinear"]
@@ -36,9 +36,10 @@ class KTransformersLinear(Operator):
 
     On the CPU every op name runs as KLinearCPUInfer, the native kernel, which reads every type; the same arithmetic in
     both phases keeps a token's result independent of the step's size, unless cpu_prefill (rule file, else
-    --cpu_prefill) is bf16. On a GPU one form of the weight serves both phases, that of generate_op: quantized
-    (KLinearMarlin, and what the other names of quantized weights mean), or dense (KLinearTorch) where that is asked for
-    or no kernel reads the type. The LM head's result is fp32.
+    --cpu_prefill) is bf16. cpu_bf16 says for BF16 weights how they are multiplied, see `takes_bf16`. On a GPU one form
+    of the weight serves both phases, that of generate_op: quantized (KLinearMarlin, and what the other names of
+    quantized weights mean), or dense (KLinearTorch) where that is asked for or no kernel reads the type. The LM head's
+    result is fp32.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -50,7 +51,7 @@ class KTransformersLinear(Operator):
         "KLinearQ8": "8-bit weight on the GPU",
     }
 
-    KWARGS: ClassVar[frozenset[str]] = frozenset({"cpu_prefill"})
+    KWARGS: ClassVar[frozenset[str]] = frozenset({"cpu_prefill", "cpu_bf16"})
 
     def __init__(
         self,
@@ -59,9 +60,11 @@ class KTransformersLinear(Operator):
         config: OperatorConfig,
         placement: Placement | None = None,
         cpu_prefill: str | None = None,
+        cpu_bf16: str | None = None,
     ):
         super().__init__(module, key, config, placement)
         self.wants_bf16 = wants_bf16(key, cpu_prefill, config.cpu_prefill)
+        self.takes_bf16 = takes_bf16(key, cpu_bf16, config.cpu_bf16)
         # A subclass with a forward of its own is more than a product: some routers are.
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             raise UnsupportedError(
@@ -98,7 +101,7 @@ class KTransformersLinear(Operator):
             else:
                 nbytes = fp8_gpu_nbytes(*shape)
         else:
-            nbytes = relaid_nbytes(info)
+            nbytes = relaid_nbytes(info, takes_bf16=self.takes_bf16)
         needs.add(device.name, info, nbytes)
         if self.has_bias:
             name = f"{self.key}.bias"
@@ -114,7 +117,7 @@ class KTransformersLinear(Operator):
         is_fp8 = self._info(source).resident_type is OwnType.F8_E4M3
         if not self.device.is_gpu:
             stored = source.fp8(name) if is_fp8 else source.tensor(name)
-            self._weight = relaid(stored, pool, wants_bf16=self.wants_bf16)
+            self._weight = relaid(stored, pool, wants_bf16=self.wants_bf16, takes_bf16=self.takes_bf16)
         elif is_fp8:
             self.matrix = Fp8GpuMatrix.of(source.fp8(name), self._bias, self.device)
         else:

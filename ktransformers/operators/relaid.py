@@ -1,36 +1,39 @@
 """Weights in the form that the native kernels read fastest, made once while loading.
 
-A matrix that native.can_pack allows is re-laid (native.pack): quantized ones, and BF16 where the processor multiplies
-it; so is an FP8 one (native.pack_fp8). Everything else stays as it is. The pages of the file that were read are given
+A matrix that native.can_pack allows is re-laid (native.pack): quantized ones, and BF16 where it is to be multiplied in
+bf16; so is an FP8 one (native.pack_fp8). Everything else stays as it is. The pages of the file that were read are given
 back, so that memory holds each weight once.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
 import torch
 
-from ktransformers.config import CPU_PREFILLS
+from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
 from ktransformers.kernels.native import ExpertWeight, ExpertWeights, WorkerPool
-from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, OwnType, PackedTensor, RawTensor
+from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor
 from ktransformers.weights.source import TensorInfo
 
-__all__ = ["relaid", "relaid_experts", "relaid_nbytes", "wants_bf16"]
+__all__ = ["relaid", "relaid_experts", "relaid_nbytes", "takes_bf16", "wants_bf16"]
 
 _TILE_ROWS = 16
+_PRECISE = re.compile(r"(^|\.)(\w*attn|\w*attention|gate|router)(\.|$)")
+"""Names of attention and routers, and of what is in them."""
 _PIECE = 32 << 20
 """Bytes of weights that are in memory twice while they are re-laid, or, where that is more, _SHARE for each thread."""
 _SHARE = 8 << 20
 
 
-def relaid_nbytes(info: TensorInfo) -> int:
+def relaid_nbytes(info: TensorInfo, *, takes_bf16: bool = True) -> int:
     """Resident bytes of a matrix [N, K], or of E matrices [E, N, K], after `relaid`."""
-    if len(info.shape) < 2:
+    if len(info.shape) < 2 or (info.resident_type is QuantType.BF16 and not takes_bf16):
         return info.nbytes
     is_fp8 = info.resident_type is OwnType.F8_E4M3
     if not is_fp8 and not native.can_pack(info.resident_type, info.shape[-1], native.active_isa()):
@@ -47,9 +50,23 @@ def wants_bf16(key: str, given: str | None, default: str) -> bool:
     return chosen == "bf16"
 
 
-def relaid(weight: RawTensor | Fp8Matrix, pool: WorkerPool, *, wants_bf16: bool = False) -> RawTensor | PackedTensor:
-    """A matrix [N, K] as the kernels want it. wants_bf16: see PackedTensor."""
-    if isinstance(weight, RawTensor) and not _is_relaid(weight, pool):
+def takes_bf16(key: str, given: str | None, default: str) -> bool:
+    """Whether activations in front of BF16 weights of the operator `key` may be rounded to bf16.
+
+    given: what the rule file says for it; default: for all but routers, where rounding sends tokens to other experts,
+    and attention's projections.
+    """
+    chosen = given or ("fp32" if _PRECISE.search(key) else default)
+    if chosen not in CPU_BF16S:
+        raise UnsupportedError(f"{key}: cpu_bf16 {chosen!r} is not one of {', '.join(CPU_BF16S)}")
+    return chosen == "bf16"
+
+
+def relaid(
+    weight: RawTensor | Fp8Matrix, pool: WorkerPool, *, wants_bf16: bool = False, takes_bf16: bool = True
+) -> RawTensor | PackedTensor:
+    """A matrix [N, K] as the kernels want it. wants_bf16: see PackedTensor; takes_bf16: see above."""
+    if isinstance(weight, RawTensor) and not _is_relaid(weight, pool, takes_bf16):
         return weight
     rows, cols = weight.shape
     data = native.empty_bytes(native.packed_nbytes(weight.qtype, rows, cols), pool)
@@ -62,8 +79,10 @@ def relaid(weight: RawTensor | Fp8Matrix, pool: WorkerPool, *, wants_bf16: bool 
     return PackedTensor(data, weight.qtype, (rows, cols), wants_bf16)
 
 
-def _is_relaid(weight: ExpertWeight, pool: WorkerPool) -> TypeGuard[RawTensor | Fp8Matrix]:
+def _is_relaid(weight: ExpertWeight, pool: WorkerPool, takes_bf16: bool) -> TypeGuard[RawTensor | Fp8Matrix]:
     if isinstance(weight, RawTensor):
+        if weight.qtype is QuantType.BF16 and not takes_bf16:
+            return False  # the re-laid form is for products of bf16 alone
         return native.can_pack(weight.qtype, weight.cols, pool.isa)
     return isinstance(weight, Fp8Matrix)
 
@@ -82,7 +101,7 @@ def _relay_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> list[Packed
     at_once = max(max(_PIECE, _SHARE * pool.num_threads) // max(weights[0].nbytes, 1), 1)
     made = list[PackedTensor]()
     for first in range(0, len(weights), at_once):
-        some = [weight for weight in weights[first : first + at_once] if _is_relaid(weight, pool)]
+        some = [weight for weight in weights[first : first + at_once] if _is_relaid(weight, pool, takes_bf16=True)]
         made += native.pack_all(some, pool, buffer[first * nbytes : (first + len(some)) * nbytes])
         native.page_out(*some)
     assert len(made) == len(weights), "all experts of a projection share one type"
@@ -103,27 +122,32 @@ def _copied_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> Sequence[E
 
 
 def _relaid_all(
-    weights: Sequence[ExpertWeight] | None, pool: WorkerPool, wants_bf16: bool, is_pinned: bool
+    weights: Sequence[ExpertWeight] | None, pool: WorkerPool, wants_bf16: bool, takes_bf16: bool, is_pinned: bool
 ) -> Sequence[ExpertWeight] | None:
     """One projection of all experts, side by side in one buffer if they are re-laid or pinned."""
     if not weights:
         return weights
-    if not _is_relaid(weights[0], pool):
+    if not _is_relaid(weights[0], pool, takes_bf16):
         kept = weights if isinstance(weights, list) else weights[:]  # of what is made on demand
         return _copied_all(kept, pool) if is_pinned else kept
     return [replace(made, wants_bf16=wants_bf16) for made in _relay_all(weights, pool)]
 
 
 def relaid_experts(
-    weights: ExpertWeights, pool: WorkerPool, *, wants_bf16: bool = False, is_pinned: bool = False
+    weights: ExpertWeights,
+    pool: WorkerPool,
+    *,
+    wants_bf16: bool = False,
+    takes_bf16: bool = True,
+    is_pinned: bool = False,
 ) -> ExpertWeights:
-    """The experts of one layer as the kernels want them. wants_bf16: see PackedTensor.
+    """The experts of one layer as the kernels want them. wants_bf16: see PackedTensor; takes_bf16: see `relaid`.
 
     is_pinned: whether their memory is to be pinned for a GPU. Those that stay as they are in the memory map of a file,
     which cannot be, are then copied out of it.
     """
     gate, up, down = (
-        _relaid_all(part, pool, wants_bf16, is_pinned) for part in (weights.gate, weights.up, weights.down)
+        _relaid_all(part, pool, wants_bf16, takes_bf16, is_pinned) for part in (weights.gate, weights.up, weights.down)
     )
     assert up is not None
     assert down is not None

@@ -76,7 +76,18 @@ def test_flags_become_the_configuration(tmp_path: Path) -> None:
     flags = f"--model-path {tmp_path} --gguf_path={tmp_path} --optimize_config-path /o --cache-lens 9 --chunk_size 8192"
     flags += " --cpu_infer 3"
     args = build_parser().parse_args(
-        ["chat", *flags.split(), "--cpu-quant", "q8_0", "--cpu-prefill", "bf16", "--strict", "--no-force-think"]
+        [
+            "chat",
+            *flags.split(),
+            "--cpu-quant",
+            "q8_0",
+            "--cpu-prefill",
+            "bf16",
+            "--cpu-bf16",
+            "fp32",
+            "--strict",
+            "--no-force-think",
+        ]
     )
     assert engine_config(args) == EngineConfig(
         model_path=tmp_path,
@@ -88,6 +99,7 @@ def test_flags_become_the_configuration(tmp_path: Path) -> None:
         cpu_infer=3,
         cpu_quant="q8_0",
         cpu_prefill="bf16",
+        cpu_bf16="fp32",
         strict=True,
     )
     assert args.force_think is False

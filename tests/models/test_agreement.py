@@ -18,6 +18,7 @@ from tests.support.tiny_models import tiny_model, write_safetensors
 
 NAMED = ["qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "llama", "qwen3"]
 GENERIC = ["olmoe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "granitemoe", "minimax_m2", "phimoe", "dots1", "qwen2"]
+TYPES = [*NAMED, *GENERIC, "hunyuan_v1_moe"]
 TOLERANCE = 1e-4
 PROMPT_LEN, ANSWER_LEN = 24, 16
 
@@ -39,7 +40,7 @@ def greedy(engine: Engine, ids: list[int], steps: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("model_type", NAMED + GENERIC)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_logits_and_tokens_agree_with_transformers(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type, seed=1)
     ids = prompt(model.config.vocab_size)
@@ -56,7 +57,7 @@ def test_logits_and_tokens_agree_with_transformers(model_type: str, tmp_path: Pa
     assert greedy(engine, ids, ANSWER_LEN) == expected[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("model_type", NAMED + GENERIC)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_logits_do_not_depend_on_chunks(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type, seed=2)
     ids = prompt(model.config.vocab_size)

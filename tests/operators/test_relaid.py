@@ -60,12 +60,14 @@ def test_bf16_is_re_laid_where_it_can_be_multiplied(isa: Isa, monkeypatch: pytes
     assert module.relaid(weight, scalar) is weight
     narrow = RawTensor.from_tensor(values[:, :40])
     assert module.relaid(narrow, pool) is narrow
+    assert module.relaid(weight, pool, takes_bf16=False) is weight
     experts = native.ExpertWeights(None, [weight, weight], [RawTensor.from_tensor(values.T.contiguous())] * 2)
     relaid = module.relaid_experts(experts, pool)
     assert [type(part[1]) for part in (relaid.up, relaid.down)] == [
         PackedTensor,
         RawTensor,
     ]  # 100 columns: no whole tiles
+    assert module.relaid_experts(experts, pool, takes_bf16=False).up is experts.up
     for used in (pool, scalar):
         used.close()
 
@@ -127,3 +129,20 @@ def test_experts_are_re_laid_in_a_few_jobs(monkeypatch: pytest.MonkeyPatch) -> N
             assert torch.equal(one.data, other.data)
             assert torch.equal(one.data, native.pack(weight, pool).data)
     pool.close()
+
+
+def test_routers_and_attention_are_multiplied_in_fp32() -> None:
+    for key in (
+        "model.layers.3.self_attn.q_proj",
+        "transformer.h.0.attn.c_attn",
+        "a.mlp.gate",
+        "a.mlp.gate.wg",
+        "b.router",
+    ):
+        assert not module.takes_bf16(key, None, "bf16"), key
+    for key in ("a.mlp.gate_proj", "a.mlp.experts", "lm_head", "a.mlp.shared_expert_gate"):
+        assert module.takes_bf16(key, None, "bf16"), key
+        assert not module.takes_bf16(key, None, "fp32"), key
+    assert module.takes_bf16("a.self_attn.q_proj", "bf16", "fp32")  # a rule file is taken at its word
+    with pytest.raises(UnsupportedError, match=r"a\.b: cpu_bf16 'int8' is not one of bf16, fp32"):
+        module.takes_bf16("a.b", "int8", "bf16")
