@@ -79,6 +79,8 @@ def is_safetensors(head: bytes) -> bool:
 
 def wrong_start(head: bytes) -> str | None:
     """What a file that begins so is ("is an HTML page: ..."), if people meet it in place of weights."""
+    if is_safetensors(head):  # whose first byte, of a length, may be any
+        return None
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if not head:
         return "is empty; download or convert it again"
@@ -90,7 +92,7 @@ def wrong_start(head: bytes) -> str | None:
         return "is an XML page: the download failed; download it again"
     if head[:4] in _OLD_GGML:
         return "is a GGML file from before GGUF; convert the model again"
-    if (head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05") or (
+    if (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")) or (
         head[:4] == b"PK\x03\x04" and b"data.pkl" in head
     ):
         return f"is a PyTorch pickle, which {_NOT_READ}"

@@ -91,7 +91,12 @@ def full_gpu() -> Iterator[None]:
 @pytest.mark.usefixtures("full_gpu")
 def test_a_full_gpu_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Unless it is asked for: then the plan is refused."""
-    path = write_gguf(tiny_model("qwen3_moe", seed=3, hidden=256), tmp_path / "m.gguf", QuantType.Q4_K, QuantType.Q4_K)
+    path = write_gguf(
+        tiny_model("qwen3_moe", seed=3, hidden=256, max_position_embeddings=1 << 20),
+        tmp_path / "m.gguf",
+        QuantType.Q4_K,
+        QuantType.Q4_K,
+    )
     config = EngineConfig(gguf_path=path, cache_lens=1 << 20, cpu_infer=2)
     hardware = Hardware(detect_machine(gpus=cuda_memory))
     with caplog.at_level(logging.WARNING):

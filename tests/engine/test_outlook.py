@@ -87,7 +87,7 @@ def test_remedies_of_a_gpu(flags: dict[str, object], gpus: tuple[float, ...], wa
 
 @pytest.fixture(scope="module")
 def unquantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_model("qwen3_moe", hidden=256)
+    model = tiny_model("qwen3_moe", hidden=256, max_position_embeddings=4096)
     return write_safetensors(model, tmp_path_factory.mktemp("plain"))
 
 

@@ -123,7 +123,6 @@ FOLDERS = [
     ("nothing", "nothing is an empty folder"),
     ("prose", "prose holds neither .gguf nor .safetensors files, only README.md, notes.txt"),
     ("pickles", "pickles holds a PyTorch pickle (pytorch_model.bin), which is not read"),
-    ("one_below", "one_below holds no weights, but Q4/m.gguf does"),
     ("several", "several: holds 2 GGUF models (a.gguf, b.gguf); pass the path of one file"),
     ("both", "both: holds both GGUF and safetensors weights"),
     ("shards", "m-00002-of-00003.gguf, m-00003-of-00003.gguf of 3 shards missing; download them"),

@@ -180,8 +180,6 @@ def _folders(folder: Path, gguf: bytes) -> None:
         (folder / "prose" / name).write_text("Hello\n")
     (folder / "pickles").mkdir()
     (folder / "pickles" / "pytorch_model.bin").write_bytes(_pickle_zip())
-    (folder / "one_below" / "Q4").mkdir(parents=True)
-    (folder / "one_below" / "Q4" / "m.gguf").write_bytes(gguf)
     (folder / "several").mkdir()
     for name in ("a.gguf", "b.gguf"):
         (folder / "several" / name).write_bytes(gguf)

@@ -24,11 +24,12 @@ SECRET = "my secret"
 
 def ask(method: str, path: str, *, keys: tuple[str, ...] = (), is_loaded: bool = True, **more: Any) -> httpx.Response:
     """One request to a new app, from 203.0.113.9:4711."""
-    app = create_app(FakeBackend(is_loaded), ServerConfig(model_names=("demo", "other"), api_keys=keys))
+    config = ServerConfig(model_names=("demo", "other"), api_keys=keys, is_strict_on_names=True)
+    app = create_app(FakeBackend(is_loaded), config)
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=app, client=("203.0.113.9", 4711))
-        async with httpx.AsyncClient(transport=transport, base_url="http://host.test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **more)
 
     return asyncio.run(send())

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
 from ktransformers.errors import ConfigError, QueueFullError
 from ktransformers.server.admission import Admission
@@ -23,6 +22,7 @@ from ktransformers.server.config import ServerConfig
 from ktransformers.server.hosts import HostRule
 from ktransformers.server.middleware import BodyLimits
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
+from tests.support.demo import DEMO_CHECKPOINT
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONTEXT = 2048
@@ -34,7 +34,7 @@ class CountingBackend(Backend):
     name = "counting"
 
     def __init__(self) -> None:
-        tokenizer = load_tokenizer(DEMO_MODEL_PATH, None)
+        tokenizer = load_tokenizer(DEMO_CHECKPOINT, None)
         self._model = ModelInfo(tokenizer, CONTEXT, tokenizer.vocab_size, (), SamplingParams(), None, "made up")
         self.gate = asyncio.Event()
         self.gate.set()

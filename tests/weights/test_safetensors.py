@@ -102,3 +102,12 @@ def test_several_files_without_an_index(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "z.safetensors")
     with pytest.raises(FormatError, match=r"'a' is also in x\.safetensors"):
         open_safetensors(tmp_path)
+
+
+@pytest.mark.parametrize("header_len", [0x80 + 256 * 2, 0x1F + 256 * 0x8B, 0x42 + 256 * 0x5A])
+def test_a_headers_length_may_look_like_another_files_first_bytes(header_len: int, tmp_path: Path) -> None:
+    """A pickle's, gzip's, bzip2's."""
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(header_len)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", header_len) + header + struct.pack("<f", 2.5))
+    assert open_safetensors(path).torch_tensor("a").tolist() == [2.5]
