@@ -29,9 +29,9 @@ from ktransformers.kernels import flashinfer
 from ktransformers.kernels.triton.expanded import ExpandedRun, ExpandedTile, expanded_attention, tiles_of
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.runtime import available
+from ktransformers.operators.attention.latent_expansion import EXPANSION_NBYTES, Choice, LatentDims, Rates, StepRuns
+from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
 from ktransformers.operators.context import ForwardContext
-from ktransformers.operators.gpu_latent import GpuLatent, LatentStep
-from ktransformers.operators.latent_expansion import EXPANSION_NBYTES, Choice, LatentDims, Rates, StepRuns
 
 PAGE = 64
 BF16 = torch.bfloat16

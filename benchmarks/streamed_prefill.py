@@ -27,10 +27,10 @@ from ktransformers.config import physical_cores
 from ktransformers.engine.prefill import PrefillStream, cuda_tools, open_prefill
 from ktransformers.kernels.native import ActivationSpec, MoeKernel, WorkerPool
 from ktransformers.operators.device import Device
-from ktransformers.operators.expert_prefill import PrefillShape
-from ktransformers.operators.expert_split import CpuRate, PrefillRates
-from ktransformers.operators.relaid import relaid_experts
-from ktransformers.operators.staging import HostExperts, StagingSize
+from ktransformers.operators.experts.split import CpuRate, PrefillRates
+from ktransformers.operators.experts.staging import HostExperts, StagingSize
+from ktransformers.operators.experts.streamed import PrefillShape
+from ktransformers.operators.linear.relaid import relaid_experts
 from ktransformers.weights.source import ExpertsLayout
 from ktransformers.weights.synthetic import SyntheticSource
 

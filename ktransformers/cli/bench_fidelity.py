@@ -12,7 +12,7 @@ import torch
 from ktransformers.kernels import reference
 from ktransformers.kernels.native import ActivationSpec, ExpertWeight, ExpertWeights, MoeKernel, WorkerPool
 from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, RawTensor
-from ktransformers.operators.relaid import relaid_experts
+from ktransformers.operators.linear.relaid import relaid_experts
 
 __all__ = ["relative_errors", "with_wish"]
 

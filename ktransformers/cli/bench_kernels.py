@@ -33,7 +33,7 @@ from ktransformers.kernels.quant import (
     row_bytes,
     type_size,
 )
-from ktransformers.operators.relaid import relaid_experts
+from ktransformers.operators.linear.relaid import relaid_experts
 
 __all__ = ["Shape", "bench_kernels", "machine_facts", "shown_machine"]
 

@@ -21,8 +21,8 @@ import numpy as np
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine
 from ktransformers.operators.base import ExpertStats
-from ktransformers.operators.experts import KTransformersExperts
-from ktransformers.operators.gate import KMoEGate
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.experts.router import KMoEGate
 from ktransformers.optimize.plan import Plan
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan, StepResult
 

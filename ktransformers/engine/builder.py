@@ -37,11 +37,11 @@ from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.native import WorkerPool
+from ktransformers.operators.attention.rope import KRotaryEmbedding, settle_rotations
 from ktransformers.operators.base import ExpertStats
-from ktransformers.operators.fused import fuse_layers
-from ktransformers.operators.gpu_layers import stack_gpu_layers
-from ktransformers.operators.observed import PROBE_ROWS, LayerCall, check_calls, observe_step, probe_context
-from ktransformers.operators.rope import KRotaryEmbedding, settle_rotations
+from ktransformers.operators.layers.cpu import fuse_layers
+from ktransformers.operators.layers.gpu import stack_gpu_layers
+from ktransformers.operators.layers.observed import PROBE_ROWS, LayerCall, check_calls, observe_step, probe_context
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.plan import Plan
 from ktransformers.tokenizer import Tokenizer

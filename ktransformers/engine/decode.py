@@ -20,7 +20,7 @@ from ktransformers.engine.graphs import DecodeGraphs, DecodeInputs, GraphBackend
 from ktransformers.engine.layout import StepLayout
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.operators.context import ForwardContext
-from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 
 __all__ = ["MAX_GRAPH_ROWS", "DecodeSteps", "StepInputs", "why_not_captured"]

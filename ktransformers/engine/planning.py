@@ -21,10 +21,10 @@ from ktransformers.engine.skeleton import cache_shapes
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
+from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Device, Devices
-from ktransformers.operators.experts import KTransformersExperts
-from ktransformers.operators.rope import KRotaryEmbedding
+from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Plan, make_plan

@@ -21,10 +21,10 @@ from ktransformers.kernels.native import MoeKernel, WorkerPool
 from ktransformers.kernels.quant import PackedTensor
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
-from ktransformers.operators.expert_prefill import ExpertPrefill, PrefillLayer, PrefillShape
-from ktransformers.operators.expert_rates import RatesFile, calibrate
-from ktransformers.operators.experts import KTransformersExperts
-from ktransformers.operators.staging import HostExperts, Staging, StagingSize
+from ktransformers.operators.experts.rates import RatesFile, calibrate
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.experts.staging import HostExperts, Staging, StagingSize
+from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer, PrefillShape
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.streaming import Streaming
 

@@ -25,7 +25,7 @@ from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError
 from ktransformers.kernels import reference
 from ktransformers.kernels.native import ExpertWeight
 from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, RawTensor
-from ktransformers.operators.experts import read_layout
+from ktransformers.operators.experts.routed import read_layout
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.tied import TiedSource, tied_names
 

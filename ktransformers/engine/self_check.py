@@ -35,9 +35,9 @@ from ktransformers.engine.twin import StoredWeights, build_twin, routed_experts
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.kernels.native import WorkerPool
 from ktransformers.models.registry import is_tested
-from ktransformers.operators.fused import FusedLayer
-from ktransformers.operators.observed import LayerCall, layer_list
-from ktransformers.operators.rope import settle_rotations
+from ktransformers.operators.attention.rope import settle_rotations
+from ktransformers.operators.layers.cpu import FusedLayer
+from ktransformers.operators.layers.observed import LayerCall, layer_list
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.tied import TiedSource
 

@@ -17,9 +17,9 @@ from ktransformers.cache.static import LayerShape
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.models.registry import OTHER_NAMES
-from ktransformers.operators.attention import ATTENTION_NAME, register_attention
+from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention
+from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.device import CPU, Device
-from ktransformers.operators.mla import KMLAAttention
 
 __all__ = ["build_skeleton", "cache_shapes", "load_hf_config", "restore_buffers"]
 

@@ -23,8 +23,8 @@ from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.kernels import native
 from ktransformers.kernels.native import ExpertWeight, ExpertWeights, WorkerPool
 from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, block_size
-from ktransformers.operators.experts import KTransformersExperts, read_layout
-from ktransformers.operators.gate import KMoEGate
+from ktransformers.operators.experts.routed import KTransformersExperts, read_layout
+from ktransformers.operators.experts.router import KMoEGate
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Plan

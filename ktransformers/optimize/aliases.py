@@ -90,6 +90,20 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
     _ACTIVATION: {},
 }
 
+_HOMES = {
+    _LINEAR: "linear.linear",
+    _EXPERTS: "experts.routed",
+    _MOE: "experts.block",
+    _GATE: "experts.router",
+    _GQA: "attention.gqa",
+    _MLA: "attention.mla",
+    _MODEL: "layers.model",
+    _ROPE: "attention.rope",
+    _MLP: "linear.mlp",
+    _EMBEDDING: "linear.embedding",
+}
+"""The modules that define what rule files know by a shorter name, where they are not called the same."""
+
 OPERATOR_ALIASES: dict[str, str] = {
     f"{OPERATORS_PREFIX}{module}.{name}": f"{OPERATORS_PREFIX}{role}"
     for role, modules in _ALIASES_BY_ROLE.items()
@@ -142,7 +156,7 @@ def operator_class(name: str) -> type[Operator]:
     if target is None and name.startswith(OPERATORS_PREFIX):
         raise NameProblem(f"unknown operator {name}{_nearest_operator(name)}")
     try:
-        found = _import_attribute(target or name)
+        found = _import_attribute(name if target is None else _defined_as(target))
     except NameProblem as problem:
         raise NameProblem(f"unknown operator {name} ({problem}){_nearest_operator(name)}") from problem
     if not (isinstance(found, type) and issubclass(found, Operator)):
@@ -150,6 +164,13 @@ def operator_class(name: str) -> type[Operator]:
     if inspect.isabstract(found):
         raise NameProblem(f"{name} is abstract: it must define {', '.join(sorted(found.__abstractmethods__))}")
     return found
+
+
+def _defined_as(target: str) -> str:
+    """Where the class is that rule files know as `target`."""
+    role = target.removeprefix(OPERATORS_PREFIX)
+    module, _, name = role.rpartition(".")
+    return f"{OPERATORS_PREFIX}{_HOMES.get(role, module)}.{name}"
 
 
 def _nearest_operator(name: str) -> str:

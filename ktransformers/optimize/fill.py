@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan, format_bytes
 from ktransformers.weights.source import WeightSource
 

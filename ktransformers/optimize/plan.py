@@ -18,7 +18,7 @@ from ktransformers.errors import CapacityError, ConfigError, RuleError, TensorMi
 from ktransformers.kernels.quant import QuantType
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements
 from ktransformers.operators.device import Devices
-from ktransformers.operators.linear import KTransformersLinear
+from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.wrapper import DenseState
 from ktransformers.optimize.homes import Home, Homes
 from ktransformers.optimize.machine import Machine

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ktransformers.config import DEFAULT_CHUNK_SIZE
-from ktransformers.operators.expert_prefill import PrefillShape
-from ktransformers.operators.experts import KTransformersExperts
-from ktransformers.operators.staging import StagingSize
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.experts.staging import StagingSize
+from ktransformers.operators.experts.streamed import PrefillShape
 from ktransformers.optimize.plan import Plan, format_bytes
 from ktransformers.weights.source import WeightSource
 

@@ -17,8 +17,8 @@ from ktransformers.engine.builder import Hardware, build_engine
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import cuda_memory
-from ktransformers.operators.expert_prefill import ExpertPrefill
-from ktransformers.operators.expert_split import CpuRate, PrefillRates
+from ktransformers.operators.experts.split import CpuRate, PrefillRates
+from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.optimize.machine import detect_machine
 from tests.engine.test_cuda import check
 from tests.engine.test_gpu import logits_in_steps, prompt

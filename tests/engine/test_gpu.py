@@ -19,7 +19,7 @@ from ktransformers.engine.builder import Engine, build_engine, build_paged_engin
 from ktransformers.errors import CapacityError, ConfigError, RuleError, UnsupportedError
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import RULES_DIR
-from ktransformers.operators.rope import KRotaryEmbedding
+from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from tests.models.test_gguf_models import dequantized
 from tests.support.fake_gpus import FakeGraphs, fake_hardware

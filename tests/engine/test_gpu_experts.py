@@ -17,8 +17,8 @@ from ktransformers.engine import prefill as prefill_module
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.kernels.quant import QuantType
 from ktransformers.models.registry import RULES_DIR
-from ktransformers.operators.expert_prefill import ExpertPrefill
-from ktransformers.operators.expert_split import CpuRate, PrefillRates
+from ktransformers.operators.experts.split import CpuRate, PrefillRates
+from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.optimize.streaming import STAGING
 from tests.engine.test_gpu import prompt
 from tests.engine.test_prefill import Gpu

@@ -16,8 +16,9 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
 from ktransformers.errors import ConfigError
 from ktransformers.models.registry import RULES_DIR
-from ktransformers.operators import gpu_latent, mla
-from ktransformers.operators.latent_expansion import EXPANSION_NBYTES, Rates
+from ktransformers.operators.attention import latent_gpu as gpu_latent
+from ktransformers.operators.attention import mla
+from ktransformers.operators.attention.latent_expansion import EXPANSION_NBYTES, Rates
 from ktransformers.scheduler.records import StepPlan
 from tests.engine.test_gpu import TOLERANCE, prompt, sequence_start, step_row
 from tests.support import fake_flashinfer

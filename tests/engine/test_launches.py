@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.operators.experts import KTransformersExperts
-from ktransformers.operators.gpu_layers import LayerStack, _feed_forward_name, _is_plain
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.layers.gpu import LayerStack, _feed_forward_name, _is_plain
 from tests.engine.test_gpu import gpu_engine
 from tests.support.launches import counted_launches
 from tests.support.tiny_models import tiny_config, tiny_model, write_safetensors

@@ -22,9 +22,9 @@ from ktransformers.engine.prefill import PrefillTools
 from ktransformers.errors import KernelError
 from ktransformers.kernels.native import MoeKernel
 from ktransformers.operators.device import Device
-from ktransformers.operators.expert_prefill import ExpertPrefill
-from ktransformers.operators.expert_split import CpuRate, PrefillRates
-from ktransformers.operators.experts import KTransformersExperts
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.experts.split import CpuRate, PrefillRates
+from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.optimize.report import print_plan
 from ktransformers.optimize.streaming import STAGING
 from ktransformers.scheduler.records import StepPlan

@@ -21,8 +21,9 @@ from ktransformers.engine import self_check
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.errors import UnsupportedError
 from ktransformers.models import registry
-from ktransformers.operators import attention, fused
-from ktransformers.operators.gpu_gqa import gqa_forward
+from ktransformers.operators.attention import gqa as attention
+from ktransformers.operators.attention.gqa_gpu import gqa_forward
+from ktransformers.operators.layers import cpu as fused
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import WINDOW, tiny_model, write_safetensors

@@ -13,7 +13,7 @@ from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKerne
 from ktransformers.kernels.native_base import extension
 from ktransformers.kernels.quant import QuantType, RawTensor
 from ktransformers.kernels.topology import ThreadPlace, parse_cpu_list, thread_places
-from ktransformers.operators.relaid import relaid_experts
+from ktransformers.operators.linear.relaid import relaid_experts
 from ktransformers.weights.quantize import quantize
 
 

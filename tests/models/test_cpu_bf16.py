@@ -12,7 +12,7 @@ from ktransformers.engine.builder import build_engine
 from ktransformers.kernels import native, native_base
 from ktransformers.kernels.native import Isa
 from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor
-from ktransformers.operators.linear import KTransformersLinear
+from ktransformers.operators.linear.linear import KTransformersLinear
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 PROMPT = [7 * i % 150 + 5 for i in range(40)]

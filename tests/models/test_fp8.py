@@ -16,8 +16,8 @@ import torch
 
 from ktransformers.engine.builder import Engine
 from ktransformers.kernels import native
-from ktransformers.operators.experts import KTransformersExperts
-from ktransformers.operators.linear import KTransformersLinear
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.linear.linear import KTransformersLinear
 from tests.models.test_agreement import TOLERANCE, engine_of, prompt
 from tests.support.tiny_models import tiny_model, write_safetensors
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.errors import UnsupportedError
-from ktransformers.operators.fused import FusedLayer
-from ktransformers.operators.observed import decoder_layers
+from ktransformers.operators.layers.cpu import FusedLayer
+from ktransformers.operators.layers.observed import decoder_layers
 from tests.support.tiny_models import (
     UNROTATED_TYPES,
     WINDOW,

@@ -20,7 +20,7 @@ from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKerne
 from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
-from ktransformers.operators.expert_split import CpuRate, PrefillRates, Split
+from ktransformers.operators.experts.split import CpuRate, PrefillRates, Split
 from ktransformers.weights.quantize import quantize
 from tests.support.inline_device import EagerCopies, InlineDriver, LazyCopies
 
@@ -29,9 +29,9 @@ pytest.importorskip("triton")
 from ktransformers.engine.prefill import cuda_tools, open_prefill
 from ktransformers.kernels.triton.moe import Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.packing import Layout
-from ktransformers.operators import expert_prefill
-from ktransformers.operators.expert_prefill import ExpertPrefill, PrefillLayer, PrefillShape
-from ktransformers.operators.staging import HostExperts, Staging, StagingSize
+from ktransformers.operators.experts import streamed as expert_prefill
+from ktransformers.operators.experts.staging import HostExperts, Staging, StagingSize
+from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer, PrefillShape
 
 E, K, H, INNER, T = 6, 2, 64, 32, 9
 FLAT = CpuRate((1,), (1e-3,))

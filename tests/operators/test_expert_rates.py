@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ktransformers.config import user_cache_dir
-from ktransformers.operators.expert_prefill import PrefillShape
-from ktransformers.operators.expert_rates import CpuTimer, RatesFile, calibrate, measure_rates
-from ktransformers.operators.expert_split import NEVER, CpuRate, PrefillRates
+from ktransformers.operators.experts.rates import CpuTimer, RatesFile, calibrate, measure_rates
+from ktransformers.operators.experts.split import NEVER, CpuRate, PrefillRates
+from ktransformers.operators.experts.streamed import PrefillShape
 
 RATES = PrefillRates(5e-5, 1e-8, CpuRate((1, 8), (1e-5, 2e-5)), CpuRate((1, 8), (2e-5, 3e-5)))
 KEY = {"cpu": "a", "threads": 2}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktransformers.operators.expert_split import (
+from ktransformers.operators.experts.split import (
     NEVER,
     CpuRate,
     PrefillRates,

@@ -9,7 +9,7 @@ import pytest
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.native import Activation, ActivationSpec
 from ktransformers.kernels.quant import OwnType, QuantType, WeightType, fp8_nbytes, row_bytes
-from ktransformers.operators.gpu_experts import can_be_copied, gpu_experts_nbytes, why_not_on_gpu
+from ktransformers.operators.experts.resident import can_be_copied, gpu_experts_nbytes, why_not_on_gpu
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 
 E, H, INNER = 4, 96, 32

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ktransformers.kernels.quant import Fp8Matrix
-from ktransformers.operators.gpu_fp8 import Fp8GpuMatrix, can_join_fp8, fp8_gpu_nbytes, join_fp8, takes_fp8
-from ktransformers.operators.linear import KTransformersLinear
+from ktransformers.operators.linear.fp8 import Fp8GpuMatrix, can_join_fp8, fp8_gpu_nbytes, join_fp8, takes_fp8
+from ktransformers.operators.linear.linear import KTransformersLinear
 from tests.engine.test_gpu import gpu_engine, prompt
 from tests.models.test_fp8 import to_fp8, write_both
 from tests.support.fake_gpus import fake_hardware

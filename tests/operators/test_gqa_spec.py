@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.operators.gqa_spec import GqaSpec, NormPlace, recognize_gqa
+from ktransformers.operators.attention.gqa_spec import GqaSpec, NormPlace, recognize_gqa
 from tests.support.tiny_models import tiny_config
 
 

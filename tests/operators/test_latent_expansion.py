@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from ktransformers.core import Phase
-from ktransformers.operators.context import ForwardContext
-from ktransformers.operators.gpu_latent import GpuLatent, LatentStep
-from ktransformers.operators.latent_expansion import (
+from ktransformers.operators.attention.latent_expansion import (
     EXPANSION_NBYTES,
     Choice,
     LatentDims,
@@ -20,6 +18,8 @@ from ktransformers.operators.latent_expansion import (
     batches_of,
     is_worth_expanding,
 )
+from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
+from ktransformers.operators.context import ForwardContext
 
 pytest.importorskip("triton")
 

@@ -17,17 +17,17 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.native import Activation, WorkerPool
 from ktransformers.kernels.quant import QuantType, RawTensor
 from ktransformers.operators.activation import KActivation
+from ktransformers.operators.attention.mla import KMLAAttention, rotate
+from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import OperatorConfig
-from ktransformers.operators.embedding import KEmbedding
-from ktransformers.operators.experts import KTransformersExperts, find_activation, read_layout
-from ktransformers.operators.gate import KMoEGate
-from ktransformers.operators.linear import KTransformersLinear
-from ktransformers.operators.mla import KMLAAttention, rotate
-from ktransformers.operators.mlp import KMLP
-from ktransformers.operators.model import KModel
-from ktransformers.operators.moe import KMoEBlock
+from ktransformers.operators.experts.block import KMoEBlock
+from ktransformers.operators.experts.routed import KTransformersExperts, find_activation, read_layout
+from ktransformers.operators.experts.router import KMoEGate
+from ktransformers.operators.layers.model import KModel
+from ktransformers.operators.linear.embedding import KEmbedding
+from ktransformers.operators.linear.linear import KTransformersLinear
+from ktransformers.operators.linear.mlp import KMLP
 from ktransformers.operators.norm import KRMSNorm
-from ktransformers.operators.rope import KRotaryEmbedding
 from tests.support.dict_source import DictSource
 from tests.support.tiny_models import tiny_model
 

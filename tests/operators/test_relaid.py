@@ -9,7 +9,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
 from ktransformers.kernels.native import ExpertWeights, Isa, WorkerPool
 from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, QuantType, RawTensor
-from ktransformers.operators import relaid as module
+from ktransformers.operators.linear import relaid as module
 from ktransformers.weights.quantize import quantize
 
 

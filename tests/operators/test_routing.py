@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.operators.routing import BIAS, recognize_routing, route
+from ktransformers.operators.experts.router_spec import BIAS, recognize_routing, route
 from tests.support.tiny_models import tiny_model
 
 EXPECTED = {

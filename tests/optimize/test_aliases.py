@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from ktransformers.operators.attention import KAttention
+from ktransformers.operators.attention.gqa import KAttention
+from ktransformers.operators.attention.mla import KMLAAttention
+from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import Operator
-from ktransformers.operators.experts import KTransformersExperts
-from ktransformers.operators.gate import KMoEGate
-from ktransformers.operators.linear import KTransformersLinear
-from ktransformers.operators.mla import KMLAAttention
-from ktransformers.operators.mlp import KMLP
-from ktransformers.operators.model import KModel
-from ktransformers.operators.moe import KMoEBlock
+from ktransformers.operators.experts.block import KMoEBlock
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.experts.router import KMoEGate
+from ktransformers.operators.layers.model import KModel
+from ktransformers.operators.linear.linear import KTransformersLinear
+from ktransformers.operators.linear.mlp import KMLP
 from ktransformers.operators.norm import KRMSNorm
-from ktransformers.operators.rope import KRotaryEmbedding
 from ktransformers.optimize.aliases import (
     OPERATOR_ALIASES,
     NameProblem,

@@ -10,7 +10,7 @@ from ktransformers.kernels import reference
 from ktransformers.kernels.native import Activation, ActivationSpec
 from ktransformers.kernels.triton.elementwise import activate, add_rms_norm, rms_norm, silu_mul
 from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
-from ktransformers.operators.mla import rotate
+from ktransformers.operators.attention.mla import rotate
 
 # One rounding to the output's type (half a unit of 2^-10 or 2^-7 relative); fp32 sums of some thousand terms.
 RELATIVE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}

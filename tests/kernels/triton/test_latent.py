@@ -7,7 +7,7 @@ import torch
 
 from ktransformers.kernels import reference
 from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
-from ktransformers.operators.mla import rotate
+from ktransformers.operators.attention.mla import rotate
 from tests.kernels.triton.test_elementwise import RELATIVE, close, normal
 
 

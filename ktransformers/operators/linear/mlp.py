@@ -13,7 +13,7 @@ from ktransformers.kernels.native import ActivationSpec
 from ktransformers.operators.activation import activate, recognize_activation
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import give_back
-from ktransformers.operators.gpu_joined import GatedLinears
+from ktransformers.operators.linear.joined import GatedLinears
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["KMLP"]

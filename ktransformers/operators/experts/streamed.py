@@ -36,8 +36,8 @@ from ktransformers.kernels.triton.align import moe_align
 from ktransformers.kernels.triton.moe import Between, MoeWorkspace, block_rows, moe_blocks, moe_sum
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
-from ktransformers.operators.expert_split import NEVER, PrefillRates, Split, choose_split
-from ktransformers.operators.staging import Group, HostExperts, Staging
+from ktransformers.operators.experts.split import NEVER, PrefillRates, Split, choose_split
+from ktransformers.operators.experts.staging import Group, HostExperts, Staging
 
 __all__ = ["ExpertPrefill", "PrefillLayer", "PrefillShape", "PrefillTicket"]
 

@@ -19,9 +19,9 @@ from ktransformers.kernels.triton import elementwise
 from ktransformers.kernels.triton.linear import gated_linear, linear_pair
 from ktransformers.kernels.triton.packing import Layout, join_rows
 from ktransformers.operators.device import use
-from ktransformers.operators.gpu_fp8 import Fp8GpuMatrix, can_join_fp8, join_fp8
-from ktransformers.operators.gpu_matrix import DenseMatrix, GpuMatrix, QuantizedMatrix
-from ktransformers.operators.linear import KTransformersLinear
+from ktransformers.operators.linear.fp8 import Fp8GpuMatrix, can_join_fp8, join_fp8
+from ktransformers.operators.linear.linear import KTransformersLinear
+from ktransformers.operators.linear.matrix import DenseMatrix, GpuMatrix, QuantizedMatrix
 
 __all__ = ["GatedLinears", "JoinedLinears"]
 

@@ -26,7 +26,7 @@ from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, route_rows, top
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import use
 from ktransformers.operators.exact import NativeMathMode
-from ktransformers.operators.routing import recognize_routing
+from ktransformers.operators.experts.router_spec import recognize_routing
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 
 __all__ = ["KMoEGate"]

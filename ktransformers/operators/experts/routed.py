@@ -22,15 +22,15 @@ from ktransformers.kernels.quant import Fp8Matrix
 from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back
-from ktransformers.operators.expert_prefill import PrefillLayer, PrefillTicket
-from ktransformers.operators.gpu_experts import (
+from ktransformers.operators.experts.resident import (
     GpuExperts,
     bias_nbytes,
     can_be_copied,
     gpu_experts_nbytes,
     why_not_on_gpu,
 )
-from ktransformers.operators.relaid import relaid_experts, relaid_nbytes, takes_bf16, wants_bf16
+from ktransformers.operators.experts.streamed import PrefillLayer, PrefillTicket
+from ktransformers.operators.linear.relaid import relaid_experts, relaid_nbytes, takes_bf16, wants_bf16
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
 __all__ = ["KTransformersExperts", "Ticket", "find_activation", "read_layout"]

@@ -10,7 +10,7 @@ v_b to the attention's result:
     out[t, h]       = v_b[h] sum_j softmax(scores)[j] latent[j]
 
 On a GPU prefill steps may expand a sequence's keys and values for the time of a layer, which takes fewer products where
-many rows share them: operators/latent_expansion.py says when.
+many rows share them: operators/attention/latent_expansion.py says when.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import native
 from ktransformers.kernels.flashinfer import LatentShape, Shape
 from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.operators.attention.flash import FlashLayer
+from ktransformers.operators.attention.latent_expansion import Choice, LatentDims, Rates, StepRuns
+from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
 from ktransformers.operators.context import ForwardContext
-from ktransformers.operators.flash import FlashLayer
-from ktransformers.operators.gpu_joined import JoinedLinears
-from ktransformers.operators.gpu_latent import GpuLatent, LatentStep, check_gpu_shape
-from ktransformers.operators.latent_expansion import Choice, LatentDims, Rates, StepRuns
+from ktransformers.operators.linear.joined import JoinedLinears
 from ktransformers.operators.norm import KRMSNorm, computes_rms_norm, norm_epsilon
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.weights.source import TensorInfo, WeightSource

@@ -12,11 +12,11 @@ import torch
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.elementwise import rms_norm
 from ktransformers.kernels.triton.rope import rope_to_cache
+from ktransformers.operators.attention.flash import FlashLayer
+from ktransformers.operators.attention.gqa_spec import GqaSpec, NormPlace
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
-from ktransformers.operators.flash import FlashLayer
-from ktransformers.operators.gpu_joined import JoinedLinears
-from ktransformers.operators.gqa_spec import GqaSpec, NormPlace
+from ktransformers.operators.linear.joined import JoinedLinears
 
 __all__ = ["gqa_forward"]
 

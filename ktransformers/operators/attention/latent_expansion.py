@@ -1,6 +1,6 @@
 """Which sequences of a prefill step attend on expanded keys, and in which order their positions are expanded.
 
-Latent attention (operators/mla.py) can be computed in two ways. Per head, n rows that see up to L positions take
+Latent attention (mla.py beside this file) can be computed in two ways. Per head, n rows that see up to L positions take
 
     pairs = n L - n (n - 1) / 2
     absorbed:  pairs (2 R + P)     and per row       R (N + V)   the query's and the result's projections

@@ -21,9 +21,9 @@ from ktransformers.operators.base import (
     expect_shape,
 )
 from ktransformers.operators.device import give_back
-from ktransformers.operators.gpu_fp8 import Fp8GpuMatrix, fp8_gpu_nbytes, takes_fp8
-from ktransformers.operators.gpu_matrix import GpuMatrix, gpu_matrix, gpu_nbytes
-from ktransformers.operators.relaid import relaid, relaid_nbytes, takes_bf16, wants_bf16
+from ktransformers.operators.linear.fp8 import Fp8GpuMatrix, fp8_gpu_nbytes, takes_fp8
+from ktransformers.operators.linear.matrix import GpuMatrix, gpu_matrix, gpu_nbytes
+from ktransformers.operators.linear.relaid import relaid, relaid_nbytes, takes_bf16, wants_bf16
 from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["KTransformersLinear"]

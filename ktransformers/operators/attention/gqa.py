@@ -20,12 +20,12 @@ from ktransformers.kernels import native
 from ktransformers.kernels.flashinfer import Shape
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
+from ktransformers.operators.attention.flash import FlashLayer
+from ktransformers.operators.attention.gqa_gpu import gqa_forward
+from ktransformers.operators.attention.gqa_spec import recognize_gqa
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
-from ktransformers.operators.flash import FlashLayer
-from ktransformers.operators.gpu_gqa import gqa_forward
-from ktransformers.operators.gpu_joined import JoinedLinears
-from ktransformers.operators.gqa_spec import recognize_gqa
+from ktransformers.operators.linear.joined import JoinedLinears
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]

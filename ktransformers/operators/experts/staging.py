@@ -19,7 +19,7 @@ from ktransformers.kernels.native import ExpertWeights
 from ktransformers.kernels.quant import PackedTensor, RawTensor, WeightType
 from ktransformers.kernels.triton.moe import ExpertMatrices
 from ktransformers.kernels.triton.packing import Layout
-from ktransformers.operators.gpu_experts import can_be_copied
+from ktransformers.operators.experts.resident import can_be_copied
 
 __all__ = ["Group", "HostExperts", "Staging", "StagingSize"]
 

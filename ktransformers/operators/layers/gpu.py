@@ -19,7 +19,7 @@ from torch import nn
 
 from ktransformers.kernels.triton.elementwise import add_rms_norm, rms_norm
 from ktransformers.operators.device import Device, use
-from ktransformers.operators.moe import Addends, KMoEBlock
+from ktransformers.operators.experts.block import Addends, KMoEBlock
 from ktransformers.operators.norm import KRMSNorm
 
 __all__ = ["LayerStack", "stack_gpu_layers"]

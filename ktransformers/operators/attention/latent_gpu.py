@@ -1,5 +1,5 @@
 """Latent attention on a GPU: absorbed, in four launches for few rows and its own cache write, or on expanded keys where
-many rows share them. See operators/mla.py and operators/latent_expansion.py.
+many rows share them. See operators/attention/mla.py and operators/attention/latent_expansion.py.
 
 T rows, H heads, R kv_lora_rank, P rotary dimension, N non-rotary dimension, V value dimension
 """
@@ -18,11 +18,11 @@ from ktransformers.kernels.triton.expanded import expanded_attention
 from ktransformers.kernels.triton.latent import MAX_LATENT_ROWS, absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.rope import latent_to_cache
+from ktransformers.operators.attention.flash import Attend
+from ktransformers.operators.attention.latent_expansion import WORKSPACE_ALIGN, Batch, Expansion
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
-from ktransformers.operators.flash import Attend
-from ktransformers.operators.gpu_matrix import dense_tensor
-from ktransformers.operators.latent_expansion import WORKSPACE_ALIGN, Batch, Expansion
+from ktransformers.operators.linear.matrix import dense_tensor
 
 __all__ = ["GpuLatent", "LatentStep", "check_gpu_shape"]
 

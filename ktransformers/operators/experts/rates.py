@@ -19,8 +19,8 @@ import torch
 
 from ktransformers.config import user_cache_dir
 from ktransformers.kernels.native import MoeKernel
-from ktransformers.operators.expert_prefill import ExpertPrefill
-from ktransformers.operators.expert_split import NEVER, CpuRate, PrefillRates, threshold_of
+from ktransformers.operators.experts.split import NEVER, CpuRate, PrefillRates, threshold_of
+from ktransformers.operators.experts.streamed import ExpertPrefill
 
 __all__ = ["CpuTimer", "RatesFile", "calibrate", "describe_rates", "measure_rates"]
 

@@ -34,13 +34,13 @@ from ktransformers.operators.activation import KActivation, recognize_activation
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.exact import NativeMathMode
-from ktransformers.operators.experts import KTransformersExperts
-from ktransformers.operators.gate import KMoEGate
-from ktransformers.operators.linear import KTransformersLinear
-from ktransformers.operators.mlp import KMLP
-from ktransformers.operators.moe import KMoEBlock
+from ktransformers.operators.experts.block import KMoEBlock
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.experts.router import KMoEGate
+from ktransformers.operators.layers.observed import PROBE_ROWS, LayerCall, layer_list, observe_step, probe_context
+from ktransformers.operators.linear.linear import KTransformersLinear
+from ktransformers.operators.linear.mlp import KMLP
 from ktransformers.operators.norm import KRMSNorm
-from ktransformers.operators.observed import PROBE_ROWS, LayerCall, layer_list, observe_step, probe_context
 
 __all__ = ["FusedLayer", "fuse_layers", "watch_step"]
 

@@ -22,7 +22,7 @@ from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.native import WorkerPool
-from ktransformers.operators.attention import ATTENTION_NAME, KAttention, attention_forward
+from ktransformers.operators.attention.gqa import ATTENTION_NAME, KAttention, attention_forward
 from ktransformers.operators.context import ForwardContext
 
 __all__ = [

@@ -12,8 +12,8 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.operators.activation import sigmoid
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import give_back
-from ktransformers.operators.experts import KTransformersExperts
-from ktransformers.operators.gate import KMoEGate
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.experts.router import KMoEGate
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["Addends", "KMoEBlock"]

@@ -1,0 +1,1 @@
+"""Routed experts: the block, the router, and where experts are computed."""
