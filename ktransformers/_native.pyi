@@ -1,4 +1,4 @@
-"""Types of the compiled extension (csrc/bind.cpp). Addresses are integers; sizes are in elements."""
+"""Types of the compiled extension (csrc/bind/bind.cpp). Addresses are integers; sizes are in elements."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Weights re-laid for the native kernels, in memory that suits streams. See csrc/packed.inl, fp8.inl and bf16.inl.
+"""Weights re-laid for the native kernels, in memory that suits streams. See csrc/kernels/packed.inl, fp8.inl and bf16.inl.
 
 Knows how matrices lie in memory; does not compute with them, and does not know where they come from.
 """
@@ -128,7 +128,7 @@ def page_out(*weights: RawTensor | Fp8Matrix) -> None:
 
 
 def transcode_blocks(rows: Tensor, qtype: QuantType, out: Tensor) -> None:
-    """Blocks of Q5_0 or IQ4_NL as Q8_0, of Q3_K as Q6_K, with the same values bit for bit (csrc/transcode.cpp).
+    """Blocks of Q5_0 or IQ4_NL as Q8_0, of Q3_K as Q6_K, with the same values bit for bit (csrc/ops/transcode.cpp).
 
     rows: uint8 of whole blocks, contiguous; out: uint8 for as many. One thread; raises ValueError for another type.
     """

@@ -210,7 +210,7 @@ class Fp8Matrix:
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A matrix re-laid for the native kernels, 16 rows side by side (csrc/packed.inl); see `native.pack`.
+    """A matrix re-laid for the native kernels, 16 rows side by side (csrc/kernels/packed.inl); see `native.pack`.
 
     data: uint8, 1-D. qtype: the type whose numbers it holds. shape: (rows, cols) of the matrix. wants_bf16: whether a
     call of many tokens multiplies in bf16 where the processor can, see `native.linear`; BF16 always does.

@@ -10,7 +10,7 @@ Which type becomes which is fixed per type, so that a plan can be made from head
     NVFP4 -> BF16     4-bit-mantissa scales times 2-bit mantissas need at most 6 of BF16's 8 bits
 
 All others have products of several scales, or an offset beside the scale, that only F32 holds. Equality with
-`gguf.quants.dequantize`, bit for bit, is the test of all of this. The first three are native (csrc/transcode.cpp).
+`gguf.quants.dequantize`, bit for bit, is the test of all of this. The first three are native (csrc/ops/transcode.cpp).
 """
 
 from __future__ import annotations

@@ -1,0 +1,387 @@
+// See moe.h. Pairs (token, k) are sorted by expert; a pair keeps its own row of scratch from gate to down, so an output
+// never depends on which tokens share its expert.
+#include "ops/moe.h"
+
+#include <algorithm>
+#include <atomic>
+#include <new>
+#include <stdexcept>
+
+#if defined(KT_X86)
+#include <immintrin.h>
+#endif
+
+namespace kt {
+namespace {
+
+constexpr int64_t kPairChunk = 128;
+constexpr int64_t kMaxTopK = 256;
+constexpr int64_t kScratchFloats = int64_t{48} << 20;  // of intermediate and output rows held at once
+
+// Pairs of one chunk of tokens, sorted by expert, in token order within an expert.
+struct Routing {
+  Span<int32_t> token;    // [pairs] row of the input
+  Span<int64_t> pair_of;  // [tokens * top_k] position in `token`, or -1
+  struct Group {
+    int64_t expert, first, count;  // pairs first .. first + count - 1
+    int64_t tasks_before;          // chunks of all groups before this one
+  };
+  Span<Group> groups;
+  int64_t chunks = 0;
+};
+
+Routing route(WorkerPool::Session& session, const int64_t* ids, int64_t tokens, int64_t top_k, int64_t num_experts) {
+  Routing r;
+  const Span<int64_t> next = session.span<int64_t>(num_experts + 1);
+  std::fill(next.begin(), next.end(), 0);
+  for (int64_t i = 0; i < tokens * top_k; ++i)
+    if (ids[i] < num_experts) ++next[ids[i] + 1];
+  r.groups.data = session.scratch<Routing::Group>(num_experts);
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const int64_t count = next[e + 1], first = next[e];
+    next[e + 1] = first + count;
+    if (count == 0) continue;
+    r.groups[r.groups.count++] = {e, first, count, r.chunks};
+    r.chunks += (count + kPairChunk - 1) / kPairChunk;
+  }
+  r.token = session.span<int32_t>(next[num_experts]);
+  r.pair_of = session.span<int64_t>(tokens * top_k);
+  for (int64_t i = 0; i < tokens * top_k; ++i) {
+    if (ids[i] >= num_experts) {
+      r.pair_of[i] = -1;
+      continue;
+    }
+    const int64_t pair = next[ids[i]]++;
+    r.pair_of[i] = pair;
+    r.token[pair] = static_cast<int32_t>(i / top_k);
+  }
+  return r;
+}
+
+// Chunk number `i` of all groups: its expert, its first pair and how many there are.
+struct PairChunk { int64_t expert, first; int count; };
+
+PairChunk chunk_at(const Routing& r, int64_t i) {
+  const auto after = std::upper_bound(r.groups.begin(), r.groups.end(), i,
+                                      [](int64_t n, const Routing::Group& g) { return n < g.tasks_before; });
+  const Routing::Group& g = *(after - 1);
+  const int64_t skip = (i - g.tasks_before) * kPairChunk;
+  return {g.expert, g.first + skip, static_cast<int>(std::min(kPairChunk, g.count - skip))};
+}
+
+// The tokens of every chunk: rows of the input, or of the pairs.
+Span<TokenGroup> token_groups(WorkerPool::Session& session, const Routing& r, bool is_input) {
+  const Span<TokenGroup> groups = session.span<TokenGroup>(r.chunks);
+  for (int64_t i = 0; i < r.chunks; ++i) {
+    const PairChunk c = chunk_at(r, i);
+    groups[i] = {is_input ? r.token.data + c.first : nullptr, c.first, c.count};
+  }
+  return groups;
+}
+
+TileArgs tile_args(const WeightView& weight, int64_t tile, const ActRows& act, int count, float* acc) {
+  TileArgs args{};
+  args.type = weight.type;
+  point_tile(weight, tile * kTileRows, args);
+  args.k = weight.cols;
+  args.act = act;
+  args.num_tokens = count;
+  args.acc = acc;
+  return args;
+}
+
+void add_bias(float* acc, int count, const float* bias, int64_t lanes) {
+  if (bias == nullptr) return;
+  for (int t = 0; t < count; ++t)
+    for (int64_t r = 0; r < lanes; ++r) acc[t * kTileRows + r] += bias[r];
+}
+
+void copy_rows(const float* acc, int count, int64_t lanes, float* out, int64_t ldo) {
+  for (int t = 0; t < count; ++t) std::copy(acc + t * kTileRows, acc + t * kTileRows + lanes, out + t * ldo);
+}
+
+// The same past the caches, for results that are more than they hold: a line is then not read before it is written.
+void stream_rows(const float* acc, int count, float* out, int64_t ldo) {
+#if defined(KT_X86)
+  for (int t = 0; t < count; ++t)
+    for (int r = 0; r < kTileRows; r += 4) _mm_stream_ps(out + t * ldo + r, _mm_load_ps(acc + t * kTileRows + r));
+  _mm_sfence();
+#else
+  copy_rows(acc, count, kTileRows, out, ldo);
+#endif
+}
+
+const float* bias_at(const ExpertProjection& p, int64_t expert, int64_t row) {
+  return p.bias == nullptr ? nullptr : p.bias + expert * p.rows + row;
+}
+
+// Whether activations are quantized for weights of `type`.
+bool is_quantized(QType type) { return qtype_info(type).form != ActForm::Float; }
+
+constexpr int64_t kFusedTiles = 16;                     // 256 columns of the intermediate rows: a block of any type
+constexpr int64_t kStreamBytes = int64_t{16} << 20;     // outputs of this size do not stay in caches
+
+constexpr int64_t kMergedTokens = 32;                   // up to here whoever finishes a part of the output combines it
+
+// How many tasks of each part of a job are left. Who finishes the last one sees what all of them wrote and goes on with the
+// part, instead of a job of its own for that: handing a job over costs microseconds.
+class Countdown {
+ public:
+  Countdown(WorkerPool::Session& session, int64_t parts, int64_t tasks) : left_(session.scratch<std::atomic<int64_t>>(parts)) {
+    for (int64_t i = 0; i < parts; ++i) new (left_ + i) std::atomic<int64_t>(tasks);
+  }
+  bool finishes(int64_t part, int64_t tasks) const { return left_[part].fetch_sub(tasks, std::memory_order_acq_rel) == tasks; }
+
+ private:
+  std::atomic<int64_t>* left_;
+};
+
+// One call of the layer for one chunk of tokens.
+class MoeRun {
+ public:
+  MoeRun(WorkerPool::Session& session, const ExpertProjection& gate, const ExpertProjection& up, const ExpertProjection& down,
+         const ActSpec& act, const Routing& routing)
+      : session_(session), kernels_(session.kernels()), gate_(gate), up_(up), down_(down), act_(act), routing_(routing),
+        has_gate_(!gate.experts.empty()),
+        is_grouped_(!routing.groups.empty() && routing.token.count >= kGroupedTokens * routing.groups.count) {}
+
+  void run(const float* x, int64_t tokens, const float* weights, int64_t top_k, float* out) {
+    const bool is_many = tokens >= kManyTokens && pairs() >= kManyPairs * routing_.groups.count;
+    const Span<TokenGroup> groups = token_groups(session_, routing_, true);
+    Activations inputs(session_, x, tokens, up_.cols, up_.cols);
+    up_input_ = input_of(up_, inputs, groups, is_many);
+    if (has_gate_) gate_input_ = input_of(gate_, inputs, groups, is_many);
+    // Quantizing at once what the down projection reads saves a trip through memory; tasks must not get too few.
+    const int64_t fused = routing_.chunks * (up_.rows / (kFusedTiles * kTileRows));
+    if (uses_bf16(kernels_, down_.type, down_.layout, down_.cols, is_many))
+      run_up_bf16();
+    else if (down_.is_packed() && is_quantized(down_.type) && is_grouped_ && session_.num_nodes() == 1 && fused >= 4 * session_.num_threads())
+      run_up_fused();
+    else
+      run_up();
+    combining_ = {tokens, top_k, weights, out};
+    // With few tokens, whoever finishes the last expert's tile combines its columns.
+    if (tokens <= kMergedTokens && !is_grouped_ && routing_.chunks > 0) return run_down(true);
+    run_down(false);
+    session_.run(tokens, [&](int64_t t) { combine(t, 0, down_.rows); });
+  }
+
+ private:
+  // What a projection reads: rows of the call, and the same by chunks where kernels want that.
+  struct Input {
+    bool is_bf16 = false;
+    ActRows rows;
+    Span<TokenBlocks> blocks;
+
+    void point(TileArgs& args, int64_t chunk) const {
+      if (!blocks.empty()) args.blocks = &blocks[chunk];
+    }
+  };
+
+  // Of up first, then of gate, which may share it.
+  Input input_of(const ExpertProjection& p, Activations& inputs, Span<TokenGroup> groups, bool is_many) const {
+    const bool is_bf16 = uses_bf16(kernels_, p.type, p.layout, p.cols, is_many);
+    if (!is_bf16) inputs.require(p.type);
+    Input made = {is_bf16, inputs.form_of(p.type), {}};
+    const bool is_same = up_input_.is_bf16 == is_bf16 && (is_bf16 || up_input_.rows.q == made.rows.q);
+    if (is_same && !up_input_.blocks.empty()) {
+      made.blocks = up_input_.blocks;
+    } else if (is_bf16) {
+      made.blocks = bf16_room(session_, p.cols, groups);
+      round_blocks(session_, inputs.float_rows().x, inputs.float_rows().ldx, p.cols, groups, made.blocks);
+    } else if (p.is_packed()) {
+      made.blocks = make_blocks(session_, made.rows, p.type, p.cols, groups);
+    }
+    return made;
+  }
+
+  // Tiles tile .. tile + count - 1 of up and gate for a chunk, activated: acc[j], 16 columns of each token.
+  void up_tiles(const PairChunk& c, int64_t chunk, int64_t tile, int count, float (*acc)[kPairChunk * kTileRows]) const {
+    TileArgs args[kTileGroup] = {};
+    for (int j = 0; j < count; ++j) {
+      args[j] = tile_args(up_.view(c.expert), tile + j, up_input_.rows, c.count, acc[j]);
+      up_input_.point(args[j], chunk);
+      if (!has_gate_) continue;
+      args[count + j] = tile_args(gate_.view(c.expert), tile + j, gate_input_.rows, c.count, acc[count + j]);
+      gate_input_.point(args[count + j], chunk);
+    }
+    for (TileArgs& one : args) one.token_ids = routing_.token.data + c.first;
+    run_tiles(kernels_, args, has_gate_ ? 2 * count : count);
+    for (int j = 0; j < count; ++j) {
+      const int64_t first = (tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, up_.rows - first);
+      float *up = acc[j], *gate = has_gate_ ? acc[count + j] : nullptr;
+      add_bias(up, c.count, bias_at(up_, c.expert, first), lanes);
+      if (has_gate_) add_bias(gate, c.count, bias_at(gate_, c.expert, first), lanes);
+      kernels_.activate(act_, gate, up, static_cast<int64_t>(c.count) * kTileRows, up);
+    }
+  }
+
+  int64_t pairs() const { return routing_.token.count; }
+
+  void run_up() {
+    const int64_t width = up_.rows;
+    float* intermediate = session_.scratch<float>(pairs() * width);
+    const TileTasks tasks((width + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, routing_.chunks, session_.num_nodes());
+    // With few tokens, whoever finishes the last tile of an expert quantizes its rows.
+    const bool is_merged = !is_grouped_ && is_quantized(down_.type);
+    const QuantizedRows rows = is_merged ? quantized_rows(session_, down_.type, pairs(), width) : QuantizedRows{};
+    const Countdown left(session_, routing_.chunks, tasks.tiles);
+    session_.run_on_nodes(tasks.ends, [&](int64_t i) {
+      alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
+      const TileTasks::Task task = tasks.at(i);
+      const PairChunk c = chunk_at(routing_, task.chunk);
+      up_tiles(c, task.chunk, task.tile, task.count, acc);
+      for (int j = 0; j < task.count; ++j) {
+        const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, width - first);
+        copy_rows(acc[j], c.count, lanes, intermediate + c.first * width + first, width);
+      }
+      if (is_merged && left.finishes(task.chunk, task.count))
+        for (int64_t pair = c.first; pair < c.first + c.count; ++pair) rows.quantize(kernels_, intermediate + pair * width, pair, 0, width);
+    });
+    if (is_merged) {
+      take_down_rows(rows.view());
+      return;
+    }
+    Activations inner(session_, intermediate, pairs(), width, width);
+    inner.require(down_.type);
+    take_down_rows(inner.form_of(down_.type));
+  }
+
+  void take_down_rows(const ActRows& rows) {
+    down_input_.rows = rows;
+    if (down_.is_packed()) down_input_.blocks = make_blocks(session_, rows, down_.type, down_.cols, token_groups(session_, routing_, false));
+  }
+
+  // Rounds at once what the down projection reads.
+  void run_up_bf16() {
+    down_input_.is_bf16 = true;
+    down_input_.blocks = bf16_room(session_, up_.rows, token_groups(session_, routing_, false));
+    const TileTasks tasks(up_.rows / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, routing_.chunks, session_.num_nodes());
+    session_.run_on_nodes(tasks.ends, [&](int64_t i) {
+      alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
+      const TileTasks::Task task = tasks.at(i);
+      const PairChunk c = chunk_at(routing_, task.chunk);
+      up_tiles(c, task.chunk, task.tile, task.count, acc);
+      const TokenBlocks& to = down_input_.blocks[task.chunk];
+      for (int j = 0; j < task.count; ++j) {
+        const int64_t first = (task.tile + j) * kTileRows;
+        uint16_t* out = to.bf16 + first / kBf16Cols * kBf16Cols * to.rows + first % kBf16Cols;
+        kernels_.round_bf16(acc[j], kTileRows, c.count, kTileRows, out, kBf16Cols);
+      }
+    });
+  }
+
+  void run_up_fused() {
+    const int64_t width = up_.rows, columns = kFusedTiles * kTileRows, per_chunk = (width + columns - 1) / columns;
+    const QuantizedRows rows = quantized_rows(session_, down_.type, pairs(), width);
+    session_.run(routing_.chunks * per_chunk, [&](int64_t i) {
+      alignas(64) float acc[kTileGroup][kPairChunk * kTileRows], activated[kPairChunk][kFusedTiles * kTileRows];
+      const PairChunk c = chunk_at(routing_, i / per_chunk);
+      const int64_t first = i % per_chunk * columns, cols = std::min(columns, width - first);
+      for (int64_t at = 0; at < cols; at += kTileGroup / 2 * kTileRows) {
+        const int count = static_cast<int>(std::min<int64_t>(kTileGroup / 2, (cols - at + kTileRows - 1) / kTileRows));
+        up_tiles(c, i / per_chunk, (first + at) / kTileRows, count, acc);
+        for (int j = 0; j < count; ++j) copy_rows(acc[j], c.count, kTileRows, activated[0] + at + j * kTileRows, columns);
+      }
+      for (int t = 0; t < c.count; ++t) rows.quantize(kernels_, activated[t], c.first + t, first, cols);
+    });
+    take_down_rows(rows.view());
+  }
+
+  void run_down(bool is_merged) {
+    const int64_t hidden = down_.rows;
+    outputs_ = session_.scratch<float>(pairs() * hidden);
+    const bool is_streamed = pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
+    const TileTasks tasks((hidden + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup : 1, routing_.chunks, session_.num_nodes());
+    const Countdown left(session_, tasks.tiles, routing_.chunks);
+    session_.run_on_nodes(tasks.ends, [&](int64_t i) {
+      alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
+      const TileTasks::Task task = tasks.at(i);
+      const PairChunk c = chunk_at(routing_, task.chunk);
+      TileArgs args[kTileGroup] = {};
+      for (int j = 0; j < task.count; ++j) {
+        args[j] = tile_args(down_.view(c.expert), task.tile + j, down_input_.rows, c.count, acc[j]);
+        args[j].first_token = c.first;
+        down_input_.point(args[j], task.chunk);
+      }
+      run_tiles(kernels_, args, task.count);
+      for (int j = 0; j < task.count; ++j) {
+        const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, hidden - first);
+        add_bias(acc[j], c.count, bias_at(down_, c.expert, first), lanes);
+        float* to = outputs_ + c.first * hidden + first;
+        if (is_streamed)
+          stream_rows(acc[j], c.count, to, hidden);
+        else
+          copy_rows(acc[j], c.count, lanes, to, hidden);
+        if (is_merged && left.finishes(task.tile + j, 1))
+          for (int64_t t = 0; t < combining_.tokens; ++t) combine(t, first, lanes);
+      }
+    });
+  }
+
+  // Columns first .. first + cols - 1 of a token's result; every column is a sum of its own.
+  void combine(int64_t t, int64_t first, int64_t cols) const {
+    const int64_t hidden = down_.rows;
+    const float* rows[kMaxTopK];
+    float row_weights[kMaxTopK];
+    int count = 0;
+    for (int64_t i = t * combining_.top_k; i < (t + 1) * combining_.top_k; ++i) {
+      const int64_t pair = routing_.pair_of[i];
+      if (pair < 0) continue;
+      rows[count] = outputs_ + pair * hidden + first;
+      row_weights[count++] = combining_.weights[i];
+    }
+    kernels_.combine_row(rows, row_weights, count, cols, combining_.out + t * hidden + first);
+  }
+
+  WorkerPool::Session& session_;
+  const KernelTable& kernels_;
+  const ExpertProjection &gate_, &up_, &down_;
+  const ActSpec& act_;
+  const Routing& routing_;
+  const bool has_gate_, is_grouped_;
+  Input up_input_, gate_input_, down_input_;
+  float* outputs_ = nullptr;
+  struct Combining {
+    int64_t tokens, top_k;
+    const float* weights;
+    float* out;
+  } combining_ = {};
+};
+
+}  // namespace
+
+Moe::Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActSpec act)
+    : gate_(std::move(gate)), up_(std::move(up)), down_(std::move(down)), act_(act) {
+  const size_t experts = up_.experts.size();
+  if (experts == 0 || down_.experts.size() != experts || (!gate_.experts.empty() && gate_.experts.size() != experts))
+    throw std::invalid_argument("gate, up and down must have the same number of experts, at least one");
+  if (down_.cols != up_.rows || down_.rows != up_.cols || (!gate_.experts.empty() && (gate_.rows != up_.rows || gate_.cols != up_.cols)))
+    throw std::invalid_argument("expert shapes must be gate [I, H], up [I, H], down [H, I]");
+  for (const ExpertProjection* p : {&gate_, &up_, &down_})
+    make_view(p->type, nullptr, p->rows, p->cols, p->layout);
+}
+
+void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights, int64_t top_k,
+                  float* out) const {
+  if (top_k > kMaxTopK) throw std::invalid_argument("top_k is " + std::to_string(top_k) + ", at most " + std::to_string(kMaxTopK) + " can be combined");
+  for (int64_t i = 0; i < tokens * top_k; ++i)
+    if (ids[i] < 0 || ids[i] > num_experts())
+      throw std::out_of_range("topk_ids[" + std::to_string(i / top_k) + ", " + std::to_string(i % top_k) + "] is " +
+                              std::to_string(ids[i]) + ", but there are " + std::to_string(num_experts()) + " experts");
+  const int64_t per_token = std::max<int64_t>(1, top_k * (up_.rows + down_.rows));
+  const int64_t chunk = std::max<int64_t>(1, kScratchFloats / per_token);
+  for (int64_t t = 0; t < tokens; t += chunk) {
+    WorkerPool::Session session(pool);
+    forward_chunk(session, x + t * up_.cols, std::min(chunk, tokens - t), ids + t * top_k, weights + t * top_k, top_k,
+                  out + t * down_.rows);
+  }
+}
+
+void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids, const float* weights,
+                        int64_t top_k, float* out) const {
+  const Routing routing = route(session, ids, tokens, top_k, num_experts());
+  MoeRun(session, gate_, up_, down_, act_, routing).run(x, tokens, weights, top_k, out);
+}
+
+}  // namespace kt

@@ -1,0 +1,377 @@
+// See sampling.h. The steps and their meaning are those of ktransformers/engine/sampler.py.
+//
+// Nothing is sorted. What orders tokens is turned into unsigned keys (of logits for top_k, of weights for top_p), and the key
+// at which a given mass is reached is found by summing the mass of 1,024 ranges of keys, then of 1,024 ranges within the one
+// in which it is reached, and so on (find_edge). Few tokens get that far:
+//   top_k: the k-th greatest of the blocks' greatest logits is not above the k-th greatest logit, so that only tokens from
+//          there on count. Where there are less than k blocks, a sample of the logits says from where on some more than k
+//          tokens are likely; that there are is counted.
+//   top_p: let w be the weight of the last token of the nucleus, p its share, Z the sum of all V weights. Those before it have
+//          less than p Z, so it and those behind it, at most V tokens none of which has more than w, have more than (1 - p) Z:
+//          w > (1 - p) Z / V. Tokens below that need no look. For the rounding of sums 1e-10 Z is allowed, more than V 2^-53.
+#include "ops/sampling.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace kt {
+namespace {
+
+constexpr double kLog2e = 1.4426950408889634;
+constexpr double kImpossible = 0x1p-64;  // of the best token's weight: less counts as 0
+constexpr int kSampled = 8192;  // logits that tell about where a large top_k ends
+constexpr int32_t kInfinityBits = 0x7f800000;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Memory for a row of V logits.
+struct Room {
+  float *maxima, *logits;     // of blocks; of some tokens
+  double *sums, *weights;     // the same
+  uint64_t* keys;             // [V]
+  int32_t* ids;               // [V]
+};
+
+// Rooms for every row, or for every thread where rows are more; lists of tokens only where needed.
+class Rooms {
+ public:
+  Rooms(WorkerPool::Session& session, int64_t rows, int64_t vocab, bool has_lists)
+      : blocks_((vocab + kSampleBlock - 1) / kSampleBlock), listed_(has_lists ? vocab : 0), of_rows_(rows <= session.num_threads()) {
+    const int64_t count = of_rows_ ? rows : session.num_threads();
+    doubles_ = session.scratch<double>(count * (blocks_ + 2 * listed_));
+    floats_ = session.scratch<float>(count * (blocks_ + 2 * listed_));
+  }
+  int64_t blocks() const { return blocks_; }
+  Room of(int64_t row, int thread) const {
+    const int64_t number = of_rows_ ? row : thread;
+    double* d = doubles_ + number * (blocks_ + 2 * listed_);
+    float* f = floats_ + number * (blocks_ + 2 * listed_);
+    Room room{};
+    room.sums = d;
+    room.weights = d + blocks_;
+    room.keys = reinterpret_cast<uint64_t*>(d + blocks_ + listed_);
+    room.maxima = f;
+    room.logits = f + blocks_;
+    room.ids = reinterpret_cast<int32_t*>(f + blocks_ + listed_);
+    return room;
+  }
+
+ private:
+  int64_t blocks_, listed_;
+  bool of_rows_;
+  double* doubles_;
+  float* floats_;
+};
+
+template <class To, class From> To bits_of(From x) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+// Ascending with the logit; both zeros have one key.
+uint64_t key_of(float logit) {
+  const uint32_t bits = bits_of<uint32_t>(logit + 0.0f);
+  return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
+}
+float logit_of(uint64_t key) {
+  const uint32_t bits = static_cast<uint32_t>(key);
+  return bits_of<float>(bits >> 31 != 0 ? bits & 0x7fffffffu : ~bits);
+}
+
+// The greatest key whose items, with those of greater keys, have at least the mass `goal`; the least key where all of them
+// have less.
+struct Edge {
+  uint64_t key;
+  double before;  // mass of greater keys
+};
+// Keys lie in least .. most, both included, and are overwritten; there must be some.
+template <class Mass> Edge find_edge(uint64_t* keys, int64_t count, uint64_t least, uint64_t most, double goal, const Mass& mass) {
+  constexpr int kRanges = 1024;
+  double before = 0;
+  while (least != most) {
+    int shift = 0;
+    while ((most - least) >> shift >= kRanges) ++shift;
+    double sums[kRanges] = {};
+    for (int64_t i = 0; i < count; ++i) sums[(keys[i] - least) >> shift] += mass(keys[i]);
+    uint64_t range = 0;
+    double above = before;
+    for (uint64_t r = ((most - least) >> shift) + 1; r-- > 0 && before < goal;) {
+      if (sums[r] <= 0) continue;
+      range = r;
+      above = before;
+      before += sums[r];
+    }
+    before = above;
+    int64_t kept = 0;
+    const uint64_t first = least;
+    least = ~uint64_t{0};
+    most = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint64_t key = keys[i];
+      if ((key - first) >> shift != range) continue;
+      keys[kept++] = key;
+      least = std::min(least, key);
+      most = std::max(most, key);
+    }
+    count = kept;
+  }
+  return {least, before};
+}
+
+// One row with its greatest logit.
+struct Row {
+  const KernelTable& kernels;
+  const float* x;
+  int64_t vocab, blocks;
+  Room room;
+  float top;
+
+  // The k-th greatest of `count` keys that are not below that of `least`.
+  float kth_key(int64_t count, float least, double k) const {
+    return logit_of(find_edge(room.keys, count, key_of(least), key_of(top), k, [](uint64_t) { return 1.0; }).key);
+  }
+
+  // The tokens from `least` on, as keys; returns how many.
+  int64_t list_keys(float least) const {
+    const int64_t count = kernels.tokens_from(x, vocab, room.maxima, least, room.ids);
+    for (int64_t i = 0; i < count; ++i) room.keys[i] = key_of(x[room.ids[i]]);
+    return count;
+  }
+
+  // The k-th greatest logit, 1 <= k <= V.
+  float kth(int64_t k) const {
+    float least = -kInfinity;
+    if (k <= blocks) {
+      for (int64_t b = 0; b < blocks; ++b) room.keys[b] = key_of(room.maxima[b]);
+      least = kth_key(blocks, least, static_cast<double>(k));
+    } else if (vocab > 4 * kSampled) {
+      const int64_t stride = vocab / kSampled;
+      for (int64_t i = 0; i < kSampled; ++i) room.keys[i] = key_of(x[i * stride]);
+      const double share = static_cast<double>(k) / static_cast<double>(vocab) * kSampled;
+      if (1.5 * share + 64 < kSampled) least = kth_key(kSampled, least, 1.5 * share + 64);
+    }
+    int64_t count = list_keys(least);
+    if (count < k) count = list_keys(least = -kInfinity);
+    return kth_key(count, least, static_cast<double>(k));
+  }
+
+  // Weights of logits from `least` on. The bits of `least` are raised to where the exponent reaches that of `floor`, less
+  // what rounding may hide: the exponent never falls when the logit rises.
+  WeightSpec spec(double scale, double floor, float least) const {
+    const double lowest = std::log2(floor) - 1e-12;
+    uint64_t below = key_of(-kInfinity), from = key_of(top);
+    while (from - below > 1) {
+      const uint64_t middle = (below + from) / 2;
+      ((static_cast<double>(logit_of(middle)) - static_cast<double>(top)) * scale >= lowest ? from : below) = middle;
+    }
+    return {top, std::max(least, logit_of(from)), scale, floor};
+  }
+
+  double sum(const WeightSpec& spec) const {
+    kernels.weight_sums(x, vocab, room.maxima, spec, room.sums);
+    double total = 0;
+    for (int64_t b = 0; b < blocks; ++b) total += room.sums[b];
+    return total;
+  }
+};
+
+// The first item at which the running sum, from `before` on, exceeds `goal`; the last one of positive weight where none does.
+int64_t reach(const double* weights, int64_t count, double before, double goal) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (weights[i] <= 0) continue;
+    last = i;
+    before += weights[i];
+    if (before > goal) break;
+  }
+  return last;
+}
+
+// The block in which the running sum exceeds `goal`, or the last one with a sum, and the sum of those before it.
+struct Place {
+  int64_t block;
+  double before;
+};
+Place find_block(const double* sums, int64_t blocks, double goal) {
+  Place place{0, 0};
+  double total = 0;
+  for (int64_t b = 0; b < blocks && total <= goal; ++b) {
+    if (sums[b] <= 0) continue;
+    place = {b, total};
+    total += sums[b];
+  }
+  return place;
+}
+
+// One of all tokens that have a weight: first the block, then the token in it.
+int64_t pick_of_all(const Row& row, const WeightSpec& spec, double uniform) {
+  const double goal = uniform * row.sum(spec);
+  const Place place = find_block(row.room.sums, row.blocks, goal);
+  double weights[kSampleBlock];
+  const int64_t first = place.block * kSampleBlock, count = std::min<int64_t>(kSampleBlock, row.vocab - first);
+  row.kernels.token_weights(row.x + first, count, spec, weights);
+  return first + reach(weights, count, place.before, goal);
+}
+
+// The same of a list of weights, of which those below `least` become 0; one at least must stay.
+int64_t pick_of_list(double* weights, int64_t count, double least, double uniform, double* sums) {
+  const int64_t blocks = (count + kSampleBlock - 1) / kSampleBlock;
+  double total = 0;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t end = std::min(count, (b + 1) * kSampleBlock);
+    double lanes[4] = {};
+    const auto add = [&](int64_t i, int lane) {
+      weights[i] = weights[i] >= least ? weights[i] : 0.0;
+      lanes[lane] += weights[i];
+    };
+    int64_t i = b * kSampleBlock;
+    for (; i + 4 <= end; i += 4)
+      for (int lane = 0; lane < 4; ++lane) add(i + lane, lane);
+    for (; i < end; ++i) add(i, 0);
+    sums[b] = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+    total += sums[b];
+  }
+  const double goal = uniform * total;
+  const Place place = find_block(sums, blocks, goal);
+  const int64_t first = place.block * kSampleBlock;
+  return first + reach(weights + first, std::min<int64_t>(kSampleBlock, count - first), place.before, goal);
+}
+
+// One of the smallest set of most likely tokens that has the share top_p, less those below min_p.
+int64_t pick_of_nucleus(const Row& row, WeightSpec spec, const SampleRow& wanted) {
+  const double total = row.sum(spec), goal = wanted.top_p * total;
+  spec = row.spec(spec.scale, std::max(kImpossible, ((1.0 - wanted.top_p) - 1e-10) * total / static_cast<double>(row.vocab)), spec.least);
+  const Room& room = row.room;
+  const int64_t found = row.kernels.tokens_from(row.x, row.vocab, room.maxima, spec.least, room.ids);
+  for (int64_t i = 0; i < found; ++i) room.logits[i] = row.x[room.ids[i]];
+  row.kernels.token_weights(room.logits, found, spec, room.weights);
+  int64_t count = 0;
+  for (int64_t i = 0; i < found; ++i) {
+    const double weight = room.weights[i];
+    room.ids[count] = room.ids[i];
+    room.weights[count] = weight;
+    room.keys[count] = bits_of<uint64_t>(weight);  // ascending, as weights are positive
+    count += weight > 0;
+  }
+  const Edge edge = find_edge(room.keys, count, bits_of<uint64_t>(spec.floor), bits_of<uint64_t>(1.0), goal,
+                              [](uint64_t key) { return bits_of<double>(key); });
+  const double least = bits_of<double>(edge.key);
+  double held = edge.before;
+  for (int64_t i = 0; i < count; ++i) {  // of equally likely tokens the lowest ids come first
+    if (room.weights[i] != least) continue;
+    if (held >= goal) room.weights[i] = 0;
+    held += least;
+  }
+  return room.ids[pick_of_list(room.weights, count, std::max(least, wanted.min_p), wanted.uniform, room.sums)];
+}
+
+int64_t first_bad(const float* x, int64_t vocab, bool may_be_impossible) {
+  for (int64_t i = 0; i < vocab; ++i)
+    if (!std::isfinite(x[i]) && !(may_be_impossible && x[i] == -kInfinity)) return i;
+  return -1;
+}
+
+SamplePick pick(const KernelTable& kernels, const SampleRow& wanted, int64_t vocab, int64_t blocks, const Room& room) {
+  const bool is_adjusted = wanted.adjusted != wanted.raw;
+  if (is_adjusted && kernels.block_maxima(wanted.raw, vocab, room.maxima) >= kInfinityBits) return {-1, first_bad(wanted.raw, vocab, false)};
+  Row row{kernels, wanted.adjusted, vocab, blocks, room, 0};
+  if (kernels.block_maxima(row.x, vocab, room.maxima) >= kInfinityBits) {
+    const int64_t bad = first_bad(row.x, vocab, is_adjusted);
+    if (bad >= 0) return {-1, bad};
+  }
+  const float* best = std::max_element(room.maxima, room.maxima + blocks);
+  row.top = *best;
+  if (row.top == -kInfinity) return {-1, 0};
+  if (wanted.temperature == 0) {
+    int64_t token = (best - room.maxima) * kSampleBlock;
+    while (row.x[token] != row.top) ++token;
+    return {token, -1};
+  }
+  const float least = wanted.top_k > 0 && wanted.top_k < vocab ? row.kth(wanted.top_k) : -kInfinity;
+  // A temperature so low that its inverse is none leaves the best, whose logit is 0 above itself.
+  const double scale = std::min(kLog2e / wanted.temperature, DBL_MAX);
+  if (wanted.top_p < 1.0) return {pick_of_nucleus(row, row.spec(scale, kImpossible, least), wanted), -1};
+  return {pick_of_all(row, row.spec(scale, std::max(kImpossible, wanted.min_p), least), wanted.uniform), -1};
+}
+
+void score(const Row& row, int64_t id, int64_t count, float* out, int64_t* top_ids, float* top) {
+  const double log_sum = std::log(row.sum(row.spec(kLog2e, kImpossible, -kInfinity)));
+  const auto logprob = [&](int64_t token) {
+    return static_cast<float>((static_cast<double>(row.x[token]) - static_cast<double>(row.top)) - log_sum);
+  };
+  *out = logprob(id);
+  if (count == 0) return;
+  int32_t* ids = row.room.ids;
+  const float least = row.kth(count);
+  const int64_t found = row.kernels.tokens_from(row.x, row.vocab, row.room.maxima, least, ids);
+  std::partial_sort(ids, ids + count, ids + found, [&](int32_t a, int32_t b) { return row.x[a] != row.x[b] ? row.x[a] > row.x[b] : a < b; });
+  for (int64_t i = 0; i < count; ++i) {
+    top_ids[i] = ids[i];
+    top[i] = logprob(ids[i]);
+  }
+}
+
+}  // namespace
+
+void philox4x32(uint32_t (&counter)[4], uint32_t (&key)[2]) {
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t first = counter[0] * uint64_t{0xD2511F53}, second = counter[2] * uint64_t{0xCD9E8D57};
+    counter[0] = static_cast<uint32_t>(second >> 32) ^ counter[1] ^ key[0];
+    counter[2] = static_cast<uint32_t>(first >> 32) ^ counter[3] ^ key[1];
+    counter[1] = static_cast<uint32_t>(second);
+    counter[3] = static_cast<uint32_t>(first);
+    key[0] += 0x9E3779B9u;
+    key[1] += 0xBB67AE85u;
+  }
+}
+
+double uniform_at(uint64_t seed, uint64_t position) {
+  uint32_t counter[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), 0, 0};
+  uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+  philox4x32(counter, key);
+  return static_cast<double>(static_cast<uint64_t>(counter[0]) << 21 | counter[1] >> 11) * 0x1p-53;
+}
+
+std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRow>& rows, int64_t vocab) {
+  std::vector<SamplePick> picks(rows.size());
+  WorkerPool::Session session(pool);
+  const bool has_lists = std::any_of(rows.begin(), rows.end(), [](const SampleRow& row) {
+    return row.temperature != 0 && (row.top_k > 0 || row.top_p < 1.0);
+  });
+  const Rooms rooms(session, static_cast<int64_t>(rows.size()), vocab, has_lists);
+  session.run(static_cast<int64_t>(rows.size()), [&](int64_t i, int thread) {
+    const auto at = static_cast<size_t>(i);
+    picks[at] = pick(session.kernels(), rows[at], vocab, rooms.blocks(), rooms.of(i, thread));
+  });
+  return picks;
+}
+
+void token_logprobs(WorkerPool& pool, const float* logits, int64_t rows, int64_t vocab, const int64_t* ids, int64_t count, float* out,
+                    int64_t* top_ids, float* top) {
+  WorkerPool::Session session(pool);
+  const Rooms rooms(session, rows, vocab, count > 0);
+  session.run(rows, [&](int64_t r, int thread) {
+    Row row{session.kernels(), logits + r * vocab, vocab, rooms.blocks(), rooms.of(r, thread), 0};
+    const bool is_finite = row.kernels.block_maxima(row.x, vocab, row.room.maxima) < kInfinityBits;
+    row.top = *std::max_element(row.room.maxima, row.room.maxima + row.blocks);
+    if ((is_finite || first_bad(row.x, vocab, true) < 0) && row.top != -kInfinity) return score(row, ids[r], count, out + r, top_ids + r * count, top + r * count);
+    out[r] = NAN;
+    for (int64_t i = 0; i < count; ++i) {
+      top_ids[r * count + i] = i;
+      top[r * count + i] = NAN;
+    }
+  });
+}
+
+void row_weights(WorkerPool& pool, const float* logits, int64_t vocab, double temperature, double* out) {
+  WorkerPool::Session session(pool);
+  const Row row{session.kernels(), logits, vocab, 0, {}, *std::max_element(logits, logits + vocab)};
+  const WeightSpec spec = row.spec(std::min(kLog2e / temperature, DBL_MAX), kImpossible, -kInfinity);
+  session.kernels().token_weights(logits, vocab, spec, out);
+}
+
+}  // namespace kt

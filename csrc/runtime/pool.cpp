@@ -1,0 +1,356 @@
+// See pool.h.
+#include "runtime/pool.h"
+
+#include "runtime/allocations.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#if defined(KT_X86)
+#include <immintrin.h>
+#endif
+
+namespace kt {
+namespace {
+
+// Long enough to bridge the gap between two operators of a decode step, short enough that an idle pool costs nothing.
+constexpr auto kSpinTime = std::chrono::microseconds(50);
+constexpr int64_t kMinScratch = int64_t{1} << 20;
+constexpr int64_t kKeepScratch = int64_t{256} << 20;
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+// Large blocks ask for huge pages: rows of intermediate results are far apart, so that each would need a page of its own.
+char* allocate(int64_t bytes) {
+  const bool is_large = bytes >= 2 * kHugePage;
+  const int64_t align = is_large ? kHugePage : 64;
+  note_allocation();
+  char* p = static_cast<char*>(std::aligned_alloc(static_cast<size_t>(align), static_cast<size_t>((bytes + align - 1) / align * align)));
+#if defined(MADV_HUGEPAGE)
+  if (p != nullptr && is_large) static_cast<void>(madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE));  // a wish only
+#endif
+  return p;
+}
+
+constexpr uint64_t make_range(int64_t first, int64_t end) { return static_cast<uint64_t>(first) << 32 | static_cast<uint64_t>(end); }
+constexpr int64_t range_first(uint64_t range) { return static_cast<int64_t>(range >> 32); }
+constexpr int64_t range_end(uint64_t range) { return static_cast<int64_t>(range & 0xffffffffu); }
+constexpr int64_t kMaxTasks = int64_t{1} << 31;  // of one hand-over
+
+#if defined(KT_X86)
+unsigned set_float_mode(unsigned mode) {
+  const unsigned old = _mm_getcsr();
+  if (old != mode) _mm_setcsr(mode);
+  return old;
+}
+constexpr unsigned kFloatMode = 0x1f80;  // round to nearest, no flushing to zero, all exceptions masked
+#else
+unsigned set_float_mode(unsigned) { return 0; }
+constexpr unsigned kFloatMode = 0;
+#endif
+
+int64_t steady_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+template <class Done> bool spin_until(const Done& done) {
+  const auto end = std::chrono::steady_clock::now() + kSpinTime;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (done()) return true;
+      cpu_pause();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return done();
+}
+
+}  // namespace
+
+#if defined(KT_X86)
+void cpu_pause() { _mm_pause(); }
+#else
+void cpu_pause() { std::this_thread::yield(); }
+#endif
+
+BlockedSignals::BlockedSignals() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old_);
+}
+
+BlockedSignals::~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &old_, nullptr); }
+
+void WorkerPool::FreeDeleter::operator()(void* p) const { std::free(p); }
+
+namespace {
+
+// Calls share(thread, first, end) for every thread.
+template <class Share> void share_out(const int64_t* ends, int num_nodes, const std::vector<ThreadPlace>& places, const Share& share) {
+  // One range of tasks is for all threads, whatever their nodes.
+  const auto belongs = [&](size_t thread, int node) { return num_nodes == 1 || places[thread].node == node; };
+  int64_t first = 0;
+  size_t thread = 0;
+  for (int node = 0; node < num_nodes; ++node) {
+    size_t last = thread;
+    while (last < places.size() && belongs(last, node)) ++last;
+    const auto count = static_cast<int64_t>(last - thread), tasks = ends[node] - first;
+    for (int64_t i = 0; i < count; ++i, ++thread) share(thread, first + tasks * i / count, first + tasks * (i + 1) / count);
+    first = ends[node];
+  }
+}
+
+}  // namespace
+
+std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends, const std::vector<ThreadPlace>& places) {
+  std::vector<std::pair<int64_t, int64_t>> shares;
+  share_out(ends.data(), static_cast<int>(ends.size()), places,
+            [&](size_t, int64_t first, int64_t end) { shares.emplace_back(first, end); });
+  return shares;
+}
+
+namespace {
+
+// Binds the calling thread; a machine that refuses (a container's limits, CPUs that went away) leaves it where it is.
+bool bind_to(const std::vector<int>& cpus) {
+#if defined(__linux__)
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (int cpu : cpus)
+    if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(static_cast<size_t>(cpu), &set);
+  return CPU_COUNT(&set) > 0 && pthread_setaffinity_np(pthread_self(), sizeof set, &set) == 0;
+#else
+  static_cast<void>(cpus);
+  return false;
+#endif
+}
+
+std::vector<ThreadPlace> checked(std::vector<ThreadPlace> places) {
+  if (places.empty() || places.size() > static_cast<size_t>(kMaxThreads))
+    throw std::invalid_argument("num_threads must be between 1 and " + std::to_string(kMaxThreads) + ", got " +
+                                std::to_string(places.size()));
+  int node = 0;
+  for (const ThreadPlace& place : places) {
+    if (place.node != node && place.node != node + 1)
+      throw std::invalid_argument("threads must be in the order of their nodes, which are numbered from 0");
+    node = place.node;
+  }
+  if (places.front().node != 0) throw std::invalid_argument("nodes are numbered from 0");
+  if (node >= kMaxNodes) throw std::invalid_argument("there may be " + std::to_string(kMaxNodes) + " nodes at most");
+  return places;
+}
+
+}  // namespace
+
+WorkerPool::WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels)
+    : places_(checked(std::move(places))),
+      num_threads_(static_cast<int>(places_.size())),
+      kernels_(kernels),
+      owner_pid_(getpid()),
+      slots_(places_.size()) {
+  const BlockedSignals blocked;
+  try {
+    for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this, i] { worker_main(i); });
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+WorkerPool::~WorkerPool() { close(); }
+
+void WorkerPool::keep_awake(std::chrono::nanoseconds time) { awake_until_.store(steady_ns() + time.count()); }
+
+void WorkerPool::wake() {
+  if (sleepers_.load() == 0) return;
+  {
+    // A worker between its last look at posted_ and awake_until_ and its wait hears the call then.
+    const std::lock_guard<std::mutex> lock(sleep_->mutex);
+  }
+  sleep_->wake.notify_all();
+}
+
+void WorkerPool::bind_caller() const { static_cast<void>(bind_to(places_.front().cpus)); }
+
+void WorkerPool::close() {
+  if (getpid() != owner_pid_) {
+    // After fork() the threads are not there to be joined; their handles must not be destroyed while joinable.
+    new std::vector<std::thread>(std::move(threads_));
+    threads_.clear();
+    static_cast<void>(sleep_.release());
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(call_mutex_);
+  closed_ = true;
+  stop_.store(true);
+  posted_.fetch_add(1);
+  {
+    const std::lock_guard<std::mutex> sleep_lock(sleep_->mutex);
+  }
+  sleep_->wake.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+  blocks_.clear();
+}
+
+WorkerPool::Session::Session(WorkerPool& pool) : pool_(pool) {
+  if (getpid() != pool.owner_pid_)
+    throw std::runtime_error("this WorkerPool was made before fork() and has no threads here: make a new one in the child");
+  lock_ = std::unique_lock<std::mutex>(pool.call_mutex_);
+  if (pool.closed_) throw std::runtime_error("this WorkerPool is closed: make a new one");
+  pool.block_ = 0;
+  pool.used_ = 0;
+  caller_mode_ = set_float_mode(kFloatMode);
+}
+
+WorkerPool::Session::~Session() {
+  set_float_mode(caller_mode_);
+  int64_t total = 0;
+  for (const auto& block : pool_.blocks_) total += block.second;
+  if (pool_.blocks_.size() > 1 || total > kKeepScratch) {
+    // One block of the size that was needed serves the next call without growing, unless that would hold a lot.
+    pool_.blocks_.clear();
+    if (total <= kKeepScratch) {
+      char* p = allocate(total);
+      if (p != nullptr) pool_.blocks_.emplace_back(p, total);
+    }
+  }
+}
+
+void* WorkerPool::scratch(int64_t bytes) {
+  bytes = (bytes + 63) / 64 * 64;
+  while (block_ < blocks_.size() && used_ + bytes > blocks_[block_].second) {
+    ++block_;
+    used_ = 0;
+  }
+  if (block_ == blocks_.size()) {
+    const int64_t size = bytes > kMinScratch ? bytes : kMinScratch;
+    char* p = allocate(size);
+    if (p == nullptr) throw std::bad_alloc();
+    blocks_.emplace_back(p, size);
+    used_ = 0;
+  }
+  void* result = blocks_[block_].first.get() + used_;
+  used_ += bytes;
+  return result;
+}
+
+bool WorkerPool::take(Slot& slot, int64_t& task) {
+  uint64_t range = slot.range.load(std::memory_order_relaxed);
+  while (range_first(range) < range_end(range)) {
+    task = range_first(range);
+    if (slot.range.compare_exchange_weak(range, make_range(task + 1, range_end(range)))) return true;
+  }
+  return false;
+}
+
+// Takes the back half of the longest range of this node, or else of any, runs its first task, and leaves the rest in the slot of `thread`. The slot of
+// a thread without tasks is empty, and nobody else fills it.
+bool WorkerPool::steal(int thread, int64_t& task) {
+  const int node = places_[static_cast<size_t>(thread)].node;
+  for (;;) {
+    Slot* victim = nullptr;
+    uint64_t longest = 0;
+    bool is_near = false;
+    for (int i = 1; i < num_threads_; ++i) {
+      const auto other = static_cast<size_t>((thread + i) % num_threads_);
+      const uint64_t range = slots_[other].range.load(std::memory_order_relaxed);
+      const int64_t left = range_end(range) - range_first(range);
+      const bool near = places_[other].node == node;
+      if (left <= 0 || (is_near && !near)) continue;
+      if (near != is_near || left > range_end(longest) - range_first(longest)) {
+        victim = &slots_[other];
+        longest = range;
+        is_near = near;
+      }
+    }
+    if (victim == nullptr) return false;
+    const int64_t first = range_first(longest), end = range_end(longest), middle = first + (end - first) / 2;
+    if (!victim->range.compare_exchange_strong(longest, make_range(first, middle))) continue;
+    slots_[static_cast<size_t>(thread)].range.store(make_range(middle + 1, end));
+    task = middle;
+    return true;
+  }
+}
+
+void WorkerPool::work(int thread) {
+  const Job job = job_;
+  Slot& slot = slots_[static_cast<size_t>(thread)];
+  int64_t task = 0;
+  while ((take(slot, task) || steal(thread, task)) && !is_cancelled_.load(std::memory_order_relaxed)) {
+    try {
+      job.fn(job.context, task, thread);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(error_mutex_);
+      if (!error_) error_ = std::current_exception();
+      is_cancelled_.store(true, std::memory_order_relaxed);
+    }
+  }
+}
+
+bool WorkerPool::any_busy() const {
+  for (const Slot& slot : slots_)
+    if (slot.is_busy.load()) return true;
+  return false;
+}
+
+void WorkerPool::run(const int64_t* ends, int num_nodes, TaskFn fn, const void* context) {
+  const int64_t count = ends[num_nodes - 1];
+  if (count <= 0) return;
+  if (count == 1 || num_threads_ == 1) {
+    for (int64_t i = 0; i < count; ++i) fn(context, i, 0);
+    return;
+  }
+  if (count >= kMaxTasks) throw std::length_error("a job of " + std::to_string(count) + " tasks is too long");
+  job_ = {fn, context};
+  share_out(ends, num_nodes, places_, [&](size_t thread, int64_t first, int64_t end) {
+    slots_[thread].range.store(make_range(first, end), std::memory_order_relaxed);
+  });
+  const uint64_t number = posted_.load(std::memory_order_relaxed) + 1;
+  open_.store(number);
+  posted_.store(number);
+  wake();
+  work(0);
+  open_.store(0);
+  while (!spin_until([this] { return !any_busy(); })) std::this_thread::yield();
+  std::exception_ptr error;
+  {
+    const std::lock_guard<std::mutex> lock(error_mutex_);
+    std::swap(error, error_);
+  }
+  is_cancelled_.store(false, std::memory_order_relaxed);
+  if (error) std::rethrow_exception(error);
+}
+
+void WorkerPool::worker_main(int thread) {
+  if (bind_to(places_[static_cast<size_t>(thread)].cpus)) num_bound_.fetch_add(1);
+  set_float_mode(kFloatMode);
+  Slot& slot = slots_[static_cast<size_t>(thread)];
+  uint64_t seen = 0;
+  const auto posted = [&] { return posted_.load() != seen; };
+  const auto is_kept_awake = [&] { return steady_ns() < awake_until_.load(); };
+  for (;;) {
+    while (!spin_until(posted)) {
+      if (is_kept_awake()) continue;
+      std::unique_lock<std::mutex> lock(sleep_->mutex);
+      sleepers_.fetch_add(1);
+      sleep_->wake.wait(lock, [&] { return posted() || is_kept_awake(); });
+      sleepers_.fetch_sub(1);
+    }
+    if (stop_.load()) return;
+    seen = posted_.load();
+    slot.is_busy.store(true);
+    if (open_.load() != 0) work(thread);
+    slot.is_busy.store(false);
+  }
+}
+
+}  // namespace kt

@@ -1,0 +1,196 @@
+// A pool of threads that run one job at a time. The caller is worker 0.
+#pragma once
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <signal.h>
+
+#include "tiers/isa.h"
+
+namespace kt {
+
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxNodes = 64;
+
+// Part of an array that somebody else owns; here mostly scratch memory of a session.
+template <class T> struct Span {
+  T* data = nullptr;
+  int64_t count = 0;
+
+  bool empty() const { return count == 0; }
+  T& operator[](int64_t i) const { return data[i]; }
+  T* begin() const { return data; }
+  T* end() const { return data + count; }
+};
+
+// The first task behind those of each node.
+struct NodeEnds {
+  std::array<int64_t, kMaxNodes> ends;
+  int count;
+};
+
+// Tells the core that this is a spinning loop.
+void cpu_pause();
+
+// Signals are for the program's own threads: a thread that took Ctrl-C would delay it. A thread inherits the mask of the
+// one that starts it.
+class BlockedSignals {
+ public:
+  BlockedSignals();
+  ~BlockedSignals();
+  BlockedSignals(const BlockedSignals&) = delete;
+  BlockedSignals& operator=(const BlockedSignals&) = delete;
+
+ private:
+  sigset_t old_;
+};
+
+// Where a thread works: the node whose memory is near, and the CPUs that it is bound to, or none for any.
+struct ThreadPlace {
+  int node = 0;
+  std::vector<int> cpus;
+};
+
+// Tasks that each thread begins with: those of its node (ends[n] is the first behind those of node n) in equal parts; in
+// order of the nodes, then of the threads. A node without threads leaves its tasks to be stolen from nobody: there must
+// be none. Returns first and end of every thread.
+std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends, const std::vector<ThreadPlace>& places);
+
+class WorkerPool {
+ public:
+  // places: one per thread, the caller's first; its CPUs are ignored, for the caller is not ours to pin. Nodes must be
+  // numbered from 0, each with a thread, in ascending order. Throws std::invalid_argument otherwise, and for less than 1
+  // or more than kMaxThreads threads or kMaxNodes nodes.
+  WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  int num_threads() const { return num_threads_; }
+  int num_nodes() const { return places_.back().node + 1; }
+  int num_bound() const { return num_bound_.load(); }
+  // Jobs handed to the threads so far; those that the caller did alone do not count.
+  uint64_t num_jobs() const { return posted_.load(); }
+  const KernelTable& kernels() const { return kernels_; }
+
+  // For this long (from now; 0: not longer than usual) threads without work do not go to sleep: a job is coming.
+  void keep_awake(std::chrono::nanoseconds time);
+  // Those that sleep already get up, if they are to be awake.
+  void wake();
+
+  // Binds the calling thread, which will be thread 0 of jobs, to the CPUs of that thread's place.
+  void bind_caller() const;
+
+  // Joins the threads. Later sessions throw. Closing twice is fine.
+  void close();
+
+  // The right to run jobs: calls from several threads wait for one another here. Sets the floating-point mode that
+  // every tier counts on (round to nearest, subnormals kept) and puts the caller's back.
+  class Session {
+   public:
+    explicit Session(WorkerPool& pool);
+    ~Session();
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+
+    // Calls task(i) for every i in [0, count), each once, on any thread, and returns when all are done. An exception
+    // in a task cancels those not begun and is thrown here. A task may also take the number of the thread that runs it.
+    template <class Task> void run(int64_t count, const Task& task) { pool_.run(&count, 1, call<Task>, &task); }
+    // The same where tasks belong to nodes. Threads of other nodes take them only when they have nothing left to do.
+    template <class Task> void run_on_nodes(const NodeEnds& ends, const Task& task) {
+      pool_.run(ends.ends.data(), ends.count, call<Task>, &task);
+    }
+
+    // Memory for this session, 64-byte aligned, uninitialized. Each call takes the next part. Not from within tasks.
+    template <class T> T* scratch(int64_t count) { return static_cast<T*>(pool_.scratch(count * static_cast<int64_t>(sizeof(T)))); }
+    template <class T> Span<T> span(int64_t count) { return {scratch<T>(count), count}; }
+
+    const KernelTable& kernels() const { return pool_.kernels_; }
+    int num_threads() const { return pool_.num_threads_; }
+    int num_nodes() const { return pool_.num_nodes(); }
+
+   private:
+    template <class Task> static void call(const void* context, int64_t i, int thread) {
+      const Task& task = *static_cast<const Task*>(context);
+      if constexpr (std::is_invocable_v<const Task&, int64_t, int>)
+        task(i, thread);
+      else
+        task(i), static_cast<void>(thread);
+    }
+    WorkerPool& pool_;
+    std::unique_lock<std::mutex> lock_;
+    unsigned caller_mode_;
+  };
+
+ private:
+  using TaskFn = void (*)(const void* context, int64_t i, int thread);
+
+  // How a job is handed over. The caller fills job_ and the ranges while no job is open and no worker is busy, then
+  // publishes its number in open_. A worker says that it is busy BEFORE it looks at open_, so that either it sees the job
+  // closed, or the caller, which closes the job before it looks at who is busy, waits for it. Workers that wake late find
+  // the job closed and go back to sleep; nobody waits for them.
+  struct Job {
+    TaskFn fn = nullptr;
+    const void* context = nullptr;
+  };
+
+  // Every thread begins with an equal run of neighbouring tasks, which read neighbouring memory, and takes them from the
+  // front; who has none left takes the back half of what another one still has.
+  struct alignas(64) Slot {
+    std::atomic<uint64_t> range{0};  // next task and the task after the last, 32 bits each
+    std::atomic<bool> is_busy{false};
+  };
+
+  void run(const int64_t* ends, int num_nodes, TaskFn fn, const void* context);
+  void work(int thread);
+  bool take(Slot& slot, int64_t& task);
+  bool steal(int thread, int64_t& task);
+  bool any_busy() const;
+  void worker_main(int thread);
+  void* scratch(int64_t bytes);
+
+  const std::vector<ThreadPlace> places_;
+  const int num_threads_;
+  std::atomic<int> num_bound_{0};
+  const KernelTable& kernels_;
+  const int64_t owner_pid_;
+  std::vector<std::thread> threads_;
+  std::mutex call_mutex_;
+  bool closed_ = false;  // guarded by call_mutex_
+
+  Job job_;
+  std::vector<Slot> slots_;  // one per thread
+  std::atomic<uint64_t> open_{0};    // number of the open job, 0 when none is open
+  std::atomic<uint64_t> posted_{0};  // number of the last job; a change wakes the workers
+  std::atomic<bool> is_cancelled_{false};
+  std::atomic<bool> stop_{false};
+  std::mutex error_mutex_;
+  std::exception_ptr error_;
+
+  // On the heap because a forked child must leak it: destroying a condition variable waits for its waiters, and the
+  // child does not have them.
+  struct Sleep {
+    std::mutex mutex;
+    std::condition_variable wake;
+  };
+  std::unique_ptr<Sleep> sleep_ = std::make_unique<Sleep>();
+  std::atomic<int> sleepers_{0};
+  std::atomic<int64_t> awake_until_{0};  // nanoseconds of the steady clock
+
+  struct FreeDeleter { void operator()(void* p) const; };
+  std::vector<std::pair<std::unique_ptr<char, FreeDeleter>, int64_t>> blocks_;
+  size_t block_ = 0;    // the block in use
+  int64_t used_ = 0;    // bytes of it that are taken
+};
+
+}  // namespace kt

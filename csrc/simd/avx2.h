@@ -1,0 +1,296 @@
+// The AVX2 + FMA + F16C SIMD layer: 16 virtual lanes as two 256-bit registers (a: lanes 0-7, b: lanes 8-15).
+// Included once, by tiers/avx2.cpp. See simd/scalar.h for what each name means.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "simd/x86.h"
+
+namespace {
+
+constexpr bool kNarrowSums = true;  // uacc holds int16: flushed before it can overflow
+constexpr uint8_t kSignFlip = 0;
+constexpr int kFloatTokens = 3, kQuantTokens = 4, kPackedTokens = 5, kQueryTokens = 6, kFp8Few = 1, kFp8Staged = 6;
+constexpr int kStepUnroll = 8;  // of loops over the steps of a block
+
+struct vf { __m256 a, b; };
+struct vi { __m256i a, b; };
+struct vm { __m256 a, b; };
+struct wb { __m256i a, b; };
+using uacc = vi;
+
+inline vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, vf x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline vi lanes_below(int n) {
+  const __m256i count = _mm256_set1_epi32(n);
+  return {_mm256_cmpgt_epi32(count, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)),
+          _mm256_cmpgt_epi32(count, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15))};
+}
+inline vf load_n(const float* p, int n) {
+  const vi m = lanes_below(n);
+  return {_mm256_maskload_ps(p, m.a), _mm256_maskload_ps(p + 8, m.b)};
+}
+inline void store_n(float* p, vf x, int n) {
+  const vi m = lanes_below(n);
+  _mm256_maskstore_ps(p, m.a, x.a);
+  _mm256_maskstore_ps(p + 8, m.b, x.b);
+}
+inline vf set1(float x) { const __m256 v = _mm256_set1_ps(x); return {v, v}; }
+inline vf zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline vf add(vf x, vf y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline vf sub(vf x, vf y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline vf mul(vf x, vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline vf div(vf x, vf y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline vf max_(vf x, vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline vf min_(vf x, vf y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline vf fma_(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+
+inline vi loadi(const int32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+inline vi set1i(int32_t x) { const __m256i v = _mm256_set1_epi32(x); return {v, v}; }
+inline vi addi(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline vi subi(vi x, vi y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+inline vi andi(vi x, vi y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline vi ori(vi x, vi y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline vi maxi(vi x, vi y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+template <int N> inline vi shl(vi x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
+inline vf to_float(vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline vi to_int(vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline vi bits(vf x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+inline vf from_bits(vi x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+
+inline vm less(vf x, vf y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)}; }
+inline vm unordered(vf x) { return {_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)}; }
+inline vm lane_range(int lo, int hi) {
+  const vi below = lanes_below(hi), skip = lanes_below(lo);
+  return {_mm256_castsi256_ps(_mm256_andnot_si256(skip.a, below.a)), _mm256_castsi256_ps(_mm256_andnot_si256(skip.b, below.b))};
+}
+inline vf select(vm m, vf x, vf y) { return {_mm256_blendv_ps(y.a, x.a, m.a), _mm256_blendv_ps(y.b, x.b, m.b)}; }
+
+inline float reduce_add(vf x) { return reduce8f(_mm256_add_ps(x.a, x.b)); }
+inline float reduce_max(vf x) {
+  const __m256 h = _mm256_max_ps(x.a, x.b);
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+inline int32_t reduce_maxi(vi x) {
+  const __m256i h = _mm256_max_epi32(x.a, x.b);
+  __m128i q = _mm_max_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+  q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0xb1));
+  return _mm_cvtsi128_si32(q);
+}
+
+inline uint32_t mask_bits(vm m) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(m.a)) | static_cast<uint32_t>(_mm256_movemask_ps(m.b)) << 8;
+}
+
+// ---- 8 lanes of fp64 ----
+struct vd { __m256d a, b; };
+inline vd setd(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
+inline vd addd(vd x, vd y) { return {_mm256_add_pd(x.a, y.a), _mm256_add_pd(x.b, y.b)}; }
+inline vd subd(vd x, vd y) { return {_mm256_sub_pd(x.a, y.a), _mm256_sub_pd(x.b, y.b)}; }
+inline vd muld(vd x, vd y) { return {_mm256_mul_pd(x.a, y.a), _mm256_mul_pd(x.b, y.b)}; }
+inline vd fmad(vd x, vd y, vd z) { return {_mm256_fmadd_pd(x.a, y.a, z.a), _mm256_fmadd_pd(x.b, y.b, z.b)}; }
+inline vd maxd(vd x, vd y) { return {_mm256_max_pd(x.a, y.a), _mm256_max_pd(x.b, y.b)}; }
+inline void stored(double* p, vd x) {
+  _mm256_storeu_pd(p, x.a);
+  _mm256_storeu_pd(p + 4, x.b);
+}
+inline void widen(vf x, vd* low, vd* high) {
+  *low = {_mm256_cvtps_pd(_mm256_castps256_ps128(x.a)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1))};
+  *high = {_mm256_cvtps_pd(_mm256_castps256_ps128(x.b)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.b, 1))};
+}
+inline __m256d exponent_half(__m256d x, __m256d t) {
+  return _mm256_castsi256_pd(_mm256_add_epi64(_mm256_castpd_si256(x), _mm256_slli_epi64(_mm256_castpd_si256(t), 52)));
+}
+inline vd add_exponent(vd x, vd t) { return {exponent_half(x.a, t.a), exponent_half(x.b, t.b)}; }
+inline vd keep_from(vd x, vd least) {
+  return {_mm256_and_pd(_mm256_cmp_pd(x.a, least.a, _CMP_GE_OQ), x.a), _mm256_and_pd(_mm256_cmp_pd(x.b, least.b, _CMP_GE_OQ), x.b)};
+}
+
+inline void store_int8(int8_t* p, vi x) {
+  const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+}
+inline __m256 bf16_half(const uint8_t* p) {
+  const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+inline vf load_bf16(const uint8_t* p) { return {bf16_half(p), bf16_half(p + 16)}; }
+inline vf load_f16(const uint8_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+}
+inline vf halves_to_float(__m256i x) {
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+}
+// 16 pairs of FP8 codes: the values / 256 of the first and of the second ones, see fp8.inl.
+inline void fp8_pair(const uint8_t* p, vf* first, vf* second) {
+  const __m256i codes = load32(p), mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+  *first = halves_to_float(_mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 1), mask));
+  *second = halves_to_float(_mm256_and_si256(_mm256_srai_epi16(codes, 1), mask));
+}
+// 8 x 8 words: rows src[0..7] at byte offset `at`; column c goes to dst + c * 64.
+inline void transpose8(const uint8_t* const* src, size_t at, uint8_t* dst) {
+  __m256 r[8];
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(src[i] + at));
+  transpose8x8(r);
+  for (int i = 0; i < 8; ++i) _mm256_storeu_ps(reinterpret_cast<float*>(dst + i * 64), r[i]);
+}
+inline void transpose16(const uint8_t* const* src, uint8_t* dst) {
+  transpose8(src, 0, dst);
+  transpose8(src + 8, 0, dst + 32);
+  transpose8(src, 32, dst + 512);
+  transpose8(src + 8, 32, dst + 544);
+}
+
+inline wb load_wb(const uint8_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+inline void store_wb(uint8_t* p, wb x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), x.b);
+}
+inline void storei(int32_t* p, vi x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
+}
+inline wb load_signed(const uint8_t* p) { return load_wb(p); }
+inline wb or_bytes(wb x, wb y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline wb low_nibbles(wb x) { return {andb(x.a, 15), andb(x.b, 15)}; }
+inline wb high_nibbles(wb x) { return {shr_mask<4>(x.a, 15), shr_mask<4>(x.b, 15)}; }
+// Bits K .. of every byte to bit 4 ..: one bit, or two.
+template <int K> inline __m256i to_bit4(__m256i x, int mask) {
+  if constexpr (K < 4) return mask_shl<4 - K>(x, mask << K);
+  return shr_mask<(K < 4 ? 0 : K - 4)>(x, mask << 4);
+}
+template <int K> inline wb bit_at_4(wb x) { return {to_bit4<K>(x.a, 1), to_bit4<K>(x.b, 1)}; }
+template <int K> inline wb two_at_4(wb x) { return {to_bit4<K>(x.a, 3), to_bit4<K>(x.b, 3)}; }
+// 32 bytes: two int16 in every lane.
+inline vi pairs_u8(const uint8_t* p) {
+  return {_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+}
+inline vi pairs_s8(const uint8_t* p) {
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+}
+inline vi times32(vi x) { return {_mm256_slli_epi16(x.a, 5), _mm256_slli_epi16(x.b, 5)}; }
+// The first and the second of the pairs, as flush_scaled wants a scale: in both halves of the lane.
+inline vi scale_low(vi x) {
+  return {_mm256_blend_epi16(x.a, _mm256_slli_epi32(x.a, 16), 0xaa), _mm256_blend_epi16(x.b, _mm256_slli_epi32(x.b, 16), 0xaa)};
+}
+inline vi scale_high(vi x) {
+  return {_mm256_blend_epi16(_mm256_srli_epi32(x.a, 16), x.a, 0xaa), _mm256_blend_epi16(_mm256_srli_epi32(x.b, 16), x.b, 0xaa)};
+}
+// The same as int32.
+inline vi lane_scale_low(vi x) {
+  return {_mm256_srai_epi32(_mm256_slli_epi32(x.a, 16), 16), _mm256_srai_epi32(_mm256_slli_epi32(x.b, 16), 16)};
+}
+inline vi lane_scale_high(vi x) { return {_mm256_srai_epi32(x.a, 16), _mm256_srai_epi32(x.b, 16)}; }
+inline vi add_times(vi total, vi x, vi y) {
+  return {_mm256_add_epi32(total.a, _mm256_mullo_epi32(x.a, y.a)), _mm256_add_epi32(total.b, _mm256_mullo_epi32(x.b, y.b))};
+}
+inline wb lookup16(wb x, const uint8_t* table) {
+  const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm256_shuffle_epi8(t, x.a), _mm256_shuffle_epi8(t, x.b)};
+}
+inline __m256i broadcast4(const void* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return _mm256_set1_epi32(word);
+}
+// The pairs of 32 values, see ActForm::Q256: |sum| <= 8 * 127, so that -32 times it fits.
+inline void pair_sums32(const int8_t* q, int16_t* out) {
+  __m256i x = _mm256_maddubs_epi16(_mm256_set1_epi8(1), load32(q));
+  x = _mm256_add_epi16(x, _mm256_srli_si256(x, 8));
+  x = _mm256_add_epi16(x, _mm256_srli_si256(x, 4));
+  x = _mm256_sub_epi16(_mm256_setzero_si256(), _mm256_slli_epi16(x, 5));
+  const int32_t pairs[2] = {_mm256_extract_epi32(x, 0), _mm256_extract_epi32(x, 4)};
+  std::memcpy(out, pairs, 8);
+}
+inline uacc uacc_pair(const int16_t* pair) { return {broadcast4(pair), broadcast4(pair)}; }
+inline uacc uacc_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+// GCC would re-associate sums: multiply everything first and spill the products. This makes it add them as written.
+inline uacc in_order(uacc acc) {
+  asm("" : "+x"(acc.a), "+x"(acc.b));
+  return acc;
+}
+inline uacc udot(uacc acc, wb w, const int8_t* y) {
+  const __m256i yy = broadcast4(y);
+  return in_order({_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, yy)), _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, yy))});
+}
+inline vi flush_scaled(vi total, uacc acc, vi scale) {
+  return {_mm256_add_epi32(total.a, _mm256_madd_epi16(acc.a, scale.a)),
+          _mm256_add_epi32(total.b, _mm256_madd_epi16(acc.b, scale.b))};
+}
+inline vi flush(vi total, uacc acc) { return flush_scaled(total, acc, {_mm256_set1_epi16(1), _mm256_set1_epi16(1)}); }
+// The scale is applied to int16 pairs, so it stands in both halves of the lane.
+inline int32_t scale_lane(int scale) {
+  const uint32_t half = static_cast<uint16_t>(scale);
+  return static_cast<int32_t>(half | (half << 16));
+}
+inline vi sdot_init(int) { return uacc_zero(); }
+inline __m256i sdot_half(__m256i acc, __m256i w, __m256i y) {
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(y, w));
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline vi sdot(vi acc, wb w, const int8_t* y) {
+  const __m256i yy = broadcast4(y);
+  return in_order({sdot_half(acc.a, w.a, yy), sdot_half(acc.b, w.b, yy)});
+}
+inline vi reduce_rows(const vp* p) { return {reduce8(p), reduce8(p + 8)}; }
+
+// Where row r, column c of a stage of 8 rows lies.
+inline int stage_at(int r, int c) { return r * kFloatCols + c; }
+// s[c * 8 + r] = the 8 sums of w[r] . x[c] for the 8 rows of a stage and C vectors. 4 rows at a time: with 3 vectors that
+// is 12 sums, as many as the registers hold.
+template <int C> inline void dot_rows8(const float* w, const float* const* x, int cols, v8* s) {
+  const int full = cols / 8 * 8;
+  for (int first = 0; first < 8; first += 4) {
+    v8 sum[C][4];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) sum[c][r] = zero8();
+    const float* rows = w + stage_at(first, 0);
+    const auto step = [&](int k, const auto& column) {
+      v8 v[C];
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) v[c] = column(c);
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        const v8 row = load8(rows + r * kFloatCols + k);
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) sum[c][r] = fma8(row, v[c], sum[c][r]);
+      }
+    };
+    for (int k = 0; k < full; k += 8) step(k, [&](int c) { return load8(x[c] + k); });
+    if (full < cols) step(full, [&](int c) { return load8_n(x[c] + full, cols - full); });
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) s[c * 8 + first + r] = sum[c][r];
+  }
+}
+// 16 words of 16 rows to dst[word][row]: an F32 column at a time.
+inline void store_columns16(const uint8_t* const* rows, int64_t at, float* dst) {
+  const uint8_t* src[16];
+  for (int r = 0; r < 16; ++r) src[r] = rows[r] + at;
+  transpose16(src, reinterpret_cast<uint8_t*>(dst));
+}
+
+inline vi pair_dot(vi total, vi a, const int16_t* y) {
+  const __m256i yy = broadcast4(y);
+  return {_mm256_add_epi32(total.a, _mm256_madd_epi16(a.a, yy)), _mm256_add_epi32(total.b, _mm256_madd_epi16(a.b, yy))};
+}
+
+}  // namespace

@@ -1,0 +1,102 @@
+// Tier detection by cpuid, and by xgetbv for what the operating system saves on a context switch.
+#include "tiers/isa.h"
+
+#include <stdexcept>
+
+#if defined(KT_X86)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace kt {
+namespace {
+
+#if defined(KT_X86)
+
+struct CpuFeatures { bool avx2 = false, avx512_vnni = false, avx512_bf16 = false, amx = false; };
+
+uint64_t enabled_state() {
+  uint32_t lo = 0, hi = 0;
+  __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
+  return (static_cast<uint64_t>(hi) << 32) | lo;
+}
+
+// Linux grants the 8 KiB of tile registers to processes that ask (arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+// It refuses when an alternative signal stack is too small for them.
+bool may_use_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+CpuFeatures detect() {
+  CpuFeatures found;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
+  const bool osxsave = c & (1u << 27), avx = c & (1u << 28), fma = c & (1u << 12), f16c = c & (1u << 29);
+  if (!osxsave || !avx || !fma || !f16c) return found;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
+  const uint64_t state = enabled_state();
+  const bool ymm = (state & 0x6) == 0x6, zmm = (state & 0xe6) == 0xe6;
+  const unsigned f = 1u << 16, dq = 1u << 17, bw = 1u << 30, vl = 1u << 31;
+  found.avx2 = ymm && (b & (1u << 5));
+  found.avx512_vnni = found.avx2 && zmm && (b & f) && (b & dq) && (b & bw) && (b & vl) && (c & (1u << 11));
+  const bool tiles = (state & 0x60000) == 0x60000;
+  const bool has_tiles = (d & (1u << 22)) && (d & (1u << 24)) && (d & (1u << 25));  // bf16, tiles, int8: always together
+  found.amx = found.avx512_vnni && tiles && has_tiles && may_use_tiles();
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = found.avx512_vnni && (a & (1u << 5));
+  return found;
+}
+
+#endif
+
+std::vector<const KernelTable*> find_tiers() {
+  std::vector<const KernelTable*> tiers = {&table_scalar()};
+#if defined(KT_X86)
+  const CpuFeatures cpu = detect();
+  if (cpu.avx2) tiers.push_back(&table_avx2());
+  if (cpu.avx512_vnni) tiers.push_back(&table_avx512());
+#if defined(KT_AVX512_BF16)
+  if (cpu.avx512_bf16) tiers.push_back(&table_avx512_bf16());
+#endif
+#if defined(KT_AMX)
+  if (cpu.amx) tiers.push_back(&table_amx());
+#endif
+#endif
+  return tiers;
+}
+
+}  // namespace
+
+const std::vector<const KernelTable*>& available_tiers() {
+  static const std::vector<const KernelTable*> tiers = find_tiers();
+  return tiers;
+}
+
+const KernelTable& tier_by_name(const std::string& name) {
+  std::string known;
+  for (const KernelTable* table : available_tiers()) {
+    if (name == table->name) return *table;
+    known += (known.empty() ? "" : ", ") + std::string(table->name);
+  }
+  for (const KernelTable* table : {&table_avx512_bf16_emulated(), &table_amx_emulated()})
+    if (name == table->name) return *table;
+  throw std::invalid_argument("instruction-set tier '" + name + "' cannot run on this machine; it has: " + known);
+}
+
+const std::vector<QTypeInfo>& qtype_infos() {
+  static const std::vector<QTypeInfo> infos = {
+      {QType::F32, "F32", 1, 4, ActForm::Float},      {QType::F16, "F16", 1, 2, ActForm::Float},
+      {QType::BF16, "BF16", 1, 2, ActForm::Float},    {QType::Q4_0, "Q4_0", 32, 18, ActForm::Q32},
+      {QType::Q8_0, "Q8_0", 32, 34, ActForm::Q32},    {QType::Q4_K, "Q4_K", 256, 144, ActForm::Q256},
+      {QType::Q5_K, "Q5_K", 256, 176, ActForm::Q256}, {QType::Q6_K, "Q6_K", 256, 210, ActForm::Q256},
+      {QType::IQ4_XS, "IQ4_XS", 256, 136, ActForm::Q256}, {QType::MXFP4, "MXFP4", 32, 17, ActForm::Q32},
+      {QType::FP8_BLOCK, "FP8_BLOCK", 4, 4, ActForm::Float},
+  };
+  return infos;
+}
+
+const QTypeInfo& qtype_info(QType type) {
+  for (const QTypeInfo& info : qtype_infos())
+    if (info.type == type) return info;
+  throw std::invalid_argument("no kernel for ggml type " + std::to_string(static_cast<int>(type)));
+}
+
+}  // namespace kt
