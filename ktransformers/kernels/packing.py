@@ -1,4 +1,4 @@
-"""Weights re-laid for the native kernels, in memory that suits streams. See csrc/kernels/packed.inl, fp8.inl and bf16.inl.
+"""Weights re-laid for the native kernels, in memory that suits streams. See packed, fp8 and bf16.inl in csrc/kernels.
 
 Knows how matrices lie in memory; does not compute with them, and does not know where they come from.
 """

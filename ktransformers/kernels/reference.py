@@ -1,8 +1,9 @@
 """Slow oracles of the native kernels, in plain torch and numpy.
 
-Two kinds. The first says what a kernel means: weights dequantized by `gguf`, fp32 matmul, softmax; kernels are held to
-it within a tolerance. The second, `int8_*`, repeats the exact arithmetic of the quantized kernels (csrc/kernels/gemm.inl) from
-the block layouts alone; kernels are held to it bit for bit. Knows nothing of the extension, threads or tiers.
+Two kinds. The first says what a kernel means: weights dequantized by `gguf`, fp32 matmul, softmax; kernels are held
+to it within a tolerance. The second, `int8_*`, repeats the exact arithmetic of the quantized kernels
+(csrc/kernels/gemm.inl) from the block layouts alone; kernels are held to it bit for bit. Knows nothing of the
+extension, threads or tiers.
 """
 
 from __future__ import annotations
