@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from ktransformers.config import physical_cores
-from ktransformers.kernels.cuda import CudaDriver
-from ktransformers.kernels.expert_stream import HandOver, StreamedExperts, StreamShape
 from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool, pack
 from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor, row_bytes, type_size
+from ktransformers.kernels.transfer.cuda import CudaDriver
+from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
 
 TARGET = 20.0  # microseconds
 

@@ -62,7 +62,7 @@ def judge_gpu(name: str, shown: str, capability: tuple[int, int], free: int, tot
 
 def streams(name: str) -> Iterable[Finding]:
     """How a GPU hands experts over to the CPU."""
-    from ktransformers.kernels.cuda import CudaDriver
+    from ktransformers.kernels.transfer.cuda import CudaDriver
 
     reason = CudaDriver(name).memory_operations()
     how = "stream memory operations" if reason is None else f"host functions ({reason})"

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from ktransformers.kernels.cuda import CudaDriver, StreamDriver
-from ktransformers.kernels.expert_stream import StreamedExperts, StreamShape
 from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
+from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
 from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.linear import Workspace
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, uses_vector_path

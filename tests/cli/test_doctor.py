@@ -288,7 +288,7 @@ def test_what_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, fact in facts.items():
         monkeypatch.setattr(f"torch.cuda.{name}", fact)
-    monkeypatch.setattr("ktransformers.kernels.cuda.CudaDriver", FakeDriver)
+    monkeypatch.setattr("ktransformers.kernels.transfer.cuda.CudaDriver", FakeDriver)
     monkeypatch.setattr("ktransformers.kernels.triton.runtime.is_interpreted", lambda: False)
     fake_flashinfer.install(monkeypatch)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ktransformers.errors import KernelError
-from ktransformers.kernels.copies import PinnedRanges, page_ranges
+from ktransformers.kernels.transfer.copies import PinnedRanges, page_ranges
 
 
 class FakePinner:

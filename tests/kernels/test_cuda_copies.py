@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ktransformers.errors import KernelError
-from ktransformers.kernels.copies import CudaCopies, PinnedRanges
-from ktransformers.kernels.cuda import CudaDriver
+from ktransformers.kernels.transfer.copies import CudaCopies, PinnedRanges
+from ktransformers.kernels.transfer.cuda import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

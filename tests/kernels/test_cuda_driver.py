@@ -10,7 +10,7 @@ import torch
 
 from ktransformers.errors import KernelError
 from ktransformers.kernels import cuda
-from ktransformers.kernels.cuda import CudaDriver
+from ktransformers.kernels.transfer.cuda import CudaDriver
 
 NAMES = (
     "cuLaunchHostFunc",

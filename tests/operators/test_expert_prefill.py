@@ -15,9 +15,9 @@ import torch
 
 from ktransformers.errors import CapacityError, EngineError
 from ktransformers.kernels import native
-from ktransformers.kernels.expert_stream import StreamedExperts, StreamShape
 from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
 from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor
+from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import CpuRate, PrefillRates, Split

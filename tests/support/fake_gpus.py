@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ktransformers.engine.builder import Hardware
 from ktransformers.engine.graphs import CudaGraphs
-from ktransformers.kernels.cuda import CudaDriver
+from ktransformers.kernels.transfer.cuda import CudaDriver
 from ktransformers.operators.device import Device, Devices
 from ktransformers.optimize.machine import Machine
 from tests.support.fake_stream import InstantDriver

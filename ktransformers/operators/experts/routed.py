@@ -16,9 +16,9 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import native
-from ktransformers.kernels.expert_stream import StreamedExperts
 from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeight
 from ktransformers.kernels.quant import Fp8Matrix
+from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back

@@ -14,9 +14,9 @@ import torch
 
 from ktransformers.errors import CapacityError
 from ktransformers.file_kinds import size_of
-from ktransformers.kernels.copies import CopyQueue, Mark
 from ktransformers.kernels.native import ExpertWeights
 from ktransformers.kernels.quant import PackedTensor, RawTensor, WeightType
+from ktransformers.kernels.transfer.copies import CopyQueue, Mark
 from ktransformers.kernels.triton.moe import ExpertMatrices
 from ktransformers.kernels.triton.packing import Layout
 from ktransformers.operators.experts.resident import can_be_copied

@@ -11,7 +11,7 @@ while the CPU computes the others where they are:
 
 The host waits once a layer, for the router; copies for the next layer are put before that, so that the copy engine
 works on meanwhile: of the experts that had most rows in the layer's last step, which nearly always get some again.
-The CPU's part is handed over in the stream's order (kernels/expert_stream.py): no thread of Python's, and hidden states
+The CPU's part is handed over in the stream's order (kernels/transfer/expert_stream.py): no thread of Python's, and hidden states
 and results cross in the type of the stream's buffers and are converted by all cores. Knows nothing of models.
 
 T tokens, K experts per token, E experts, H hidden, I intermediate.
@@ -28,10 +28,10 @@ import numpy.typing as npt
 import torch
 
 from ktransformers.errors import CapacityError
-from ktransformers.kernels.copies import CopyQueue
-from ktransformers.kernels.cuda import StreamDriver
-from ktransformers.kernels.expert_stream import StreamedExperts
 from ktransformers.kernels.native import MoeKernel
+from ktransformers.kernels.transfer.copies import CopyQueue
+from ktransformers.kernels.transfer.cuda import StreamDriver
+from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.kernels.triton.align import moe_align
 from ktransformers.kernels.triton.moe import Between, MoeWorkspace, block_rows, moe_blocks, moe_sum
 from ktransformers.operators.base import ExpertStats

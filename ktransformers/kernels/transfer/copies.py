@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ktransformers.errors import KernelError
-from ktransformers.kernels.cuda import CudaDriver
+from ktransformers.kernels.transfer.cuda import CudaDriver
 
 __all__ = ["CopyQueue", "CudaCopies", "Mark", "PinnedRanges", "page_ranges"]
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ktransformers.errors import EngineError
-from ktransformers.kernels.cuda import StreamDriver
 from ktransformers.kernels.native import MoeKernel
 from ktransformers.kernels.native_base import WorkerPool
 from ktransformers.kernels.native_base import extension as _native
+from ktransformers.kernels.transfer.cuda import StreamDriver
 
 __all__ = ["HandOver", "StreamShape", "StreamedExperts", "choose_hand_over"]
 
