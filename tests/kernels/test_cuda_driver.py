@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ktransformers.errors import KernelError
-from ktransformers.kernels import cuda
+from ktransformers.kernels.transfer import cuda
 from ktransformers.kernels.transfer.cuda import CudaDriver
 
 NAMES = (
