@@ -12,7 +12,8 @@ while the CPU computes the others where they are:
 The host waits once a layer, for the router; copies for the next layer are put before that, so that the copy engine
 works on meanwhile: of the experts that had most rows in the layer's last step, which nearly always get some again.
 The CPU's part is handed over in the stream's order (kernels/transfer/expert_stream.py): no thread of Python's, and
-hidden states and results cross in the type of the stream's buffers and are converted by all cores. Knows nothing of models.
+hidden states and results cross in the type of the stream's buffers and are converted by all cores. Knows nothing of
+models.
 
 T tokens, K experts per token, E experts, H hidden, I intermediate.
 """
