@@ -103,7 +103,15 @@ def loading_bar(err: TextIO, name: str = "") -> Iterator[Callable[[int, int, str
             print(text, file=err, flush=True)
         yield None
         return
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TransferSpeedColumn,
+    )
 
     console = _console(err)
     waiting = console.status(_shortened(text) if name else "loading ...")
@@ -119,7 +127,7 @@ def loading_bar(err: TextIO, name: str = "") -> Iterator[Callable[[int, int, str
         name: Progress(TextColumn(text), BarColumn(), MofNCompleteColumn(), console=console, transient=True)
         for name, text in ((COMPILING, COMPILING), (CAPTURING, f"capturing {CAPTURING}"))
     }
-    tasks = {}  # a bar is shown from its first report on; a console has room for one at a time
+    tasks: dict[Progress, TaskID] = {}  # a bar is shown from its first report on; a console has room for one at a time
 
     def report(done: int, total: int, name: str) -> None:
         bar = counting.get(name, loading)

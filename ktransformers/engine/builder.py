@@ -39,7 +39,7 @@ from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.native import WorkerPool
-from ktransformers.kernels.triton.compiling import compiles, loading
+from ktransformers.kernels.triton.compiling import compiles, loading, rehearsal
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts import KTransformersExperts
 from ktransformers.operators.fused import fuse_layers
@@ -347,8 +347,15 @@ def _first_step(
     positions = torch.arange(num_rows) + max(max_len - num_rows, 0)
     runner = ModelRunner(opened.model, pool, layout, announce=False)
     keep = torch.tensor([num_rows - 1])
+
+    def step() -> torch.Tensor:
+        return runner.step(torch.zeros_like(positions), positions, context, keep)
+
     try:
-        return observe_step(opened.model, lambda: runner.step(torch.zeros_like(positions), positions, context, keep))
+        if compiles() and not layout.is_cpu:
+            with rehearsal():  # its kernels are compiled side by side
+                step()
+        return observe_step(opened.model, step)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         logger.debug("the first step failed", exc_info=True)
         raise UnsupportedError(

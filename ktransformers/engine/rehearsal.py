@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS = (1, 2, 3, 4, 8, 16, 17, 32, 33, 64, 65)
 """Kernels of products choose their tiles by rows; from there on, powers of two are near enough."""
+_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 _KEPT = (1, 2, 3, 4, 8, 17, 33, 64)
 """Rows of which logits are asked."""
 
@@ -131,10 +132,23 @@ def rehearse(
                 positions, context = _context(cache, runner, _Step(size, seqs=size))
                 hidden = layout.embedding(torch.zeros(1, size, dtype=torch.int64))[0]
                 decode.step(hidden, positions, context, torch.arange(size))
-        for step in _steps(extent, cache.page_size, 1 if decode is None else decode.max_rows + 1):
+        least = 1 if decode is None else decode.max_rows + 1
+        if all(device.is_gpu for device in layout.devices):
+            steps = _steps(extent, cache.page_size, least)
+        else:  # layers on the CPU compute theirs
+            steps = (_Step(rows) for rows in row_counts(extent, least) if rows <= _ROWS[-1])
+        for step in steps:
             positions, context = _context(cache, runner, step)
             ids, keep = torch.zeros(step.rows, dtype=torch.int64), torch.arange(step.rows - step.kept, step.rows)
-            runner.run(runner.inputs_of(layout, ids, positions, context, keep))
+            try:
+                runner.run(runner.inputs_of(layout, ids, positions, context, keep))
+            except _FAILURES as error:
+                logger.debug("a rehearsed step failed", exc_info=True)
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                logger.warning("kernels may be compiled while serving: %s was not rehearsed (%s)", step, reason)
+                break
+    if any(device.torch_device.type == "cuda" for device in layout.devices):
+        torch.cuda.empty_cache()  # of large steps; graphs that are captured next cannot take it from there
     logger.info(
         "%d kernels are ready: %d compiled, %d from the disk, in %.1f s",
         found.num_compiled + found.num_from_disk,

@@ -66,15 +66,29 @@ class _Zeros(TorchFunctionMode):
         return result.zero_() if func in self._EMPTY else result
 
 
+def _current_device() -> int | None:
+    """The CUDA device that this thread launches on."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def _compile_and_load(device: int | None, compile: Callable[[], Any]) -> Any:
+    """The kernel, with what its first launch would make: a launcher, which a C compiler builds, and its code loaded."""
+    kernel = compile()
+    if device is not None:
+        with torch.cuda.device(device):
+            kernel.run  # noqa: B018
+    return kernel
+
+
 class _Compilers(Executor):
-    """Threads that compile; counts what fails, which a launch of that variant then raises."""
+    """Threads that compile and load. A launch of what failed raises why."""
 
     def __init__(self, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, "compile")
         self.futures: list[Future[Any]] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future = self._threads.submit(fn, *args, **kwargs)
+        future = self._threads.submit(_compile_and_load, _current_device(), lambda: fn(*args, **kwargs))
         self.futures.append(future)
         return future
 
@@ -179,7 +193,8 @@ class _Compilations:
     """
 
     def __init__(self) -> None:
-        self._lock, self._is_installed, self._other = threading.Lock(), False, None
+        self._lock, self._is_installed = threading.Lock(), False
+        self._other: Any = None  # the listener before
         self.listeners: list[Listener] = []
         self.num_loading = 0
 
