@@ -96,6 +96,20 @@ class _Compilers(Executor):
         self._threads.shutdown(wait, cancel_futures=cancel_futures)
 
 
+def _compile_mode(compilers: Executor) -> Any:
+    """Triton's mode in which launches hand what they compile to `compilers`, one kernel for each device.
+
+    Its own would give all devices the kernel that was loaded on the first of them.
+    """
+    active = runtime.triton.runtime.driver.active
+
+    class PerDevice(runtime.triton.AsyncCompileMode):  # type: ignore[misc,name-defined]
+        def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+            return super().submit((key, active.get_current_device()), compile_fn, finalize_fn)
+
+    return PerDevice(compilers, ignore_errors=True)
+
+
 def variant_of(kernel: runtime.Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What distinguishes the variant that a launch needs, as Triton does: name, then a value or type per argument."""
     names = kernel.function.arg_names
@@ -169,7 +183,7 @@ def rehearsal(progress: Callable[[int, int], None] | None = None) -> Iterator[Co
             stack.callback(compilers.shutdown)
             stack.enter_context(_compilations.told(count))
             if compiles():
-                stack.enter_context(runtime.triton.AsyncCompileMode(compilers, ignore_errors=True))
+                stack.enter_context(_compile_mode(compilers))
             with watch_launches(found.variants.add, launches=False), _Zeros():
                 yield found
             _rehearsing = None

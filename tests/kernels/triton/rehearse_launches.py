@@ -2,7 +2,7 @@
 
     python tests/kernels/triton/rehearse_launches.py
 
-Prints "rehearsed COMPILED FROM_DISK FAILED VARIANTS", then what the log says of a variant that nobody rehearsed.
+Prints "rehearsed KERNELS compiled|from disk VARIANTS", of two devices, then what the log says of a variant that nobody rehearsed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,13 @@ def main():
     reports = []
     with loading(), rehearsal(lambda done, total: reports.append((done, total))) as found:
         assert not any(out.any() for out in calls()), "what was not computed is 0"
+        DRIVER.get_current_device = lambda: 1
+        calls()
     total = found.num_compiled + found.num_from_disk
     assert reports == [(done, total) for done in range(total + 1)], reports
-    print("rehearsed", found.num_compiled, found.num_from_disk, found.num_failed, len(found.variants))
+    caches = [elementwise._rms_norm_kernel.device_caches[device][0] for device in (0, 1)]
+    assert all(caches[0][key] is not caches[1][key] for key in caches[0]), "each device loads its own"
+    print("rehearsed", total, "from disk" if found.num_from_disk == total else "compiled", len(found.variants))
     with watch_launches(lambda variant: None, launches=False):  # as if launched, which takes a GPU
         calls()
         x = torch.empty(3, 32, dtype=torch.float32)
