@@ -103,7 +103,7 @@ def _compile_mode(compilers: Executor) -> Any:
     """
     active = runtime.triton.runtime.driver.active
 
-    class PerDevice(runtime.triton.AsyncCompileMode):  # type: ignore[misc,name-defined]
+    class PerDevice(runtime.triton.AsyncCompileMode):  # type: ignore[misc]
         def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
             return super().submit((key, active.get_current_device()), compile_fn, finalize_fn)
 

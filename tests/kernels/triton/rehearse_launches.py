@@ -2,7 +2,8 @@
 
     python tests/kernels/triton/rehearse_launches.py
 
-Prints "rehearsed KERNELS compiled|from disk VARIANTS", of two devices, then what the log says of a variant that nobody rehearsed.
+Prints "rehearsed KERNELS compiled|from disk VARIANTS", of two devices, then what the log says of a variant that nobody
+rehearsed.
 """
 
 from __future__ import annotations
