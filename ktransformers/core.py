@@ -16,6 +16,7 @@ from ktransformers.errors import ConfigError
 
 __all__ = [
     "CAPTURING",
+    "COMPILING",
     "PROMPT_LOGPROB_ROWS",
     "FinishReason",
     "GenerationStats",
@@ -28,6 +29,9 @@ __all__ = [
 
 CAPTURING = "CUDA graphs"
 """What a callback that reports on loading is given for a name while decode steps are captured on a GPU."""
+
+COMPILING = "compiling kernels"
+"""The same, while kernels for steps on a GPU are compiled, or read from the disk."""
 
 PROMPT_LOGPROB_ROWS = 64
 """Most prompt tokens of one request in one step when all their logits are wanted: 4 * vocab_size bytes each."""

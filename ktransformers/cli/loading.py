@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from ktransformers.core import CAPTURING
+from ktransformers.core import CAPTURING, COMPILING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +103,15 @@ def loading_bar(err: TextIO, name: str = "") -> Iterator[Callable[[int, int, str
             print(text, file=err, flush=True)
         yield None
         return
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TransferSpeedColumn,
+    )
 
     console = _console(err)
     waiting = console.status(_shortened(text) if name else "loading ...")
@@ -115,16 +123,18 @@ def loading_bar(err: TextIO, name: str = "") -> Iterator[Callable[[int, int, str
         console=console,
         transient=True,
     )
-    capturing = Progress(
-        TextColumn(f"capturing {CAPTURING}"), BarColumn(), MofNCompleteColumn(), console=console, transient=True
-    )
-    tasks = {}  # a bar is shown from its first report on; a console has room for one at a time
+    counting = {
+        name: Progress(TextColumn(text), BarColumn(), MofNCompleteColumn(), console=console, transient=True)
+        for name, text in ((COMPILING, COMPILING), (CAPTURING, f"capturing {CAPTURING}"))
+    }
+    tasks: dict[Progress, TaskID] = {}  # a bar is shown from its first report on; a console has room for one at a time
 
     def report(done: int, total: int, name: str) -> None:
-        bar, other = (capturing, loading) if name == CAPTURING else (loading, capturing)
+        bar = counting.get(name, loading)
         if bar not in tasks:
             waiting.stop()
-            other.stop()
+            for other in tasks:
+                other.stop()
             bar.start()
             tasks[bar] = bar.add_task(name, total=total)
         bar.update(tasks[bar], completed=done, total=total)
@@ -134,8 +144,8 @@ def loading_bar(err: TextIO, name: str = "") -> Iterator[Callable[[int, int, str
         yield report
     finally:
         waiting.stop()
-        loading.stop()
-        capturing.stop()
+        for bar in (loading, *counting.values()):
+            bar.stop()
 
 
 def _console(err: TextIO) -> Console:

@@ -16,9 +16,10 @@ import torch
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.cache.static import StaticCache
 from ktransformers.config import EngineConfig, why_crowded
-from ktransformers.core import CAPTURING
+from ktransformers.core import CAPTURING, COMPILING
 from ktransformers.engine.attention import settle_attention
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
+from ktransformers.engine.graphs import GraphBackend
 from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers, settle_homes
 from ktransformers.engine.opened import (
     ModelDescription,
@@ -31,19 +32,23 @@ from ktransformers.engine.opened import (
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.planning import Hardware, Planner
 from ktransformers.engine.prefill import stream_prefill
+from ktransformers.engine.rehearsal import Extent, rehearse
 from ktransformers.engine.runner import ModelRunner, StaticRunner
 from ktransformers.engine.self_check import check_model
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.triton.compiling import compiles, loading, rehearsal
 from ktransformers.operators.attention.rope import KRotaryEmbedding, settle_rotations
 from ktransformers.operators.base import ExpertStats
+from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.cpu import fuse_layers
 from ktransformers.operators.layers.gpu import stack_gpu_layers
 from ktransformers.operators.layers.observed import PROBE_ROWS, LayerCall, check_calls, observe_step, probe_context
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.plan import Plan
+from ktransformers.optimize.streaming import experts_per_token
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = [
@@ -69,7 +74,8 @@ PAGED_SHARE = 0.25
 Progress = Callable[[int, int, str], None]
 """Called while loading with (bytes loaded, bytes in all, dotted name of the module).
 
-After it, with (graphs captured, graphs in all, CAPTURING) while decode steps are captured on a GPU.
+After it, while steps on a GPU are made ready, with (kernels, kernels in all, COMPILING) and (graphs captured, graphs in
+all, CAPTURING).
 """
 
 
@@ -160,7 +166,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
     opened = open_model(config)
     hardware = hardware or Hardware.detect(opened.config)
     opened.config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
-    with _new_pool(opened.config.cpu_infer) as pool:
+    with loading(), _new_pool(opened.config.cpu_infer) as pool:
         max_len = cache_len_of(opened.config, opened.hf_config)
         planned, hardware = Planner(opened, pool, lambda plan, shapes: max_len).settle(hardware)
         plan, shapes = planned.plan, planned.shapes
@@ -173,7 +179,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
         stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool, max_batch_size=1)
         cache, is_models_limit = StaticCache(shapes, max_len), max_len == model.context_len
         runner = StaticRunner(opened.model, cache, pool, model.vocab_size, layout, is_models_limit)
-        prepare = _Decoding(opened, plan, hardware, progress)
+        prepare = _Decoding(opened, plan, hardware, progress, planned.chunk_size)
         runner.decode = prepare(runner, runner.cache, max_batch_size=1, num_pages=1)
     return Engine(
         config=replace(opened.config, cache_lens=max_len, chunk_size=planned.chunk_size),
@@ -205,7 +211,7 @@ def build_paged_engine(
     opened, expert_stats = opened or open_model(config), expert_stats or ExpertStats()
     hardware = hardware or Hardware.detect(opened.config)
     opened.config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
-    with _new_pool(opened.config.cpu_infer) as pool:
+    with loading(), _new_pool(opened.config.cpu_infer) as pool:
 
         def num_slots(plan: Plan, shapes: list[LayerShape]) -> int:
             return _num_pages(opened, plan, shapes, page_size, max_batch_size) * page_size
@@ -222,7 +228,7 @@ def build_paged_engine(
         stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool, max_batch_size)
         cache = PagedCache(shapes, num_pages, page_size)
         runner = ModelRunner(opened.model, pool, layout)
-        prepare = _Decoding(opened, plan, hardware, progress)
+        prepare = _Decoding(opened, plan, hardware, progress, planned.chunk_size)
         runner.decode = prepare(runner, cache, max_batch_size=max_batch_size, num_pages=-(-longest // page_size))
     return PagedEngine(
         config=replace(opened.config, cache_lens=cache.num_slots, chunk_size=planned.chunk_size),
@@ -261,12 +267,13 @@ def _num_pages(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], page_s
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """Prepares the decode steps of a loaded model whose layers are on a GPU."""
+    """Prepares the steps of a loaded model whose layers are on a GPU. chunk_size: most tokens of one."""
 
     opened: OpenedModel
     plan: Plan
     hardware: Hardware
     progress: Progress | None
+    chunk_size: int
 
     def __call__(
         self, runner: ModelRunner, cache: PagedCache, *, max_batch_size: int, num_pages: int
@@ -282,10 +289,9 @@ class _Decoding:
             backend = self.hardware.make_graphs(list(dict.fromkeys(device.torch_device for device in layout.devices)))
         else:
             logger.info("decode steps run without CUDA graphs: %s", reason)
-        if not all(device.is_gpu for device in layout.devices):
-            return None
         report = self.progress or (lambda done, total, name: None)
-        with torch.inference_mode():
+
+        def steps(backend: GraphBackend | None) -> DecodeSteps:
             return DecodeSteps(
                 runner.run,
                 layout,
@@ -296,6 +302,18 @@ class _Decoding:
                 backend=backend,
                 progress=lambda done, total: report(done, total, CAPTURING),
             )
+
+        can_pad = all(device.is_gpu for device in layout.devices)
+        with torch.inference_mode():
+            if compiles():
+                operators = self.plan.operators.values()
+                counts = {op.layout.num_experts for op in operators if isinstance(op, KTransformersExperts)}
+                top_k = experts_per_token(self.opened.hf_config) or 0
+                extent = Extent(self.chunk_size, max_batch_size, num_pages, max(counts, default=0), top_k)
+                decode = steps(None) if can_pad else None
+                rehearse(runner, cache, decode, extent, lambda done, total: report(done, total, COMPILING))
+                _forget_tables(self.plan)
+            return steps(backend) if can_pad else None
 
 
 def _arrange_layers(
@@ -329,8 +347,15 @@ def _first_step(
     positions = torch.arange(num_rows) + max(max_len - num_rows, 0)
     runner = ModelRunner(opened.model, pool, layout, announce=False)
     keep = torch.tensor([num_rows - 1])
+
+    def step() -> torch.Tensor:
+        return runner.step(torch.zeros_like(positions), positions, context, keep)
+
     try:
-        return observe_step(opened.model, lambda: runner.step(torch.zeros_like(positions), positions, context, keep))
+        if compiles() and not layout.is_cpu:
+            with rehearsal():  # its kernels are compiled side by side
+                step()
+        return observe_step(opened.model, step)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         logger.debug("the first step failed", exc_info=True)
         raise UnsupportedError(
@@ -338,9 +363,14 @@ def _first_step(
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         ) from error
     finally:
-        for operator in plan.operators.values():
-            if isinstance(operator, KRotaryEmbedding):
-                operator.forget_table()
+        _forget_tables(plan)
+
+
+def _forget_tables(plan: Plan) -> None:
+    """Of rotations, which a step at the last positions filled."""
+    for operator in plan.operators.values():
+        if isinstance(operator, KRotaryEmbedding):
+            operator.forget_table()
 
 
 def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | None) -> StepLayout:

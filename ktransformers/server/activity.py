@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from ktransformers.core import CAPTURING
+from ktransformers.core import CAPTURING, COMPILING
 from ktransformers.file_kinds import size_of
 from ktransformers.server.backend.base import Backend, Progress
 from ktransformers.server.metrics import Counts
@@ -77,6 +77,10 @@ class LoadingLog:
         logger.info("loading %s", name)
 
     def __call__(self, done: int, total: int, name: str) -> None:
+        if name == COMPILING:
+            if total and done == 0:
+                logger.info("compiling %d kernels, or reading them from the disk", total)
+            return
         if name == CAPTURING:
             if not self._has_captured:
                 self._has_captured = True

@@ -13,7 +13,11 @@ from torch import Tensor
 
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
-__all__ = ["AlignedPairs", "max_blocks", "moe_align"]
+__all__ = ["SMALL_PAIRS", "AlignedPairs", "max_blocks", "moe_align"]
+
+
+SMALL_PAIRS = 8192
+"""More pairs than that are sorted in larger steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ def expert_slot(slots, expert, E: tl.constexpr, HAS_SLOTS: tl.constexpr):
     return slot
 
 
-@jit
+@jit(do_not_specialize=["P"])
 def _count_kernel(ids, slots, counts, P, E: tl.constexpr, HAS_SLOTS: tl.constexpr, CHUNK: tl.constexpr):
     expert = tl.program_id(0)
     total = tl.zeros((CHUNK,), tl.int32)
@@ -62,7 +66,7 @@ def _count_kernel(ids, slots, counts, P, E: tl.constexpr, HAS_SLOTS: tl.constexp
     tl.store(counts + expert, tl.sum(total, axis=0))
 
 
-@jit
+@jit(do_not_specialize=["P", "blocks"])
 def _place_kernel(ids, slots, counts, pair_ids, block_slots, P, blocks, E: tl.constexpr, E2: tl.constexpr,
                   HAS_SLOTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """Program e writes the blocks of expert e; program E what comes after the last block."""
@@ -120,7 +124,7 @@ def moe_align(
     if (out.pair_ids.numel(), out.block_slots.numel(), out.counts.numel()) != (blocks * block, blocks, num_experts):
         raise ValueError(f"out must be of AlignedPairs.allocate({pairs}, {num_experts}, {block})")
     slots = topk_ids if expert_slots is None else expert_slots
-    chunk, warps = (1024, 4) if pairs <= 8192 else (4096, 8)
+    chunk, warps = (1024, 4) if pairs <= SMALL_PAIRS else (4096, 8)
     common = {"E": num_experts, "HAS_SLOTS": expert_slots is not None, "CHUNK": chunk, "num_warps": warps}
     _count_kernel[(num_experts,)](topk_ids, slots, out.counts, pairs, **common)
     _place_kernel[(num_experts + 1,)](

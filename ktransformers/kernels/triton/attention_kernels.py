@@ -140,7 +140,10 @@ def _put(pointers, acc0, acc1, keep, DV: tl.constexpr, DV0: tl.constexpr, DV1: t
         _put_part(pointers, acc1, keep, DV0, DV, DV1)
 
 
-@jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["seq_ptr", "len_ptr", "lse_ptr"])
+@jit(
+    do_not_specialize=["window", "table_row"],
+    do_not_specialize_on_alignment=["seq_ptr", "len_ptr", "lse_ptr", "table_ptr"],
+)
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, acc_ptr, lse_ptr, sink_ptr, out_ptr, counters,
     q_row, q_head, k_slot: tl.constexpr, k_head: tl.constexpr, v_slot: tl.constexpr, v_head: tl.constexpr,
@@ -311,7 +314,10 @@ def _prefill_run(
     _put(out, acc0 * rescale[:, None], acc1 * rescale[:, None], mine, DV, DV0, DV1)
 
 
-@jit(do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=["seq_ptr", "len_ptr"])
+@jit(
+    do_not_specialize=["num_rows", "window", "table_row"],
+    do_not_specialize_on_alignment=["seq_ptr", "len_ptr", "table_ptr"],
+)
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, len_ptr, sink_ptr, out_ptr,
     q_row, q_head, k_slot: tl.constexpr, k_head: tl.constexpr, v_slot: tl.constexpr, v_head: tl.constexpr,

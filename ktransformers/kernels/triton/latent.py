@@ -39,7 +39,7 @@ def _norm(source, target, weight_ptr, eps, WIDTH: tl.constexpr, WIDTH_P2: tl.con
     tl.store(target + columns, x.to(target.dtype.element_ty), mask=mask)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["slot_ptr"])
 def _norm_kernel(
     kv_ptr, q_ptr, cache_ptr, q_out_ptr, slot_ptr, cos_ptr, sin_ptr, kv_weight_ptr, q_weight_ptr,
     kv_row, q_row, cache_slot, q_out_row, num_slots, cos_row, kv_eps, q_eps,
@@ -120,7 +120,7 @@ def _rotate_rows(source, target, t, T, source_row, target_row, cos_ptr, sin_ptr,
     tl.store(to + HALF, (b * cos + a * sin).to(element), mask=mask)
 
 
-@jit
+@jit(do_not_specialize=["T"])
 def _heads_kernel(
     x_ptr, w_ptr, out_ptr, cos_ptr, sin_ptr, x_row, x_head, out_row, out_head, cos_row, T,
     K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALF: tl.constexpr,

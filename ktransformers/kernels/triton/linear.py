@@ -121,7 +121,7 @@ def _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, TYPE: t
     mask = (t < T) & (n < N)
     if SPLIT > 1:
         at = t.to(tl.int64) * WIDTH + n
-        part = T * WIDTH  # T = 1 is a constant; Workspace.allocate says why this is small
+        part = T * WIDTH  # Workspace.allocate says why this is small
         tl.store(parts + split * part + at, acc, mask=mask)
         is_last = arrive_last(counter, SPLIT)
         mask = (t < tl.where(is_last, T, 0)) & (n < N)
@@ -141,7 +141,7 @@ def _tile_rows(x, stride, base, bias, out, parts, counter, tile, T, one, TYPE: t
         tl.store(target, acted.to(out.dtype.element_ty), mask=rows & (half < N // 2))
 
 
-@jit
+@jit(do_not_specialize=["T"])
 def _tile_kernel(x, stride, base, second, bias, out, parts, counters, T, one, TYPE: tl.constexpr, TYPE2: tl.constexpr,
                  LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, BM: tl.constexpr,
                  BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights
 from ktransformers.kernels.quant import WeightType
-from ktransformers.kernels.triton.align import AlignedPairs, expert_slot, max_blocks, moe_align
+from ktransformers.kernels.triton.align import SMALL_PAIRS, AlignedPairs, expert_slot, max_blocks, moe_align
 from ktransformers.kernels.triton.bits import ONE
 from ktransformers.kernels.triton.dequant import check_matrix
 from ktransformers.kernels.triton.elementwise import activation_value
@@ -44,6 +44,7 @@ __all__ = [
 
 #: Largest number of tokens for which every pair is computed on its own.
 VECTOR_TOKENS = 16
+_MEANS = (12, 24, 96)  # pairs of an expert, up to which blocks have 16, 32 and 64 rows
 _DOWN_ROWS = 64  # of one program of the down projection
 
 
@@ -169,10 +170,16 @@ def uses_vector_path(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> b
     return tokens <= VECTOR_TOKENS and up.layout == down.layout == Layout.GPU
 
 
+def row_thresholds(num_experts: int, top_k: int) -> list[int]:
+    """Numbers of rows after which `moe` and `moe_blocks` launch other kernels."""
+    blocks = (int(mean * num_experts) // top_k for mean in _MEANS)
+    return sorted({VECTOR_TOKENS, SMALL_PAIRS // top_k, *blocks})
+
+
 def block_rows(pairs: int, num_experts: int) -> int:
     """Rows of a block: about the pairs that an expert gets, so that few rows of a block stay empty."""
     mean = pairs / num_experts
-    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
+    return next((16 * 2**i for i, most in enumerate(_MEANS) if mean <= most), 128)
 
 
 @jit
@@ -229,7 +236,7 @@ def _down_vector(hidden, ids, slots, weights, down, bias, parts, counters, out, 
         tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=mask)
 
 
-@jit(do_not_specialize=["first"])
+@jit(do_not_specialize=["P", "first"])
 def _gate_up_tile(x, stride, ids, pair_ids, block_slots, gate, up, gate_bias, up_bias, hidden, P, first, one,
                   GATE: tl.constexpr, UP: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr,
                   LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr,
@@ -251,7 +258,7 @@ def _gate_up_tile(x, stride, ids, pair_ids, block_slots, gate, up, gate_bias, up
         tl.store(hidden + pair.to(tl.int64) * N + n, value, mask=(pair < P) & (n < N))
 
 
-@jit(do_not_specialize=["first"])
+@jit(do_not_specialize=["P", "first"])
 def _down_tile(hidden, ids, pair_ids, block_slots, weights, down, bias, parts, P, first, one, TYPE: tl.constexpr,
                BYTES: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
                BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip

@@ -94,7 +94,7 @@ def rotate_heads(
         tl.store(to + rest[None, :], c.to(element), mask=rest_mask)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["slot_ptr", "position_ptr"])
 def _rope_kernel(
     q_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, position_ptr, cos_ptr, sin_ptr,
     q_weight_ptr, k_weight_ptr, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
@@ -212,7 +212,7 @@ def rope_to_cache(
     return out
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["slot_ptr", "position_ptr"])
 def _latent_kernel(
     q_ptr, kv_ptr, q_out_ptr, cache_ptr, slot_ptr, position_ptr, cos_ptr, sin_ptr, weight_ptr,
     q_row, q_head, kv_row, out_row, out_head, cache_slot, num_slots, cos_row, eps,

@@ -98,7 +98,7 @@ def _choose(
     tl.store(weights_ptr + (rows * weights_row)[:, None] + slots, weights * scaling, mask=mask)
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])
 def _router_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, logits_row, ids_row, weights_row, scaling, num_rows,
     TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr, PER_GROUP: tl.constexpr,
@@ -120,7 +120,7 @@ def _row_product(x_ptr, x_row, row, num_rows, columns, w, acc, WIDTH: tl.constex
     return acc + x[None, :] * w
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x_ptr, w_ptr, logit_bias_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, counters, x_row, w_row, logits_row,
     ids_row, weights_row, scaling, num_rows, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BE: tl.constexpr,

@@ -6,6 +6,8 @@ Kernels take `jit`, `constant` and `tl` from here, so that their modules import 
 from __future__ import annotations
 
 import functools
+import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ __all__ = [
     "constant",
     "is_interpreted",
     "jit",
+    "kernels",
     "num_multiprocessors",
     "shared_bytes",
     "tl",
@@ -46,11 +49,41 @@ def is_interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """function: as `triton.jit` made it. constants: names of its constexprs; plain, unaligned: of arguments that it is
+    not specialized on, at all or for multiples of 16."""
+
+    function: Any
+    constants: frozenset[str]
+    plain: frozenset[str]
+    unaligned: frozenset[str]
+
+    @classmethod
+    def of(cls, function: Any, options: dict[str, Any]) -> Kernel:
+        parameters = inspect.signature(function.fn).parameters.values()
+        plain = frozenset(options.get("do_not_specialize", ()))
+        unaligned = plain | frozenset(options.get("do_not_specialize_on_alignment", ()))
+        named = frozenset(each.name for each in parameters)
+        if not unaligned <= named:
+            raise ValueError(f"{function.fn.__name__} has no argument {', '.join(sorted(unaligned - named))}")
+        constants = frozenset(each.name for each in parameters if "constexpr" in str(each.annotation))
+        return cls(function, constants, plain, unaligned)
+
+
+#: All that `jit` made.
+kernels: list[Kernel] = []
+
+
 def jit(function: Any = None, **options: Any) -> Any:
     """`triton.jit`, or the function itself where Triton is missing."""
     if function is None:
         return functools.partial(jit, **options)
-    return function if triton is None else triton.jit(function, **options)
+    if triton is None:
+        return function
+    made = triton.jit(function, **options)
+    kernels.append(Kernel.of(made, options))
+    return made
 
 
 def constant(value: int) -> Any:

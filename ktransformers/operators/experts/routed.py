@@ -19,6 +19,7 @@ from ktransformers.kernels import native
 from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeight
 from ktransformers.kernels.quant import Fp8Matrix
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts
+from ktransformers.kernels.triton.compiling import is_rehearsal
 from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back
@@ -228,6 +229,8 @@ class KTransformersExperts(Operator):
     def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
         """Issue the forward of [T, H]. The inputs must not change before `collect`, which must come before the next."""
         device = self.device
+        if is_rehearsal():
+            return self._rehearse(hidden_states, topk_ids, topk_weights)
         if self.prefill is not None:
             large = self.prefill.submit(hidden_states, topk_ids, topk_weights)
             if large is not None:
@@ -246,6 +249,16 @@ class KTransformersExperts(Operator):
             else:
                 output = self._torch_forward(rows, ids, weights)
         return Ticket(hidden_states, output.view(hidden_states.shape))
+
+    def _rehearse(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
+        """As `submit`, for its launches alone: nothing is counted, and the CPU is given nothing."""
+        rows, device = hidden_states.reshape(-1, self.layout.hidden_size), self.device
+        if self._gpu is not None:
+            ids, weights = device.move(topk_ids), topk_weights.to(device.torch_device, torch.float32).contiguous()
+            self._gpu.forward(device.take(rows).contiguous(), ids, weights)
+        elif self.prefill is not None:
+            self.prefill.rehearse(rows, topk_ids)
+        return Ticket(hidden_states, torch.zeros_like(hidden_states))
 
     def _runs_in_order(self, hidden_states: torch.Tensor) -> bool:
         home, most = self.home, STREAM_ROWS * self.layout.hidden_size

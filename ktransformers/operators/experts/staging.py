@@ -172,6 +172,10 @@ class Staging:
         """All that reads the group is launched."""
         group.buffer.free = self.copies.compute_mark()
 
+    def matrices(self, source: HostExperts) -> list[tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]]:
+        """Of every buffer, as `bring` hands them out for such experts; what they hold is anybody's."""
+        return [self._matrices(source, number) for number in range(self.size.num_buffers)]
+
     def _matrices(self, source: HostExperts, number: int) -> tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]:
         key = (source.kind, number)
         found = self._views.get(key)

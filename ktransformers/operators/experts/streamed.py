@@ -189,6 +189,17 @@ class ExpertPrefill:
         self._copy_ahead(layer + 1, len(split.on_gpu))
         return PrefillTicket(of_gpu, bool(of_cpu) or not split.on_gpu, hidden)
 
+    def rehearse(self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
+        """The launches of `submit` in a rehearsal (kernels.triton.compiling), without experts on their way."""
+        host, shape = self._layers[layer].host, self.shape
+        rows = hidden.to(self.device.matmul_dtype).contiguous()
+        ids = torch.zeros(topk_ids.shape, dtype=torch.int32, device=rows.device)
+        ranks, weights = self._tables.ranks(ids), torch.zeros(ids.shape, device=rows.device)
+        space, _ = self._workspace(ranks)
+        for matrices in self._staging.matrices(host):
+            moe_blocks(rows, ids, weights, *matrices, space, (0, 1), shape.num_experts, self._layers[layer].between)
+        moe_sum(ranks, torch.empty_like(hidden), space, shape.num_experts)
+
     def collect(self, ticket: PrefillTicket) -> torch.Tensor:
         """The result [T, H] of the last `submit`, in the type of its input. Its stream waits for the CPU."""
         like = ticket.like
@@ -341,6 +352,11 @@ class PrefillLayer:
         if rows.device != self.prefill.device.torch_device or not self.prefill.takes(rows.shape[0]):
             return None
         return self.prefill.submit(self.number, rows.contiguous(), topk_ids, topk_weights)
+
+    def rehearse(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
+        """See ExpertPrefill.rehearse; nothing for a step that is not run here."""
+        if hidden.device == self.prefill.device.torch_device and self.prefill.takes(hidden.shape[0]):
+            self.prefill.rehearse(self.number, hidden, topk_ids)
 
     def collect(self, ticket: PrefillTicket, like: torch.Tensor) -> torch.Tensor:
         """The result in the shape of `like`."""

@@ -64,12 +64,14 @@ def compile_launch(self, *args, grid, warmup, num_warps=4, num_stages=3, **kwarg
     for index, parameter in enumerate(self.params):
         if parameter.is_constexpr:
             signature[parameter.name], constants[(index,)] = "constexpr", values[parameter.name]
-        elif values[parameter.name] is None or (type(values[parameter.name]) is int and values[parameter.name] == 1):
+        elif values[parameter.name] is None or (
+            type(values[parameter.name]) is int and values[parameter.name] == 1 and not parameter.do_not_specialize
+        ):
             # Triton makes them constants
             signature[parameter.name], constants[(index,)] = "constexpr", values[parameter.name]
         else:
             signature[parameter.name], multiple = describe(values[parameter.name])
-            if multiple:
+            if multiple and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     key = (self.fn.__name__, num_warps, tuple(signature.items()), tuple(constants.items()), tuple(attributes))
     if key in compiled:

@@ -19,6 +19,17 @@ PRODUCTS = ("_vector_kernel", "_tile_kernel", "_gate_up_vector", "_down_vector",
 ATTENTION = ("decode_kernel", "prefill_kernel", "_expanded_kernel")
 
 
+def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script beside this file with Triton's compiler, which the interpreter replaces in this process."""
+    root = Path(__file__).parents[3]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # fusing s * q - m is wanted; the variable keeps versions quiet that ask for a choice
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, Path(__file__).with_name(name), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
 @pytest.mark.parametrize(
     ("arguments", "kernels"),
     [(["--sm", "90"], (*PRODUCTS, *ATTENTION)), (["--sm", "89", "--attention"], ATTENTION)],
@@ -26,13 +37,20 @@ ATTENTION = ("decode_kernel", "prefill_kernel", "_expanded_kernel")
 )
 def test_kernels_compile_and_fit(arguments, kernels, tmp_path):
     """For an H100; and attention for a GPU of a workstation, which has less than half of its shared memory."""
-    root = Path(__file__).parents[3]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # fusing s * q - m is wanted; the variable keeps versions quiet that ask for a choice
-    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, Path(__file__).with_name("compile_launches.py"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_script("compile_launches.py", *arguments, cache=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for kernel in kernels:
         assert kernel in done.stdout
+
+
+def test_what_is_rehearsed_is_compiled_once(tmp_path):
+    """Into Triton's folder, from which the next process reads it; what nobody rehearsed is named in the log."""
+    for expected in ("rehearsed 6 compiled 3", "rehearsed 6 from disk 3"):
+        done = run_script("rehearse_launches.py", cache=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert expected in done.stdout
+        (line,) = [line for line in done.stdout.splitlines() if "while serving" in line]
+        assert "_rms_norm_kernel" in line
+        assert "WIDTH=32" in line
+        kind = "compiled" if "compiled" in expected else "read from the disk"
+        assert f"a kernel was {kind} while serving" in line

@@ -1,0 +1,159 @@
+"""Compiles the kernels of all steps that a loaded model can meet, before it is ready: no stream waits for a compiler.
+
+Steps of every kind are called in a rehearsal, which launches nothing (kernels.triton.compiling): caches, statistics and
+results are left alone. Knows row counts, sequences and pages; not which kernels there are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ktransformers.cache.paged import PagedCache
+from ktransformers.core import Phase
+from ktransformers.engine.context import PREFILL_ROWS
+from ktransformers.engine.decode import DecodeSteps
+from ktransformers.engine.graphs import decode_batch_sizes
+from ktransformers.engine.runner import ModelRunner
+from ktransformers.kernels.triton.attention_launch import DECODE_ROWS, MAX_SHARES, MAX_SPLITS, MIN_CHUNK
+from ktransformers.kernels.triton.compiling import Compiled, rehearsal
+from ktransformers.kernels.triton.moe import row_thresholds
+from ktransformers.operators.context import ForwardContext
+
+__all__ = ["Extent", "rehearse", "row_counts"]
+
+logger = logging.getLogger(__name__)
+
+_ROWS = (1, 2, 3, 4, 8, 16, 17, 32, 33, 64, 65)
+"""Kernels of products choose their tiles by rows; from there on, powers of two are near enough."""
+_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+_KEPT = (1, 2, 3, 4, 8, 17, 33, 64)
+"""Rows of which logits are asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What steps a model can meet: of up to most_rows tokens (chunk_size) and max_batch_size sequences, of num_pages
+    pages each at most. num_experts, top_k: of its routed experts, 0 without."""
+
+    most_rows: int
+    max_batch_size: int
+    num_pages: int
+    num_experts: int = 0
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """rows tokens of seqs sequences with so many pages, and of how many rows logits are asked. is_far: they are the
+    last positions of their pages."""
+
+    rows: int
+    seqs: int = 1
+    pages: int = 1
+    kept: int = 1
+    is_far: bool = False
+
+
+def row_counts(extent: Extent, least: int) -> list[int]:
+    """Numbers of rows from `least` on, one at least for every choice that launches make by it."""
+    most = max(extent.most_rows, least)
+    found = {least, most, *_ROWS, *(1 << bit for bit in range(most.bit_length()))}
+    if extent.num_experts and extent.top_k:
+        for rows in row_thresholds(extent.num_experts, extent.top_k):
+            found |= {rows, rows + 1}
+    return sorted(rows for rows in found if least <= rows <= most)
+
+
+def _page_counts(extent: Extent, page_size: int) -> list[int]:
+    """As many as there are ways to split a row's positions over programs."""
+    most = min(extent.num_pages, -(-MAX_SPLITS * MIN_CHUNK // page_size))
+    return list(range(1, most + 1))
+
+
+def _steps(extent: Extent, page_size: int, least: int) -> Iterator[_Step]:
+    """Steps of at least so many rows, whose launches differ."""
+    counts = row_counts(extent, least)
+    for rows in counts:
+        yield _Step(rows)
+        if rows <= DECODE_ROWS:
+            yield from (_Step(rows, pages=pages) for pages in _page_counts(extent, page_size)[1:])
+    large = [rows for rows in counts if rows > DECODE_ROWS]
+    for rows in {*large[:1], *large[-1:]}:
+        for seqs in range(2, min(MAX_SHARES, extent.max_batch_size) + 1):
+            yield _Step(rows, seqs=seqs)
+    for rows in large:
+        yield _Step(rows, pages=extent.num_pages, is_far=True)
+    rows = next((rows for rows in counts if rows >= _KEPT[-1]), counts[-1])
+    for kept in _KEPT:
+        if 1 < kept <= rows:
+            yield _Step(rows, kept=kept)
+
+
+def _context(cache: PagedCache, runner: ModelRunner, step: _Step) -> tuple[torch.Tensor, ForwardContext]:
+    """Positions and context of a step on the first pages: nothing is in them yet that torch's own operations spoil."""
+    seq_ids = torch.arange(step.rows) * step.seqs // step.rows
+    nth = torch.arange(step.rows) - torch.searchsorted(seq_ids, seq_ids)
+    counts = torch.bincount(seq_ids, minlength=step.seqs)
+    first = (step.pages * cache.page_size - counts).clamp_min(0) if step.is_far else torch.zeros_like(counts)
+    positions = (first[seq_ids] + nth).clamp_max(step.pages * cache.page_size - 1)
+    return positions, ForwardContext(
+        cache=cache,
+        pool=runner.pool,
+        phase=Phase.PREFILL if step.rows > PREFILL_ROWS else Phase.GENERATE,
+        page_size=cache.page_size,
+        slot_mapping=torch.arange(step.rows) % cache.num_slots,
+        seq_ids=seq_ids.to(torch.int32),
+        kv_lens=(positions + 1).to(torch.int32),
+        block_table=torch.zeros(step.seqs, step.pages, dtype=torch.int32),
+    )
+
+
+@torch.inference_mode()
+def rehearse(
+    runner: ModelRunner,
+    cache: PagedCache,
+    decode: DecodeSteps | None,
+    extent: Extent,
+    progress: Callable[[int, int], None] | None = None,
+) -> Compiled:
+    """Compile what steps of this extent launch. decode: how steps of few rows will run, without graphs.
+
+    progress: called with (done, all) kernels. Logs one line.
+    """
+    layout = runner.layout
+    assert layout is not None, "steps on the CPU launch nothing"
+    with rehearsal(progress) as found:
+        if decode is not None:
+            for size in decode_batch_sizes(decode.max_rows):
+                positions, context = _context(cache, runner, _Step(size, seqs=size))
+                hidden = layout.embedding(torch.zeros(1, size, dtype=torch.int64))[0]
+                decode.step(hidden, positions, context, torch.arange(size))
+        least = 1 if decode is None else decode.max_rows + 1
+        if all(device.is_gpu for device in layout.devices):
+            steps = _steps(extent, cache.page_size, least)
+        else:  # layers on the CPU compute theirs
+            steps = (_Step(rows) for rows in row_counts(extent, least) if rows <= _ROWS[-1])
+        for step in steps:
+            positions, context = _context(cache, runner, step)
+            ids, keep = torch.zeros(step.rows, dtype=torch.int64), torch.arange(step.rows - step.kept, step.rows)
+            try:
+                runner.run(runner.inputs_of(layout, ids, positions, context, keep))
+            except _FAILURES as error:
+                logger.debug("a rehearsed step failed", exc_info=True)
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                logger.warning("kernels may be compiled while serving: %s was not rehearsed (%s)", step, reason)
+                break
+    if any(device.torch_device.type == "cuda" for device in layout.devices):
+        torch.cuda.empty_cache()  # of large steps; graphs that are captured next cannot take it from there
+    logger.info(
+        "%d kernels are ready: %d compiled, %d from the disk, in %.1f s",
+        found.num_compiled + found.num_from_disk,
+        found.num_compiled,
+        found.num_from_disk,
+        found.seconds,
+    )
+    return found
