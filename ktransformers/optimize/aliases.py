@@ -1,8 +1,8 @@
 """Names in rule files -> classes of today.
 
-Match side: upstream's model classes, those of transformers, torch and what is imported already. Replace side: upstream's
-operator names of both families and our own classes. Whoever trusts the rules may name classes of other modules, which are
-imported then. Knows names only, no rule syntax.
+Match side: upstream's model classes, those of transformers, torch and what is imported already. Replace side:
+upstream's operator names of both families and our own classes. Whoever trusts the rules may name classes of other
+modules, which are imported then. Knows names only, no rule syntax.
 """
 
 from __future__ import annotations

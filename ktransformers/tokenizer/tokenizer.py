@@ -20,6 +20,7 @@ from ktransformers.errors import ConfigError, ContextLengthError, ConversationEr
 from ktransformers.file_kinds import why_not_json
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
+from ktransformers.tokenizer.template_limits import limited
 from ktransformers.tokenizer.template_variables import template_variables
 
 __all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]
@@ -31,6 +32,18 @@ Message = Mapping[str, Any]
 
 _FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 _REASONING_TAGS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,  # of Jinja's compiler, for blocks in odd places
+    SyntaxError,  # Python's own, for blocks that are nested too deeply, as the next two are
+    RecursionError,
+    MemoryError,
+)
 _TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
 _NO_VOCABULARY = (
     "this model's files hold no vocabulary, so it takes token ids only; pass --model_path with its tokenizer"
@@ -208,14 +221,15 @@ class Tokenizer:
             self.backend  # noqa: B018 - says that there is no vocabulary, when that is why
             raise UnsupportedError("this model has no chat template; send it plain text, or pass --model_path with one")
         try:
-            text = self.backend.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **template_kwargs,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            with limited():
+                text = self.backend.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=list(tools) if tools else None,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **template_kwargs,
+                )
+        except _TEMPLATE_ERRORS as error:
             why = reason_of(error)
             raise ConversationError(f"the model's chat template refuses this conversation: {why}") from error
         return str(text)

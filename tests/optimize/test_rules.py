@@ -275,7 +275,7 @@ def test_a_class_of_somebody_else_is_imported_only_from_trusted_rules(
     module = tmp_path / "hostile_module.py"
     module.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n{HOSTILE}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RuleError, match="f.yaml:1 .rule 1.: .*hostile_module.* --trust_rules"):
+    with pytest.raises(RuleError, match=r"f.yaml:1 .rule 1.: .*hostile_module.* --trust_rules"):
         parse_rules(rule, "f.yaml")
     assert not (tmp_path / "ran").exists()
     assert not caplog.records
