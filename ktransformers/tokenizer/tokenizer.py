@@ -264,7 +264,10 @@ def _load_folder(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerFast
         backend = AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
         )
-    except Exception as error:  # the tokenizers library raises bare Exception for files that it cannot use
+    except BaseException as error:
+        # The tokenizers library raises bare Exception for files that it cannot use, or panics, which is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         broken = _broken_file(path)
         if broken is not None:
             raise ConfigError(broken) from error
@@ -309,7 +312,8 @@ def load_tokenizer(
     Raises ConfigError or UnsupportedError.
     """
     metadata = gguf_metadata or {}
-    has_vocab = metadata.get("tokenizer.ggml.model", "no_vocab") not in ("no_vocab", "none")
+    model = metadata.get("tokenizer.ggml.model", "no_vocab")
+    has_vocab = not isinstance(model, str) or model not in ("no_vocab", "none")
     if model_path is not None and has_tokenizer_files(Path(model_path)):
         try:
             backend = _load_folder(Path(model_path), trust_remote_code)
