@@ -255,7 +255,7 @@ RULES = [
     "- {match: {class: transformers.models.auto.X}, replace: {}}",
     "- {match: {class: ktransformers.models.modeling_../x.Y}, replace: {}}",
     "- {match: {name: '.*'}, replace: {class: ktransformers.operators.experts.KTransformersExperts}}",
-    "- {match: {name: n}, replace: {class: ktransformers.operators.norm.KRMSNorm, kwargs: {generate_device: 'cuda:7'}}}",
+    "- {match: {name: n}, replace: {class: ktransformers.operators.norm.KRMSNorm, kwargs: {out_device: 'cuda:7'}}}",
 ]
 
 
