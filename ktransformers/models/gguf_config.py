@@ -51,8 +51,9 @@ def config_from_gguf(
             f"no config can be made from GGUF files of architecture {facts.arch!r:.60} "
             f"(only of {', '.join(FAMILIES)}); pass --model_path, a folder with the model's original config.json"
         )
+    common = _common(facts)  # first: it holds the number of layers against the tensors
     model_type, specific = family(facts)
-    values: Values = {**_common(facts), "rope_parameters": rope_parameters(facts, rope_factors), **specific}
+    values: Values = {**common, "rope_parameters": rope_parameters(facts, rope_factors), **specific}
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     try:
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)

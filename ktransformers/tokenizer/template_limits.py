@@ -22,7 +22,7 @@ from transformers.utils import chat_template_utils
 
 __all__ = ["limited"]
 
-MAX_SECONDS = 4.0  # of processor time; a conversation of a megabyte takes a tenth of a second
+MAX_SECONDS = 2.0  # of processor time; a conversation of a megabyte takes a tenth of a second
 MAX_CHARS = 1 << 26
 MAX_NUMBER = 1 << 20  # of repetitions, columns, spaces
 MAX_TEMPLATE_CHARS = 1 << 21
