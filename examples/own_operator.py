@@ -13,8 +13,9 @@ from ktransformers import LLM
 model = sys.argv[1] if len(sys.argv) > 1 else None
 rules = Path(__file__).parent / "rules" / "count_experts.yaml"
 
+# trust_rules=True: the rule file names a class of our own.
 # use_cuda_graph=False: steps that are replayed from a CUDA graph run no Python, so that nothing would be counted.
-with LLM(model, optimize_config_path=rules, use_cuda_graph=False) as llm:
+with LLM(model, optimize_config_path=rules, trust_rules=True, use_cuda_graph=False) as llm:
     print(llm.chat("What is 17 + 25?")[0].text)
 
 layers = sorted({layer for layer, _ in CountingRouter.chosen})

@@ -164,6 +164,7 @@ class EngineConfig:
         processor has instructions for it, or fp32 everywhere, which is to say not at all. Routers and attention's
         projections are fp32 always.
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
+    trust_rules: whether rule files may name classes of a user's own, whose modules are imported.
     use_cuda: whether modules that rules place on cuda go to a GPU; None where there is one.
     use_cuda_graph: whether decode steps on a GPU are captured once and replayed; None where they are on one.
     attention_backend: kernels of attention on GPUs; "auto" is FlashInfer where it is installed and can, else Triton.
@@ -186,6 +187,7 @@ class EngineConfig:
     gpu_memory: float = 0.0
     strict: bool = False
     trust_remote_code: bool = False
+    trust_rules: bool = False
     use_cuda: bool | None = None
     use_cuda_graph: bool | None = None
     attention_backend: str = "auto"

@@ -127,6 +127,7 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
     )
     group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
     group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
+    group.add_argument("--trust_rules", action="store_true", help="import classes of your own that a rule file names")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -48,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     self_check: bool
     strict: bool
     trust_remote_code: bool
+    trust_rules: bool
     max_batch_size: int
     page_size: int
     seed: int | None

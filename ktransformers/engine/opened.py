@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.config import EngineConfig
+from ktransformers.engine.bounds import check_experts, check_layers, check_parameters
 from ktransformers.engine.skeleton import build_skeleton, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
 from ktransformers.file_kinds import wrong_start
@@ -71,13 +72,18 @@ def open_model(config: EngineConfig) -> OpenedModel:
     path, kind = _weights_of(config)
     gguf = open_gguf(path) if kind == "gguf" else None
     hf_config = _hf_config(config, gguf, path)
+    stored = None if gguf is not None else open_safetensors(path)
+    shapes = [tensor.shape for tensor in (gguf or stored).tensors.values()]  # type: ignore[union-attr]
+    check_layers(hf_config, shapes)
+    check_experts(hf_config)
     model = build_skeleton(hf_config, config.trust_remote_code)
     source: WeightSource
     if gguf is not None:
         source, files = GGUFSource(gguf, model.config), [file.path for file in gguf.files]
     else:
-        stored = open_safetensors(path)
+        assert stored is not None
         source, files = SafetensorsSource(stored, model.config), [file.path for file in stored.files]
+    check_parameters(model, source, shapes)
     return OpenedModel(config, model.config, gguf, model, source, tuple(files))
 
 
@@ -126,6 +132,7 @@ def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Any:
     return load_hf_config(folder, config.trust_remote_code).get_text_config(decoder=True)
 
 
+MAX_POSITIONS = 1 << 40
 _EXTENDED_BY_FACTOR = frozenset({"linear", "dynamic"})
 
 
@@ -134,10 +141,17 @@ def context_len_of(hf_config: Any) -> int | None:
 
     max_position_embeddings, or more where RoPE is scaled: some configs count the scaling in it, others do not.
     """
-    positions = int(getattr(hf_config, "max_position_embeddings", 0) or 0)
-    rope = getattr(hf_config, "rope_parameters", None) or {}
+    positions = getattr(hf_config, "max_position_embeddings", 0) or 0
+    if not isinstance(positions, int | float) or not 0 <= positions <= MAX_POSITIONS:
+        raise ConfigError(f"the model's config says max_position_embeddings {positions!r:.60}, which no model has")
+    positions = int(positions)
+    rope = getattr(hf_config, "rope_parameters", None)
+    rope = rope if isinstance(rope, dict) else {}
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
     if positions and isinstance(factor, (int, float)):
+        largest = max(positions, original if isinstance(original, int | float) else 0)
+        if not 0 < factor * largest <= MAX_POSITIONS:
+            raise ConfigError(f"the model's config scales RoPE by {factor!r:.60}, which no model does")
         if rope.get("rope_type") == "yarn" and original:
             positions = max(positions, int(original * factor))
         elif rope.get("rope_type") in _EXTENDED_BY_FACTOR and not original:
@@ -153,14 +167,14 @@ def longest_sequence(hf_config: Any, num_slots: int) -> int:
 def describe_model(opened: OpenedModel) -> ModelDescription:
     """The facts of an opened model, its tokenizer loaded. Raises ConfigError."""
     tokenizer, defaults = _load_tokenizer(opened), _generation_defaults(opened)
-    architectures = getattr(opened.hf_config, "architectures", None) or [None]
+    architectures = getattr(opened.hf_config, "architectures", None)
     return ModelDescription(
         tokenizer=tokenizer,
         vocab_size=int(opened.hf_config.vocab_size),
         context_len=context_len_of(opened.hf_config),
         eos_token_ids=_eos_token_ids(opened, defaults, tokenizer),
         generation_defaults=defaults,
-        architecture=architectures[0],
+        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
         description=f"{opened.hf_config.model_type}, {opened.source.describe()}",
     )
 
@@ -193,7 +207,7 @@ def _generation_defaults(opened: OpenedModel) -> dict[str, Any]:
         return {}
     try:
         values = GenerationConfig.from_pretrained(folder, local_files_only=True).to_diff_dict()
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever transformers does with values of the wrong type
         path = folder / "generation_config.json"
         why = wrong_start(path.read_bytes()) or f"cannot be used: {reason_of(error)}; mend it, or move it away"
         raise ConfigError(f"{path} {why}") from error
@@ -205,6 +219,11 @@ def _eos_token_ids(opened: OpenedModel, defaults: Mapping[str, Any], tokenizer: 
     """Ids that end an answer, by the generation config, the model's config and the tokenizer together."""
     ids: set[int] = set()
     for value in (defaults.get("eos_token_id"), getattr(opened.hf_config, "eos_token_id", None)):
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        several = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in several):
+            raise ConfigError(
+                f"the model's config says eos_token_id {value!r:.60}; a token's number is needed, or a list"
+            )
+        ids.update(several)
     ids.update(tokenizer.eos_token_ids)
     return tuple(sorted(ids))

@@ -198,7 +198,8 @@ class Planner:
         opened = self.opened
         config, model = opened.config, opened.model
         if not self._rules:  # read once: what it logs is said once
-            self._rules.append(load_rules(config.optimize_config_path or default_rules(opened.hf_config, model)))
+            path = config.optimize_config_path or default_rules(opened.hf_config, model)
+            self._rules.append(load_rules(path, config.trust_rules))
         (rules,) = self._rules
         is_unused = ignorable_tensors(model)
         quant = None if config.cpu_quant is None else QuantType[config.cpu_quant.upper()]

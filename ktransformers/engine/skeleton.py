@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ktransformers.cache.static import LayerShape
+from ktransformers.engine.bounds import check_config_values
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.models.registry import OTHER_NAMES
@@ -30,7 +31,6 @@ _SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> Any:
     """The config of the model in folder `model_path`. Raises ConfigError when there is none or it is broken."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path = model_path / "config.json"
@@ -44,7 +44,7 @@ def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> Any:
             logger.info("model type %s is run as %s", model_type, known)
             return _config_as(known, values)
         return AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
+    except Exception as error:  # whatever a config class does with values of the wrong type
         raise ConfigError(f"{path} cannot be used: {reason_of(error)}") from error
 
 
@@ -63,6 +63,7 @@ def _read_config_file(path: Path, trust_remote_code: bool) -> dict[str, Any]:
         raise ConfigError(f"{path} {why_not_json(data, error)}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no JSON object; it is not a model's config")
+    check_config_values(values, f"{path}:")
     model_type = values.get("model_type")
     if isinstance(model_type, str) and (model_type in CONFIG_MAPPING_NAMES or model_type in OTHER_NAMES):
         return values
@@ -123,7 +124,7 @@ def build_skeleton(hf_config: Any, trust_remote_code: bool = False) -> Any:
                 dtype=torch.float32,
                 trust_remote_code=trust_remote_code,
             )
-    except (ValueError, KeyError, ImportError, AttributeError, TypeError, ArithmeticError, RuntimeError) as error:
+    except Exception as error:  # whatever the modules of any family do with values that do not fit each other
         raise UnsupportedError(
             f"transformers cannot build model type {hf_config.model_type} from its config: {reason_of(error)}"
         ) from error

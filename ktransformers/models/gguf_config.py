@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -30,7 +29,7 @@ def config_of_model(model: GGUFModel) -> PretrainedConfig:
     """The config of an opened GGUF model. Raises FormatError or UnsupportedError."""
     factors = None
     if "rope_freqs.weight" in model.tensors:
-        factors = dequantize(model.raw("rope_freqs.weight"), "rope_freqs.weight").tolist()
+        factors = dequantize(model.raw("rope_freqs.weight"), "rope_freqs.weight").flatten().tolist()
     shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
     return config_from_gguf(model.metadata, shapes, factors)
 
@@ -52,12 +51,13 @@ def config_from_gguf(
             f"no config can be made from GGUF files of architecture {facts.arch!r:.60} "
             f"(only of {', '.join(FAMILIES)}); pass --model_path, a folder with the model's original config.json"
         )
+    common = _common(facts)  # first: it holds the number of layers against the tensors
     model_type, specific = family(facts)
-    values: Values = {**_common(facts), "rope_parameters": rope_parameters(facts, rope_factors), **specific}
+    values: Values = {**common, "rope_parameters": rope_parameters(facts, rope_factors), **specific}
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     try:
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
-    except (ValueError, TypeError, StrictDataclassError) as error:
+    except Exception as error:  # whatever a config class does with values that do not fit each other
         reason = " ".join(str(error).split())
         raise FormatError(f"the GGUF file's metadata make no valid {model_type} config: {reason:.200}") from error
     return config

@@ -97,6 +97,8 @@ def rope_parameters(facts: Facts, factors: Sequence[float] | None) -> Values:
         )
     rope: Values = {"rope_type": "default", "rope_theta": facts.float("rope.freq_base", 10000.0)}
     kind = facts.raw("rope.scaling.type")
+    if kind is not None and not isinstance(kind, str):
+        raise FormatError(f"{facts.arch}.rope.scaling.type is no text but {type(kind).__name__}")
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": facts.float("rope.scaling.factor")}
     elif kind == "yarn":

@@ -32,8 +32,16 @@ def _partial_rotary(facts: Facts) -> Values:
 
 
 def _experts(facts: Facts, count: str, used: str = "num_experts_per_tok") -> Values:
-    values: Values = {count: facts.int("expert_count"), used: facts.int("expert_used_count")}
+    experts, chosen = facts.int("expert_count"), facts.int("expert_used_count")
+    router = facts.shape("ffn_gate_inp.weight")
+    if router is not None and router[0] != experts:
+        raise FormatError(f"{facts.arch}.expert_count is {experts}, but ffn_gate_inp.weight has {router[0]} rows")
+    if chosen > experts:
+        raise FormatError(f"{facts.arch}.expert_used_count is {chosen}, but there are {experts} experts")
+    values: Values = {count: experts, used: chosen}
     gate = facts.shape("ffn_gate_exps.weight") or facts.shape("ffn_up_exps.weight")
+    if gate is not None and len(gate) < 2:
+        raise FormatError(f"the experts' tensors are no matrices: their shape is {gate}")
     width = facts.find_int("expert_feed_forward_length", 1)
     if width is None and gate is not None:
         width = gate[-2]

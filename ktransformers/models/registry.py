@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ktransformers.errors import ConfigError
 from ktransformers.shipped_rules import RULES_DIR
 
 __all__ = [
@@ -106,7 +107,10 @@ def ignorable_tensors(model: Any) -> Callable[[str], bool]:
     patterns.append(re.compile(r"rotary_emb\.inv_freq$"))
     layer = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
     first = int(model.config.num_hidden_layers)
-    extra = range(first, first + int(getattr(model.config, "num_nextn_predict_layers", None) or 0))
+    following = getattr(model.config, "num_nextn_predict_layers", None) or 0
+    if not isinstance(following, int):
+        raise ConfigError(f"the model's config says num_nextn_predict_layers {following!r:.60}; a number is needed")
+    extra = range(first, first + following)
 
     def is_ignorable(name: str) -> bool:
         found = layer.search(name)

@@ -1,16 +1,20 @@
 """Names in rule files -> classes of today.
 
-Match side: upstream's model classes and any importable class. Replace side: upstream's operator
-names of both families, our own classes and a user's own subclasses of Operator. Knows names only, no rule syntax.
+Match side: upstream's model classes, those of transformers, torch and what is imported already. Replace side:
+upstream's operator names of both families and our own classes. Whoever trusts the rules may name classes of other
+modules, which are imported then. Knows names only, no rule syntax.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
+import logging
 import pkgutil
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +33,9 @@ __all__ = [
     "operator_class",
     "undriven_hardware",
 ]
+
+
+logger = logging.getLogger(__name__)
 
 
 class NameProblem(Exception):
@@ -131,6 +138,8 @@ _UNDRIVEN = (
     (re.compile(r"XPU", re.IGNORECASE), "Intel XPUs"),
 )
 
+_KNOWN_PACKAGES = frozenset({"ktransformers", "transformers", "torch"})  # that run here anyway
+
 _MODEL_MODULES = {"deepseek": "deepseek_v2", "deepseekv3": "deepseek_v3", "hunyuan": "hunyuan_v1_moe"}
 _MODEL_PREFIXES = {"hunyuan_v1_moe": ("HunYuan", "HunYuanMoEV1")}  # of class names: upstream's, that of transformers
 _ROPE_VARIANT = re.compile(r"(Linear|LinearScaling|DynamicNTKScaling|DynamicNTKAlpha|Yarn)(?=RotaryEmbedding$)")
@@ -147,14 +156,16 @@ def undriven_hardware(name: str) -> str | None:
     return next((hardware for pattern, hardware in _UNDRIVEN if pattern.search(name)), None)
 
 
-def operator_class(name: str) -> type[Operator]:
-    """The operator that `name` means on the replace side. Raises NameProblem."""
+def operator_class(name: str, trust: bool = False) -> type[Operator]:
+    """The operator that `name` means on the replace side. trust: whether it may be a user's own. Raises NameProblem."""
     hardware = undriven_hardware(name)
     if hardware is not None:
         raise NameProblem(f"operator {name} is for {hardware}, hardware that ktransformers does not drive")
     target = OPERATOR_ALIASES.get(name)
     if target is None and name.startswith(OPERATORS_PREFIX):
         raise NameProblem(f"unknown operator {name}{_nearest_operator(name)}")
+    if target is None and not trust and not _is_known_code(name):
+        raise _untrusted(name, _nearest_operator(name))
     try:
         found = _import_attribute(name if target is None else _defined_as(target))
     except NameProblem as problem:
@@ -182,10 +193,13 @@ def _nearest_operator(name: str) -> str:
     return f"; did you mean {by_leaf[found[0]]}?" if found else ""
 
 
-def match_class(name: str) -> type:
-    """The class that `name` means on the match side. Raises NameProblem."""
+def match_class(name: str, trust: bool = False) -> type:
+    """The class that `name` means on the match side. trust: whether any module may be imported. Raises NameProblem."""
     if name.startswith(MODELS_PREFIX):
         return _upstream_model_class(name)
+    module_name = name.rpartition(".")[0]
+    if module_name and not (trust or module_name in sys.modules or _is_known_code(module_name)):
+        raise _untrusted(name)
     found = _import_attribute(name)
     if not isinstance(found, type):
         raise NameProblem(f"{name} is not a class")
@@ -222,15 +236,40 @@ def _module_classes(module: Any, module_name: str) -> list[type[nn.Module]]:
     return [m for m in members if isinstance(m, type) and issubclass(m, nn.Module) and m.__module__ == module_name]
 
 
+def _is_known_code(module_name: str) -> bool:
+    return module_name.partition(".")[0] in _KNOWN_PACKAGES
+
+
+def _untrusted(name: str, hint: str = "") -> NameProblem:
+    return NameProblem(
+        f"{name!a:.120} is no class of ktransformers, transformers or torch, and importing it runs its code; "
+        f"--trust_rules allows that, for who trusts its author{hint}"
+    )
+
+
+def _say_whose_code(name: str) -> None:
+    """One line about a module that a rule file brings in, before it runs."""
+    if name in sys.modules or _is_known_code(name):
+        return
+    try:
+        spec = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):  # the import says why
+        return
+    if spec is not None:
+        logger.warning("--trust_rules: importing %s, code of %s", name, spec.origin or "a namespace package")
+
+
 def _import_module(name: str) -> Any:
+    _say_whose_code(name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise NameProblem(f"there is no module {error.name}{_nearest_module(error.name)}") from error
         raise NameProblem(f"module {name} cannot be imported: {error}") from error
-    except ImportError as error:
-        raise NameProblem(f"module {name} cannot be imported: {error}") from error
+    except Exception as error:  # whatever the module does while it is imported
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise NameProblem(f"module {name} cannot be imported: {why:.300}") from error
 
 
 def _nearest_module(name: str) -> str:
@@ -250,7 +289,7 @@ def _import_attribute(name: str) -> Any:
     module = _import_module(module_name)
     try:
         return getattr(module, attribute)
-    except AttributeError as error:
+    except (AttributeError, ImportError, RuntimeError) as error:  # transformers' packages import what is asked for
         known = (f"{module_name}.{known}" for known, value in vars(module).items() if isinstance(value, type))
         raise NameProblem(f"there is no {name}{nearest(name, known)}") from error
 

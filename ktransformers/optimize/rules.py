@@ -37,6 +37,7 @@ from ktransformers.optimize.aliases import (
     undriven_hardware,
 )
 from ktransformers.optimize.document import Item, parse_yaml, read_yaml
+from ktransformers.optimize.patterns import NamePattern, SlowPattern
 
 __all__ = ["DEVICE_PATTERN", "Rule", "Rules", "load_rules", "parse_rules"]
 
@@ -104,7 +105,7 @@ class Rule:
     number: int
     line: int
     file: str
-    name: re.Pattern[str] | None
+    name: NamePattern | None
     match_class: type | None
     operator: type[Operator] | None
     devices: Mapping[str, str]
@@ -115,12 +116,18 @@ class Rule:
     has_device: bool = False
 
     def matches(self, key: str, module: nn.Module, model_type: str) -> bool:
-        """Whether this rule means `module`, whose dotted name is `key` in a model of type `model_type`."""
+        """Whether this rule means `module`, whose dotted name is `key` in a model of type `model_type`.
+
+        Raises RuleError for a name's pattern that takes too long.
+        """
         if self.match_class is not None and not isinstance(module, self.match_class):
             return False
         if self.name is None:
             return True
-        return any(self.name.search(name) for name in legacy_names(model_type, key, self.name.pattern))
+        try:
+            return any(self.name.search(name) for name in legacy_names(model_type, key, self.name.pattern))
+        except SlowPattern as problem:
+            raise self.error(f"match.name {self.name.pattern!r:.80} {problem}") from problem
 
     def error(self, message: str, kwarg: str | None = None) -> RuleError:
         """A RuleError that points at this rule, or at one of its keyword arguments."""
@@ -146,23 +153,26 @@ class Rules:
         return next((rule for rule in self.rules if rule.matches(key, module, model_type)), None)
 
 
-def load_rules(path: Path) -> Rules:
-    """Read and check the rule file at `path`. Raises RuleError with file, line and rule."""
-    return _rules_from(read_yaml(path), str(path))
+def load_rules(path: Path, trust: bool = False) -> Rules:
+    """Read and check the rule file at `path`. Raises RuleError with file, line and rule.
+
+    trust: whether classes that are not ktransformers', transformers' or torch's may be imported, which runs their code.
+    """
+    return _rules_from(read_yaml(path), str(path), trust)
 
 
-def parse_rules(text: str, file: str = "<rules>") -> Rules:
-    """Check the rules in `text`; `file` names them in errors. Raises RuleError."""
-    return _rules_from(parse_yaml(text, file), file)
+def parse_rules(text: str, file: str = "<rules>", trust: bool = False) -> Rules:
+    """Check the rules in `text`; `file` names them in errors. trust: see `load_rules`. Raises RuleError."""
+    return _rules_from(parse_yaml(text, file), file, trust)
 
 
-def _rules_from(document: Item | None, file: str) -> Rules:
+def _rules_from(document: Item | None, file: str, trust: bool) -> Rules:
     if document is None:
         raise RuleError("holds no rules; write [] to keep every module as it is", file=file)
     if not isinstance(document.value, list):
         kind = document.kind()
         raise RuleError(f"must be a list of rules (`- match: ...`), not {kind}", file=file, line=document.line)
-    rules = tuple(_RuleParser(file, number).rule(item) for number, item in enumerate(document.value, start=1))
+    rules = tuple(_RuleParser(file, number, trust).rule(item) for number, item in enumerate(document.value, start=1))
     _report_ineffective(rules, file)
     return Rules(file, rules)
 
@@ -190,8 +200,8 @@ def _op(name: object) -> str:
 class _RuleParser:
     """Checks one rule of a file; carries what its errors say about where they are."""
 
-    def __init__(self, file: str, number: int):
-        self.file, self.number = file, number
+    def __init__(self, file: str, number: int, trust: bool):
+        self.file, self.number, self.trust = file, number, trust
 
     def fail(self, message: str, line: int) -> RuleError:
         return RuleError(message, file=self.file, line=line, rule=self.number)
@@ -236,7 +246,7 @@ class _RuleParser:
             has_device="device" in replace,
         )
 
-    def match(self, item: Item) -> tuple[re.Pattern[str] | None, type | None]:
+    def match(self, item: Item) -> tuple[NamePattern | None, type | None]:
         fields = self.fields(item, "match", ("name", "class"))
         if not fields:
             raise self.fail("match needs a name, a class, or both", item.line)
@@ -248,16 +258,16 @@ class _RuleParser:
             pattern = self.pattern(str(fields["name"].value), fields["name"].line)
         if "class" in fields:
             try:
-                wanted = match_class(str(fields["class"].value))
+                wanted = match_class(str(fields["class"].value), self.trust)
             except NameProblem as problem:
                 raise self.fail(f"match.class: {problem}", fields["class"].line) from problem
         return pattern, wanted
 
-    def pattern(self, text: str, line: int) -> re.Pattern[str]:
+    def pattern(self, text: str, line: int) -> NamePattern:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                pattern = re.compile(text)
+                pattern = NamePattern(text)
             except (re.error, RecursionError, OverflowError) as error:
                 raise self.fail(f"match.name {text!r} is not a regular expression: {error}", line) from error
         for warning in caught:  # such as "possible nested set" for [[
@@ -270,7 +280,7 @@ class _RuleParser:
         if not isinstance(item.value, str):
             raise self.fail(f"replace.class must be a dotted name or default, not {item.kind()}", item.line)
         try:
-            return operator_class(item.value)
+            return operator_class(item.value, self.trust)
         except NameProblem as problem:
             raise self.fail(f"replace.class: {problem}", item.line) from problem
 

@@ -20,6 +20,7 @@ from ktransformers.errors import ConfigError, ContextLengthError, ConversationEr
 from ktransformers.file_kinds import why_not_json
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
+from ktransformers.tokenizer.template_limits import limited
 from ktransformers.tokenizer.template_variables import template_variables
 
 __all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]
@@ -31,6 +32,18 @@ Message = Mapping[str, Any]
 
 _FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 _REASONING_TAGS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,  # of Jinja's compiler, for blocks in odd places
+    SyntaxError,  # Python's own, for blocks that are nested too deeply, as the next two are
+    RecursionError,
+    MemoryError,
+)
 _TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
 _NO_VOCABULARY = (
     "this model's files hold no vocabulary, so it takes token ids only; pass --model_path with its tokenizer"
@@ -208,14 +221,15 @@ class Tokenizer:
             self.backend  # noqa: B018 - says that there is no vocabulary, when that is why
             raise UnsupportedError("this model has no chat template; send it plain text, or pass --model_path with one")
         try:
-            text = self.backend.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **template_kwargs,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            with limited():
+                text = self.backend.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=list(tools) if tools else None,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **template_kwargs,
+                )
+        except _TEMPLATE_ERRORS as error:
             why = reason_of(error)
             raise ConversationError(f"the model's chat template refuses this conversation: {why}") from error
         return str(text)
@@ -250,7 +264,10 @@ def _load_folder(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerFast
         backend = AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
         )
-    except Exception as error:  # the tokenizers library raises bare Exception for files that it cannot use
+    except BaseException as error:
+        # The tokenizers library raises bare Exception for files that it cannot use, or panics, which is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         broken = _broken_file(path)
         if broken is not None:
             raise ConfigError(broken) from error
@@ -295,7 +312,8 @@ def load_tokenizer(
     Raises ConfigError or UnsupportedError.
     """
     metadata = gguf_metadata or {}
-    has_vocab = metadata.get("tokenizer.ggml.model", "no_vocab") not in ("no_vocab", "none")
+    model = metadata.get("tokenizer.ggml.model", "no_vocab")
+    has_vocab = not isinstance(model, str) or model not in ("no_vocab", "none")
     if model_path is not None and has_tokenizer_files(Path(model_path)):
         try:
             backend = _load_folder(Path(model_path), trust_remote_code)

@@ -83,7 +83,7 @@ def deepseek_v3(**changes: object) -> tuple[dict, dict]:
     shapes = {
         "token_embd.weight": (129280, 7168),
         "attn_norm.weight": (7168,),
-        "moe:ffn_gate_inp.weight": (256, 7168),
+        "moe:ffn_gate_inp.weight": (int(str(values["expert_count"])), 7168),
         "moe:exp_probs_b.bias": (256,),
         "moe:ffn_gate_exps.weight": (256, 2048, 7168),
     }

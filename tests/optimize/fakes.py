@@ -177,7 +177,7 @@ def plan_with(model: Any, rules: str | Rules, source: Any = None, machine: Machi
     """make_plan with the usual companions."""
     return make_plan(
         model,
-        parse_rules(rules) if isinstance(rules, str) else rules,
+        parse_rules(rules, trust=True) if isinstance(rules, str) else rules,
         operator_config=OperatorConfig(model.config),
         source=source or FakeSource(model),
         machine=machine,

@@ -17,7 +17,7 @@ FAKE = "tests.optimize.fakes.FakeLinear"
 
 
 def one(text: str) -> Rule:
-    (rule,) = parse_rules(text, "f.yaml").rules
+    (rule,) = parse_rules(text, "f.yaml", trust=True).rules
     return rule
 
 
@@ -137,14 +137,14 @@ GOOD = "- match: {name: a}\n  replace: {class: default}\n"
 )
 def test_errors_point_at_the_place(text: str, line: int | None, rule: int | None, words: str) -> None:
     with pytest.raises(RuleError) as caught:
-        parse_rules(text, "f.yaml")
+        parse_rules(text, "f.yaml", trust=True)
     assert words in str(caught.value)
     assert (caught.value.file, caught.value.line, caught.value.rule) == ("f.yaml", line, rule)
 
 
 def test_known_kwargs_without_effect_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        rules = parse_rules(with_kwargs("{act_order: true, group_size: -1}") * 3, "f.yaml").rules
+        rules = parse_rules(with_kwargs("{act_order: true, group_size: -1}") * 3, "f.yaml", trust=True).rules
     assert [rule.kwargs for rule in rules] == [{}, {}, {}]
     assert len([r for r in caplog.records if "act_order has no effect on FakeLinear" in r.getMessage()]) == 1
     assert len([r for r in caplog.records if "group_size has no effect on FakeLinear" in r.getMessage()]) == 1
@@ -192,7 +192,7 @@ def test_words_of_the_first_release(caplog: pytest.LogCaptureFixture) -> None:
 def test_both_spellings_of_a_kwarg_are_one_too_many() -> None:
     text = with_kwargs("{generate_op: FastOp, generate_linear_type: FastOp}")
     with pytest.raises(RuleError, match="generate_linear_type and generate_op mean the same"):
-        parse_rules(text, "f.yaml")
+        parse_rules(text, "f.yaml", trust=True)
 
 
 OPERATORS = "ktransformers.operators."
@@ -252,8 +252,47 @@ def test_mutated_files_are_rules_or_rule_errors() -> None:
                 ["", "\n", "  ", "*k", "&k ", "[", "}", ":", "'", "!!int ", "\0"]
             )
         try:
-            outcomes.add(type(parse_rules("".join(mutated), "f.yaml")).__name__)
+            outcomes.add(type(parse_rules("".join(mutated), "f.yaml", trust=True)).__name__)
         except RuleError as error:
             assert error.file == "f.yaml"  # noqa: PT017 - either outcome is right
             outcomes.add("RuleError")
     assert outcomes == {"Rules", "RuleError"}
+
+
+HOSTILE = "raise RuntimeError('this ran')"
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "- {match: {name: x}, replace: {class: hostile_module.Operator}}",
+        "- {match: {class: hostile_module.Thing}, replace: {}}",
+    ],
+)
+def test_a_class_of_somebody_else_is_imported_only_from_trusted_rules(
+    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = tmp_path / "hostile_module.py"
+    module.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n{HOSTILE}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuleError, match=r"f.yaml:1 .rule 1.: .*hostile_module.* --trust_rules"):
+        parse_rules(rule, "f.yaml")
+    assert not (tmp_path / "ran").exists()
+    assert not caplog.records
+    with pytest.raises(RuleError, match="hostile_module cannot be imported: RuntimeError: this ran"):
+        parse_rules(rule, "f.yaml", trust=True)
+    assert (tmp_path / "ran").exists()
+    (record,) = caplog.records
+    assert record.getMessage() == f"--trust_rules: importing hostile_module, code of {module}"
+
+
+def test_classes_of_modules_that_run_already_need_no_trust() -> None:
+    rule = f"- {{match: {{class: {FAKE}}}, replace: {{}}}}"
+    assert parse_rules(rule).rules[0].match_class is FakeLinear
+
+
+def test_a_pattern_that_would_take_for_ever_is_an_error() -> None:
+    # Whole lines that end otherwise: every way to cut 60 letters into groups would be tried.
+    rule = one(r"- {match: {name: '^(a|a|aa)+\1?(a|aa)+$'}, replace: {}}")
+    with pytest.raises(RuleError, match=r"f.yaml:1 \(rule 1\): match.name .* takes longer than 2 s"):
+        rule.matches("a" * 60 + "!", nn.Linear(1, 1), "llama")

@@ -37,6 +37,9 @@ def route(logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None) -> 
     return torch.zeros_like(scores).scatter_(1, ids, weights * spec.scaling)
 
 
+_MOST_EXPERTS = 4096  # asking takes a matrix of as many rows and columns
+
+
 def recognize_routing(module: Any) -> RouterSpec | None:
     """The spec that routes as `module` does, up to rounding; None when none does.
 
@@ -45,6 +48,8 @@ def recognize_routing(module: Any) -> RouterSpec | None:
     weight = getattr(module, "weight", None)
     buffers = {name for name, buffer in module._buffers.items() if buffer is not None}
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not buffers <= {BIAS}:
+        return None
+    if weight.shape[0] > _MOST_EXPERTS:
         return None
     names = {name for name, _ in module.named_parameters()}
     if any(True for _ in module.children()) or not names <= {"weight", "bias"}:
@@ -69,7 +74,10 @@ def recognize_routing(module: Any) -> RouterSpec | None:
         return None
     logits = want_logits
     candidates = _candidates(module, experts, ids.shape[-1])
-    return next((s for s in candidates if torch.allclose(route(logits, s, bias), want, rtol=1e-4, atol=1e-6)), None)
+    try:
+        return next((s for s in candidates if torch.allclose(route(logits, s, bias), want, rtol=1e-4, atol=1e-6)), None)
+    except ValueError:  # counts that no spec takes
+        return None
 
 
 def _candidates(module: Any, experts: int, top_k: int) -> Iterator[RouterSpec]:

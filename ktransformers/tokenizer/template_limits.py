@@ -1,0 +1,228 @@
+"""Limits for chat templates, which come with a model's files: of time, of text, and of what a single operation makes.
+
+transformers renders templates in Jinja's sandbox, which keeps them from files and from Python, but lets them loop for
+years and multiply text without end. Within `limited()` its templates are compiled in an environment that counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+from transformers.utils import chat_template_utils
+
+__all__ = ["limited"]
+
+MAX_SECONDS = 2.0  # of processor time; a conversation of a megabyte takes a tenth of a second
+MAX_CHARS = 1 << 26
+MAX_NUMBER = 1 << 20  # of repetitions, columns, spaces
+MAX_TEMPLATE_CHARS = 1 << 21
+_WIDTH = re.compile(r"\d{6}")
+_CHECK_EVERY = 64
+
+_state = threading.local()
+
+
+class TemplateLimitError(jinja2.TemplateError):
+    """The template takes too long or makes too much."""
+
+
+class _Budget:
+    """What one rendering has left."""
+
+    def __init__(self) -> None:
+        self.deadline = time.thread_time() + MAX_SECONDS
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps % _CHECK_EVERY == 0 and time.thread_time() > self.deadline:
+            raise TemplateLimitError(f"it takes longer than {MAX_SECONDS:g} s")
+
+
+def _step() -> None:
+    budget = getattr(_state, "budget", None)
+    if budget is not None:
+        budget.step()
+
+
+def _check(chars: int) -> None:
+    if chars > MAX_CHARS:
+        raise TemplateLimitError(f"it makes a text of more than {MAX_CHARS} characters")
+
+
+def _size(value: object) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 0
+
+
+def _checked_parts(parts: Iterable[Any], separator: int = 0) -> list[Any]:
+    """The parts of a text to be joined, each followed by `separator` characters, their sum checked as they come."""
+    total, kept = 0, []
+    for part in parts:
+        total += _size(part) + separator
+        _check(total)
+        kept.append(part)
+    return kept
+
+
+def _joined(parts: Iterable[Any]) -> str:
+    return "".join(_checked_parts(parts))
+
+
+def _ticking(items: Any) -> Iterator[Any]:
+    for item in items:
+        _step()
+        yield item
+
+
+def _loop_items(items: Any) -> Any:
+    """What a loop goes over, counted; of what has a length, the length stays known."""
+    return _CountedSequence(items) if isinstance(items, list | tuple | range | str | dict) else _ticking(items)
+
+
+class _CountedSequence:
+    """The items of a sequence. Loops ask for `__len__` and iterate."""
+
+    def __init__(self, items: Any):
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _ticking(self._items)
+
+
+class _Counting(NodeTransformer):
+    """Makes loops count their rounds and `~` count its characters."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, "__loop_items", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return nodes.Filter(parts, "__concat", [], [], None, None, lineno=node.lineno)
+
+
+def _check_arguments(name: str, subject: Any, args: Sequence[Any]) -> None:
+    """Refuse what would make very much in one go, before it is made: widths, counts, replacements."""
+    if any(isinstance(arg, int) and abs(arg) > MAX_NUMBER for arg in args) and name not in ("int", "float", "abs"):
+        raise TemplateLimitError(f"{name} is given a number above {MAX_NUMBER}")
+    if name in ("format", "format_map") and isinstance(subject, str) and _WIDTH.search(subject):
+        raise TemplateLimitError("it formats with a width of six digits")
+    if name == "replace" and len(args) >= 2 and isinstance(subject, str):
+        old, new = str(args[0]), str(args[1])
+        _check(len(subject) + (subject.count(old) if old else len(subject) + 1) * len(new))
+    if name == "indent" and args:
+        _check(_size(subject) + str(subject).count("\n") * (args[0] if isinstance(args[0], int) else _size(args[0])))
+
+
+def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    takes_context = hasattr(function, "jinja_pass_arg")
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _step()
+        own = args[1:] if takes_context else args
+        _check_arguments(name, own[0] if own else None, [*own[1:], *kwargs.values()])
+        result = function(*args, **kwargs)
+        _check(_size(result))
+        return result
+
+    return checked
+
+
+def _join(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(eval_ctx: Any, value: Any, d: str = "", attribute: Any = None) -> Any:
+        return function(eval_ctx, _checked_parts(_ticking(value), len(str(d))), d, attribute)
+
+    return checked
+
+
+class _LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """transformers' sandbox, whose loops, calls, filters and operators count."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    concat = staticmethod(_joined)
+
+    def __init__(self, like: Any):
+        super().__init__(trim_blocks=like.trim_blocks, lstrip_blocks=like.lstrip_blocks)
+        self.extensions = {name: extension.bind(self) for name, extension in like.extensions.items()}
+        self.globals.update(like.globals)
+        self.filters.update({name: _limited_filter(name, filter_) for name, filter_ in like.filters.items()})
+        self.filters["join"] = _limited_filter("join", _join(like.filters["join"]))
+        self.filters |= {"__loop_items": _loop_items, "__concat": lambda parts: _joined(map(str, parts))}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
+        return tree
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute it, unless the result would be very large. Raises TemplateLimitError."""
+        _step()
+        if operator == "+":
+            _check(_size(left) + _size(right))
+        elif operator == "*":
+            for one, other in ((left, right), (right, left)):
+                if isinstance(other, int):
+                    _check(_size(one) * other)
+            if isinstance(left, int) and isinstance(right, int):
+                _check(left.bit_length() + right.bit_length())
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check(left.bit_length() * abs(right) * 64)
+        elif operator == "%" and isinstance(left, str) and (_WIDTH.search(left) or "*" in left):
+            raise TemplateLimitError("it formats with a width of six digits")
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _step()
+        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps methods that format
+        name, subject = getattr(method, "__name__", ""), getattr(method, "__self__", None)
+        if isinstance(subject, str):
+            if name == "join" and args:
+                args = (_checked_parts(_ticking(args[0]), len(subject)), *args[1:])
+            _check_arguments(name, subject, [*args, *kwargs.values()])
+        result = super().call(context, obj, *args, **kwargs)
+        _check(_size(result))
+        return result
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> jinja2.Template:
+    if len(template) > MAX_TEMPLATE_CHARS:
+        raise TemplateLimitError(f"it is longer than {MAX_TEMPLATE_CHARS} characters")
+    return _LimitedEnvironment(_theirs("").environment).from_string(template)
+
+
+_theirs = chat_template_utils._compile_jinja_template
+
+
+def _compile(template: str) -> Any:
+    """What transformers calls: compiled with limits within `limited()`, as ever outside of it."""
+    return _theirs(template) if getattr(_state, "budget", None) is None else _compiled(template)
+
+
+chat_template_utils._compile_jinja_template = _compile
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Within it, templates that transformers renders on this thread raise jinja2.TemplateError beyond the limits."""
+    _state.budget = _Budget()
+    try:
+        yield
+    finally:
+        _state.budget = None

@@ -1,0 +1,31 @@
+"""Mutated models are planned or refused: no traceback, no hang, no allocation that a number in a file asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("model_fuzz.py")
+
+
+@pytest.mark.parametrize(("kind", "count"), [("gguf", 300), ("folder", 150)])
+def test_mutated_models_are_planned_or_refused(kind: str, count: int) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), kind, str(count), "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    counts = json.loads(result.stdout)
+    assert counts["failed"] == []
+    assert counts["planned"] > count // 20
+    assert counts["refused"] > count // 4

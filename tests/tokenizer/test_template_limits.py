@@ -1,0 +1,87 @@
+"""Chat templates end: those that loop for ever, write without end or nest too deeply are refused, others are not."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ktransformers.errors import ConversationError
+from ktransformers.tokenizer import Tokenizer, template_limits
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+CALLS = (
+    "{% macro f(n) %}{% if n %}{% set x = f(n - 1) %}{% set y = f(n - 1) %}{% endif %}{% endmacro %}{% set z = f(40) %}"
+)
+DOUBLE = "{%% set ns = namespace(x='ab') %%}{%% for a in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}"
+
+
+@pytest.fixture
+def render(tiny_backend: PreTrainedTokenizerFast):
+    def rendered(template: str, **variables: object) -> str:
+        tiny_backend.chat_template = template
+        return Tokenizer(tiny_backend).render_chat_template([{"role": "user", "content": "hi there"}], **variables)
+
+    return rendered
+
+
+@pytest.fixture
+def tiny_backend() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.models import WordLevel
+
+    return PreTrainedTokenizerFast(tokenizer_object=Backend(WordLevel({"a": 0, "b": 1}, "a")))
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (LOOPS, "longer than"),
+        (CALLS, "longer than"),
+        (DOUBLE % "ns.x + ns.x", "more than .* characters"),
+        (DOUBLE % "ns.x ~ ns.x", "more than .* characters"),
+        (DOUBLE % "[ns.x, ns.x] | join", "more than .* characters"),
+        (DOUBLE % "''.join([ns.x, ns.x])", "more than .* characters"),
+        (DOUBLE % "ns.x.replace('a', ns.x)", "more than .* characters"),
+        (DOUBLE % "ns.x * 9", "more than .* characters"),
+        (DOUBLE % "ns.x | replace('a', ns.x)", "more than .* characters"),
+        ("{% set a = 'x' * 9999 %}{% for i in range(99999) %}{{ a }}{% endfor %}", "more than .* characters"),
+        ("{{ 'x' * 10 ** 11 }}", "more than .* characters"),
+        ("{{ 9 ** 99999999 }}", "more than .* characters"),
+        ("{{ 'x' | center(10 ** 9) }}", "number above"),
+        ("{{ 'x'.ljust(1000000000) }}", "number above"),
+        ("{{ '%1000000000d' % 3 }}", "width"),
+        ("{{ '%1000000000d' | format(3) }}", "width"),
+        ("{{ '{:1000000000}'.format(3) }}", "width"),
+        ("{% if a %}" * 3000 + "{% endif %}" * 3000, "refuses this conversation"),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "refuses this conversation"),
+        ("{{ " + "(" * 3000 + "a" + ")" * 3000 + " }}", "refuses this conversation"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses this conversation"),
+        ("x" * (template_limits.MAX_TEMPLATE_CHARS + 1), "longer than"),
+    ],
+)
+def test_templates_without_end_are_refused(template: str, why: str, render, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template_limits, "MAX_CHARS", 1 << 20)
+    with pytest.raises(ConversationError, match=why):
+        render(template)
+
+
+ORDINARY = """{%- macro turn(m, last=false) -%}<{{ m['role'] }}>{{ m.content | trim }}{{ '\\n' if not last }}
+{%- endmacro -%}
+{%- for m in messages -%}{{ turn(m, loop.last) }}{{ loop.index0 ~ '/' ~ loop.length }}{{ loop.previtem }}
+{%- if loop.first %}{% continue %}{% endif %}{{ loop.cycle('a', 'b') }}{% endfor -%}
+{%- for key, value in {'x': 1, 'y': [2, 3]}.items() if value -%}{{ key }}={{ value | tojson(indent=2) }}{% endfor -%}
+{% for c in 'abc' | reverse %}{{ c | upper }}{% else %}none{% endfor %}{% for n in [] %}{% else %}none{% endfor %}
+{% generation %}said{% endgeneration %}{{ 'a%sb' % 3 }}{{ 'a' * 3 + 'b' }}{{ 7 % 4 }}{{ [1, 2] | join(', ') }}
+{% set block %}text {{ messages[0].content }}{% endset %}{{ block | length }}{{ block.split(' ')[-1] }}
+{% for a in [[1, [2]], [3]] recursive %}{% if a is iterable %}({{ loop(a) }}){% else %}{{ a }}{% endif %}{% endfor %}
+{{ messages | map(attribute='role') | list | tojson }}{{ messages | selectattr('role', 'equalto', 'user') | list }}
+{{ namespace(a=1).a }}{{ dict(a=1) }}{{ 'x' | indent(2) }}{{ 1 ~ none ~ true ~ missing }}{{ range(5) | sum }}"""
+
+
+def test_ordinary_templates_render_as_transformers_renders_them(render) -> None:
+    messages = [{"role": "user", "content": "hi there"}]
+    (wanted,), _ = render_jinja_template([messages], chat_template=ORDINARY, add_generation_prompt=True)
+    assert "text" not in wanted.splitlines()[0]
+    assert render(ORDINARY) == wanted
