@@ -85,7 +85,9 @@ class BalanceConfig:
             if not 1 <= getattr(self, flag) <= 1 << 16:
                 raise ConfigError(f"--{flag} must be between 1 and {1 << 16}, got {getattr(self, flag)}")
         if not 0 <= self.max_engine_restarts < 1 << 31:
-            raise ConfigError(f"--max_engine_restarts must be at least 0 (and below 2^31), got {self.max_engine_restarts}")
+            raise ConfigError(
+                f"--max_engine_restarts must be at least 0 (and below 2^31), got {self.max_engine_restarts}"
+            )
         if not 0 <= self.engine_timeout < float("inf"):
             raise ConfigError(f"--engine_timeout must be a number of seconds, or 0, got {self.engine_timeout}")
 
