@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import ktransformers.engine.builder  # noqa: F401 - what it takes from others must not be a fake of a test here
 from ktransformers.cli import plan as plan_module
 from ktransformers.cli.options import ArgumentParser
 from ktransformers.cli.plan import add_parser, plan_config
