@@ -21,6 +21,7 @@ __all__ = [
     "DEFAULT_CHUNK_SIZE",
     "DEMO_MODEL_PATH",
     "EngineConfig",
+    "bundled_model",
     "check_threads",
     "cpu_name",
     "physical_cores",
@@ -47,6 +48,16 @@ ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 
 DEFAULT_CHUNK_SIZE = 512
 """Tokens of a prefill step on the CPU when nothing is said."""
+
+
+def bundled_model(advice: str) -> Path:
+    """The GGUF that comes with the package. Raises ConfigError when it is missing; advice: what to do then."""
+    found = sorted(DEMO_MODEL_PATH.glob("*.gguf"))
+    if not found:
+        raise ConfigError(
+            f"no model given and the bundled one is missing ({DEMO_MODEL_PATH} holds no *.gguf): {advice}"
+        )
+    return found[0]
 
 
 def cpu_name() -> str:

@@ -19,8 +19,8 @@ from ktransformers.config import (
     CPU_BF16S,
     CPU_PREFILLS,
     CPU_QUANT_TYPES,
-    DEMO_MODEL_PATH,
     EngineConfig,
+    bundled_model,
 )
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
@@ -196,13 +196,7 @@ def with_default_model(config: EngineConfig) -> EngineConfig:
     """`config`, or the bundled model when it names none."""
     if config.model_path is not None or config.gguf_path is not None:
         return config
-    found = sorted(DEMO_MODEL_PATH.glob("*.gguf"))
-    if not found:
-        raise ConfigError(
-            f"no model given and the bundled one is missing ({DEMO_MODEL_PATH} holds no *.gguf): "
-            "pass --model_path (a folder) or --gguf_path (a file or folder)"
-        )
-    return replace(config, gguf_path=found[0])
+    return replace(config, gguf_path=bundled_model("pass --model_path (a folder) or --gguf_path (a file or folder)"))
 
 
 _SAMPLING: tuple[tuple[str, type, str], ...] = (

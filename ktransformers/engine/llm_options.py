@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
+from ktransformers.config import EngineConfig, bundled_model
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import ModelFiles, locate_model
 
@@ -151,17 +151,7 @@ def _files(model: PathLike | None, gguf_path: PathLike | None, model_path: PathL
         return locate_model(model)
     folder = model if model_path is None else model_path  # LLM("folder", "weights.gguf")
     if folder is None and gguf_path is None:
-        return ModelFiles(gguf_path=_bundled())
+        return ModelFiles(gguf_path=bundled_model('name one, as in LLM("model.gguf")'))
     return ModelFiles(
         model_path=None if folder is None else Path(folder), gguf_path=None if gguf_path is None else Path(gguf_path)
     )
-
-
-def _bundled() -> Path:
-    found = sorted(DEMO_MODEL_PATH.glob("*.gguf"))
-    if not found:
-        raise ConfigError(
-            f"no model given and the bundled one is missing ({DEMO_MODEL_PATH} holds no *.gguf): "
-            'name one, as in LLM("model.gguf")'
-        )
-    return found[0]

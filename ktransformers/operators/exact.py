@@ -62,7 +62,7 @@ class NativeMathMode(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         if func in _ELEMENTWISE:
             return self._elementwise(func, *args, **kwargs)
-        if func in _TRANSCENDENTAL and args and not kwargs.get("out") and _is_plain(args[0]):
+        if func in _TRANSCENDENTAL and args and kwargs.get("out") is None and _is_plain(args[0]):
             return _in_whole_vectors(func, *args, **kwargs)
         return func(*args, **kwargs)
 

@@ -194,6 +194,7 @@ def check_calls(model: Any, calls: list[LayerCall], max_len: int) -> None:
 
     max_len: most positions of a sequence. Raises UnsupportedError that names the layer.
     """
+    compared = set[tuple[int, int]]()  # masks, which many layers share, and windows: one look is enough
     for index, (layer, call) in enumerate(zip(decoder_layers(model), calls, strict=True)):
         attention = getattr(layer, "self_attn", None)
         if len(call.attention) > 1:
@@ -202,7 +203,8 @@ def check_calls(model: Any, calls: list[LayerCall], max_len: int) -> None:
                 "keys and values would overwrite each other, so this model cannot run"
             )
         window = call.attention[0].window if call.attention else _window_of(attention)
-        if call.mask is not None:
+        if call.mask is not None and (id(call.mask), window) not in compared:
+            compared.add((id(call.mask), window))
             _check_mask(f"layer {index} ({type(layer).__name__})", call.mask, window, max_len)
 
 
