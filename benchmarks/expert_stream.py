@@ -23,10 +23,18 @@ from typing import Any
 import torch
 
 from ktransformers.config import physical_cores
-from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool, pack
-from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor, row_bytes, type_size
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool, pack
 from ktransformers.kernels.transfer.cuda import CudaDriver
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
+from ktransformers.kernels.types import (
+    ActivationSpec,
+    ExpertWeights,
+    PackedTensor,
+    QuantType,
+    RawTensor,
+    row_bytes,
+    type_size,
+)
 
 TARGET = 20.0  # microseconds
 

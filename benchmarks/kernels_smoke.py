@@ -19,19 +19,8 @@ import torch
 import torch.nn.functional as functional
 
 from ktransformers.config import cpu_name
-from ktransformers.kernels.native import (
-    NATIVE_TYPES,
-    ActivationSpec,
-    ExpertWeights,
-    Isa,
-    MoeKernel,
-    WorkerPool,
-    active_isa,
-    attention,
-    linear,
-    rms_norm,
-)
-from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes
+from ktransformers.kernels.cpu import NATIVE_TYPES, Isa, MoeKernel, WorkerPool, active_isa, attention, linear, rms_norm
+from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType, RawTensor, row_bytes
 
 Timing = dict[str, object]
 

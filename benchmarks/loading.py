@@ -37,8 +37,8 @@ from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.config import EngineConfig, cpu_name, physical_cores
 from ktransformers.engine import builder
-from ktransformers.kernels import native
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.weights import transcode
 from ktransformers.weights.mapped_file import map_file
 from ktransformers.weights.synthetic import random_blocks
@@ -150,7 +150,7 @@ def copy_speeds(path: Path, threads: int) -> dict[str, float]:
     """GB/s of a plain copy out of the file's map, to new memory and to the same memory again."""
     source = map_file(path).numpy()[:COPY_BYTES]
     pool = WorkerPool(1)
-    target = native.empty_bytes(source.size, pool).numpy()
+    target = cpu.empty_bytes(source.size, pool).numpy()
     pool.close()
     step = -(-source.size // threads)
 
@@ -172,9 +172,9 @@ def measure(path: Path, threads: int, runs: int, is_cold: bool) -> dict[str, Any
     seconds: Counter[str] = Counter()
     for owner, name, label in (
         (builder, "load_plan", "load"),
-        (native, "pack", "re-lay"),
-        (native, "pack_all", "re-lay"),
-        (native, "page_out", "page out"),
+        (cpu, "pack", "re-lay"),
+        (cpu, "pack_all", "re-lay"),
+        (cpu, "page_out", "page out"),
         (transcode.Transcoded, "_made", "transcode"),
     ):
         timed(owner, name, seconds, label)

@@ -22,8 +22,8 @@ import torch
 from ktransformers.config import cpu_name
 from ktransformers.core import SamplingParams
 from ktransformers.engine.sampler import RequestSampler, sample_batch
-from ktransformers.kernels.limits import read_bandwidth
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.limits import read_bandwidth
 
 CASES = {
     "greedy": SamplingParams(temperature=0.0, seed=0),

@@ -25,7 +25,8 @@ from transformers import PretrainedConfig
 
 from ktransformers.config import physical_cores
 from ktransformers.engine.prefill import PrefillStream, cuda_tools, open_prefill
-from ktransformers.kernels.native import ActivationSpec, MoeKernel, WorkerPool
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool
+from ktransformers.kernels.types import ActivationSpec
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.staging import HostExperts, StagingSize

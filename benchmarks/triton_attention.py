@@ -24,11 +24,12 @@ from torch import Tensor
 
 from ktransformers.kernels.triton import attention_launch as launch
 from ktransformers.kernels.triton.attention import attention, workspace_size
-from ktransformers.kernels.triton.elementwise import add_rms_norm, silu_mul
+from ktransformers.kernels.triton.elementwise import activate, add_rms_norm
 from ktransformers.kernels.triton.mla import mla_attention, mla_workspace_size
 from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.triton.router import RouterSpec, topk_router
 from ktransformers.kernels.triton.runtime import available, triton
+from ktransformers.kernels.types import ActivationSpec
 
 PAGE = 64
 MAX_LEN = 32768
@@ -296,7 +297,8 @@ def silu_figure(rows: int, width: int) -> Figure:
     sets = copies(nbytes)
     x = torch.randn(sets, rows, 2 * width, device="cuda", dtype=BF16)
     out = torch.empty(sets, rows, width, device="cuda", dtype=BF16)
-    us = graph_time([lambda i=i: silu_mul(x[i, :, :width], x[i, :, width:], out[i]) for i in range(sets)])
+    silu = ActivationSpec()
+    us = graph_time([lambda i=i: activate(silu, x[i, :, :width], x[i, :, width:], out[i]) for i in range(sets)])
     want = functional.silu(x[0, :, :width].float()) * x[0, :, width:].float()
     return Figure(
         "silu_mul", us, nbytes / us / 1e3, 0.0, relative_error(out[0], want), 0.0, {"rows": rows, "width": width}

@@ -18,13 +18,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.quant import QuantType, row_bytes
 from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.align import moe_align
 from ktransformers.kernels.triton.fp8 import Fp8Matrix, fp8_linear
 from ktransformers.kernels.triton.linear import Workspace, linear
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, block_rows, moe
 from ktransformers.kernels.triton.packing import Layout, packed_nbytes, repack
+from ktransformers.kernels.types import QuantType, row_bytes
 
 CACHE = 200 << 20  # bytes to walk through: more than any L2
 Row = dict[str, object]

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.native import ActivationSpec, ExpertWeight, ExpertWeights, MoeKernel, WorkerPool
-from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, RawTensor
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool
+from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, Fp8Matrix, PackedTensor, RawTensor
 from ktransformers.operators.linear.relaid import relaid_experts
 
 __all__ = ["relative_errors", "with_wish"]

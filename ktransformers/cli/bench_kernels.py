@@ -21,10 +21,12 @@ from ktransformers.cli.bench_kt_kernel import kt_kernel_peer
 from ktransformers.cli.bench_llama import llama_peer
 from ktransformers.cli.bench_peer import PeerProcess, is_missing
 from ktransformers.config import cpu_name
-from ktransformers.kernels import limits
-from ktransformers.kernels.native import ActivationSpec, ExpertWeight, ExpertWeights, MoeKernel, WorkerPool
-from ktransformers.kernels.quant import (
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool, limits
+from ktransformers.kernels.types import (
     FP8_BLOCK,
+    ActivationSpec,
+    ExpertWeight,
+    ExpertWeights,
     Fp8Matrix,
     OwnType,
     QuantType,

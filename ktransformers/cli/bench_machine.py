@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ktransformers.config import cpu_name, physical_cores
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.optimize.machine import detect_machine
 
 __all__ = ["VideoMemory", "describe_machine", "ram_peak", "reset_ram_peak", "reset_vram_peak", "vram_peak"]

@@ -203,7 +203,7 @@ def _load(opened: OpenedModel, max_batch_size: int, expert_stats: ExpertStats) -
     from ktransformers.cli.bench_machine import describe_machine, ram_peak
     from ktransformers.cli.loading import loading_bar
     from ktransformers.engine.builder import build_paged_engine
-    from ktransformers.kernels import limits
+    from ktransformers.kernels.cpu import limits
 
     began = time.perf_counter()
     with loading_bar(sys.stderr) as progress:

@@ -36,13 +36,13 @@ def _grouped(names: list[str]) -> str:
 
 def describe_machine(use_cuda: bool | None) -> str:
     """What a model can run on here, in one line: "No GPU found, 2 cores, AVX-512". use_cuda: EngineConfig's."""
-    from ktransformers.kernels import native
+    from ktransformers.kernels import cpu
 
     gpus = _gpus()
     gpu = _grouped(gpus) if gpus else "No GPU found"
     if gpus and use_cuda is False:
         gpu += " (not used: --no_use_cuda)"
-    cores, tier = physical_cores(), native.active_isa().value
+    cores, tier = physical_cores(), cpu.active_isa().value
     return f"{gpu}, {cores} core{'s' * (cores > 1)}, {_TIERS.get(tier, tier)}"
 
 

@@ -130,9 +130,9 @@ def native_extension(package: Path = PACKAGE) -> Iterable[Finding]:
 
 def instruction_set(environ: Mapping[str, str] = os.environ) -> Iterable[Finding]:
     """What kernels run on, and whether a variable keeps them from better."""
-    from ktransformers.kernels import native
+    from ktransformers.kernels import cpu
 
-    known, forced = native.available_isas(), environ.get("KTRANSFORMERS_ISA", "")
+    known, forced = cpu.available_isas(), environ.get("KTRANSFORMERS_ISA", "")
     names = ", ".join(isa.value for isa in known)
     if forced and forced not in {isa.value for isa in known}:
         yield problem("instruction set", f"KTRANSFORMERS_ISA={forced}; this machine has {names}",
@@ -147,7 +147,7 @@ def instruction_set(environ: Mapping[str, str] = os.environ) -> Iterable[Finding
         yield warning("instruction set", "scalar: no SIMD unit that kernels know, so everything is slow",
                       "use a processor with AVX2")  # fmt: skip
         return
-    bf16 = "with" if native.has_bf16(known[-1]) else "without"
+    bf16 = "with" if cpu.has_bf16(known[-1]) else "without"
     yield ok("instruction set", f"{best}, {bf16} products of bf16 (--cpu_prefill); of {names}")
 
 

@@ -20,7 +20,7 @@ __all__ = ["OTHER_VARIABLES", "PREFIX", "Setting", "as_yaml", "from_environment"
 PREFIX = "KTRANSFORMERS_"
 
 OTHER_VARIABLES = frozenset({"KTRANSFORMERS_ISA"})
-"""Variables with the prefix that are not flags: kernels/native_base.py reads this one, in every process."""
+"""Variables with the prefix that are not flags: kernels/cpu/base.py reads this one, in every process."""
 
 _KUBERNETES = re.compile(rf"{PREFIX}(SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+)")
 """Variables that Kubernetes gives every container beside a service called ktransformers; PORT=tcp://... is another."""

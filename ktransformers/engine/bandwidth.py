@@ -21,8 +21,7 @@ import torch
 from ktransformers.config import cpu_name, user_cache_dir
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.errors import KTransformersError
-from ktransformers.kernels import limits
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool, limits
 
 __all__ = ["BandwidthFile", "bandwidths", "measure_gpu", "measure_ram"]
 

@@ -38,7 +38,7 @@ from ktransformers.engine.self_check import check_model
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.compiling import compiles, loading, rehearsal
 from ktransformers.operators.attention.rope import KRotaryEmbedding, settle_rotations
 from ktransformers.operators.base import ExpertStats

@@ -11,7 +11,7 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.cache.static import StaticCache
 from ktransformers.core import Phase
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.scheduler.records import Row
 

@@ -18,7 +18,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.graphs import DecodeGraphs, DecodeInputs, GraphBackend, StaticInputs, decode_batch_sizes
 from ktransformers.engine.layout import StepLayout
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan

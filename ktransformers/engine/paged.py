@@ -19,7 +19,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.errors import KTransformersError
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.scheduler.records import PromptLogprobs, Row, RowResult, SequenceStart, StepPlan, StepResult
 

@@ -18,8 +18,8 @@ from ktransformers.engine.graphs import CudaGraphs, GraphBackend
 from ktransformers.engine.opened import OpenedModel, longest_sequence
 from ktransformers.engine.prefill import PrefillTools, cuda_tools
 from ktransformers.engine.skeleton import cache_shapes
-from ktransformers.kernels.native import WorkerPool
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import ExpertStats, OperatorConfig

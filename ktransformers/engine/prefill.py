@@ -14,11 +14,11 @@ import torch
 
 from ktransformers.config import cpu_name
 from ktransformers.errors import KernelError
-from ktransformers.kernels.native import MoeKernel, WorkerPool
-from ktransformers.kernels.quant import PackedTensor
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.copies import CopyQueue, CudaCopies, PinnedRanges
 from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
+from ktransformers.kernels.types import PackedTensor
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.rates import RatesFile, calibrate

@@ -23,8 +23,7 @@ from ktransformers.engine.session import Session
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels import reference
-from ktransformers.kernels.native import ExpertWeight
-from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, RawTensor
+from ktransformers.kernels.types import ExpertWeight, Fp8Matrix, PackedTensor, RawTensor
 from ktransformers.operators.experts.routed import read_layout
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.tied import TiedSource, tied_names

@@ -14,7 +14,7 @@ from ktransformers.engine.context import static_context
 from ktransformers.engine.decode import DecodeSteps, StepInputs
 from ktransformers.engine.layout import StepLayout
 from ktransformers.errors import ConfigError, ContextLengthError
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import CPU
 from ktransformers.operators.exact import NativeMathMode, modules_on_torch

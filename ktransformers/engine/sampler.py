@@ -35,8 +35,7 @@ import torch
 
 from ktransformers.core import SamplingParams, TokenLogprobs
 from ktransformers.errors import ConfigError, KTransformersError
-from ktransformers.kernels import sampling
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool, sampling
 
 __all__ = [
     "RequestSampler",

@@ -33,7 +33,7 @@ from ktransformers.engine.runner import ModelRunner
 from ktransformers.engine.taps import Taps, Trace, model_layers, tapped, watched
 from ktransformers.engine.twin import StoredWeights, build_twin, routed_experts
 from ktransformers.errors import KTransformersError, UnsupportedError
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.registry import is_tested
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.layers.cpu import FusedLayer

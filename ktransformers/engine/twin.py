@@ -20,9 +20,19 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ktransformers.engine.skeleton import restore_buffers
-from ktransformers.kernels import native
-from ktransformers.kernels.native import ExpertWeight, ExpertWeights, WorkerPool
-from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, block_size
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.types import (
+    FP8_BLOCK,
+    ExpertWeight,
+    ExpertWeights,
+    Fp8Matrix,
+    OwnType,
+    QuantType,
+    RawTensor,
+    WeightType,
+    block_size,
+)
 from ktransformers.operators.experts.routed import KTransformersExperts, read_layout
 from ktransformers.operators.experts.router import KMoEGate
 from ktransformers.operators.wrapper import WrapperOperator
@@ -189,7 +199,7 @@ class StoredWeights(TorchFunctionMode):
         if input.numel() // input.shape[-1] * weight.numel() < _LARGE or weight.dim() != 2:
             return functional.linear(input, weight, bias)
         rows = input.reshape(-1, input.shape[-1]).contiguous()
-        out = native.linear(rows, RawTensor.from_tensor(weight), self._pool, bias=bias)
+        out = cpu.linear(rows, RawTensor.from_tensor(weight), self._pool, bias=bias)
         return out.view(*input.shape[:-1], weight.shape[0])
 
     def _pieces(self, name: str, shape: torch.Size) -> Iterator[torch.Tensor]:
@@ -203,14 +213,14 @@ class StoredWeights(TorchFunctionMode):
 
     def _numbers(self, raw: RawTensor, name: str) -> torch.Tensor:
         """A matrix in fp32."""
-        if raw.qtype not in native.NATIVE_TYPES:
+        if raw.qtype not in cpu.NATIVE_TYPES:
             return dequantize(raw, name)
-        return native.dequantize_rows(raw, torch.arange(raw.rows), self._pool)
+        return cpu.dequantize_rows(raw, torch.arange(raw.rows), self._pool)
 
     def _embedding(self, ids: torch.Tensor, name: str, weight: torch.Tensor) -> torch.Tensor:
         if weight.numel() <= _PIECE:
             return functional.embedding(ids, self._dense(weight))
-        rows = native.dequantize_rows(self._source.tensor(name), ids.reshape(-1).contiguous(), self._pool)
+        rows = cpu.dequantize_rows(self._source.tensor(name), ids.reshape(-1).contiguous(), self._pool)
         return rows.view(*ids.shape, weight.shape[-1])
 
     # -- routed experts

@@ -17,7 +17,7 @@ import torch.nn.functional as functional
 from gguf import quants
 from torch import Tensor
 
-from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, QuantType, RawTensor
+from ktransformers.kernels.types import FP8_BLOCK, Fp8Matrix, QuantType, RawTensor
 
 __all__ = [
     "attention",
@@ -73,7 +73,7 @@ def moe(
     up: list[RawTensor],
     down: list[RawTensor],
 ) -> Tensor:
-    """SiLU experts without biases, one token and one expert at a time. Shapes as in `native.MoeKernel.forward`."""
+    """SiLU experts without biases, one token and one expert at a time. Shapes as in `cpu.MoeKernel.forward`."""
     out = torch.zeros_like(x)
     for token in range(x.shape[0]):
         for slot in range(topk_ids.shape[1]):
@@ -101,7 +101,7 @@ def attention(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """One row at a time, in fp64. Arguments as in `native.attention`."""
+    """One row at a time, in fp64. Arguments as in `cpu.attention`."""
     heads, kv_heads = q.shape[1], v_cache.shape[1]
     out = torch.zeros(q.shape[0], heads, v_cache.shape[2])
     for row in range(q.shape[0]):

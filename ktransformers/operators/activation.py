@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from ktransformers.core import Phase
-from ktransformers.kernels import native
-from ktransformers.kernels.native import Activation, ActivationSpec
+from ktransformers.kernels import cpu
 from ktransformers.kernels.triton import elementwise
+from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import Device, give_back, use
 from ktransformers.operators.wrapper import WrapperOperator
@@ -71,9 +71,9 @@ def first_equal(
     return None
 
 
-def sigmoid(x: torch.Tensor, pool: native.WorkerPool) -> torch.Tensor:
+def sigmoid(x: torch.Tensor, pool: cpu.WorkerPool) -> torch.Tensor:
     """Logistic function of fp32 x of any shape, independent of an element's place."""
-    return native.activate(ActivationSpec(Activation.SIGMOID), None, x.contiguous(), pool)
+    return cpu.activate(ActivationSpec(Activation.SIGMOID), None, x.contiguous(), pool)
 
 
 def activate(
@@ -81,13 +81,13 @@ def activate(
     gate: torch.Tensor | None,
     up: torch.Tensor,
     device: Device,
-    pool: native.WorkerPool | None,
+    pool: cpu.WorkerPool | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """act(gate) * up, or act(up), of any shape [..., I], on `device`; `out` may be gate. The pool is for the CPU."""
     if not device.is_gpu:
         assert pool is not None, "built for planning only"
-        return native.activate(spec, None if gate is None else gate.contiguous(), up.contiguous(), pool, out=out)
+        return cpu.activate(spec, None if gate is None else gate.contiguous(), up.contiguous(), pool, out=out)
     use(device.torch_device)
     width = up.shape[-1]
     rows = None if gate is None else gate.reshape(-1, width)

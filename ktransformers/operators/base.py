@@ -17,8 +17,8 @@ from torch import nn
 
 from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.core import Phase
-from ktransformers.kernels.native import WorkerPool
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import Device, Devices
 from ktransformers.weights.source import TensorInfo, WeightSource
 

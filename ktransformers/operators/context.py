@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ktransformers.core import Phase
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 
 __all__ = ["ForwardContext", "LayerCache"]
 

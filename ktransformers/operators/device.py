@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
 from ktransformers.kernels.triton import runtime

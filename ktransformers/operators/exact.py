@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ktransformers.kernels import native
-from ktransformers.kernels.native import Activation, ActivationSpec
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels import cpu
+from ktransformers.kernels.types import Activation, ActivationSpec, QuantType, RawTensor
 from ktransformers.operators.activation import recognize_activation
 from ktransformers.operators.base import Operator
 
@@ -50,7 +49,7 @@ class NativeMathMode(TorchFunctionMode):
     """While active, linear, sigmoid, silu and gelu of torch on fp32 CPU tensors run on native kernels; exponentials and
     their kin are computed in whole vectors."""
 
-    def __init__(self, pool: native.WorkerPool):
+    def __init__(self, pool: cpu.WorkerPool):
         super().__init__()
         self.pool = pool
 
@@ -71,7 +70,7 @@ class NativeMathMode(TorchFunctionMode):
             return functional.linear(input, weight, bias)
         raw = RawTensor.from_tensor(weight.detach().contiguous())
         assert raw.qtype is QuantType.F32
-        out = native.linear(input.reshape(-1, input.shape[-1]).contiguous(), raw, self.pool, bias=bias)
+        out = cpu.linear(input.reshape(-1, input.shape[-1]).contiguous(), raw, self.pool, bias=bias)
         return out.view(*input.shape[:-1], weight.shape[0])
 
     def _elementwise(self, func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +80,7 @@ class NativeMathMode(TorchFunctionMode):
         out = kwargs.get("inplace", False) or kwargs.get("out") is not None or args
         if out or not _is_plain(input):
             return func(input, *args, **kwargs)
-        return native.activate(ActivationSpec(kind), None, input.contiguous(), self.pool)
+        return cpu.activate(ActivationSpec(kind), None, input.contiguous(), self.pool)
 
 
 def _in_whole_vectors(func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

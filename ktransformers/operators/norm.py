@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ktransformers.core import Phase
-from ktransformers.kernels import native
+from ktransformers.kernels import cpu
 from ktransformers.kernels.triton import elementwise
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import give_back
@@ -100,5 +100,5 @@ class KRMSNorm(WrapperOperator):
         elif self.device.is_gpu:
             normed = elementwise.rms_norm(rows, self.weight, self.eps).view(x.shape)
         else:
-            normed = native.rms_norm(rows.contiguous(), self.weight, self.eps, self.config.require_pool()).view(x.shape)
+            normed = cpu.rms_norm(rows.contiguous(), self.weight, self.eps, self.config.require_pool()).view(x.shape)
         return give_back(normed, hidden_states)

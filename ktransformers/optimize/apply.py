@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ktransformers.errors import TensorMismatchError
-from ktransformers.kernels.pages import trim_heap
+from ktransformers.kernels.cpu.pages import trim_heap
 from ktransformers.operators.base import Operator, expect_shape
 from ktransformers.operators.wrapper import DenseState
 from ktransformers.optimize.plan import Plan, PlanEntry

@@ -15,7 +15,7 @@ from torch import nn
 
 from ktransformers.core import Phase, format_bytes
 from ktransformers.errors import CapacityError, ConfigError, RuleError, TensorMismatchError, UnsupportedError
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.types import QuantType
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements
 from ktransformers.operators.device import Devices
 from ktransformers.operators.linear.linear import KTransformersLinear

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor
+from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
 __all__ = ["TiedSource", "tied_names"]

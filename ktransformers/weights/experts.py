@@ -19,7 +19,7 @@ import torch
 
 from ktransformers.config import physical_cores
 from ktransformers.errors import TensorMismatchError, UnsupportedError
-from ktransformers.kernels.quant import (
+from ktransformers.kernels.types import (
     FP8_BLOCK,
     Fp8Matrix,
     OwnType,

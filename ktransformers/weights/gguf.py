@@ -27,7 +27,7 @@ from gguf import GGML_QUANT_SIZES
 
 from ktransformers.errors import FormatError
 from ktransformers.file_kinds import HEAD_BYTES, incomplete, not_weights, size_of
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.weights.mapped_file import map_file
 
 __all__ = ["GGUFFile", "GGUFModel", "GGUFTensor", "MetadataValue", "open_gguf", "shown"]

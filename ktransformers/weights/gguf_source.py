@@ -12,9 +12,8 @@ import torch
 from transformers import PretrainedConfig
 
 from ktransformers.errors import TensorMismatchError
-from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.pages import page_out
-from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor, row_bytes
+from ktransformers.kernels.cpu.pages import page_out
+from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, row_bytes
 from ktransformers.weights.experts import RawMatrix, check_expert_shape, expert_info, load_matrices
 from ktransformers.weights.gguf import GGUFModel
 from ktransformers.weights.names import Change, GGUFNames, Stored, ignorable_gguf

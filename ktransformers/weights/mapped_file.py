@@ -11,7 +11,7 @@ import torch
 
 from ktransformers.errors import FormatError
 from ktransformers.file_kinds import check_is_file, wrong_start
-from ktransformers.kernels.pages import note_mapping
+from ktransformers.kernels.cpu.pages import note_mapping
 
 __all__ = ["map_file", "typed_view"]
 

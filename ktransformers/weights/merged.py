@@ -14,7 +14,7 @@ import math
 from transformers import PretrainedConfig
 
 from ktransformers.errors import TensorMismatchError, UnsupportedError
-from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes
+from ktransformers.kernels.types import QuantType, RawTensor, row_bytes
 from ktransformers.weights.checkpoint_names import Origin
 from ktransformers.weights.experts import RawMatrix, check_expert_shape
 from ktransformers.weights.names import GGUFNames

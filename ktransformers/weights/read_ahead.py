@@ -9,7 +9,7 @@ from typing import Self
 
 from torch import Tensor
 
-from ktransformers.kernels.pages import read_ahead
+from ktransformers.kernels.cpu.pages import read_ahead
 
 __all__ = ["ReadAhead"]
 

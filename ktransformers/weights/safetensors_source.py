@@ -12,8 +12,16 @@ import torch
 from transformers import PretrainedConfig
 
 from ktransformers.errors import TensorMismatchError, UnsupportedError
-from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, row_bytes
+from ktransformers.kernels.types import (
+    FP8_BLOCK,
+    ExpertWeights,
+    Fp8Matrix,
+    OwnType,
+    QuantType,
+    RawTensor,
+    WeightType,
+    row_bytes,
+)
 from ktransformers.weights.checkpoint_names import CheckpointNames, Origin
 from ktransformers.weights.experts import (
     BlockScaledMatrix,

@@ -13,8 +13,7 @@ from typing import Protocol
 
 import torch
 
-from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
+from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
 
 __all__ = ["ExpertsInfo", "ExpertsLayout", "TensorInfo", "WeightSource"]
 

@@ -25,8 +25,7 @@ from transformers import PretrainedConfig
 
 from ktransformers.config import physical_cores
 from ktransformers.errors import TensorMismatchError
-from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor, block_size, row_bytes, type_size
+from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes, type_size
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 from ktransformers.weights.transcode import dequantize
 

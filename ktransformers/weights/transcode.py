@@ -27,10 +27,10 @@ import torch
 
 from ktransformers.config import physical_cores
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.native import NATIVE_TYPES
-from ktransformers.kernels.packing import transcode_blocks
-from ktransformers.kernels.pages import advise_huge_pages, page_out
-from ktransformers.kernels.quant import QuantType, RawTensor, block_size, row_bytes, type_size
+from ktransformers.kernels.cpu import NATIVE_TYPES
+from ktransformers.kernels.cpu.packing import transcode_blocks
+from ktransformers.kernels.cpu.pages import advise_huge_pages, page_out
+from ktransformers.kernels.types import QuantType, RawTensor, block_size, row_bytes, type_size
 from ktransformers.weights.mapped_file import typed_view
 
 __all__ = ["Transcoded", "dequantize", "resident_type", "transcode"]

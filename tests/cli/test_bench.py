@@ -20,7 +20,8 @@ from ktransformers.cli.bench_model import Figure, Weights, best_of, weights_of
 from ktransformers.cli.bench_peer import PeerProcess, is_missing
 from ktransformers.cli.bench_work import ModelWork
 from ktransformers.config import DEMO_MODEL_PATH
-from ktransformers.kernels import native, native_base
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import base
 from ktransformers.weights.gguf import open_gguf
 
 TINY = ["--threads", "1", "--experts", "4", "--top_k", "2", "--hidden", "256", "--width", "256", "--layers", "1"]
@@ -94,8 +95,8 @@ def test_kernels_without_a_peer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kernels_in_bf16(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (native, native_base):
-        monkeypatch.setattr(module, "active_isa", lambda: native.Isa.AVX512_BF16_EMULATED)
+    for module in (cpu, base):
+        monkeypatch.setattr(module, "active_isa", lambda: cpu.Isa.AVX512_BF16_EMULATED)
     assert main(["bench", "kernels", *TINY, "--types", "q4_k_m,bf16", "--cpu_prefill", "bf16"]) == 0
     record = last_json(capsys.readouterr().out)
     assert all(row["bf16_us"] > 0 for row in record["rows"])

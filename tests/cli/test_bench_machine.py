@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ktransformers.cli import bench_machine
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 
 
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[int]:

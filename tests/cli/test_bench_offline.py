@@ -16,7 +16,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import plan_model
 from ktransformers.engine.opened import open_synthetic
 from ktransformers.errors import ConfigError
-from ktransformers.kernels import limits
+from ktransformers.kernels.cpu import limits
 from ktransformers.models import synthetic_shapes
 from ktransformers.models.synthetic_shapes import Shape
 from ktransformers.optimize.machine import Machine

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ktransformers.cli.chat_greeting import describe_machine, describe_model
-from ktransformers.kernels.native import Isa
+from ktransformers.kernels.cpu import Isa
 
 from .fake_chat import load_fakes, reply
 
@@ -34,7 +34,7 @@ def test_the_machine(
     monkeypatch.setattr(
         "torch.cuda.get_device_properties", lambda index: SimpleNamespace(name=gpus[index], total_memory=140 << 30)
     )
-    monkeypatch.setattr("ktransformers.kernels.native.active_isa", lambda: isa)
+    monkeypatch.setattr("ktransformers.kernels.cpu.active_isa", lambda: isa)
     monkeypatch.setattr("ktransformers.cli.chat_greeting.physical_cores", lambda: cores)
     assert describe_machine(use_cuda) == line
 

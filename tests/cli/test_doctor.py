@@ -121,15 +121,15 @@ def test_native_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktransformers.kernels.native import Isa
+    from ktransformers.kernels.cpu import Isa
 
-    monkeypatch.setattr("ktransformers.kernels.native.available_isas", lambda: (Isa.SCALAR, Isa.AVX2))
+    monkeypatch.setattr("ktransformers.kernels.cpu.available_isas", lambda: (Isa.SCALAR, Isa.AVX2))
     assert only(software.instruction_set({})).text.startswith("avx2, without products of bf16")
     assert only(software.instruction_set({"KTRANSFORMERS_ISA": "avx2"})).level is Level.OK
     lower = only(software.instruction_set({"KTRANSFORMERS_ISA": "scalar"}))
     assert (lower.level, lower.remedy) == (Level.WARNING, "unset KTRANSFORMERS_ISA")
     assert only(software.instruction_set({"KTRANSFORMERS_ISA": "amx"})).level is Level.PROBLEM
-    monkeypatch.setattr("ktransformers.kernels.native.available_isas", lambda: (Isa.SCALAR,))
+    monkeypatch.setattr("ktransformers.kernels.cpu.available_isas", lambda: (Isa.SCALAR,))
     assert only(software.instruction_set({})).level is Level.WARNING
 
 

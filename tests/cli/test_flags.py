@@ -16,7 +16,7 @@ from ktransformers.cli.parser import leaves
 from ktransformers.cli.serve import server_parser
 from ktransformers.cli.settings import OTHER_VARIABLES, SECRETS
 from ktransformers.errors import ConfigError
-from ktransformers.kernels import native_base
+from ktransformers.kernels.cpu import base
 
 COMMANDS = [parser.prog.split()[1:] for parser in leaves(build_parser())]
 
@@ -253,7 +253,7 @@ def test_exclusive_flags_are_one_choice(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_no_flag_has_the_name_of_another_variable() -> None:
-    assert native_base.ISA_VARIABLE in OTHER_VARIABLES
+    assert base.ISA_VARIABLE in OTHER_VARIABLES
     flags = {f"KTRANSFORMERS_{name.upper()}" for parser in leaves(build_parser()) for name in parser.settings()}
     assert not flags & OTHER_VARIABLES
 

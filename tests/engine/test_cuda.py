@@ -16,7 +16,7 @@ from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import Engine, Hardware, build_engine, build_paged_engine
 from ktransformers.engine.llm import LLM, RequestOutput
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine

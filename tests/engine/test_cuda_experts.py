@@ -14,7 +14,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine import prefill as prefill_module
 from ktransformers.engine.builder import Hardware, build_engine
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import cuda_memory
 from ktransformers.operators.experts.split import CpuRate, PrefillRates

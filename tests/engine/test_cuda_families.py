@@ -17,7 +17,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Hardware, build_engine, plan_model
 from ktransformers.errors import CapacityError
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine

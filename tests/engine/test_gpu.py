@@ -17,7 +17,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import CAPTURING, SamplingParams
 from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
 from ktransformers.errors import CapacityError, ConfigError, RuleError, UnsupportedError
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan

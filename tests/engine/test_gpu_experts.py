@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from ktransformers.config import EngineConfig
 from ktransformers.engine import prefill as prefill_module
 from ktransformers.engine.builder import Engine, build_engine
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill

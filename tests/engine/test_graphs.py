@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ktransformers.engine.graphs import DecodeGraphs, DecodeInputs, StaticInputs, decode_batch_sizes
-from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
-from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
+from ktransformers.kernels.types import ActivationSpec, ExpertWeights, RawTensor
 from tests.support.fake_stream import FakeDriver
 
 VOCAB, PAGES, PAGE = 16, 6, 4

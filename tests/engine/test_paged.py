@@ -24,7 +24,7 @@ from ktransformers.engine.runner import ModelRunner
 from ktransformers.engine.sampler import RequestSampler, sample_batch
 from ktransformers.engine.session import Session
 from ktransformers.errors import CapacityError, KTransformersError
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.types import QuantType
 from ktransformers.operators.context import ForwardContext
 from tests.engine.paged_loop import PagedLoop, scheduler_config
 from tests.support.gguf_writer import write_gguf

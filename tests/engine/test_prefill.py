@@ -20,7 +20,7 @@ from ktransformers.engine import prefill as module
 from ktransformers.engine.builder import Engine, Hardware, build_engine, build_paged_engine, plan_model
 from ktransformers.engine.prefill import PrefillTools
 from ktransformers.errors import KernelError
-from ktransformers.kernels.native import MoeKernel
+from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.split import CpuRate, PrefillRates

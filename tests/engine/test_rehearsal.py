@@ -21,8 +21,8 @@ from ktransformers.engine import builder
 from ktransformers.engine import prefill as prefill_module
 from ktransformers.engine.builder import Hardware, PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.rehearsal import Extent, row_counts
-from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton.compiling import Compiled, rehearsal, watch_launches
+from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.split import CpuRate, PrefillRates

@@ -15,8 +15,8 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, Top
 from ktransformers.core import SamplingParams
 from ktransformers.engine.sampler import RequestSampler, draw_seed, sample_batch, sample_each, token_logprobs
 from ktransformers.errors import ConfigError, KTransformersError
-from ktransformers.kernels.native import WorkerPool
-from ktransformers.kernels.sampling import sample_rows, uniforms
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.sampling import sample_rows, uniforms
 
 
 def test_uniforms_depend_on_seed_and_position_only() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ktransformers.kernels.native import WorkerPool, available_isas
-from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
+from ktransformers.kernels.cpu import WorkerPool, available_isas
+from ktransformers.kernels.types import QuantType, RawTensor, row_bytes, type_size
 
 MakeWeight = Callable[..., RawTensor]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.native import attention
+from ktransformers.kernels.cpu import attention
 
 PAGE = 16
 

@@ -8,18 +8,28 @@ import numpy as np
 import pytest
 import torch
 
-from ktransformers.kernels import native, reference
-from ktransformers.kernels.layer import GatedMlp, LayerBuffers, MlpLayer, Norm
-from ktransformers.kernels.native import ActivationSpec, ExpertWeights, Isa, MoeKernel, WorkerPool
-from ktransformers.kernels.native_base import extension
-from ktransformers.kernels.packing import can_pack
-from ktransformers.kernels.quant import Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor, WeightType
-from ktransformers.kernels.topology import ThreadPlace
+from ktransformers.kernels import cpu, reference
+from ktransformers.kernels.cpu import Isa, MoeKernel, WorkerPool
+from ktransformers.kernels.cpu.layer import GatedMlp, LayerBuffers, MlpLayer, Norm
+from ktransformers.kernels.cpu.packing import can_pack
+from ktransformers.kernels.cpu.topology import ThreadPlace
+from ktransformers.kernels.extension import extension
+from ktransformers.kernels.types import (
+    Activation,
+    ActivationSpec,
+    ExpertWeights,
+    Fp8Matrix,
+    OwnType,
+    PackedTensor,
+    QuantType,
+    RawTensor,
+    WeightType,
+)
 
 EMULATED = (Isa.AVX512_BF16_EMULATED, Isa.AMX_EMULATED)
-TIERS = (*(isa for isa in native.available_isas() if isa in (Isa.AVX512_BF16, Isa.AMX)), *EMULATED)
+TIERS = (*(isa for isa in cpu.available_isas() if isa in (Isa.AVX512_BF16, Isa.AMX)), *EMULATED)
 TILE_TIERS = tuple(isa for isa in TIERS if isa in (Isa.AMX, Isa.AMX_EMULATED))
-QUANTIZED: tuple[WeightType, ...] = (*sorted(native.PACKED_TYPES), OwnType.F8_E4M3)
+QUANTIZED: tuple[WeightType, ...] = (*sorted(cpu.PACKED_TYPES), OwnType.F8_E4M3)
 HALF_ULP = 2.0**-8  # largest relative error of rounding to bf16
 CUT = 2.0**-7 * 2 / 3  # and of unpacked weights, which are enlarged by 1 / 384 and cut
 ROUND = 2.0**-24  # and of one fp32 operation
@@ -50,7 +60,7 @@ def quantized_weight(make_weight, qtype: WeightType, rows: int, cols: int, seed:
 
 
 def pack_wanting(weight: RawTensor | Fp8Matrix, pool: WorkerPool, wants_bf16: bool = True) -> PackedTensor:
-    packed = native.pack_fp8(weight, pool) if isinstance(weight, Fp8Matrix) else native.pack(weight, pool)
+    packed = cpu.pack_fp8(weight, pool) if isinstance(weight, Fp8Matrix) else cpu.pack(weight, pool)
     return dataclasses.replace(packed, wants_bf16=wants_bf16)
 
 
@@ -67,12 +77,12 @@ def largest_of(weight: torch.Tensor) -> torch.Tensor:
 def test_bf16_linear_is_near_fp64(isa: Isa, rows: int, cols: int) -> None:
     pool = WorkerPool(2, isa)
     weight = bf16_weight(rows, cols)
-    packed = native.pack(weight, pool)
+    packed = cpu.pack(weight, pool)
     assert packed.nbytes == -(-rows // 16) * 16 * cols * 2
     wide = reference.dequantize(weight).double()
     for tokens in (1, 3, 16, 17, 33, 130):
         x = random_rows(tokens, cols)
-        error = (native.linear(x, packed, pool).double() - x.double() @ wide.T).abs()
+        error = (cpu.linear(x, packed, pool).double() - x.double() @ wide.T).abs()
         bound = (HALF_ULP + 1.01 * roundings(isa, cols) * ROUND) * (x.double().abs() @ wide.abs().T)
         assert (error <= bound + 2.0**-100).all(), tokens
     pool.close()
@@ -83,11 +93,11 @@ def test_a_row_is_the_same_in_every_step_and_split(isa: Isa) -> None:
     weight, bias = bf16_weight(70, 1056), torch.randn(70, generator=torch.Generator().manual_seed(3))
     x = random_rows(140, 1056)
     single = WorkerPool(1, isa)
-    want = native.linear(x, native.pack(weight, single), single, bias)
+    want = cpu.linear(x, cpu.pack(weight, single), single, bias)
     for pool in (single, WorkerPool(3, isa)):
-        packed = native.pack(weight, pool)
+        packed = cpu.pack(weight, pool)
         for tokens in (1, 2, 5, 6, 7, 15, 16, 17, 31, 32, 33, 48, 64, 129):
-            assert torch.equal(native.linear(x[-tokens:].contiguous(), packed, pool, bias), want[-tokens:]), tokens
+            assert torch.equal(cpu.linear(x[-tokens:].contiguous(), packed, pool, bias), want[-tokens:]), tokens
         pool.close()
 
 
@@ -115,7 +125,7 @@ def test_tiles_round_as_their_definition_says(isa: Isa) -> None:
     )
     x, w = x.to(torch.bfloat16).float(), w.to(torch.bfloat16).float()
     pool = WorkerPool(1, isa)
-    out = native.linear(x, native.pack(RawTensor.from_tensor(w.to(torch.bfloat16)), pool), pool)
+    out = cpu.linear(x, cpu.pack(RawTensor.from_tensor(w.to(torch.bfloat16)), pool), pool)
     pool.close()
     assert np.array_equal(out.numpy(), tile_oracle(x.numpy(), w.numpy()))
     assert not torch.equal(out, (x.double() @ w.double().T).float())  # rounding took part
@@ -126,11 +136,11 @@ def test_subnormals_count_as_zeros_and_nan_and_infinity_show(isa: Isa) -> None:
     pool = WorkerPool(1, isa)
     values = torch.zeros(16, 64)
     values[0, 0], values[1, 1], values[2, 2] = 1e-39, 2.0**-70, 1.0
-    packed = native.pack(RawTensor.from_tensor(values.to(torch.bfloat16)), pool)
+    packed = cpu.pack(RawTensor.from_tensor(values.to(torch.bfloat16)), pool)
     x = torch.zeros(4, 64)
     x[0, :3] = torch.tensor([2.0**100, 2.0**-70, 1e-39])  # subnormal weight, product and activation
     x[1, 2], x[2, 2], x[3, 2] = torch.inf, torch.nan, 2.5
-    out = native.linear(x, packed, pool)
+    out = cpu.linear(x, packed, pool)
     pool.close()
     assert out[0].eq(0).all()
     assert out[1, 2] == torch.inf
@@ -141,7 +151,7 @@ def test_subnormals_count_as_zeros_and_nan_and_infinity_show(isa: Isa) -> None:
 @pytest.mark.parametrize("isa", TIERS)
 def test_activations_round_to_nearest_even(isa: Isa) -> None:
     pool = WorkerPool(1, isa)
-    packed = native.pack(RawTensor.from_tensor(torch.eye(32).to(torch.bfloat16)), pool)
+    packed = cpu.pack(RawTensor.from_tensor(torch.eye(32).to(torch.bfloat16)), pool)
     bits = torch.randint(-(2**31), 2**31 - 1, (64, 32), generator=torch.Generator().manual_seed(2)).to(torch.int32)
     bits[:, ::2] &= ~0x7FFF  # ties
     exponent = (bits >> 23) & 0xFF
@@ -150,7 +160,7 @@ def test_activations_round_to_nearest_even(isa: Isa) -> None:
         for column in (0, 1, 30, 31):
             one = torch.zeros(1, 32)
             one[0, column] = x[row, column]
-            assert native.linear(one, packed, pool)[0, column] == x[row, column].to(torch.bfloat16).float()
+            assert cpu.linear(one, packed, pool)[0, column] == x[row, column].to(torch.bfloat16).float()
     pool.close()
 
 
@@ -161,13 +171,13 @@ def test_re_laying_needs_instructions_and_whole_tiles() -> None:
     assert emulated.has_bf16
     assert not can_pack(QuantType.BF16, 64, scalar.isa)
     with pytest.raises(ValueError, match="64 BF16 columns has no re-laid form on scalar"):
-        native.pack(weight, scalar)
+        cpu.pack(weight, scalar)
     with pytest.raises(ValueError, match="40 BF16 columns has no re-laid form"):
-        native.pack(bf16_weight(16, 40), emulated)
-    packed = native.pack(weight, emulated)
+        cpu.pack(bf16_weight(16, 40), emulated)
+    packed = cpu.pack(weight, emulated)
     with pytest.raises(ValueError, match="cannot be computed with on the tier scalar"):
-        native.linear(random_rows(1, 64), packed, scalar)
-    up, down = native.pack(bf16_weight(32, 64), emulated), native.pack(bf16_weight(64, 32), emulated)
+        cpu.linear(random_rows(1, 64), packed, scalar)
+    up, down = cpu.pack(bf16_weight(32, 64), emulated), cpu.pack(bf16_weight(64, 32), emulated)
     kernel = MoeKernel(ExpertWeights(None, [up], [down]), RELU, scalar)
     with pytest.raises(ValueError, match="cannot be computed with on the tier scalar"):
         kernel.forward(random_rows(1, 64), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
@@ -175,7 +185,7 @@ def test_re_laying_needs_instructions_and_whole_tiles() -> None:
         pool.close()
 
 
-RELU = ActivationSpec(native.Activation.RELU)
+RELU = ActivationSpec(Activation.RELU)
 
 
 # ---- quantized weights, where bf16 is wanted ----
@@ -190,7 +200,7 @@ def test_unpacked_weights_are_near_and_equal_in_all_tiers(make_weight, qtype: We
     outs = []
     for isa in TIERS:
         pool = WorkerPool(2, isa)
-        out = native.linear(torch.eye(cols), pack_wanting(weight, pool), pool).T.double()
+        out = cpu.linear(torch.eye(cols), pack_wanting(weight, pool), pool).T.double()
         assert ((out - wide).abs() <= CUT * wide.abs() + 2.0**-14 * largest_of(wide)).all()
         assert torch.equal(out.to(torch.bfloat16).double(), out)
         outs.append(out)
@@ -209,13 +219,11 @@ def test_weights_that_bf16_holds_are_exact(isa: Isa) -> None:
     codes[..., 0] = 120
     for data, qtype in ((blocks, QuantType.Q8_0), (codes, QuantType.MXFP4)):
         weight = RawTensor(data.reshape(-1), qtype, (16, 512))
-        assert torch.equal(
-            native.linear(torch.eye(512), pack_wanting(weight, pool), pool).T, reference.dequantize(weight)
-        )
+        assert torch.equal(cpu.linear(torch.eye(512), pack_wanting(weight, pool), pool).T, reference.dequantize(weight))
     blocks[..., :2] = torch.tensor([0x57, 0x25], dtype=torch.uint8)
     weight = RawTensor(blocks.reshape(-1), QuantType.Q8_0, (16, 512))
     want = reference.dequantize(weight).double()
-    error = native.linear(torch.eye(512), pack_wanting(weight, pool), pool).T.double() / want - 1
+    error = cpu.linear(torch.eye(512), pack_wanting(weight, pool), pool).T.double() / want - 1
     assert abs(float(error[want != 0].mean())) < 2.0**-11  # an eighth of half a last place
     pool.close()
 
@@ -231,7 +239,7 @@ def test_quantized_linear_is_near_fp64(make_weight, isa: Isa, qtype: WeightType)
         magnitude = HALF_ULP + CUT + HALF_ULP * CUT + 1.02 * roundings(isa, cols) * ROUND
         for tokens in (MANY, 49, 130):
             x = random_rows(tokens, cols)
-            error = (native.linear(x, packed, pool).double() - x.double() @ wide.T).abs()
+            error = (cpu.linear(x, packed, pool).double() - x.double() @ wide.T).abs()
             absolute = x.double().abs()
             bound = magnitude * (absolute @ wide.abs().T) + 1.01 * 2.0**-14 * absolute.sum(1, True) * largest_of(wide).T
             assert (error <= bound).all(), (rows, cols, tokens)
@@ -246,22 +254,22 @@ def test_few_tokens_stay_exact_and_many_are_alike(make_weight, isa: Isa, qtype: 
     wanting, plain = pack_wanting(weight, pool), pack_wanting(weight, pool, wants_bf16=False)
     x = random_rows(140, 768)
     few = x[: MANY - 1].contiguous()
-    assert torch.equal(native.linear(few, wanting, pool), native.linear(few, plain, pool))
-    want = native.linear(x, wanting, pool)
-    assert not torch.equal(want, native.linear(x, plain, pool))
+    assert torch.equal(cpu.linear(few, wanting, pool), cpu.linear(few, plain, pool))
+    want = cpu.linear(x, wanting, pool)
+    assert not torch.equal(want, cpu.linear(x, plain, pool))
     for tokens in (MANY, 33, 48, 65, 129):
-        assert torch.equal(native.linear(x[:tokens].contiguous(), wanting, pool), want[:tokens]), tokens
+        assert torch.equal(cpu.linear(x[:tokens].contiguous(), wanting, pool), want[:tokens]), tokens
     pool.close()
 
 
 def test_tiers_without_products_of_bf16_stay_exact(make_weight) -> None:
     weight = make_weight(QuantType.Q4_K, 32, 512)
     x = random_rows(MANY, 512)
-    for isa in native.available_isas():
+    for isa in cpu.available_isas():
         pool = WorkerPool(1, isa)
         if not pool.has_bf16:
-            wanting = native.linear(x, pack_wanting(weight, pool), pool)
-            assert torch.equal(wanting, native.linear(x, pack_wanting(weight, pool, wants_bf16=False), pool))
+            wanting = cpu.linear(x, pack_wanting(weight, pool), pool)
+            assert torch.equal(wanting, cpu.linear(x, pack_wanting(weight, pool, wants_bf16=False), pool))
         pool.close()
 
 
@@ -272,7 +280,7 @@ def test_a_nan_scale_shows() -> None:
         data.view(-1, 34)[row, :2] = torch.tensor([low >> 8, low & 0xFF], dtype=torch.uint8)
     for isa in TIERS:
         pool = WorkerPool(1, isa)
-        out = native.linear(torch.ones(MANY, 32), pack_wanting(RawTensor(data, QuantType.Q8_0, (32, 32)), pool), pool)
+        out = cpu.linear(torch.ones(MANY, 32), pack_wanting(RawTensor(data, QuantType.Q8_0, (32, 32)), pool), pool)
         assert out[:, 3:5].isnan().all()
         assert out.isnan().sum() == 2 * MANY
         pool.close()
@@ -286,7 +294,7 @@ def make_experts(make_weight, kinds, hidden: int, width: int, count: int, pool: 
     parts = []
     for part, (kind, shape) in enumerate(zip(kinds, shapes, strict=True)):
         if kind is QuantType.BF16:
-            parts.append([native.pack(bf16_weight(*shape, seed=9 * part + e), pool) for e in range(count)])
+            parts.append([cpu.pack(bf16_weight(*shape, seed=9 * part + e), pool) for e in range(count)])
         else:
             made = (quantized_weight(make_weight, kind, *shape, seed=9 * part + e) for e in range(count))
             parts.append([pack_wanting(weight, pool) for weight in made])
@@ -297,8 +305,8 @@ def by_linears(weights: ExpertWeights, x: torch.Tensor, ids: torch.Tensor, facto
     """Every expert on every row, by single kernels."""
     each = []
     for gate, up, down in zip(weights.gate, weights.up, weights.down, strict=True):
-        inner = native.silu_mul(native.linear(x, gate, pool), native.linear(x, up, pool), pool)
-        each.append(native.linear(inner, down, pool))
+        inner = cpu.activate(ActivationSpec(), cpu.linear(x, gate, pool), cpu.linear(x, up, pool), pool)
+        each.append(cpu.linear(inner, down, pool))
     stacked, rows = torch.stack(each), torch.arange(len(x))
     out = factors[:, 0, None] * stacked[ids[:, 0], rows]
     for k in range(1, ids.shape[1]):
@@ -369,13 +377,13 @@ def test_nothing_outside_the_matrix_is_read(make_weight, guarded, isa: Isa, qtyp
     """The last bytes of weights and activations lie just before a page without access."""
     pool = WorkerPool(1, isa)
     if qtype is QuantType.BF16:
-        packed = native.pack(bf16_weight(32, 256), pool)
+        packed = cpu.pack(bf16_weight(32, 256), pool)
     else:
         packed = pack_wanting(quantized_weight(make_weight, qtype, 32, 256), pool)
     inside = dataclasses.replace(packed, data=guarded.copy_to_end(packed.data))
     x = random_rows(MANY, 256)
     at_end = guarded.copy_to_end(x.view(torch.uint8).view(-1)).view(torch.float32).view(MANY, 256)
-    assert torch.equal(native.linear(at_end, inside, pool), native.linear(x, packed, pool))
+    assert torch.equal(cpu.linear(at_end, inside, pool), cpu.linear(x, packed, pool))
     pool.close()
 
 
@@ -385,18 +393,19 @@ def test_matrices_that_share_their_rows(make_weight, isa: Isa, tokens: int) -> N
     """In one native call, some in bf16 and some not: the same bits as one by one."""
     pool = WorkerPool(2, isa)
     gate = pack_wanting(quantized_weight(make_weight, QuantType.Q4_K, 256, 256), pool)
-    up = native.pack(bf16_weight(256, 256), pool)
+    up = cpu.pack(bf16_weight(256, 256), pool)
     down = pack_wanting(quantized_weight(make_weight, QuantType.Q8_0, 256, 256), pool)
     norm, x = Norm(torch.rand(256, generator=torch.Generator().manual_seed(5)), 1e-6), random_rows(tokens, 256)
     for wishes in ((True, True), (True, False), (False, True)):
         parts = [dataclasses.replace(part, wants_bf16=wish) for part, wish in zip((gate, down), wishes, strict=True)]
         rows = x.clone()
         MlpLayer(norm, GatedMlp(parts[0], up, parts[1], ActivationSpec())).forward(rows, pool, LayerBuffers())
-        normed = native.rms_norm(x, norm.weight, norm.eps, pool)
-        inner = native.silu_mul(native.linear(normed, parts[0], pool), native.linear(normed, up, pool), pool)
-        assert torch.equal(rows, x + native.linear(inner, parts[1], pool)), wishes
+        normed = cpu.rms_norm(x, norm.weight, norm.eps, pool)
+        inner = cpu.activate(ActivationSpec(), cpu.linear(normed, parts[0], pool), cpu.linear(normed, up, pool), pool)
+        assert torch.equal(rows, x + cpu.linear(inner, parts[1], pool)), wishes
         rows = x.clone()
         MlpLayer(norm, GatedMlp(parts[1], parts[0], up, ActivationSpec())).forward(rows, pool, LayerBuffers())
-        inner = native.silu_mul(native.linear(normed, parts[1], pool), native.linear(normed, parts[0], pool), pool)
-        assert torch.equal(rows, x + native.linear(inner, up, pool)), wishes
+        gate_rows, up_rows = cpu.linear(normed, parts[1], pool), cpu.linear(normed, parts[0], pool)
+        inner = cpu.activate(ActivationSpec(), gate_rows, up_rows, pool)
+        assert torch.equal(rows, x + cpu.linear(inner, up, pool)), wishes
     pool.close()

@@ -7,10 +7,10 @@ import torch
 
 from ktransformers.engine.graphs import CudaGraphs, DecodeGraphs, DecodeInputs, StaticInputs
 from ktransformers.errors import EngineError, KernelError
-from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.cuda import CudaDriver
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
+from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 EXPERTS, HIDDEN, WIDTH, TOP_K, LAYERS = 8, 256, 96, 2, 3

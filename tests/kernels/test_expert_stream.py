@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ktransformers.errors import EngineError
-from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape, choose_hand_over
+from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, QuantType
 from tests.support.fake_stream import PATIENCE, FakeDriver
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 4, 64, 32, 2
@@ -287,8 +287,9 @@ def test_an_idle_stream_uses_no_cpu(kernels, driver, method):
 PROGRAM = """
 import os, torch
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
-from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
-from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool
+from ktransformers.kernels.types import ActivationSpec, ExpertWeights
+from ktransformers.kernels.types import RawTensor
 from tests.support.fake_stream import FakeDriver
 weight = RawTensor.from_tensor(torch.ones(64, 64))
 pool = WorkerPool(3)

@@ -8,8 +8,8 @@ import torch
 from gguf import quants
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.native import NATIVE_TYPES, batched_linear, dequantize_rows, linear
-from ktransformers.kernels.quant import QuantType, RawTensor, block_size
+from ktransformers.kernels.cpu import NATIVE_TYPES, batched_linear, dequantize_rows, linear
+from ktransformers.kernels.types import QuantType, RawTensor, block_size
 
 TYPES = sorted(NATIVE_TYPES)
 QUANTIZED = [t for t in TYPES if t not in (QuantType.F32, QuantType.F16, QuantType.BF16)]

@@ -7,16 +7,8 @@ import torch
 import torch.nn.functional as functional
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.native import (
-    Activation,
-    ActivationSpec,
-    ExpertWeights,
-    MoeKernel,
-    WorkerPool,
-    activate,
-    linear,
-)
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool, activate, linear
+from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, QuantType
 
 # (gate and up, down, hidden, width): widths that are no multiple of 16, of 32, of 256.
 CASES = [

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels import native
-from ktransformers.kernels.native import ActivationSpec, ExpertWeights, Isa, MoeKernel, WorkerPool
-from ktransformers.kernels.quant import QuantType, RawTensor, row_bytes, type_size
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import Isa, MoeKernel, WorkerPool
+from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType, RawTensor, row_bytes, type_size
 from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
 
-TYPES = sorted(native.PACKED_TYPES)
+TYPES = sorted(cpu.PACKED_TYPES)
 # The tile kernels run on every machine, over emulated registers.
-TIERS = (*native.available_isas(), Isa.AMX_EMULATED)
+TIERS = (*cpu.available_isas(), Isa.AMX_EMULATED)
 
 
 def random_weight(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> RawTensor:
@@ -47,26 +47,26 @@ def wild_weight(qtype: QuantType, rows: int, cols: int, seed: int = 7) -> RawTen
 @pytest.mark.parametrize("isa", TIERS)
 @pytest.mark.parametrize("qtype", TYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(16, 256), (48, 768), (5, 512), (33, 2048)])
-def test_linear_is_bit_equal(isa: native.Isa, qtype: QuantType, rows: int, cols: int) -> None:
+def test_linear_is_bit_equal(isa: cpu.Isa, qtype: QuantType, rows: int, cols: int) -> None:
     pool = WorkerPool(2, isa)
     for weight in (random_weight(qtype, rows, cols), wild_weight(qtype, rows, cols)):
-        packed = native.pack(weight, pool)
-        assert packed.nbytes == native.packed_nbytes(qtype, rows, cols)
+        packed = cpu.pack(weight, pool)
+        assert packed.nbytes == cpu.packed_nbytes(qtype, rows, cols)
         for tokens in (1, 2, 3, 4, 5, 8, 10, 17, 33, 130):
             x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(tokens))
-            assert torch.equal(native.linear(x, packed, pool), native.linear(x, weight, pool)), tokens
+            assert torch.equal(cpu.linear(x, packed, pool), cpu.linear(x, weight, pool)), tokens
     pool.close()
 
 
 @pytest.mark.parametrize("qtype", TYPES)
 def test_packing_costs_at_most_three_percent(qtype: QuantType) -> None:
     for rows, cols in ((768, 2048), (2048, 768), (1408, 2048), (2048, 1536), (151936, 2048)):
-        assert native.packed_nbytes(qtype, rows, cols) <= 1.03 * rows * row_bytes(qtype, cols)
+        assert cpu.packed_nbytes(qtype, rows, cols) <= 1.03 * rows * row_bytes(qtype, cols)
 
 
 @pytest.mark.parametrize("isa", TIERS)
 @pytest.mark.parametrize("qtype", TYPES)
-def test_largest_products_do_not_saturate(isa: native.Isa, qtype: QuantType) -> None:
+def test_largest_products_do_not_saturate(isa: cpu.Isa, qtype: QuantType) -> None:
     """Rows of all ones or all zeros in every field but the scale of the block, times activations of -127 and 127."""
     pool, scalar, cols = WorkerPool(1, isa), WorkerPool(1, Isa.SCALAR), 512
     extremes = RawTensor(wild_weight(qtype, 32, cols).data.clone(), qtype, (32, cols))
@@ -81,13 +81,13 @@ def test_largest_products_do_not_saturate(isa: native.Isa, qtype: QuantType) -> 
     steps = torch.arange(cols)
     signs = [1 - 2 * (steps // period % 2) for period in (1, 2, 3, 4, 16, 32, 1024)]
     x = torch.stack([sign.float() for sign in (*signs, *(-one for one in signs))])
-    packed = native.pack(extremes, pool)
-    want = native.linear(x, extremes, scalar)
+    packed = cpu.pack(extremes, pool)
+    want = cpu.linear(x, extremes, scalar)
     assert want.isfinite().all()
     assert (want != 0).any()
     for tokens in (1, 4, len(x)):
-        assert torch.equal(native.linear(x[:tokens], packed, pool), want[:tokens]), tokens
-        assert torch.equal(native.linear(x[:tokens], extremes, pool), want[:tokens]), tokens
+        assert torch.equal(cpu.linear(x[:tokens], packed, pool), want[:tokens]), tokens
+        assert torch.equal(cpu.linear(x[:tokens], extremes, pool), want[:tokens]), tokens
     pool.close()
     scalar.close()
 
@@ -101,7 +101,7 @@ def test_largest_products_do_not_saturate(isa: native.Isa, qtype: QuantType) -> 
         (QuantType.Q4_K, QuantType.Q8_0, QuantType.IQ4_XS),  # gate and up want different forms of activations
     ],
 )
-def test_experts_are_bit_equal(isa: native.Isa, kinds: tuple[QuantType, ...]) -> None:
+def test_experts_are_bit_equal(isa: cpu.Isa, kinds: tuple[QuantType, ...]) -> None:
     pool = WorkerPool(3, isa)
     experts, hidden, width, top_k = 6, 512, 256, 3
     parts = [
@@ -109,7 +109,7 @@ def test_experts_are_bit_equal(isa: native.Isa, kinds: tuple[QuantType, ...]) ->
         for i, (kind, shape) in enumerate(zip(kinds, ((width, hidden), (width, hidden), (hidden, width)), strict=True))
     ]
     plain = MoeKernel(ExpertWeights(*parts), ActivationSpec(), pool)
-    relaid = MoeKernel(ExpertWeights(*([native.pack(w, pool) for w in part] for part in parts)), ActivationSpec(), pool)
+    relaid = MoeKernel(ExpertWeights(*([cpu.pack(w, pool) for w in part] for part in parts)), ActivationSpec(), pool)
     for tokens in (1, 2, 7, 40):
         generator = torch.Generator().manual_seed(tokens)
         x = torch.randn(tokens, hidden, generator=generator)
@@ -122,10 +122,10 @@ def test_experts_are_bit_equal(isa: native.Isa, kinds: tuple[QuantType, ...]) ->
 def test_what_cannot_be_packed_is_refused() -> None:
     pool = WorkerPool(1)
     with pytest.raises(ValueError, match="has no re-laid form"):
-        native.pack(RawTensor.from_tensor(torch.zeros(16, 32)), pool)
+        cpu.pack(RawTensor.from_tensor(torch.zeros(16, 32)), pool)
     with pytest.raises(ValueError, match="out must have shape"):
-        native.pack(random_weight(QuantType.Q8_0, 16, 32), pool, out=torch.empty(3, dtype=torch.uint8))
-    mixed = [native.pack(random_weight(QuantType.Q8_0, 32, 32), pool), random_weight(QuantType.Q8_0, 32, 32)]
+        cpu.pack(random_weight(QuantType.Q8_0, 16, 32), pool, out=torch.empty(3, dtype=torch.uint8))
+    mixed = [cpu.pack(random_weight(QuantType.Q8_0, 32, 32), pool), random_weight(QuantType.Q8_0, 32, 32)]
     with pytest.raises(ValueError, match="give one type"):
         MoeKernel(ExpertWeights(None, mixed, mixed), ActivationSpec(), pool)
     pool.close()
@@ -133,7 +133,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
 
 def test_re_laid_weights_share_no_page_with_anything_else(pool):
     """A page of theirs may be pinned for a GPU, which must not touch other memory."""
-    made = [native.empty_bytes(nbytes, pool) for nbytes in (1, 100, 4096, 5000) for _ in range(4)]
+    made = [cpu.empty_bytes(nbytes, pool) for nbytes in (1, 100, 4096, 5000) for _ in range(4)]
     pages = [{address // 4096 for address in (d.data_ptr(), d.data_ptr() + d.numel() - 1)} for d in made]
     assert len(set().union(*pages)) == sum(len(each) for each in pages)
     for data in made:

@@ -7,10 +7,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from ktransformers.kernels import native
-from ktransformers.kernels.native import Isa, WorkerPool
-from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, QuantType, RawTensor, row_bytes, type_size
-from ktransformers.kernels.topology import ThreadPlace
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import Isa, WorkerPool
+from ktransformers.kernels.cpu.topology import ThreadPlace
+from ktransformers.kernels.types import Fp8Matrix, PackedTensor, QuantType, RawTensor, row_bytes, type_size
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -40,12 +40,12 @@ def tiles_of_32(weight: RawTensor) -> Bytes:
     return np.concatenate(out)
 
 
-@pytest.mark.parametrize("isa", [*native.available_isas(), Isa.AMX_EMULATED])
+@pytest.mark.parametrize("isa", [*cpu.available_isas(), Isa.AMX_EMULATED])
 @pytest.mark.parametrize("qtype", [QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4])
 @pytest.mark.parametrize("cols", [32, 64, 288])
 def test_blocks_of_32_lie_as_they_are_described(isa: Isa, qtype: QuantType, cols: int) -> None:
     pool, weight = WorkerPool(2, isa), random_blocks(qtype, 37, cols, 1)
-    assert np.array_equal(native.pack(weight, pool).data.numpy(), tiles_of_32(weight))
+    assert np.array_equal(cpu.pack(weight, pool).data.numpy(), tiles_of_32(weight))
     pool.close()
 
 
@@ -59,11 +59,11 @@ def places(num_threads: int, num_nodes: int) -> list[ThreadPlace]:
 def test_many_are_as_one_by_one(num_threads: int, num_nodes: int, qtype: QuantType, rows: int, cols: int) -> None:
     weights = [random_blocks(qtype, rows, cols, seed) for seed in range(3)]
     single, pool = WorkerPool(1), WorkerPool(num_threads, places=places(num_threads, num_nodes))
-    made = native.pack_all(weights, pool)
+    made = cpu.pack_all(weights, pool)
     for one, weight in zip(made, weights, strict=True):
         assert isinstance(one, PackedTensor)
         assert one.shape == (rows, cols)
-        assert torch.equal(one.data, native.pack(weight, single).data)
+        assert torch.equal(one.data, cpu.pack(weight, single).data)
     addresses = [one.data.data_ptr() for one in made]
     assert addresses == [addresses[0] + i * made[0].nbytes for i in range(3)]
     single.close()
@@ -81,8 +81,8 @@ def test_many_of_fp8_are_as_one_by_one(num_threads: int) -> None:
         for _ in range(3)
     ]
     single, pool = WorkerPool(1), WorkerPool(num_threads)
-    for one, weight in zip(native.pack_all(weights, pool), weights, strict=True):
-        assert torch.equal(one.data, native.pack_fp8(weight, single).data)
+    for one, weight in zip(cpu.pack_all(weights, pool), weights, strict=True):
+        assert torch.equal(one.data, cpu.pack_fp8(weight, single).data)
     single.close()
     pool.close()
 
@@ -91,7 +91,7 @@ def test_unlike_matrices_are_refused() -> None:
     pool = WorkerPool(1)
     first, other = random_blocks(QuantType.Q4_0, 16, 64, 1), random_blocks(QuantType.Q4_0, 16, 32, 1)
     with pytest.raises(ValueError, match=r"weights\[1\] is Q4_0 \[16, 32\], weights\[0\] is not"):
-        native.pack_all([first, other], pool)
+        cpu.pack_all([first, other], pool)
     with pytest.raises(ValueError, match=r"weights\[1\] is Q8_0 \[16, 64\], weights\[0\] is not"):
-        native.pack_all([first, random_blocks(QuantType.Q8_0, 16, 64, 1)], pool)
+        cpu.pack_all([first, random_blocks(QuantType.Q8_0, 16, 64, 1)], pool)
     pool.close()

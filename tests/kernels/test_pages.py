@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.kernels import pages
+from ktransformers.kernels.cpu import pages
 from ktransformers.weights.mapped_file import map_file
 
 NBYTES = 8 << 20

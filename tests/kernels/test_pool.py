@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ktransformers.errors import ConfigError
-from ktransformers.kernels.native import Isa, WorkerPool, active_isa, available_isas, linear
-from ktransformers.kernels.native_base import ISA_VARIABLE
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.cpu import Isa, WorkerPool, active_isa, available_isas, linear
+from ktransformers.kernels.cpu.base import ISA_VARIABLE
+from ktransformers.kernels.types import QuantType
 
 
 def test_tiers_of_this_machine(monkeypatch):
@@ -135,8 +135,8 @@ def test_an_idle_pool_uses_no_cpu(make_weight):
 
 FORK = """
 import os, torch
-from ktransformers.kernels.native import WorkerPool, linear
-from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.cpu import WorkerPool, linear
+from ktransformers.kernels.types import RawTensor
 x, weight = torch.ones(2, 64), RawTensor.from_tensor(torch.ones(64, 64))
 pool = WorkerPool(3)
 linear(x, weight, pool)
@@ -160,8 +160,9 @@ print("done")
 
 EXIT = """
 import torch
-from ktransformers.kernels.native import WorkerPool, linear, MoeKernel, ExpertWeights, ActivationSpec
-from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.cpu import WorkerPool, linear, MoeKernel
+from ktransformers.kernels.types import ExpertWeights, ActivationSpec
+from ktransformers.kernels.types import RawTensor
 weight = RawTensor.from_tensor(torch.ones(64, 64))
 pools = [WorkerPool(4) for _ in range(3)]
 kernel = MoeKernel(ExpertWeights([weight], [weight], [weight]), ActivationSpec(), pools[0])

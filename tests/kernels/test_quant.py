@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.quant import QuantType, RawTensor, block_size, row_bytes, type_size
+from ktransformers.kernels.types import QuantType, RawTensor, block_size, row_bytes, type_size
 
 
 def test_sizes_of_the_block_formats():

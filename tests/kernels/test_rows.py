@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as functional
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.native import Activation, ActivationSpec, activate, rms_norm, silu_mul
+from ktransformers.kernels.cpu import activate, rms_norm
+from ktransformers.kernels.types import Activation, ActivationSpec
 
 EPS = 2.0**-23
 
@@ -62,7 +63,7 @@ def test_exp_error_through_silu(pools):
 
 def test_relative_error_of_silu_and_its_limits(pool):
     x = torch.tensor([-200.0, -100.0, 100.0, 200.0])
-    assert torch.equal(silu_mul(x, torch.ones(4), pool), torch.tensor([-0.0, -0.0, 100.0, 200.0]))
+    assert torch.equal(activate(ActivationSpec(), x, torch.ones(4), pool), torch.tensor([-0.0, -0.0, 100.0, 200.0]))
 
 
 def test_swiglu_oai(pools):
@@ -90,11 +91,11 @@ def test_not_a_number_passes_through(pools):
 
 
 def test_shapes_and_empty_inputs(pool):
-    assert silu_mul(torch.empty(0, 5), torch.empty(0, 5), pool).shape == (0, 5)
+    assert activate(ActivationSpec(), torch.empty(0, 5), torch.empty(0, 5), pool).shape == (0, 5)
     assert rms_norm(torch.empty(0, 5), torch.ones(5), 1e-6, pool).shape == (0, 5)
     gate = torch.randn(2, 3, 5)
-    assert silu_mul(gate, gate, pool, out=gate) is gate
+    assert activate(ActivationSpec(), gate, gate, pool, out=gate) is gate
     with pytest.raises(ValueError, match="gate must have shape"):
-        silu_mul(torch.randn(4), torch.randn(5), pool)
+        activate(ActivationSpec(), torch.randn(4), torch.randn(5), pool)
     with pytest.raises(ValueError, match="weight must have shape"):
         rms_norm(torch.randn(2, 5), torch.ones(4), 1e-6, pool)

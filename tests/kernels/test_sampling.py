@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from ktransformers.core import SamplingParams
-from ktransformers.kernels.native import WorkerPool
-from ktransformers.kernels.sampling import (
-    Pick,
-    philox4x32,
-    sample_rows,
-    token_logprobs,
-    token_weights,
-    uniforms,
-)
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.sampling import Pick, philox4x32, sample_rows, token_logprobs, token_weights, uniforms
 from tests.support import sampling_oracle as oracle
 
 TEMPERATURES = (0.0, 1e-300, 0.05, 0.6, 1.0, 3.0, 1e300)

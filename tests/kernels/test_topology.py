@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.kernels import native
-from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
-from ktransformers.kernels.native_base import extension
-from ktransformers.kernels.quant import QuantType, RawTensor
-from ktransformers.kernels.topology import ThreadPlace, parse_cpu_list, thread_places
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool
+from ktransformers.kernels.cpu.topology import ThreadPlace, parse_cpu_list, thread_places
+from ktransformers.kernels.extension import extension
+from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType, RawTensor
 from ktransformers.operators.linear.relaid import relaid_experts
 from ktransformers.weights.quantize import quantize
 
@@ -23,9 +23,9 @@ def machine(root: Path, nodes: list[list[list[int]]]) -> Path:
         (root / f"node/node{node}").mkdir(parents=True)
         (root / f"node/node{node}/cpulist").write_text(",".join(str(cpu) for core in cores for cpu in core) + "\n")
         for core in cores:
-            for cpu in core:
-                (root / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
-                (root / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(",".join(map(str, core)) + "\n")
+            for number in core:
+                (root / f"cpu/cpu{number}/topology").mkdir(parents=True)
+                (root / f"cpu/cpu{number}/topology/thread_siblings_list").write_text(",".join(map(str, core)) + "\n")
     return root
 
 
@@ -91,7 +91,7 @@ def test_workers_are_bound_and_the_caller_is_not() -> None:
     cpus = tuple(sorted(os.sched_getaffinity(0))[:1])
     pool = WorkerPool(2, places=[ThreadPlace(0, cpus), ThreadPlace(0, cpus)])
     before = os.sched_getaffinity(0)
-    native.linear(torch.randn(64, 64), RawTensor.from_tensor(torch.randn(64, 64)), pool)
+    cpu.linear(torch.randn(64, 64), RawTensor.from_tensor(torch.randn(64, 64)), pool)
     assert os.sched_getaffinity(0) == before
     pool.close()
     assert pool.handle.num_bound == 1

@@ -9,9 +9,9 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import build_engine
-from ktransformers.kernels import native, native_base
-from ktransformers.kernels.native import Isa
-from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import Isa, base
+from ktransformers.kernels.types import PackedTensor, QuantType, RawTensor
 from ktransformers.operators.linear.linear import KTransformersLinear
 from tests.support.tiny_models import tiny_model, write_safetensors
 
@@ -46,7 +46,7 @@ def is_relaid(operator: object) -> bool:
 
 def test_fp32_is_what_other_processors_compute(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def use(isa: Isa) -> None:
-        for module in (native, native_base):
+        for module in (cpu, base):
             monkeypatch.setattr(module, "active_isa", lambda: isa)
 
     use(Isa.SCALAR)

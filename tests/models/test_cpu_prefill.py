@@ -10,8 +10,8 @@ import torch
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.engine.builder import build_engine
 from ktransformers.errors import ConfigError
-from ktransformers.kernels import native, native_base
-from ktransformers.kernels.native import Isa
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import Isa, base
 
 GGUF = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))), DEMO_MODEL_PATH / "missing.gguf")
 PROMPT = [7 * i % 1000 + 5 for i in range(40)]
@@ -28,7 +28,7 @@ def logits_of(cpu_prefill: str, prompt: list[int]) -> tuple[torch.Tensor, torch.
 
 
 def use(isa: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (native, native_base):
+    for module in (cpu, base):
         monkeypatch.setattr(module, "active_isa", lambda: isa)
 
 
@@ -45,11 +45,11 @@ def test_prefill_in_bf16_is_near_the_exact_one(monkeypatch: pytest.MonkeyPatch) 
 def test_without_the_instructions_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    use(native.available_isas()[min(1, len(native.available_isas()) - 1)], monkeypatch)  # AVX2 or scalar
+    use(cpu.available_isas()[min(1, len(cpu.available_isas()) - 1)], monkeypatch)  # AVX2 or scalar
     with caplog.at_level(logging.WARNING):
         got = logits_of("bf16", PROMPT)
     assert [record.message for record in caplog.records if "cpu_prefill" in record.message] == [
-        f"cpu_prefill bf16: {native.active_isa().value} has no products of bf16 (AMX and AVX512-BF16 have); "
+        f"cpu_prefill bf16: {cpu.active_isa().value} has no products of bf16 (AMX and AVX512-BF16 have); "
         "prefill stays exact, in int8"
     ]
     assert all(torch.equal(*pair) for pair in zip(logits_of("int8", PROMPT), got, strict=True))

@@ -11,7 +11,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import build_engine
 from ktransformers.engine.llm import LLM
-from ktransformers.kernels.native import available_isas
+from ktransformers.kernels.cpu import available_isas
 from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from ktransformers.engine.builder import Engine
-from ktransformers.kernels import native
+from ktransformers.kernels import cpu
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.linear.linear import KTransformersLinear
 from tests.models.test_agreement import TOLERANCE, engine_of, prompt
@@ -87,7 +87,7 @@ def test_logits_equal_those_of_the_same_weights_in_bf16(
     got = engine.runner.forward(ids, 0, range(len(ids)))
     check_planned_bytes(engine)
     # Activations of BF16 weights, but not of FP8 ones, are rounded where the processor multiplies bf16.
-    tolerance = 0.02 if native.has_bf16(native.active_isa()) else TOLERANCE
+    tolerance = 0.02 if cpu.has_bf16(cpu.active_isa()) else TOLERANCE
     assert (got - want).abs().max() <= tolerance * want.abs().max()
     for size in (1, 7):
         fresh = engine_of(tmp_path / "fp8")

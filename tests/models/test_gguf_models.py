@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine
-from ktransformers.kernels import native
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels import cpu
+from ktransformers.kernels.types import QuantType
 from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model
@@ -27,7 +27,7 @@ from tests.support.tiny_models import tiny_model
 NAMED = ["qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "llama", "qwen3"]
 GENERIC = ["olmoe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "granitemoe", "minimax_m2", "phimoe", "dots1", "qwen2"]
 F32_TOLERANCE, INT8_TOLERANCE = 1e-4, 3e-2
-BF16_TOLERANCE = 1e-2 if native.has_bf16(native.active_isa()) else F32_TOLERANCE
+BF16_TOLERANCE = 1e-2 if cpu.has_bf16(cpu.active_isa()) else F32_TOLERANCE
 
 
 def prompt(vocab_size: int, length: int = 24) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ktransformers.kernels.native_base import extension
+from ktransformers.kernels.extension import extension
 from tests.operators.test_families import random_ids
 from tests.operators.test_fused import fused_runner
 from tests.support.tiny_models import tiny_model

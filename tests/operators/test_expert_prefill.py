@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from ktransformers.errors import CapacityError, EngineError
-from ktransformers.kernels import native
-from ktransformers.kernels.native import ActivationSpec, ExpertWeights, MoeKernel, WorkerPool
-from ktransformers.kernels.quant import PackedTensor, QuantType, RawTensor
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
+from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, PackedTensor, QuantType, RawTensor
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import CpuRate, PrefillRates, Split
@@ -49,7 +49,7 @@ def pool() -> Iterator[WorkerPool]:
     with_threads.close()
 
 
-OAI = ActivationSpec(native.Activation.SWIGLU_OAI, alpha=1.5, limit=0.75)
+OAI = ActivationSpec(Activation.SWIGLU_OAI, alpha=1.5, limit=0.75)
 
 
 def make_kernel(pool: WorkerPool, seed: int, qtype: QuantType = QuantType.Q8_0, is_oai: bool = False) -> MoeKernel:
@@ -62,8 +62,8 @@ def make_kernel(pool: WorkerPool, seed: int, qtype: QuantType = QuantType.Q8_0, 
             values = torch.randn(rows, cols, generator=generator).numpy() * 0.2
             blocks = gguf.quants.quantize(values, kind) if kind is QuantType.MXFP4 else quantize(values, kind)
             raw = RawTensor(torch.from_numpy(blocks).reshape(-1), kind, (rows, cols))
-            made.append(native.pack(raw, pool))
-        whole = native.empty_bytes(sum(one.data.numel() for one in made), pool)  # on pages of its own, as loaders do
+            made.append(cpu.pack(raw, pool))
+        whole = cpu.empty_bytes(sum(one.data.numel() for one in made), pool)  # on pages of its own, as loaders do
         side_by_side = torch.cat([one.data for one in made], out=whole).view(E, -1)
         return [PackedTensor(data, kind, (rows, cols)) for data in side_by_side]
 

@@ -15,7 +15,7 @@ from ktransformers.cache.static import StaticCache
 from ktransformers.core import Phase
 from ktransformers.engine.runner import StaticRunner
 from ktransformers.engine.skeleton import build_skeleton, cache_shapes, restore_buffers
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.registry import default_rules
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.operators.context import ForwardContext

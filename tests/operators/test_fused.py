@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ktransformers.engine.runner import StaticRunner
-from ktransformers.kernels.layer import MlpLayer, MoeLayer
+from ktransformers.kernels.cpu.layer import MlpLayer, MoeLayer
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers
 from tests.operators.test_families import TOLERANCE, random_ids, runner_of
 from tests.support.tiny_models import tiny_model

@@ -7,8 +7,15 @@ import math
 import pytest
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.native import Activation, ActivationSpec
-from ktransformers.kernels.quant import OwnType, QuantType, WeightType, fp8_nbytes, row_bytes
+from ktransformers.kernels.types import (
+    Activation,
+    ActivationSpec,
+    OwnType,
+    QuantType,
+    WeightType,
+    fp8_nbytes,
+    row_bytes,
+)
 from ktransformers.operators.experts.resident import can_be_copied, gpu_experts_nbytes, why_not_on_gpu
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.kernels.quant import Fp8Matrix
+from ktransformers.kernels.types import Fp8Matrix
 from ktransformers.operators.linear.fp8 import Fp8GpuMatrix, can_join_fp8, fp8_gpu_nbytes, join_fp8, takes_fp8
 from ktransformers.operators.linear.linear import KTransformersLinear
 from tests.engine.test_gpu import gpu_engine, prompt

@@ -14,8 +14,8 @@ from transformers.integrations.moe import use_experts_implementation
 
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError, UnsupportedError
-from ktransformers.kernels.native import Activation, WorkerPool
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.types import Activation, QuantType, RawTensor
 from ktransformers.operators.activation import KActivation
 from ktransformers.operators.attention.mla import KMLAAttention, rotate
 from ktransformers.operators.attention.rope import KRotaryEmbedding

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels import native
-from ktransformers.kernels.native import ExpertWeights, Isa, WorkerPool
-from ktransformers.kernels.quant import Fp8Matrix, PackedTensor, QuantType, RawTensor
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import Isa, WorkerPool
+from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, PackedTensor, QuantType, RawTensor
 from ktransformers.operators.linear import relaid as module
 from ktransformers.weights.quantize import quantize
 
@@ -19,7 +19,7 @@ def test_pieces_make_the_whole(qtype: QuantType, rows: int, monkeypatch: pytest.
     values = torch.randn(rows, 512, generator=torch.Generator().manual_seed(1)).numpy()
     weight = RawTensor(torch.from_numpy(quantize(values, qtype)).reshape(-1), qtype, (rows, 512))
     pool = WorkerPool(1)
-    whole = native.pack(weight, pool)
+    whole = cpu.pack(weight, pool)
     monkeypatch.setattr(module, "_PIECE", 40 * weight.row_bytes)  # 32 rows at a time
     made = module.relaid(weight, pool)
     assert isinstance(made, PackedTensor)
@@ -34,7 +34,7 @@ def test_pieces_of_fp8_make_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch
     values = torch.randint(0, 127, (rows, 260), dtype=torch.uint8, generator=generator)
     weight = Fp8Matrix(values, torch.rand(-(-rows // 128), 3, generator=generator))
     pool = WorkerPool(1)
-    whole = native.pack_fp8(weight, pool)
+    whole = cpu.pack_fp8(weight, pool)
     monkeypatch.setattr(module, "_PIECE", 300 * 260)  # 256 rows at a time
     made = module.relaid(weight, pool)
     assert isinstance(made, PackedTensor)
@@ -56,12 +56,12 @@ def test_bf16_is_re_laid_where_it_can_be_multiplied(isa: Isa, monkeypatch: pytes
     monkeypatch.setattr(module, "_PIECE", 40 * weight.row_bytes)
     made = module.relaid(weight, pool)
     assert isinstance(made, PackedTensor)
-    assert torch.equal(made.data, native.pack(weight, pool).data)
+    assert torch.equal(made.data, cpu.pack(weight, pool).data)
     assert module.relaid(weight, scalar) is weight
     narrow = RawTensor.from_tensor(values[:, :40])
     assert module.relaid(narrow, pool) is narrow
     assert module.relaid(weight, pool, takes_bf16=False) is weight
-    experts = native.ExpertWeights(None, [weight, weight], [RawTensor.from_tensor(values.T.contiguous())] * 2)
+    experts = ExpertWeights(None, [weight, weight], [RawTensor.from_tensor(values.T.contiguous())] * 2)
     relaid = module.relaid_experts(experts, pool)
     assert [type(part[1]) for part in (relaid.up, relaid.down)] == [
         PackedTensor,
@@ -81,7 +81,7 @@ def test_the_wish_for_bf16_comes_from_the_rule_or_the_default() -> None:
     pool = WorkerPool(1)
     made = [module.relaid(weight, pool, wants_bf16=wish) for wish in (False, True)]
     assert [isinstance(one, PackedTensor) and one.wants_bf16 for one in made] == [False, True]
-    relaid = module.relaid_experts(native.ExpertWeights(None, [weight], [weight]), pool, wants_bf16=True)
+    relaid = module.relaid_experts(ExpertWeights(None, [weight], [weight]), pool, wants_bf16=True)
     assert [isinstance(part[0], PackedTensor) and part[0].wants_bf16 for part in (relaid.up, relaid.down)] == [
         True,
         True,
@@ -127,7 +127,7 @@ def test_experts_are_re_laid_in_a_few_jobs(monkeypatch: pytest.MonkeyPatch) -> N
             assert isinstance(one, PackedTensor)
             assert isinstance(other, PackedTensor)
             assert torch.equal(one.data, other.data)
-            assert torch.equal(one.data, native.pack(weight, pool).data)
+            assert torch.equal(one.data, cpu.pack(weight, pool).data)
     pool.close()
 
 

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError
-from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor
+from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, expect_shape
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.optimize.machine import Machine

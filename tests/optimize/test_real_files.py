@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from ktransformers.engine.skeleton import build_skeleton, restore_buffers
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.registry import default_rules
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.optimize.apply import apply_plan, load_plan

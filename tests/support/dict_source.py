@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ktransformers.errors import TensorMismatchError
-from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor
+from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 
 

@@ -6,7 +6,7 @@ import gguf.quants
 import torch
 from transformers import PreTrainedModel
 
-from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.types import RawTensor
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.safetensors_source import SafetensorsSource
 from ktransformers.weights.source import ExpertsLayout

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ktransformers.errors import FormatError
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.types import QuantType
 from ktransformers.weights.gguf import open_gguf, shown
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.errors import TensorMismatchError, UnsupportedError
-from ktransformers.kernels.quant import QuantType
+from ktransformers.kernels.types import QuantType
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.safetensors import open_safetensors

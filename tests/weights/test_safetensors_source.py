@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as T
 
 from ktransformers.errors import FormatError, TensorMismatchError, UnsupportedError
 from ktransformers.kernels import reference
-from ktransformers.kernels.quant import OwnType
+from ktransformers.kernels.types import OwnType
 from ktransformers.weights import experts
 from ktransformers.weights.quantize import quantize
 from ktransformers.weights.safetensors import open_safetensors

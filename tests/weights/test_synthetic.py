@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig
 
 from ktransformers.engine.skeleton import build_skeleton
 from ktransformers.errors import TensorMismatchError
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.weights import synthetic
 from ktransformers.weights.source import ExpertsLayout
 from ktransformers.weights.synthetic import SyntheticSource, random_blocks

@@ -10,8 +10,8 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as T
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.native import NATIVE_TYPES
-from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.cpu import NATIVE_TYPES
+from ktransformers.kernels.types import RawTensor
 from ktransformers.weights.transcode import dequantize, resident_type, transcode
 
 DECODABLE = sorted(gguf.quants._type_traits, key=lambda t: t.value)

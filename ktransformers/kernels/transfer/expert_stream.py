@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from ktransformers.errors import EngineError
-from ktransformers.kernels.native import MoeKernel
-from ktransformers.kernels.native_base import WorkerPool
-from ktransformers.kernels.native_base import extension as _native
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool
+from ktransformers.kernels.extension import extension
 from ktransformers.kernels.transfer.cuda import StreamDriver
 
 __all__ = ["HandOver", "StreamShape", "StreamedExperts", "choose_hand_over"]
@@ -61,7 +60,7 @@ class StreamShape:
         return self.max_tokens * (2 * self.hidden_size * self.dtype.itemsize + self.top_k * 8) + 128
 
 
-def _stop(handle: _native.ExpertStream, driver: StreamDriver, pid: int) -> None:
+def _stop(handle: extension.ExpertStream, driver: StreamDriver, pid: int) -> None:
     """Functions on the stream hold addresses of the handle: it must not go before they ran."""
     try:
         if os.getpid() == pid:  # a forked child has neither the device nor the thread
@@ -99,7 +98,7 @@ class StreamedExperts:
         self._word_address = driver.device_address(self._word) if self.method is HandOver.MEMORY else 0
         buffers = (self._hidden, self._ids, self._weights, self._out, self._num_tokens)
         is_bf16 = shape.dtype == torch.bfloat16
-        self._handle = _native.ExpertStream(
+        self._handle = extension.ExpertStream(
             pool.handle,
             [*(buffer.data_ptr() for buffer in buffers), self._word.data_ptr() if self._word_address else 0],
             [shape.max_tokens, shape.top_k, shape.hidden_size],
@@ -159,7 +158,7 @@ class StreamedExperts:
         if self._word_address:
             self._driver.write_value(self._word_address, word)
         else:
-            self._driver.launch_host_func(_native.ExpertStream.submit_address, self._handle.call_of(word))
+            self._driver.launch_host_func(extension.ExpertStream.submit_address, self._handle.call_of(word))
         self._pending = (word, rows)
 
     def collect(self, out: Tensor) -> Tensor:
@@ -180,7 +179,7 @@ class StreamedExperts:
         if self._word_address:
             self._driver.wait_value(self._word_address, 0)
         else:
-            self._driver.launch_host_func(_native.ExpertStream.wait_address, self._handle.call_of(word))
+            self._driver.launch_host_func(extension.ExpertStream.wait_address, self._handle.call_of(word))
 
     def _check(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> int:
         shape = self.shape

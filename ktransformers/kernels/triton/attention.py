@@ -45,7 +45,7 @@ def attention(
     workspace: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv]. Arguments as in `native.attention`.
+    """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv]. Arguments as in `cpu.attention`.
 
     q, out: fp16, bf16 or fp32; k_cache [slots, Hkv, Dk], v_cache [slots, Hkv, Dv]: one of these types, in which the
     products are taken (fp32 accumulators). seq_ids, kv_lens: int32 or int64. out: made like q when None.

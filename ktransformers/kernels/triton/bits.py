@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ktransformers.kernels.quant import OwnType, QuantType
 from ktransformers.kernels.triton.runtime import constant, jit, tl
+from ktransformers.kernels.types import OwnType, QuantType
 
 __all__ = [
     "BF16",

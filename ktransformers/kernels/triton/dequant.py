@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.quant import WeightType
 from ktransformers.kernels.triton.bits import (
     BF16,
     F8_E4M3,
@@ -36,6 +35,7 @@ from ktransformers.kernels.triton.bits import (
 from ktransformers.kernels.triton.cpu_layout import cpu_tile
 from ktransformers.kernels.triton.packing import READ_TYPES, Layout, layout_nbytes
 from ktransformers.kernels.triton.runtime import constant, jit, tl, triton
+from ktransformers.kernels.types import WeightType
 
 __all__ = ["check_matrix", "dequantize", "weight_tile"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.native import Activation, ActivationSpec
 from ktransformers.kernels.triton.runtime import jit, tl
+from ktransformers.kernels.types import Activation, ActivationSpec
 
-__all__ = ["activate", "activation_value", "add_rms_norm", "check_float", "rms_norm", "silu_mul"]
+__all__ = ["activate", "activation_value", "add_rms_norm", "check_float", "rms_norm"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -174,7 +174,7 @@ def _activation_kernel(
 
 
 def activate(spec: ActivationSpec, gate: Tensor | None, up: Tensor, out: Tensor | None = None) -> Tensor:
-    """act(gate) * up, or act(up) when gate is None, as `native.activate`.
+    """act(gate) * up, or act(up) when gate is None, as `cpu.activate`.
 
     gate, up: [T, I], any row stride, so both may be halves of one [T, 2 I]. out: [T, I], made like up when None; may
     be gate or up.
@@ -196,8 +196,3 @@ def activate(spec: ActivationSpec, gate: Tensor | None, up: Tensor, out: Tensor 
         WIDTH=width, BLOCK=block, KIND=spec.kind.name, HAS_GATE=gate is not None, num_warps=max(1, block // 256),
     )  # fmt: skip
     return result
-
-
-def silu_mul(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up; see `activate`."""
-    return activate(ActivationSpec(Activation.SILU), gate, up, out)

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.native import Activation
-from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton.bits import ONE
 from ktransformers.kernels.triton.dequant import check_matrix
 from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, vector_tile
 from ktransformers.kernels.triton.packing import Layout
 from ktransformers.kernels.triton.runtime import jit, tl, triton
+from ktransformers.kernels.types import Activation, QuantType
 
 __all__ = ["VECTOR_ROWS", "Rows", "Workspace", "gated_linear", "launch", "linear", "linear_pair"]
 

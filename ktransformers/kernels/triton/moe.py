@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights
-from ktransformers.kernels.quant import WeightType
 from ktransformers.kernels.triton.align import SMALL_PAIRS, AlignedPairs, expert_slot, max_blocks, moe_align
 from ktransformers.kernels.triton.bits import ONE
 from ktransformers.kernels.triton.dequant import check_matrix
@@ -28,6 +26,7 @@ from ktransformers.kernels.triton.linear import check_rows, result, warps_for
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_pair, vector_tile
 from ktransformers.kernels.triton.packing import Layout, layout_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
+from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, WeightType
 
 __all__ = [
     "SILU",

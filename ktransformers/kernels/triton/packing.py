@@ -31,8 +31,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.native import packed_nbytes as cpu_packed_nbytes
-from ktransformers.kernels.quant import OwnType, QuantType, WeightType, block_size, fp8_nbytes, row_bytes
+from ktransformers.kernels.cpu import packed_nbytes as cpu_packed_nbytes
+from ktransformers.kernels.types import OwnType, QuantType, WeightType, block_size, fp8_nbytes, row_bytes
 
 __all__ = [
     "GPU_TYPES",
@@ -54,7 +54,7 @@ READ_TYPES: frozenset[WeightType] = GPU_TYPES | {QuantType.BF16, QuantType.F16, 
 
 
 class Layout(IntEnum):
-    """How the bytes of a matrix lie: as in the file, as `repack` leaves them, or as `native.pack` does."""
+    """How the bytes of a matrix lie: as in the file, as `repack` leaves them, or as `cpu.pack` does."""
 
     GGML = 0
     GPU = 1

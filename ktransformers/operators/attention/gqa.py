@@ -16,7 +16,7 @@ from torch import nn
 
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels import native
+from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import Shape
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
@@ -85,7 +85,7 @@ def attention_forward(
         return _gpu_attention(rows, keys, values, context, scale, options)[None], None
     keys[context.slot_mapping] = rows[1]
     values[context.slot_mapping] = rows[2]
-    out = native.attention(
+    out = cpu.attention(
         rows[0].contiguous(),
         keys,
         values,

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.native import WorkerPool
-from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.expanded import expanded_attention
 from ktransformers.kernels.triton.latent import MAX_LATENT_ROWS, absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.rope import latent_to_cache
+from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.attention.flash import Attend
 from ktransformers.operators.attention.latent_expansion import WORKSPACE_ALIGN, Batch, Expansion
 from ktransformers.operators.context import ForwardContext

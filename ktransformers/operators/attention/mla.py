@@ -26,9 +26,9 @@ from torch import nn
 
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels import native
+from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import LatentShape, Shape
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.latent_expansion import Choice, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
@@ -198,7 +198,7 @@ class KMLAAttention(WrapperOperator):
         else:
             pool = self.config.require_pool()
             ids = torch.arange(merged.rows).view(heads, -1)[:, :nope].reshape(-1)
-            k_bytes, k_type = native.dequantize_rows(merged, ids, pool).view(heads, nope, rank), QuantType.F32
+            k_bytes, k_type = cpu.dequantize_rows(merged, ids, pool).view(heads, nope, rank), QuantType.F32
         transposed = k_bytes.view(heads, nope, rank).transpose(1, 2).contiguous()
         return RawTensor(transposed.view(torch.uint8).view(-1), k_type, (heads, rank, nope)), v_b
 
@@ -221,7 +221,7 @@ class KMLAAttention(WrapperOperator):
         query = self._query(hidden_states, cos, sin, is_interleaved, pool)
         keys, values = forward_context.cache.layer(self.layer_idx)
         keys[forward_context.slot_mapping] = self._latent(hidden_states, cos, sin, is_interleaved)
-        latent = native.attention(
+        latent = cpu.attention(
             query,
             keys,
             values,
@@ -232,7 +232,7 @@ class KMLAAttention(WrapperOperator):
             float(self.inner.scaling),  # type: ignore[arg-type]
             pool,
         )
-        out = native.batched_linear(latent, self._v_b, pool)
+        out = cpu.batched_linear(latent, self._v_b, pool)
         merged = out.view(1, -1, self.num_heads * self.v_dim)
         return self.inner.o_proj(merged), None  # type: ignore[operator]
 
@@ -277,12 +277,12 @@ class KMLAAttention(WrapperOperator):
         return cos, sin, bool(getattr(self.inner.config, "rope_interleave", True))
 
     def _query(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, pool: native.WorkerPool
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, pool: cpu.WorkerPool
     ) -> torch.Tensor:
         """Absorbed query fp32 [T, H, R + P]."""
         q = self._projected_query(x)
         assert self._k_b is not None
-        absorbed = native.batched_linear(q[..., : self.nope_dim].contiguous(), self._k_b, pool)
+        absorbed = cpu.batched_linear(q[..., : self.nope_dim].contiguous(), self._k_b, pool)
         return torch.cat((absorbed, rotate(q[..., self.nope_dim :], cos, sin, is_interleaved)), dim=-1)
 
     def _projected_query(self, x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ktransformers.config import user_cache_dir
-from ktransformers.kernels.native import MoeKernel
+from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.operators.experts.split import NEVER, CpuRate, PrefillRates, threshold_of
 from ktransformers.operators.experts.streamed import ExpertPrefill
 

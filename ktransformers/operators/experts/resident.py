@@ -11,12 +11,19 @@ from dataclasses import dataclass
 import torch
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels import native
-from ktransformers.kernels.native import ActivationSpec, ExpertWeight, ExpertWeights
-from ktransformers.kernels.quant import Fp8Matrix, OwnType, RawTensor, WeightType
+from ktransformers.kernels import cpu
 from ktransformers.kernels.triton.fp8 import FP8_COLUMNS, pack_fp8
 from ktransformers.kernels.triton.moe import Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.packing import READ_TYPES, ROW_MULTIPLE, Layout, can_repack, layout_nbytes, repack
+from ktransformers.kernels.types import (
+    ActivationSpec,
+    ExpertWeight,
+    ExpertWeights,
+    Fp8Matrix,
+    OwnType,
+    RawTensor,
+    WeightType,
+)
 from ktransformers.operators.device import Device
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout
 
@@ -80,7 +87,7 @@ def _fp8_matrices(weights: Sequence[Fp8Matrix], device: Device) -> ExpertMatrice
     for slot, weight in enumerate(weights):
         values, scales = (part.to(device.torch_device) for part in (weight.values, weight.scales))
         data[slot] = pack_fp8(values, scales).data
-        native.page_out(weight)
+        cpu.page_out(weight)
     return ExpertMatrices(data, OwnType.F8_E4M3, rows, cols, _layout(OwnType.F8_E4M3, rows, cols))
 
 
@@ -103,7 +110,7 @@ def _matrices(weights: Sequence[ExpertWeight], device: Device) -> ExpertMatrices
             some = repack(some, qtype, rows, cols)
         data[first : first + step] = some.view(-1, nbytes)
     for weight in raw:
-        native.page_out(weight)
+        cpu.page_out(weight)
     return ExpertMatrices(data, qtype, rows, cols, layout)
 
 

@@ -15,11 +15,10 @@ from torch import nn
 
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError, UnsupportedError
-from ktransformers.kernels import native
-from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeight
-from ktransformers.kernels.quant import Fp8Matrix
+from ktransformers.kernels import cpu
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.kernels.triton.compiling import is_rehearsal
+from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeight, ExpertWeights, Fp8Matrix
 from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back
@@ -152,8 +151,8 @@ class KTransformersExperts(Operator):
         object.__setattr__(self, "_module", module)  # for its _apply_gate only; its parameters stay on meta
         self.gate_up_proj = empty_parameter((self.num_experts, 0, 0))
         self._gpu: GpuExperts | None = None
-        self._kernel: native.MoeKernel | None = None
-        self._weights: native.ExpertWeights | None = None
+        self._kernel: cpu.MoeKernel | None = None
+        self._weights: ExpertWeights | None = None
         self._streams: dict[StreamedExperts, int] = {}  # and the layer's number in each
         self.prefill: PrefillLayer | None = None
 
@@ -207,7 +206,7 @@ class KTransformersExperts(Operator):
         return sum(self._relaid_nbytes(part) for part in parts) // self.num_experts, bias_nbytes(info)
 
     @property
-    def kernel(self) -> native.MoeKernel | None:
+    def kernel(self) -> cpu.MoeKernel | None:
         """The native kernel of experts that are loaded on the CPU; None for others."""
         return self._kernel
 
@@ -224,7 +223,7 @@ class KTransformersExperts(Operator):
             weights, pool, wants_bf16=self.wants_bf16, takes_bf16=self.takes_bf16, is_pinned=is_pinned
         )
         if self.activation is not None:
-            self._kernel = native.MoeKernel(self._weights, self.activation, pool)
+            self._kernel = cpu.MoeKernel(self._weights, self.activation, pool)
 
     def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
         """Issue the forward of [T, H]. The inputs must not change before `collect`, which must come before the next."""
@@ -305,13 +304,13 @@ class KTransformersExperts(Operator):
             out.index_add_(0, token, acted * topk_weights[token, slot, None])
         return out
 
-    def _expert(self, weights: native.ExpertWeights, expert: int, rows: torch.Tensor) -> torch.Tensor:
+    def _expert(self, weights: ExpertWeights, expert: int, rows: torch.Tensor) -> torch.Tensor:
         pool = self.config.require_pool()
 
         def project(parts: Sequence[ExpertWeight], bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
             weight = parts[expert]
             assert not isinstance(weight, Fp8Matrix), "load re-lays it"
-            return native.linear(x.contiguous(), weight, pool, bias=None if bias is None else bias[expert])
+            return cpu.linear(x.contiguous(), weight, pool, bias=None if bias is None else bias[expert])
 
         up = project(weights.up, weights.up_bias, rows)
         module: Any = self.__dict__["_module"]

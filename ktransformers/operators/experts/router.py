@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn import functional
 
 from ktransformers.core import Phase
-from ktransformers.kernels import native
-from ktransformers.kernels.quant import RawTensor
-from ktransformers.kernels.routing import RouterSpec, route
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu.routing import RouterSpec, route
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, route_rows, topk_router
+from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import use
 from ktransformers.operators.exact import NativeMathMode
@@ -107,7 +107,7 @@ class KMoEGate(WrapperOperator):
         if routed is not None:
             return routed[0], routed[1], routed[2].to(torch.int64)  # modules of transformers index with them
         pool = self.config.require_pool()
-        logits = native.linear(rows.contiguous(), RawTensor.from_tensor(self.weight), pool)
+        logits = cpu.linear(rows.contiguous(), RawTensor.from_tensor(self.weight), pool)
         if self.logit_bias is not None:
             logits += self.logit_bias
         ids, weights = route(logits, spec, pool, self.bias)

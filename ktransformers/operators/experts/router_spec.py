@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ktransformers.kernels.routing import RouterSpec
+from ktransformers.kernels.cpu.routing import RouterSpec
 
 __all__ = ["BIAS", "recognize_routing", "route"]
 

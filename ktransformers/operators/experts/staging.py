@@ -14,11 +14,10 @@ import torch
 
 from ktransformers.errors import CapacityError
 from ktransformers.file_kinds import size_of
-from ktransformers.kernels.native import ExpertWeights
-from ktransformers.kernels.quant import PackedTensor, RawTensor, WeightType
 from ktransformers.kernels.transfer.copies import CopyQueue, Mark
 from ktransformers.kernels.triton.moe import ExpertMatrices
 from ktransformers.kernels.triton.packing import Layout
+from ktransformers.kernels.types import ExpertWeights, PackedTensor, RawTensor, WeightType
 from ktransformers.operators.experts.resident import can_be_copied
 
 __all__ = ["Group", "HostExperts", "Staging", "StagingSize"]

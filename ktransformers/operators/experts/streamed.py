@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from ktransformers.errors import CapacityError
-from ktransformers.kernels.native import MoeKernel
+from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import CopyQueue
 from ktransformers.kernels.transfer.cuda import StreamDriver
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts

@@ -17,7 +17,8 @@ from torch import nn
 
 from ktransformers.cache.paged import LayerShape
 from ktransformers.errors import KTransformersError
-from ktransformers.kernels.layer import (
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.layer import (
     AttentionLayer,
     AttentionStep,
     GatedMlp,
@@ -28,8 +29,7 @@ from ktransformers.kernels.layer import (
     Projection,
     SharedExperts,
 )
-from ktransformers.kernels.native import WorkerPool
-from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.activation import KActivation, recognize_activation
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.context import ForwardContext, LayerCache

@@ -21,7 +21,7 @@ from torch import nn
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.native import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, KAttention, attention_forward
 from ktransformers.operators.context import ForwardContext
 

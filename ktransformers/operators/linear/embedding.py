@@ -9,8 +9,8 @@ from torch import nn
 
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels import native
-from ktransformers.kernels.quant import RawTensor
+from ktransformers.kernels import cpu
+from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.base import (
     Operator,
     OperatorConfig,
@@ -67,5 +67,5 @@ class KEmbedding(Operator):
         if self.inner is not None:
             return self.inner(self.device.move(input_ids))  # type: ignore[no-any-return]
         assert self._table is not None, f"{self.key} is not loaded"
-        rows = native.dequantize_rows(self._table, input_ids.reshape(-1), self.config.require_pool())
+        rows = cpu.dequantize_rows(self._table, input_ids.reshape(-1), self.config.require_pool())
         return rows.view(*input_ids.shape, self.embedding_dim)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ktransformers.kernels import native
-from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix
+from ktransformers.kernels import cpu
 from ktransformers.kernels.triton import fp8
+from ktransformers.kernels.types import FP8_BLOCK, Fp8Matrix
 from ktransformers.operators.device import Device
 
 __all__ = ["Fp8GpuMatrix", "can_join_fp8", "fp8_gpu_nbytes", "join_fp8", "takes_fp8"]
@@ -45,7 +45,7 @@ class Fp8GpuMatrix:
         """Bring a matrix to a GPU. The pages of the file it was read from are given back."""
         values, scales = (part.to(device.torch_device) for part in (weight.values, weight.scales))
         packed = fp8.pack_fp8(values, scales)
-        native.page_out(weight)
+        cpu.page_out(weight)
         return cls(device, packed, None if bias is None else bias.to(device.torch_device))
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

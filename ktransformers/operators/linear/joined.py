@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ktransformers.kernels.native import Activation, ActivationSpec
 from ktransformers.kernels.triton import elementwise
 from ktransformers.kernels.triton.linear import gated_linear, linear_pair
 from ktransformers.kernels.triton.packing import Layout, join_rows
+from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.device import use
 from ktransformers.operators.linear.fp8 import Fp8GpuMatrix, can_join_fp8, join_fp8
 from ktransformers.operators.linear.linear import KTransformersLinear

@@ -10,8 +10,8 @@ from torch import nn
 
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels import native
-from ktransformers.kernels.quant import OwnType, PackedTensor, QuantType, RawTensor
+from ktransformers.kernels import cpu
+from ktransformers.kernels.types import OwnType, PackedTensor, QuantType, RawTensor
 from ktransformers.operators.base import (
     Operator,
     OperatorConfig,
@@ -130,6 +130,6 @@ class KTransformersLinear(Operator):
             out = self.matrix(rows, torch.float32 if self.is_head else x.dtype)
         else:
             assert self._weight is not None, f"{self.key} is not loaded"
-            out = native.linear(rows, self._weight, self.config.require_pool(), bias=self._bias)
+            out = cpu.linear(rows, self._weight, self.config.require_pool(), bias=self._bias)
         out = out.view(*hidden_states.shape[:-1], self.out_features)
         return out.to(hidden_states.device) if self.is_head else give_back(out, hidden_states)

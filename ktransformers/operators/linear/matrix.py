@@ -11,11 +11,11 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from ktransformers.kernels import native
-from ktransformers.kernels.native import WorkerPool
-from ktransformers.kernels.quant import QuantType, RawTensor
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.linear import linear
 from ktransformers.kernels.triton.packing import GPU_TYPES, Layout, can_repack, packed_nbytes, repack
+from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.operators.device import Device
 
 __all__ = ["DenseMatrix", "GpuMatrix", "QuantizedMatrix", "dense_tensor", "gpu_matrix", "gpu_nbytes", "stays_quantized"]
@@ -91,7 +91,7 @@ def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.T
     step, flat = max(_PIECE // weight.cols, 1), weight.reshape((weight.rows, weight.cols))
     for start in range(0, weight.rows, step):
         ids = torch.arange(start, min(start + step, weight.rows))
-        out[start : start + step] = native.dequantize_rows(flat, ids, pool).to(device.torch_device)
+        out[start : start + step] = cpu.dequantize_rows(flat, ids, pool).to(device.torch_device)
     return out.view(weight.shape)
 
 
@@ -102,11 +102,11 @@ def gpu_matrix(
     rows, cols = weight.shape
     if not stays_quantized(weight.qtype, is_dense_wanted):
         made = DenseMatrix(dense_tensor(weight, device, pool), None if bias is None else device.take(bias))
-        native.page_out(weight)
+        cpu.page_out(weight)
         return made
     data, layout = weight.data.to(device.torch_device), Layout.GGML
     if can_repack(weight.qtype, rows, cols):
         data, layout = repack(data, weight.qtype, rows, cols), Layout.GPU
-    native.page_out(weight)
+    cpu.page_out(weight)
     bias = None if bias is None else bias.to(device.torch_device)
     return QuantizedMatrix(device, data, weight.qtype, rows, cols, layout, bias)

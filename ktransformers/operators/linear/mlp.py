@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ktransformers.core import Phase
-from ktransformers.kernels.native import ActivationSpec
+from ktransformers.kernels.types import ActivationSpec
 from ktransformers.operators.activation import activate, recognize_activation
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import give_back

@@ -1,7 +1,7 @@
 """Weights in the form that the native kernels read fastest, made once while loading.
 
-A matrix that native.can_pack allows is re-laid (native.pack): quantized ones, and BF16 where it is to be multiplied in
-bf16; so is an FP8 one (native.pack_fp8). Everything else stays as it is. The pages of the file that were read are given
+A matrix that cpu.can_pack allows is re-laid (cpu.pack): quantized ones, and BF16 where it is to be multiplied in
+bf16; so is an FP8 one (cpu.pack_fp8). Everything else stays as it is. The pages of the file that were read are given
 back, so that memory holds each weight once.
 """
 
@@ -16,9 +16,18 @@ import torch
 
 from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels import native
-from ktransformers.kernels.native import ExpertWeight, ExpertWeights, WorkerPool
-from ktransformers.kernels.quant import FP8_BLOCK, Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.types import (
+    FP8_BLOCK,
+    ExpertWeight,
+    ExpertWeights,
+    Fp8Matrix,
+    OwnType,
+    PackedTensor,
+    QuantType,
+    RawTensor,
+)
 from ktransformers.weights.source import TensorInfo
 
 __all__ = ["relaid", "relaid_experts", "relaid_nbytes", "takes_bf16", "wants_bf16"]
@@ -36,10 +45,10 @@ def relaid_nbytes(info: TensorInfo, *, takes_bf16: bool = True) -> int:
     if len(info.shape) < 2 or (info.resident_type is QuantType.BF16 and not takes_bf16):
         return info.nbytes
     is_fp8 = info.resident_type is OwnType.F8_E4M3
-    if not is_fp8 and not native.can_pack(info.resident_type, info.shape[-1], native.active_isa()):
+    if not is_fp8 and not cpu.can_pack(info.resident_type, info.shape[-1], cpu.active_isa()):
         return info.nbytes
     count = info.shape[0] if len(info.shape) == 3 else 1
-    return count * native.packed_nbytes(info.resident_type, info.shape[-2], info.shape[-1])
+    return count * cpu.packed_nbytes(info.resident_type, info.shape[-2], info.shape[-1])
 
 
 def wants_bf16(key: str, given: str | None, default: str) -> bool:
@@ -69,13 +78,13 @@ def relaid(
     if isinstance(weight, RawTensor) and not _is_relaid(weight, pool, takes_bf16):
         return weight
     rows, cols = weight.shape
-    data = native.empty_bytes(native.packed_nbytes(weight.qtype, rows, cols), pool)
+    data = cpu.empty_bytes(cpu.packed_nbytes(weight.qtype, rows, cols), pool)
     unit = FP8_BLOCK if isinstance(weight, Fp8Matrix) else _TILE_ROWS
     step = max(_PIECE // max(weight.nbytes // max(rows, 1), 1) // unit, 1) * unit
     for start in range(0, rows, step):  # piece by piece: an LM head of its own is a good part of a small model
         stop = min(start + step, rows)
-        first = native.packed_nbytes(weight.qtype, start, cols)
-        _relay(weight.rows_slice(start, stop), pool, data[first : native.packed_nbytes(weight.qtype, stop, cols)])
+        first = cpu.packed_nbytes(weight.qtype, start, cols)
+        _relay(weight.rows_slice(start, stop), pool, data[first : cpu.packed_nbytes(weight.qtype, stop, cols)])
     return PackedTensor(data, weight.qtype, (rows, cols), wants_bf16)
 
 
@@ -83,40 +92,40 @@ def _is_relaid(weight: ExpertWeight, pool: WorkerPool, takes_bf16: bool) -> Type
     if isinstance(weight, RawTensor):
         if weight.qtype is QuantType.BF16 and not takes_bf16:
             return False  # the re-laid form is for products of bf16 alone
-        return native.can_pack(weight.qtype, weight.cols, pool.isa)
+        return cpu.can_pack(weight.qtype, weight.cols, pool.isa)
     return isinstance(weight, Fp8Matrix)
 
 
 def _relay(weight: RawTensor | Fp8Matrix, pool: WorkerPool, out: torch.Tensor) -> PackedTensor:
-    made = native.pack_fp8(weight, pool, out) if isinstance(weight, Fp8Matrix) else native.pack(weight, pool, out)
-    native.page_out(weight)
+    made = cpu.pack_fp8(weight, pool, out) if isinstance(weight, Fp8Matrix) else cpu.pack(weight, pool, out)
+    cpu.page_out(weight)
     return made
 
 
 def _relay_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> list[PackedTensor]:
     """All side by side in one buffer, several at a time."""
     rows, cols = weights[0].shape
-    nbytes = native.packed_nbytes(weights[0].qtype, rows, cols)
-    buffer = native.empty_bytes(len(weights) * nbytes, pool)
+    nbytes = cpu.packed_nbytes(weights[0].qtype, rows, cols)
+    buffer = cpu.empty_bytes(len(weights) * nbytes, pool)
     at_once = max(max(_PIECE, _SHARE * pool.num_threads) // max(weights[0].nbytes, 1), 1)
     made = list[PackedTensor]()
     for first in range(0, len(weights), at_once):
         some = [weight for weight in weights[first : first + at_once] if _is_relaid(weight, pool, takes_bf16=True)]
-        made += native.pack_all(some, pool, buffer[first * nbytes : (first + len(some)) * nbytes])
-        native.page_out(*some)
+        made += cpu.pack_all(some, pool, buffer[first * nbytes : (first + len(some)) * nbytes])
+        cpu.page_out(*some)
     assert len(made) == len(weights), "all experts of a projection share one type"
     return made
 
 
 def _copied_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> Sequence[ExpertWeight]:
     """One projection of all experts as they are, side by side in one buffer."""
-    buffer = native.empty_bytes(sum(weight.nbytes for weight in weights), pool)
+    buffer = cpu.empty_bytes(sum(weight.nbytes for weight in weights), pool)
     made, at = list[ExpertWeight](), 0
     for weight in weights:
         assert isinstance(weight, RawTensor)
         data = buffer[at : at + weight.nbytes].copy_(weight.data)
         made.append(replace(weight, data=data))
-        native.page_out(weight)
+        cpu.page_out(weight)
         at += weight.nbytes
     return made
 

@@ -17,8 +17,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ktransformers.kernels.native import Activation, ActivationSpec
-from ktransformers.kernels.quant import OwnType, QuantType
 from ktransformers.kernels.triton import dequant, runtime
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.convert import convert_rows
@@ -31,6 +29,7 @@ from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.moe import SILU, Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.packing import Layout, can_repack, layout_nbytes
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, RouterSpec, route_rows
+from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType
 
 # By compute capability: what one program can have at most, as the CUDA programming guide has it.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}

@@ -7,9 +7,9 @@ import torch
 from gguf import quants
 from torch import Tensor
 
-from ktransformers.kernels.native import Isa, WorkerPool, pack, pack_fp8
-from ktransformers.kernels.quant import Fp8Matrix, QuantType, RawTensor, row_bytes, type_size
+from ktransformers.kernels.cpu import Isa, WorkerPool, pack, pack_fp8
 from ktransformers.kernels.reference import dequantize
+from ktransformers.kernels.types import Fp8Matrix, QuantType, RawTensor, row_bytes, type_size
 
 # Where the half-precision scales of a block are.
 SCALES = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 from gguf import quants
 
-from ktransformers.kernels.quant import OwnType, QuantType
 from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.types import OwnType, QuantType
 from tests.kernels.triton.quant_cases import FLOATS, TYPES, pack_for_cpu, pack_fp8_for_cpu, random_fp8, random_matrix
 
 if runtime.triton is None:

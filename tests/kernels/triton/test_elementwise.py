@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.native import Activation, ActivationSpec
-from ktransformers.kernels.triton.elementwise import activate, add_rms_norm, rms_norm, silu_mul
+from ktransformers.kernels.triton.elementwise import activate, add_rms_norm, rms_norm
 from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
+from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.attention.mla import rotate
 
 # One rounding to the output's type (half a unit of 2^-10 or 2^-7 relative); fp32 sums of some thousand terms.
@@ -96,9 +96,9 @@ def test_activations(kind, device):
 def test_silu_mul_in_half_precision_and_in_place(device):
     gate, up = (normal(2, 96, dtype=torch.bfloat16, device=device, seed=seed) for seed in (0, 1))
     want = functional.silu(gate.double()) * up.double()
-    assert silu_mul(gate, up, out=gate) is gate
+    assert activate(ActivationSpec(), gate, up, out=gate) is gate
     close(gate, want)
-    assert silu_mul(gate[:0], up[:0]).shape == (0, 96)
+    assert activate(ActivationSpec(), gate[:0], up[:0]).shape == (0, 96)
 
 
 def head_norm(x, weight, eps):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ktransformers.kernels.native import Activation
-from ktransformers.kernels.quant import QuantType
 from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.types import Activation, QuantType
 from tests.kernels.triton.quant_cases import TYPES, random_matrix
 
 if runtime.triton is None:

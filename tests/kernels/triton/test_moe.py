@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from ktransformers.kernels.native import Activation, ActivationSpec, ExpertWeights
-from ktransformers.kernels.quant import OwnType, QuantType, RawTensor
 from ktransformers.kernels.triton import runtime
+from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, OwnType, QuantType, RawTensor
 from tests.kernels.triton.quant_cases import pack_for_cpu, pack_fp8_for_cpu, random_fp8, random_matrix
 
 if runtime.triton is None:

@@ -13,7 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.native_base import WorkerPool, check_tensor, extension
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.base import check_tensor
+from ktransformers.kernels.extension import extension
 
 __all__ = ["RouterSpec", "route"]
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ktransformers.core import SamplingParams
-from ktransformers.kernels.native_base import WorkerPool, check_tensor
-from ktransformers.kernels.native_base import extension as _native
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.base import check_tensor
+from ktransformers.kernels.extension import extension
 
 __all__ = ["Pick", "RowLogprobs", "philox4x32", "sample_rows", "token_logprobs", "token_weights", "uniforms"]
 
@@ -25,13 +26,13 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 
     Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
     """
-    a, b, c, d = _native.philox4x32(counter, key)
+    a, b, c, d = extension.philox4x32(counter, key)
     return a, b, c, d
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> list[float]:
     """One number in [0, 1) with 53 random bits for each (seed, position). Seeds count modulo 2**64."""
-    return [_native.uniform_at(seed & (2**64 - 1), position) for seed, position in zip(seeds, positions, strict=True)]
+    return [extension.uniform_at(seed & (2**64 - 1), position) for seed, position in zip(seeds, positions, strict=True)]
 
 
 class Pick(NamedTuple):
@@ -74,7 +75,7 @@ def sample_rows(
             check_tensor(f"adjusted[{i}]", row, (vocab,))
             addresses[i] = (addresses[i][0], row.data_ptr())
     settings = [(one.temperature, one.top_p, one.min_p, number) for one, number in zip(params, numbers, strict=True)]
-    picks = _native.sample_rows(pool.handle, addresses, settings, [one.top_k for one in params], vocab)
+    picks = extension.sample_rows(pool.handle, addresses, settings, [one.top_k for one in params], vocab)
     return [Pick(*pick) for pick in picks]
 
 
@@ -101,7 +102,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int, pool: W
     ids = torch.tensor(list(token_ids), dtype=torch.int64)
     chosen = torch.empty(num_rows)
     top_ids, top = torch.empty((num_rows, count), dtype=torch.int64), torch.empty((num_rows, count))
-    _native.token_logprobs(
+    extension.token_logprobs(
         pool.handle,
         logits.data_ptr(),
         num_rows,
@@ -122,5 +123,5 @@ def token_weights(logits: Tensor, temperature: float, pool: WorkerPool) -> Tenso
     """
     check_tensor("logits", logits, (None,))
     out = torch.empty(logits.shape[0], dtype=torch.float64)
-    _native._row_weights(pool.handle, logits.data_ptr(), logits.shape[0], float(temperature), out.data_ptr())
+    extension._row_weights(pool.handle, logits.data_ptr(), logits.shape[0], float(temperature), out.data_ptr())
     return out

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.native import ActivationSpec, MoeKernel
-from ktransformers.kernels.native_base import WorkerPool, check_tensor, check_weight, extension, layout_of
-from ktransformers.kernels.quant import PackedTensor, RawTensor
-from ktransformers.kernels.routing import RouterSpec
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool
+from ktransformers.kernels.cpu.base import check_tensor, check_weight, layout_of
+from ktransformers.kernels.cpu.routing import RouterSpec
+from ktransformers.kernels.extension import extension
+from ktransformers.kernels.types import ActivationSpec, PackedTensor, RawTensor
 
 __all__ = [
     "AttentionLayer",

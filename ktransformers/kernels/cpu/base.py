@@ -1,7 +1,4 @@
-"""The native extension, its instruction-set tiers and worker pools, and the checks in front of every kernel.
-
-The only importer of the extension. Knows tensors, not kernels: those are in `native`.
-"""
+"""Instruction-set tiers, worker pools, and the checks in front of every kernel."""
 
 from __future__ import annotations
 
@@ -14,17 +11,12 @@ import torch
 from torch import Tensor
 
 from ktransformers.errors import ConfigError, KernelError
-from ktransformers.kernels.quant import OwnType, PackedTensor, QuantType, RawTensor, block_size, type_size
-from ktransformers.kernels.topology import ThreadPlace, thread_places
-
-try:
-    from ktransformers import _native as extension
-except ImportError as error:
-    raise KernelError(
-        f"the native extension ktransformers._native cannot be loaded ({error}); build it with `pip install .`"
-    ) from error
+from ktransformers.kernels.cpu.topology import ThreadPlace, thread_places
+from ktransformers.kernels.extension import extension
+from ktransformers.kernels.types import OwnType, PackedTensor, QuantType, RawTensor, block_size, type_size
 
 __all__ = [
+    "ISA_VARIABLE",
     "NATIVE_TYPES",
     "Isa",
     "Layout",
@@ -33,7 +25,6 @@ __all__ = [
     "available_isas",
     "check_tensor",
     "check_weight",
-    "extension",
     "has_bf16",
     "layout_of",
     "output",

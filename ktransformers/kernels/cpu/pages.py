@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from ktransformers.kernels.native_base import extension
+from ktransformers.kernels.extension import extension
 
 __all__ = ["PAGE", "advise_huge_pages", "note_mapping", "page_out", "read_ahead", "trim_heap"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ktransformers.kernels.native_base import WorkerPool, extension
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.extension import extension
 
 __all__ = ["bf16_peak", "int8_peak", "read_bandwidth"]
 

@@ -1,7 +1,7 @@
-"""Tensors in ggml block layout, and FP8 matrices with block scales: sizes, shapes and views of raw bytes.
+"""The nouns of kernels: tensors in ggml block layout, FP8 matrices, re-laid matrices, experts, activations.
 
 Knows the sizes of ggml's block formats (from the `gguf` package) and how rows of blocks lie in memory. Does not know
-where the bytes come from, what a block's bits mean, or the native extension.
+where the bytes come from or what a block's bits mean. Numbers that cross to the native extension are the extension's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as QuantType
 
+from ktransformers.kernels.extension import extension
+
 __all__ = [
     "FP8_BLOCK",
+    "Activation",
+    "ActivationSpec",
+    "ExpertWeight",
+    "ExpertWeights",
     "Fp8Matrix",
     "OwnType",
     "PackedTensor",
@@ -167,7 +173,7 @@ class Fp8Matrix:
     """A matrix of FP8 codes with block scales: weight[n, k] = values[n, k] * scales[n // 128, k // 128].
 
     values: uint8 [N, K], contiguous (may be a view of a memory map), the codes of torch.float8_e4m3fn; K is a multiple
-    of 4. scales: fp32 [ceil(N / 128), ceil(K / 128)], contiguous. Kernels take it re-laid only, see `native.pack_fp8`.
+    of 4. scales: fp32 [ceil(N / 128), ceil(K / 128)], contiguous. Kernels take it re-laid only, see `cpu.pack_fp8`.
     Raises TypeError or ValueError when they do not agree.
     """
 
@@ -210,10 +216,10 @@ class Fp8Matrix:
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A matrix re-laid for the native kernels, 16 rows side by side (csrc/kernels/packed.inl); see `native.pack`.
+    """A matrix re-laid for the native kernels, 16 rows side by side (csrc/kernels/packed.inl); see `cpu.pack`.
 
     data: uint8, 1-D. qtype: the type whose numbers it holds. shape: (rows, cols) of the matrix. wants_bf16: whether a
-    call of many tokens multiplies in bf16 where the processor can, see `native.linear`; BF16 always does.
+    call of many tokens multiplies in bf16 where the processor can, see `cpu.linear`; BF16 always does.
     """
 
     data: torch.Tensor
@@ -225,3 +231,57 @@ class PackedTensor:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.data.numel()
+
+
+ExpertWeight: TypeAlias = RawTensor | PackedTensor | Fp8Matrix
+
+
+@dataclass
+class ExpertWeights:
+    """The routed experts of one layer.
+
+    gate: E tensors [I, H], or None for act(up) without a gate. up: E tensors [I, H]. down: E tensors [H, I].
+    Kernels take an Fp8Matrix after `pack_fp8` only.
+    gate_bias, up_bias: fp32 [E, I] or None. down_bias: fp32 [E, H] or None. All experts of a projection share one type;
+    projections may differ; each may be re-laid by `pack`.
+    """
+
+    gate: Sequence[ExpertWeight] | None
+    up: Sequence[ExpertWeight]
+    down: Sequence[ExpertWeight]
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+_KINDS = extension.activation_kinds()
+
+
+class Activation(IntEnum):
+    """Activation functions of an MLP. SWIGLU_OAI is gpt_oss's clamped form and needs a gate."""
+
+    SILU = _KINDS["SILU"]
+    GELU = _KINDS["GELU"]
+    GELU_TANH = _KINDS["GELU_TANH"]
+    RELU = _KINDS["RELU"]
+    RELU2 = _KINDS["RELU2"]
+    SIGMOID = _KINDS["SIGMOID"]
+    SWIGLU_OAI = _KINDS["SWIGLU_OAI"]
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSpec:
+    """An activation and its parameters.
+
+    SWIGLU_OAI: gate = min(gate, limit), up = clamp(up, -limit, limit),
+    result = gate * sigmoid(alpha * gate) * (up + 1). The other kinds use neither alpha nor limit.
+    """
+
+    kind: Activation = Activation.SILU
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    @property
+    def native(self) -> tuple[int, float, float]:
+        """As the extension takes it."""
+        return (int(self.kind), float(self.alpha), float(self.limit))

@@ -1,0 +1,49 @@
+"""The CPU's kernels: checks, then one call into the native extension.
+
+Knows tensors, worker pools and instruction-set tiers; does not know models, files, caches' owners or other devices.
+Every result is bit-identical over tiers, thread counts, the number of rows in a call and the way rows are split (the
+exact arithmetic is written above the code in `csrc/kernels/*.inl`), but for products in bf16, see `linear`.
+
+Tensors are fp32 on the CPU and contiguous unless said otherwise. A wrong argument raises TypeError (dtype, class),
+ValueError (shape, stride, device, range) or IndexError (an id out of range) that names it.
+"""
+
+from ktransformers.kernels.cpu.base import NATIVE_TYPES, Isa, WorkerPool, active_isa, available_isas, has_bf16
+from ktransformers.kernels.cpu.moe import MoeKernel
+from ktransformers.kernels.cpu.packing import (
+    PACKED_TYPES,
+    can_pack,
+    empty_bytes,
+    pack,
+    pack_all,
+    pack_fp8,
+    packed_nbytes,
+    page_out,
+)
+from ktransformers.kernels.cpu.paged_attention import attention
+from ktransformers.kernels.cpu.products import batched_linear, linear
+from ktransformers.kernels.cpu.rows import activate, dequantize_rows, rms_norm
+
+__all__ = [
+    "NATIVE_TYPES",
+    "PACKED_TYPES",
+    "Isa",
+    "MoeKernel",
+    "WorkerPool",
+    "activate",
+    "active_isa",
+    "attention",
+    "available_isas",
+    "batched_linear",
+    "can_pack",
+    "dequantize_rows",
+    "empty_bytes",
+    "has_bf16",
+    "linear",
+    "pack",
+    "pack_all",
+    "pack_fp8",
+    "packed_nbytes",
+    "page_out",
+    "rms_norm",
+]

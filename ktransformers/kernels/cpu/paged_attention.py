@@ -1,0 +1,102 @@
+"""Causal attention of flattened rows over a paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, output
+from ktransformers.kernels.extension import extension
+
+__all__ = ["attention"]
+
+
+def _check_cache(name: str, cache: Tensor) -> None:
+    if cache.dtype != torch.float32:
+        raise TypeError(f"{name} must be torch.float32, got {cache.dtype}")
+    if cache.device.type != "cpu" or cache.dim() != 3 or (cache.numel() and cache.stride(2) != 1):
+        raise ValueError(
+            f"{name} must be a CPU tensor [slots, kv heads, dim] whose last dimension is contiguous, "
+            f"got shape {list(cache.shape)} with strides {cache.stride()}"
+        )
+
+
+def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Check that q [T, Hq, Dk] and the two caches fit one another."""
+    check_tensor("q", q, (None, None, None))
+    _check_cache("k_cache", k_cache)
+    _check_cache("v_cache", v_cache)
+    slots, num_kv_heads, _ = v_cache.shape
+    if tuple(k_cache.shape) != (slots, num_kv_heads, q.shape[2]):
+        expected = [slots, num_kv_heads, q.shape[2]]
+        raise ValueError(f"k_cache must have shape {expected} to fit q and v_cache, got {list(k_cache.shape)}")
+    if num_kv_heads < 1 or q.shape[1] % num_kv_heads != 0:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {num_kv_heads} KV heads")
+
+
+def _row_numbers(name: str, values: Tensor, num_rows: int) -> Tensor:
+    if values.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
+    converted = values.to(torch.int32)
+    check_tensor(name, converted, (num_rows,), torch.int32)
+    if values.dtype is torch.int64 and not torch.equal(converted.to(torch.int64), values):
+        raise ValueError(f"{name} holds a number that no int32 can hold")
+    return converted
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    seq_ids: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    pool: WorkerPool,
+    *,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv].
+
+    q: [T, Hq, Dk]. k_cache: [slots, Hkv, Dk], v_cache: [slots, Hkv, Dv], any slot and head strides, the last dimension
+    contiguous; v_cache may be a view of k_cache (MLA: Hkv = 1). Query head h reads KV head h // (Hq / Hkv).
+    block_table: int32 [num_seqs, max_pages]; position p of sequence s is in slot
+    block_table[s, p // page_size] * page_size + p % page_size. seq_ids: int32 or int64 [T].
+    kv_lens: int32 or int64 [T]: row t sees positions 0 .. kv_lens[t] - 1 (its own included), with window > 0 only the
+    last `window` of them; a row that sees nothing gives zeros. sinks: fp32 [Hq], a virtual logit per head (gpt_oss).
+    softcap > 0: scores become softcap * tanh(score / softcap) (gemma2).
+    Raises ValueError when a page that a row sees lies outside the cache or the table.
+    """
+    _check_heads(q, k_cache, v_cache)
+    check_tensor("block_table", block_table, (None, None), torch.int32)
+    num_rows, num_heads, dim_k = q.shape
+    slots, num_kv_heads, dim_v = v_cache.shape
+    if page_size < 1 or window < 0 or softcap < 0:
+        raise ValueError(f"page_size {page_size} must be >= 1, window {window} and softcap {softcap} >= 0")
+    seqs = _row_numbers("seq_ids", seq_ids, num_rows)
+    lens = _row_numbers("kv_lens", kv_lens, num_rows)
+    if sinks is not None:
+        check_tensor("sinks", sinks, (num_heads,))
+    result = output(out, (num_rows, num_heads, dim_v), q)
+    extension.attention(
+        pool.handle,
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        result.data_ptr(),
+        (num_rows, num_heads, num_kv_heads, dim_k, dim_v, slots),
+        (q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1)),
+        block_table.data_ptr(),
+        (block_table.shape[0], block_table.shape[1], block_table.stride(0), page_size),
+        seqs.data_ptr(),
+        lens.data_ptr(),
+        float(scale),
+        float(softcap),
+        window,
+        0 if sinks is None else sinks.data_ptr(),
+    )
+    return result

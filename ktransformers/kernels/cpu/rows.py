@@ -1,0 +1,75 @@
+"""What is done row by row or element by element: embedding lookups, norms, activations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, check_weight, output
+from ktransformers.kernels.extension import extension
+from ktransformers.kernels.types import Activation, ActivationSpec, RawTensor
+
+__all__ = ["activate", "dequantize_rows", "rms_norm"]
+
+
+def dequantize_rows(weight: RawTensor, ids: Tensor, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
+    """Rows `ids` of a weight as fp32, equal bit for bit to `gguf.quants.dequantize`: an embedding lookup.
+
+    weight: [N, K]. ids: int64 [T]. out: [T, K], made when None. Raises IndexError for an id outside 0 .. N - 1.
+    """
+    check_weight("weight", weight, 2)
+    rows, cols = weight.shape
+    check_tensor("ids", ids, (None,), torch.int64)
+    result = output(out, (ids.shape[0], cols))
+    extension.dequantize_rows(
+        pool.handle,
+        weight.data.data_ptr(),
+        int(weight.qtype),
+        rows,
+        cols,
+        ids.data_ptr(),
+        ids.shape[0],
+        result.data_ptr(),
+    )
+    return result
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
+    """out = weight * (x / sqrt(mean(x^2) + eps)), row by row.
+
+    x: [T, H]. weight: [H]. out: [T, H], made when None; may be x itself.
+    """
+    check_tensor("x", x, (None, None))
+    check_tensor("weight", weight, (x.shape[1],))
+    result = output(out, (x.shape[0], x.shape[1]))
+    extension.rms_norm(
+        pool.handle, x.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], float(eps), result.data_ptr()
+    )
+    return result
+
+
+def activate(
+    spec: ActivationSpec, gate: Tensor | None, up: Tensor, pool: WorkerPool, out: Tensor | None = None
+) -> Tensor:
+    """act(gate) * up, or act(up) when gate is None; elementwise.
+
+    gate, up, out: one shape, any number of dimensions; out is made when None and may be gate or up.
+    """
+    shape = tuple(up.shape)
+    check_tensor("up", up, shape)
+    if gate is not None:
+        check_tensor("gate", gate, shape)
+    elif spec.kind is Activation.SWIGLU_OAI:
+        raise ValueError("SWIGLU_OAI needs a gate")
+    result = output(out, shape)
+    extension.activate(
+        pool.handle,
+        int(spec.kind),
+        spec.alpha,
+        spec.limit,
+        0 if gate is None else gate.data_ptr(),
+        up.data_ptr(),
+        up.numel(),
+        result.data_ptr(),
+    )
+    return result
