@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.cpu import MoeKernel, WorkerPool
-from ktransformers.kernels.cpu.base import check_tensor, check_weight, layout_of
+from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, check_weight, layout_of
+from ktransformers.kernels.cpu.moe import MoeKernel
 from ktransformers.kernels.cpu.routing import RouterSpec
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import ActivationSpec, PackedTensor, RawTensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.base import WorkerPool
 from ktransformers.kernels.extension import extension
 
 __all__ = ["bf16_peak", "int8_peak", "read_bandwidth"]

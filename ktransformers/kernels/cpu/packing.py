@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.cpu import Isa, WorkerPool, has_bf16, pages
-from ktransformers.kernels.cpu.base import check_tensor, check_weight
+from ktransformers.kernels.cpu import pages
+from ktransformers.kernels.cpu.base import Isa, WorkerPool, check_tensor, check_weight, has_bf16
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import Fp8Matrix, OwnType, PackedTensor, QuantType, RawTensor, WeightType, type_size
 

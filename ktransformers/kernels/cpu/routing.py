@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.cpu.base import check_tensor
+from ktransformers.kernels.cpu.base import WorkerPool, check_tensor
 from ktransformers.kernels.extension import extension
 
 __all__ = ["RouterSpec", "route"]

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.core import SamplingParams
-from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.cpu.base import check_tensor
+from ktransformers.kernels.cpu.base import WorkerPool, check_tensor
 from ktransformers.kernels.extension import extension
 
 __all__ = ["Pick", "RowLogprobs", "philox4x32", "sample_rows", "token_logprobs", "token_weights", "uniforms"]
