@@ -25,9 +25,9 @@ if __name__ == "__main__" and not __package__:
 
 def main() -> int:
     """Chat as the command line says. Returns the exit code."""
-    from ktransformers.cli.chat import main as chat_main
+    from ktransformers.cli import local_chat_main
 
-    return chat_main()
+    return local_chat_main()
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from ktransformers.cli.parser import COMMAND_LINE, ArgumentParser, leaves
 from ktransformers.cli.settings import unknown_variables
 from ktransformers.errors import ConfigError, KTransformersError, reason_of
 
-__all__ = ["build_parser", "guarded", "main", "run_command"]
+__all__ = ["build_parser", "guarded", "local_chat_main", "main", "run_command", "server_main"]
 
-_COMMANDS = (chat, serve, plan, pull, models, bench, doctor, completion)
+_COMMANDS = (chat, serve, plan, pull, models, bench, doctor)
 
 _EXAMPLES = """Examples:
   ktransformers chat Qwen3-30B-A3B-Q4_K_M.gguf
@@ -42,6 +42,7 @@ def build_parser() -> ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(subparsers)
+    completion.add_parser(subparsers, parser)
     _add_help(subparsers)
     parser.elsewhere = _flags_of(parser)
     for leaf in leaves(parser):
@@ -132,3 +133,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         words.insert(0, "serve")
     return run_command(parser, words)
+
+
+def local_chat_main(argv: Sequence[str] | None = None) -> int:
+    """The whole of local_chat.py. Returns the exit code."""
+    return run_command(chat.local_chat_parser(), argv)
+
+
+def server_main(argv: Sequence[str] | None = None) -> int:
+    """The whole of server/main.py. Returns the exit code."""
+    return run_command(serve.server_parser(), argv)

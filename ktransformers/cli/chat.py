@@ -12,7 +12,7 @@ import importlib
 import io
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -113,6 +113,7 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     name = _model_name(config)
     with early_line(sys.stderr, f"loading {name} ..."):  # what takes seconds to import, before anything else
         importlib.import_module("ktransformers.engine.llm" if build else "ktransformers.engine.builder")
+    from ktransformers.cli.chat_commands import bound_command
     from ktransformers.cli.chat_greeting import describe_machine, describe_model
     from ktransformers.cli.chat_input import Turn, read_prompt_file
     from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
@@ -138,7 +139,8 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
             view, source = _terminal_view(args.markdown), _terminal_source(args)
         else:
             view, source = _script(args, first_turns)
-        chat = ChatLoop(llm, view, source, ChatOptions(params, args.system, args.force_think, is_interactive))
+        options = ChatOptions(params, args.system, args.force_think, is_interactive, bound_command)
+        chat = ChatLoop(llm, view, source, options)
         machine, model = describe_machine(config.use_cuda), describe_model(engine)
         _log.info("%s; %s", machine, model)
         if is_interactive:
@@ -217,10 +219,3 @@ def _script(args: argparse.Namespace, first_turns: list[Turn]) -> tuple[View, So
     if sys.stdin.isatty() or (args.reads_lines if args.lines is None else args.lines):
         return plain, LineSource(sys.stdin)
     return plain, DocumentSource(sys.stdin, is_needed=not first_turns)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The whole of local_chat.py. Returns the exit code."""
-    from ktransformers.cli import run_command
-
-    return run_command(local_chat_parser(), argv)

@@ -16,7 +16,7 @@ from ktransformers.errors import ConfigError
 if TYPE_CHECKING:
     from ktransformers.cli.chat_loop import ChatLoop
 
-__all__ = ["COMMANDS", "Command", "find_command"]
+__all__ = ["COMMANDS", "Command", "bound_command", "find_command"]
 
 _LIKE_A_COMMAND = re.compile(r"/[A-Za-z]+!?\Z")
 
@@ -240,3 +240,12 @@ def find_command(text: str) -> tuple[Command, str] | None:
     raise ConfigError(
         f"unknown command {name}; " + (f"did you mean {near[0]}?" if near else "/help lists the commands")
     )
+
+
+def bound_command(text: str) -> Callable[[ChatLoop], None] | None:
+    """`find_command` with its argument: what a ChatLoop runs."""
+    found = find_command(text)
+    if found is None:
+        return None
+    command, argument = found
+    return lambda chat: command.run(chat, argument)

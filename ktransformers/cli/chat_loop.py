@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from ktransformers.cli.chat_attachments import attach_files, with_document
-from ktransformers.cli.chat_commands import find_command
 from ktransformers.cli.chat_history import Conversation
 from ktransformers.cli.chat_input import Source, Turn, quoted, read_prompt_file, typed_path
 from ktransformers.cli.chat_output import View, format_stats
@@ -33,12 +32,16 @@ _NOT_EDITED = "the question stays as it was"
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """is_interactive: a person at a terminal, who can correct mistakes; otherwise a script, which sees exit codes."""
+    """is_interactive: a person at a terminal, who can correct mistakes; otherwise a script, which sees exit codes.
+
+    find_command: what a turn's text asks the chat to do, None for a prompt. Raises ConfigError for an unknown command.
+    """
 
     params: SamplingParams
     system: str | None = None
     force_think: bool = False
     is_interactive: bool = False
+    find_command: Callable[[str], Callable[[ChatLoop], None] | None] = lambda text: None
 
 
 @contextmanager
@@ -146,9 +149,9 @@ class ChatLoop:
         if self.is_interactive and text in _LEAVING:  # a line of a pipe can be such a word
             self.is_finished = True
             return True
-        command = find_command(text)
+        command = self._options.find_command(text)
         if command is not None:
-            command[0].run(self, command[1])
+            command(self)
         return command is not None
 
     def _show_error(self, text: str) -> None:

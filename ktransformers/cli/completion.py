@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ktransformers.cli.parser import leaves, user_path
+from ktransformers.cli.parser import ArgumentParser, leaves, user_path
 
-__all__ = ["SHELLS", "add_parser", "completion_script", "run"]
+__all__ = ["SHELLS", "add_parser", "completion_script"]
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -21,22 +21,19 @@ Keep it where the shell looks for such scripts:
 or try it in this shell: source <(ktransformers completion bash)"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
+def add_parser(subparsers: argparse._SubParsersAction[ArgumentParser], whole: ArgumentParser) -> None:
+    """Register the command. whole: the parser that the script completes."""
     parser = subparsers.add_parser(
         "completion", has_settings=False, help="print a shell's completion script", description=_DESCRIPTION
     )
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=f"one of {', '.join(SHELLS)}")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=lambda args: _print_script(whole, args.shell))
 
 
-def completion_script(shell: str) -> str:
-    """The script for one of SHELLS, from the parser as it is."""
+def completion_script(parser: ArgumentParser, shell: str) -> str:
+    """The script by which one of SHELLS completes what `parser` takes."""
     import shtab
 
-    from ktransformers.cli import build_parser
-
-    parser = build_parser()
     for leaf in leaves(parser):
         for action in leaf._actions:
             if action.type in (user_path, Path) or action.dest == "model":
@@ -44,7 +41,6 @@ def completion_script(shell: str) -> str:
     return str(shtab.complete(parser, shell))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the script."""
-    print(completion_script(args.shell))
+def _print_script(parser: ArgumentParser, shell: str) -> int:
+    print(completion_script(parser, shell))
     return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.cli.options import (
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ktransformers.server.backend.base import Backend
     from ktransformers.server.config import ServerConfig
 
-__all__ = ["BACKENDS", "add_parser", "main", "run", "server_parser"]
+__all__ = ["BACKENDS", "add_parser", "run", "server_parser"]
 
 _log = logging.getLogger(__name__)
 
@@ -210,10 +210,3 @@ def run(args: argparse.Namespace, backend: Callable[[], Backend] | None = None) 
 
     serve(backend or _backend(args, config), server_config, bar)
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The whole of server/main.py. Returns the exit code."""
-    from ktransformers.cli import run_command
-
-    return run_command(server_parser(), argv)

@@ -20,9 +20,9 @@ if __name__ == "__main__" and not __package__:
 
 def main() -> int:
     """Serve as the command line says. Returns the exit code."""
-    from ktransformers.cli.serve import main as serve_main
+    from ktransformers.cli import server_main
 
-    return serve_main()
+    return server_main()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.cli.chat_commands import COMMANDS, find_command
+from ktransformers.cli.chat_commands import COMMANDS, bound_command, find_command
 from ktransformers.cli.chat_history import Conversation
 from ktransformers.cli.chat_input import Source, Turn
 from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
@@ -101,7 +101,9 @@ class Room:
 
         llm.stream = record  # type: ignore[method-assign]
         params = params or SamplingParams(temperature=0, max_tokens=200)
-        self.loop = ChatLoop(llm, self.view, self.source, ChatOptions(params, is_interactive=True))
+        self.loop = ChatLoop(
+            llm, self.view, self.source, ChatOptions(params, is_interactive=True, find_command=bound_command)
+        )
 
     def say(self, *turns: str | None) -> str:
         """The last answer, or else the last note."""

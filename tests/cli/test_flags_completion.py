@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.cli import main
+from ktransformers.cli import build_parser, main
 from ktransformers.cli.completion import SHELLS, completion_script
 
 ASK = """
@@ -27,7 +27,7 @@ done
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 def test_bash_completes(tmp_path: Path) -> None:
     script = tmp_path / "completion.bash"
-    script.write_text(completion_script("bash"))
+    script.write_text(completion_script(build_parser(), "bash"))
     subprocess.run(["bash", "-n", str(script)], check=True)
     (tmp_path / "model.gguf").touch()
     asked = {

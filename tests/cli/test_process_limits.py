@@ -17,7 +17,7 @@ import pytest
 def test_too_little_is_one_clear_line(limit: int, value: int, flag: str, found: str) -> None:
     code = (
         f"import resource; resource.setrlimit({limit}, ({value}, {value}))\n"
-        "from ktransformers.cli.serve import main; import sys; sys.exit(main(['--port', '0']))"
+        "from ktransformers.cli import server_main as main; import sys; sys.exit(main(['--port', '0']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     lines = done.stderr.splitlines()

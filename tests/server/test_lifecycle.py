@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ktransformers.cli.serve import main
+from ktransformers.cli import server_main as main
 from tests.support.server_process import ServerProcess
 
 ENDLESS = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
