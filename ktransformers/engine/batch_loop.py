@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.answer_events import AnswerEvents
-from ktransformers.engine.checks import check_prompt
+from ktransformers.engine.checks import Limits
 from ktransformers.errors import ConfigError, EngineError
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
@@ -158,16 +158,13 @@ class BatchLoop:
         """Raises ConfigError or ContextLengthError for what `submit` could never answer, EngineError when closed."""
         if self._is_closed:
             raise EngineError(_CLOSED)
-        is_models = self.config.max_len < self.config.total_len
-        check_prompt(
-            prompt_ids,
-            params,
+        Limits(
             max_len=self.config.max_len,
             vocab_size=self.config.vocab_size,
             has_vocabulary=self.engine.model.tokenizer.has_vocabulary,
-            limit="the model takes at most" if is_models else "the cache holds",
-            remedy="shorten the prompt" + ("" if is_models else ", or make the cache larger with cache_lens"),
-        )
+            is_models_limit=self.config.max_len < self.config.total_len,
+            remedy="make the cache larger with cache_lens",
+        ).check(prompt_ids, params)
 
     def submit(self, questions: Sequence[Question]) -> None:
         """Answer these, which `check` has passed. They are queued together. Raises EngineError when closed."""

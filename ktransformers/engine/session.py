@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import torch
 
 from ktransformers.core import SamplingParams, TokenEvent
-from ktransformers.engine.generate import PrefillProgress, SequenceRunner, is_models_limit, prefill_and_generate
+from ktransformers.engine.generate import PrefillProgress, SequenceRunner, prefill_and_generate
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Session", "common_prefix_len"]
@@ -27,7 +27,7 @@ class _RecordingRunner:
 
     def __init__(self, runner: SequenceRunner):
         self._runner = runner
-        self.is_models_limit = is_models_limit(runner)
+        self.is_models_limit = runner.is_models_limit
         self.token_ids: list[int] = []  # in the cache, by position
 
     @property

@@ -36,7 +36,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from ktransformers.core import PROMPT_LOGPROB_ROWS, FinishReason
+from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.scheduler.batch import Batch, PlannedRow
 from ktransformers.scheduler.config import SchedulerConfig
@@ -110,14 +110,11 @@ class Scheduler:
         params, prompt_len = request.params, len(request.prompt_ids)
         if params.seed is None:  # drawn here, once: every run of the request must draw the same tokens
             params = replace(params, seed=secrets.randbits(63))
-        room = self.config.max_len - prompt_len
         seq = Sequence(
             request=request,
             arrival=next(self._arrivals),
             params=params,
-            limit_len=prompt_len + (room if params.max_tokens is None else min(params.max_tokens, room)),
-            end_ids=frozenset(params.stop_token_ids)
-            | (frozenset() if params.ignore_eos else frozenset(self.config.eos_token_ids)),
+            end=AnswerEnd.of(params, self.config.eos_token_ids, self.config.max_len - prompt_len),
             token_ids=list(request.prompt_ids),
         )
         self._requests[request.request_id] = seq
@@ -349,11 +346,7 @@ class Scheduler:
             error = result.error or "the engine sent no token and no reason"
             return self._end(seq, FinishReason.ABORT, error=error)
         seq.token_ids.append(token_id)
-        reason = None
-        if token_id in seq.end_ids:
-            reason = FinishReason.STOP
-        elif seq.known_len >= seq.limit_len:
-            reason = FinishReason.LENGTH
+        reason = seq.end.reason(token_id, seq.completion_len)
         if reason is not None:
             self._remove(seq)
         return _update(seq, result, finish_reason=reason)

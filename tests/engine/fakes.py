@@ -30,6 +30,7 @@ class FakeRunner:
         self.written: list[int] = []
         self.calls: list[tuple[int, int, int]] = []  # start, tokens, rows kept
         self.fails_at: int | None = None  # call number
+        self.is_models_limit = False
 
     @property
     def num_forwarded(self) -> int:

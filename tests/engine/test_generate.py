@@ -97,7 +97,7 @@ def test_prompt_checks_come_before_any_work() -> None:
     with pytest.raises(ContextLengthError, match=r"5 tokens and the cache holds 5.*--cache_lens") as caught:
         prefill_and_generate(runner, [1] * 5, GREEDY, chunk_size=4)
     assert (caught.value.prompt_len, caught.value.max_len) == (5, 5)
-    for prompt, message in (([], "empty"), ([VOCAB], "token id 50"), ([-1], "token id -1")):
+    for prompt, message in (([], "empty"), ([VOCAB], "names token 50"), ([-1], "names token -1")):
         with pytest.raises(ConfigError, match=message):
             prefill_and_generate(runner, prompt, GREEDY, chunk_size=4)
     with pytest.raises(ConfigError, match="chunk_size"):

@@ -18,13 +18,13 @@ from typing import ClassVar
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.answer_events import AnswerEvents
+from ktransformers.engine.checks import check_tokenizer
 from ktransformers.engine.llm import default_sampling_params
 from ktransformers.engine.opened import ModelDescription, describe_model, open_model
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, Progress
-from ktransformers.server.backend.checks import check_request, check_tokenizer
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
 from ktransformers.server.balance.restarts import Clock
@@ -136,9 +136,6 @@ class BalanceServeBackend(Backend):
             engine=self._totals,
             num_engine_restarts=0 if self._supervisor is None else self._supervisor.num_restarts,
         )
-
-    def check(self, request: GenerationRequest) -> None:
-        check_request(self.model, request)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """See Backend. stats.prefill_seconds runs from admission to the first token, without the time in the queue."""

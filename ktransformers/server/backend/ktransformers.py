@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import build_engine
+from ktransformers.engine.checks import check_tokenizer
 from ktransformers.engine.llm import default_sampling_params
 from ktransformers.engine.session import Session
 from ktransformers.server.backend.base import ModelInfo, Progress
-from ktransformers.server.backend.checks import check_tokenizer
 from ktransformers.server.backend.single import Loaded, SingleBackend
 
 __all__ = ["KTransformersBackend"]

@@ -16,7 +16,6 @@ from ktransformers.core import TokenEvent
 from ktransformers.engine.session import Session
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
-from ktransformers.server.backend.checks import check_request
 from ktransformers.server.backend.events import EventBuffer
 
 __all__ = ["Loaded", "SingleBackend"]
@@ -75,9 +74,6 @@ class SingleBackend(Backend):
         if self._loaded is not None:
             used = len(self._loaded.session.cached_ids) / self._loaded.session.max_len
         return BackendStats(num_running=len(self._running), num_waiting=self._num_waiting, cache_usage=used)
-
-    def check(self, request: GenerationRequest) -> None:
-        check_request(self.model, request)
 
     def _require(self) -> Loaded:
         if self._loaded is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ktransformers.config import EngineConfig
+from ktransformers.engine.checks import check_tokenizer
 from ktransformers.engine.llm import default_sampling_params
 from ktransformers.engine.reference import build_reference_engine
 from ktransformers.server.backend.base import ModelInfo, Progress
-from ktransformers.server.backend.checks import check_tokenizer
 from ktransformers.server.backend.single import Loaded, SingleBackend
 
 __all__ = ["TransformersBackend"]
