@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, SamplingParams, TokenEvent
-from ktransformers.engine.answer_events import AnswerEvents
-from ktransformers.engine.checks import Limits
+from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.sampler import RequestSampler, sample_batch, token_logprobs
 from ktransformers.errors import ConfigError
+from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["PrefillProgress", "SequenceRunner", "prefill_and_generate"]
@@ -59,10 +59,10 @@ class _Answer:
         prompt_ids: list[int],
         params: SamplingParams,
         end: AnswerEnd,
-        events: AnswerEvents,
+        assembler: AnswerAssembler,
     ):
-        self.runner, self.prompt_ids, self.params, self.end, self.events = runner, prompt_ids, params, end, events
-        self.stats = events.stats
+        self.runner, self.prompt_ids, self.params, self.end, self.assembler = runner, prompt_ids, params, end, assembler
+        self.stats = assembler.stats
         self.sampler = RequestSampler(params, prompt_ids, runner.vocab_size)
 
     def prefill(
@@ -90,7 +90,7 @@ class _Answer:
         """logits [N, V] of positions start, start + 1, ...: each tells how likely the prompt token after it was."""
         if self.params.prompt_logprobs is not None:
             followers = self.prompt_ids[start + 1 : start + 1 + len(logits)]
-            self.events.score(
+            self.assembler.score(
                 start + 1, token_logprobs(logits[: len(followers)], followers, self.params.prompt_logprobs)
             )
 
@@ -111,7 +111,7 @@ class _Answer:
             stats.decode_seconds += time.perf_counter() - began
         else:
             stats.prefill_seconds += time.perf_counter() - began
-        return self.events.token(token_id, sampled.logprobs, self.end.reason(token_id, stats.completion_len + 1))
+        return self.assembler.token(token_id, sampled.logprobs, self.end.reason(token_id, stats.completion_len + 1))
 
     def run(
         self, chunk_size: int, is_stopped: Callable[[], bool], on_prefill: PrefillProgress | None = None
@@ -124,7 +124,7 @@ class _Answer:
                 return
             assert event.token_id is not None
             logits = None if is_stopped() else self.decode(event.token_id)
-        yield self.events.aborted()
+        yield self.assembler.aborted()
 
 
 def prefill_and_generate(
@@ -165,6 +165,6 @@ def prefill_and_generate(
     if cached_len and params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs need the whole prompt to be computed: cached_len must be 0")
     end = AnswerEnd.of(params, eos_token_ids, runner.max_len - prompt_len)
-    events = AnswerEvents(tokenizer, params, prompt_len, cached_len)
-    answer = _Answer(runner, list(prompt_ids), params, end, events)
+    assembler = AnswerAssembler(tokenizer, params, prompt_len, cached_len)
+    answer = _Answer(runner, list(prompt_ids), params, end, assembler)
     return answer.run(chunk_size, should_stop or (lambda: False), on_prefill)

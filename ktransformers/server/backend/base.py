@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ktransformers.core import SamplingParams, TokenEvent
-from ktransformers.engine.checks import Limits
 from ktransformers.errors import KTransformersError
+from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo", "Progress"]

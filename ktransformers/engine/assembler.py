@@ -15,10 +15,10 @@ from ktransformers.scheduler.records import RequestUpdate
 from ktransformers.tokenizer.stream import TextStream
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["AnswerEvents"]
+__all__ = ["AnswerAssembler"]
 
 
-class AnswerEvents:
+class AnswerAssembler:
     """One answer. stats is the object that every event carries.
 
     Raises ConfigError for stop strings without a vocabulary.
