@@ -5,15 +5,17 @@ Does not know what a conversation looks like: it compares token ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
+from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.generate import PrefillProgress, SequenceRunner, prefill_and_generate
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Session", "common_prefix_len"]
+__all__ = ["Session", "SessionEngine", "common_prefix_len"]
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
@@ -45,6 +47,25 @@ class _RecordingRunner:
         return logits
 
 
+class SessionEngine(Protocol):
+    """What a session is opened on: a loaded model that holds one sequence. config.chunk_size is chosen."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def hf_config(self) -> Any: ...
+    @property
+    def runner(self) -> SequenceRunner: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
+    @property
+    def description(self) -> str: ...
+
+
 class Session:
     """Generates answers one after the other and reuses the longest prefix that a prompt shares with the cache.
 
@@ -65,6 +86,17 @@ class Session:
         self._chunk_size, self._eos_token_ids, self._tokenizer = chunk_size, tuple(eos_token_ids), tokenizer
         self._has_prefix_cache = has_prefix_cache
         self._running: Iterator[TokenEvent] | None = None
+
+    @classmethod
+    def of(cls, engine: SessionEngine) -> Session:
+        """A session as the engine's config says."""
+        return cls(
+            engine.runner,
+            chunk_size=engine.config.chunk_size,
+            eos_token_ids=engine.eos_token_ids,
+            tokenizer=engine.tokenizer,
+            has_prefix_cache=engine.config.prefix_cache,
+        )
 
     @property
     def max_len(self) -> int:

@@ -125,7 +125,7 @@ class FakeEngine:
     """The fields of engine.builder.Engine."""
 
     runner: FakeRunner
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     config: EngineConfig = field(default_factory=lambda: EngineConfig(chunk_size=16, max_new_tokens=200))
     generation_defaults: dict[str, Any] = field(default_factory=dict)

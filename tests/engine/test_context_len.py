@@ -85,7 +85,7 @@ def test_a_small_cache_can_be_larger(folder: Path) -> None:
 
 def test_the_reference_backend_is_bounded_too(folder: Path) -> None:
     engine = build_reference_engine(EngineConfig(model_path=folder, cache_lens=32768))
-    session: Session = engine.session()
+    session = Session.of(engine)
     assert session.max_len == 512
     with pytest.raises(ContextLengthError, match=r"the model takes at most 512.*shorten the prompt$"):
         list(session.generate(list(range(3, 103)) * 6, GREEDY))

@@ -257,7 +257,7 @@ def test_closing() -> None:
 
 
 def test_a_drawn_seed_can_be_repeated() -> None:
-    engine = FakeEngine(ngram_runner(), None, ())
+    engine = FakeEngine(ngram_runner(), Tokenizer(None), ())
     llm = LLM.from_engine(engine)
     (first,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=15))
     (second,) = llm.generate([1, 2, 3], first.params)

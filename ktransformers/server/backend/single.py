@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ktransformers.core import TokenEvent
-from ktransformers.engine.session import Session
+from ktransformers.engine.outputs import default_sampling_params
+from ktransformers.engine.session import Session, SessionEngine
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
 from ktransformers.server.backend.events import EventBuffer
@@ -30,6 +31,22 @@ class Loaded:
     model: ModelInfo
     session: Session
     close: Callable[[], None]
+
+    @classmethod
+    def of(cls, engine: SessionEngine, close: Callable[[], None]) -> Loaded:
+        """All of it from an engine of one sequence."""
+        architectures = getattr(engine.hf_config, "architectures", None) or [None]
+        model = ModelInfo(
+            tokenizer=engine.tokenizer,
+            max_len=engine.runner.max_len,
+            vocab_size=engine.runner.vocab_size,
+            eos_token_ids=engine.eos_token_ids,
+            default_params=default_sampling_params(engine.generation_defaults, None),
+            architecture=architectures[0],
+            description=engine.description,
+            is_models_limit=engine.runner.is_models_limit,
+        )
+        return cls(model, Session.of(engine), close)
 
 
 class SingleBackend(Backend):
