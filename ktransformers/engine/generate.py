@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["PrefillProgress", "SequenceRunner", "prefill_and_generate"]
+__all__ = ["GenerateConfig", "PrefillProgress", "SequenceRunner", "prefill_and_generate"]
 
 PrefillProgress = Callable[[int, int], None]
 """Is told how many of the prompt's tokens are computed, and how many have to be: those that were not cached."""
@@ -31,10 +32,14 @@ class SequenceRunner(Protocol):
     """What runs a model on one sequence with a static cache of max_len positions."""
 
     @property
-    def max_len(self) -> int: ...
+    def max_len(self) -> int:
+        """Positions of the cache."""
+        ...
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Logits of a row."""
+        ...
 
     @property
     def is_models_limit(self) -> bool:
@@ -127,29 +132,44 @@ class _Answer:
         yield self.assembler.aborted()
 
 
+@dataclass(frozen=True, slots=True)
+class GenerateConfig:
+    """What all answers of a model share.
+
+    chunk_size: most prompt tokens per forward. eos_token_ids end an answer unless params.ignore_eos. tokenizer None: no
+    text, no stop strings. Raises ConfigError.
+    """
+
+    chunk_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer: Tokenizer | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 1:
+            raise ConfigError(f"chunk_size must be at least 1, got {self.chunk_size}")
+
+
 def prefill_and_generate(
     runner: SequenceRunner,
     prompt_ids: Sequence[int],
     params: SamplingParams,
+    config: GenerateConfig,
     *,
-    chunk_size: int,
     cached_len: int = 0,
-    eos_token_ids: Sequence[int] = (),
-    tokenizer: Tokenizer | None = None,
     should_stop: Callable[[], bool] | None = None,
     on_prefill: PrefillProgress | None = None,
 ) -> Iterator[TokenEvent]:
     """Generate the answer to prompt_ids, one event per token. The last event carries the finish reason.
 
-    chunk_size: most prompt tokens per forward. cached_len: leading prompt tokens whose keys and values `runner` already
-    holds. eos_token_ids end the answer unless params.ignore_eos; params.stop_token_ids always do; neither kind of token
-    has text. tokenizer None: no text, no stop strings. should_stop is asked before every forward; when it says yes the
-    answer ends with ABORT. on_prefill is called before every forward of the prompt. max_tokens counts at most up to the
+    cached_len: leading prompt tokens whose keys and values `runner` already holds. params.stop_token_ids end the answer
+    as its end tokens do; neither kind has text. should_stop is asked before every forward; when it says yes the answer
+    ends with ABORT. on_prefill is called before every forward of the prompt. max_tokens counts at most up to the
     end of the cache.
 
     Checks before any work: raises ConfigError for an empty prompt or ids outside of the vocabulary, ContextLengthError
     when the prompt leaves no room for an answer.
     """
+    tokenizer = config.tokenizer
     has_vocabulary = tokenizer is not None and tokenizer.has_vocabulary
     Limits(
         max_len=runner.max_len,
@@ -158,13 +178,11 @@ def prefill_and_generate(
         is_models_limit=runner.is_models_limit,
     ).check(prompt_ids, params)
     prompt_len = len(prompt_ids)
-    if chunk_size < 1:
-        raise ConfigError(f"chunk_size must be at least 1, got {chunk_size}")
     if not 0 <= cached_len < prompt_len:
         raise ValueError(f"cached_len {cached_len} must leave at least one of {prompt_len} prompt tokens to compute")
     if cached_len and params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs need the whole prompt to be computed: cached_len must be 0")
-    end = AnswerEnd.of(params, eos_token_ids, runner.max_len - prompt_len)
+    end = AnswerEnd.of(params, config.eos_token_ids, runner.max_len - prompt_len)
     assembler = AnswerAssembler(tokenizer, params, prompt_len, cached_len)
     answer = _Answer(runner, list(prompt_ids), params, end, assembler)
-    return answer.run(chunk_size, should_stop or (lambda: False), on_prefill)
+    return answer.run(config.chunk_size, should_stop or (lambda: False), on_prefill)

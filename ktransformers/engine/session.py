@@ -12,7 +12,7 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams, TokenEvent
-from ktransformers.engine.generate import PrefillProgress, SequenceRunner, prefill_and_generate
+from ktransformers.engine.generate import GenerateConfig, PrefillProgress, SequenceRunner, prefill_and_generate
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Session", "SessionEngine", "common_prefix_len"]
@@ -51,19 +51,39 @@ class SessionEngine(Protocol):
     """What a session is opened on: a loaded model that holds one sequence. config.chunk_size is chosen."""
 
     @property
-    def config(self) -> EngineConfig: ...
+    def config(self) -> EngineConfig:
+        """Of the engine, resolved."""
+        ...
+
     @property
-    def hf_config(self) -> Any: ...
+    def hf_config(self) -> Any:
+        """The model's own."""
+        ...
+
     @property
-    def runner(self) -> SequenceRunner: ...
+    def runner(self) -> SequenceRunner:
+        """What runs it."""
+        ...
+
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> Tokenizer:
+        """Without vocabulary when the model's files carry none."""
+        ...
+
     @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End an answer."""
+        ...
+
     @property
-    def generation_defaults(self) -> Mapping[str, Any]: ...
+    def generation_defaults(self) -> Mapping[str, Any]:
+        """What the model's authors recommend."""
+        ...
+
     @property
-    def description(self) -> str: ...
+    def description(self) -> str:
+        """The model, in words."""
+        ...
 
 
 class Session:
@@ -83,7 +103,7 @@ class Session:
     ):
         """has_prefix_cache: False computes every prompt whole."""
         self._runner = _RecordingRunner(runner)
-        self._chunk_size, self._eos_token_ids, self._tokenizer = chunk_size, tuple(eos_token_ids), tokenizer
+        self._config = GenerateConfig(chunk_size, tuple(eos_token_ids), tokenizer)
         self._has_prefix_cache = has_prefix_cache
         self._running: Iterator[TokenEvent] | None = None
 
@@ -135,10 +155,8 @@ class Session:
             self._runner,
             prompt_ids,
             params,
-            chunk_size=self._chunk_size,
+            self._config,
             cached_len=shared,
-            eos_token_ids=self._eos_token_ids,
-            tokenizer=self._tokenizer,
             should_stop=should_stop,
             on_prefill=on_prefill,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
-from ktransformers.engine.generate import prefill_and_generate
+from ktransformers.engine.generate import GenerateConfig
+from ktransformers.engine.generate import prefill_and_generate as generate
 from ktransformers.engine.llm import LLM, default_sampling_params
 from ktransformers.engine.session import Session, common_prefix_len
 from ktransformers.errors import ConfigError, ContextLengthError
@@ -29,6 +31,19 @@ def ngram_runner(max_len: int = 64) -> FakeRunner:
 
 def ids_of(events: list[TokenEvent]) -> list[int]:
     return [event.token_id for event in events if event.token_id is not None]
+
+
+def prefill_and_generate(
+    runner: FakeRunner,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    chunk_size: int,
+    eos_token_ids: tuple[int, ...] = (),
+    tokenizer: Tokenizer | None = None,
+    **options,
+) -> Iterator[TokenEvent]:
+    return generate(runner, prompt, params, GenerateConfig(chunk_size, eos_token_ids, tokenizer), **options)
 
 
 def run(params: SamplingParams = GREEDY, prompt: tuple[int, ...] = (1, 2, 3, 4, 5), **options) -> list[TokenEvent]:

@@ -52,6 +52,7 @@ class Job:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The model's."""
         return self.service.model.tokenizer
 
     def usage(self) -> GenerationStats:

@@ -73,13 +73,8 @@ class _ChatWriter(OpenAIWriter):
                     delta |= {"reasoning_content": text, "reasoning": text}
                 case TextDelta(text):
                     delta["content"] = text
-                case ToolCallStarted(index, id, name):
-                    delta.setdefault("tool_calls", []).append({"index": index} | _call(id, name, ""))
-                case ToolArgumentsDelta(index, text):
-                    calls = delta.setdefault("tool_calls", [])
-                    if not calls or calls[-1]["index"] != index:
-                        calls.append({"index": index, "function": {"arguments": ""}})
-                    calls[-1]["function"]["arguments"] += text
+                case ToolCallStarted() | ToolArgumentsDelta():
+                    _add_call(delta.setdefault("tool_calls", []), event)
                 case AnswerFinished():
                     finished = event
         if delta or logprobs:
@@ -110,6 +105,16 @@ class _ChatWriter(OpenAIWriter):
         logprobs = None if self._logprobs is None else {"content": self._logprobs[index], "refusal": None}
         reason = None if whole.finished is None else whole.finished.reason
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _add_call(calls: list[Fields], event: ToolCallStarted | ToolArgumentsDelta) -> None:
+    """Into the `tool_calls` of a chunk: a call's beginning and its first arguments are one element."""
+    if isinstance(event, ToolCallStarted):
+        calls.append({"index": event.index} | _call(event.id, event.name, ""))
+        return
+    if not calls or calls[-1]["index"] != event.index:
+        calls.append({"index": event.index, "function": {"arguments": ""}})
+    calls[-1]["function"]["arguments"] += event.text
 
 
 def _call(id: str, name: str, arguments: str) -> Fields:

@@ -243,6 +243,8 @@ class FunctionDefinition(_Model):
 
 
 class FunctionTool(_Model):
+    """An element of `tools`."""
+
     type: Literal["function"]
     function: FunctionDefinition
 
