@@ -18,6 +18,7 @@ __all__ = [
     "CAPTURING",
     "COMPILING",
     "PROMPT_LOGPROB_ROWS",
+    "AnswerEnd",
     "FinishReason",
     "GenerationStats",
     "Phase",
@@ -176,6 +177,26 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnd:
+    """When an answer ends by its tokens alone. end_ids: tokens that end it. max_len: most tokens that it has."""
+
+    end_ids: frozenset[int]
+    max_len: int
+
+    @classmethod
+    def of(cls, params: SamplingParams, eos_token_ids: Iterable[int], room: int) -> AnswerEnd:
+        """room: tokens that fit behind the prompt."""
+        end_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
+        return cls(end_ids, room if params.max_tokens is None else min(params.max_tokens, room))
+
+    def reason(self, token_id: int, completion_len: int) -> FinishReason | None:
+        """Why the answer ends with this token, the completion_len-th, or None."""
+        if token_id in self.end_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if completion_len >= self.max_len else None
 
 
 @dataclass(slots=True)

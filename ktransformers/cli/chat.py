@@ -153,8 +153,8 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
 def _refuse_without_tokenizer(config: EngineConfig) -> None:
     """Raises for a folder that holds no tokenizer, before its weights load; for what else is wrong with it first."""
     from ktransformers.engine.builder import plan_model
+    from ktransformers.engine.checks import check_tokenizer
     from ktransformers.engine.opened import describe_model, folder_without_tokenizer, open_model
-    from ktransformers.server.backend.checks import check_tokenizer
 
     if folder_without_tokenizer(config) is not None:
         opened = open_model(config)

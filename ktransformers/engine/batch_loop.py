@@ -2,7 +2,7 @@
 
     readers, any thread            the loop's thread
     submit([question, ...]) ─────> scheduler.add ── schedule ── execute ── commit ─┐
-    sink(event | error)    <────── AnswerEvents.hear <── news of each request ─────┘
+    sink(event | error)    <────── AnswerAssembler.hear <── news of each request ──┘
     abort([question, ...])  ─────> scheduler.finish: its pages are free before the next step
 
 Everything that the scheduler and the engine hold is touched by that thread alone, so an exception that reaches a reader
@@ -17,12 +17,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
-from ktransformers.engine.answer_events import AnswerEvents
-from ktransformers.engine.checks import check_prompt
+from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.errors import ConfigError, EngineError
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
@@ -56,7 +55,7 @@ class _Reader:
     """began: when its first step was planned."""
 
     sink: Sink
-    events: AnswerEvents
+    assembler: AnswerAssembler
     began: float | None = None
 
 
@@ -158,16 +157,9 @@ class BatchLoop:
         """Raises ConfigError or ContextLengthError for what `submit` could never answer, EngineError when closed."""
         if self._is_closed:
             raise EngineError(_CLOSED)
-        is_models = self.config.max_len < self.config.total_len
-        check_prompt(
-            prompt_ids,
-            params,
-            max_len=self.config.max_len,
-            vocab_size=self.config.vocab_size,
-            has_vocabulary=self.engine.model.tokenizer.has_vocabulary,
-            limit="the model takes at most" if is_models else "the cache holds",
-            remedy="shorten the prompt" + ("" if is_models else ", or make the cache larger with cache_lens"),
-        )
+        has_vocabulary = self.engine.model.tokenizer.has_vocabulary
+        remedy = "make the cache larger with cache_lens"
+        replace(self.config.limits, has_vocabulary=has_vocabulary, remedy=remedy).check(prompt_ids, params)
 
     def submit(self, questions: Sequence[Question]) -> None:
         """Answer these, which `check` has passed. They are queued together. Raises EngineError when closed."""
@@ -254,8 +246,8 @@ class BatchLoop:
 
     def _add(self, question: Question) -> None:
         name, params = question.request_id, question.params
-        events = AnswerEvents(self.engine.model.tokenizer, params, len(question.prompt_ids))
-        self._readers[name] = _Reader(question.sink, events)
+        assembler = AnswerAssembler(self.engine.model.tokenizer, params, len(question.prompt_ids))
+        self._readers[name] = _Reader(question.sink, assembler)
         self._scheduler.add(Request(request_id=name, prompt_ids=question.prompt_ids, params=params))
 
     def _step(self) -> None:
@@ -293,7 +285,7 @@ class BatchLoop:
             seconds = time.perf_counter() - reader.began
         said: TokenEvent | EngineError | None
         try:
-            said = reader.events.hear(update, seconds)
+            said = reader.assembler.hear(update, seconds)
         except EngineError as error:
             said = error
         if said is None:

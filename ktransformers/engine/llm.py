@@ -103,16 +103,9 @@ class LLM:
 
     def _take_single(self, engine: Engine) -> None:
         self.engine = engine
-        tokenizer = engine.tokenizer or Tokenizer(None)
         defaults = default_sampling_params(engine.generation_defaults, engine.config.max_new_tokens)
-        self._reader = PromptReader(tokenizer, defaults)
-        self._session = Session(
-            engine.runner,
-            chunk_size=engine.config.chunk_size,
-            eos_token_ids=engine.eos_token_ids,
-            tokenizer=tokenizer,
-            has_prefix_cache=engine.config.prefix_cache,
-        )
+        self._reader = PromptReader(engine.tokenizer, defaults)
+        self._session = Session.of(engine)
 
     def close(self) -> None:
         """Stop the model's threads and free it. The object cannot be used afterwards. Safe to call twice.

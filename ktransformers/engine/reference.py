@@ -19,7 +19,6 @@ import torch
 from ktransformers.config import CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig, physical_cores
 from ktransformers.engine.builder import Progress, cache_len_of
 from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
-from ktransformers.engine.session import Session
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels import reference
@@ -88,22 +87,16 @@ class ReferenceEngine:
     """A loaded reference model with what is needed to feed it."""
 
     def __init__(self, opened: OpenedModel, model: Any, described: ModelDescription):
-        self.config = replace(opened.config, cache_lens=cache_len_of(opened.config, opened.hf_config))
+        self.config = replace(
+            opened.config,
+            cache_lens=cache_len_of(opened.config, opened.hf_config),
+            chunk_size=opened.config.chunk_size or DEFAULT_CHUNK_SIZE,
+        )
         self.hf_config, self.tokenizer = opened.hf_config, described.tokenizer
         is_models_limit = self.config.cache_lens == described.context_len
         self.runner = ReferenceRunner(model, self.config.cache_lens, is_models_limit)
         self.generation_defaults, self.eos_token_ids = described.generation_defaults, described.eos_token_ids
         self.description = f"transformers, fp32: {described.description}"
-
-    def session(self) -> Session:
-        """A conversation on this engine."""
-        return Session(
-            self.runner,
-            chunk_size=self.config.chunk_size or DEFAULT_CHUNK_SIZE,
-            eos_token_ids=self.eos_token_ids,
-            tokenizer=self.tokenizer,
-            has_prefix_cache=self.config.prefix_cache,
-        )
 
 
 def build_reference_engine(config: EngineConfig, progress: Progress | None = None) -> ReferenceEngine:

@@ -5,15 +5,17 @@ Does not know what a conversation looks like: it compares token ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
+from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams, TokenEvent
-from ktransformers.engine.generate import PrefillProgress, SequenceRunner, is_models_limit, prefill_and_generate
+from ktransformers.engine.generate import GenerateConfig, PrefillProgress, SequenceRunner, prefill_and_generate
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Session", "common_prefix_len"]
+__all__ = ["Session", "SessionEngine", "common_prefix_len"]
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
@@ -27,7 +29,7 @@ class _RecordingRunner:
 
     def __init__(self, runner: SequenceRunner):
         self._runner = runner
-        self.is_models_limit = is_models_limit(runner)
+        self.is_models_limit = runner.is_models_limit
         self.token_ids: list[int] = []  # in the cache, by position
 
     @property
@@ -43,6 +45,45 @@ class _RecordingRunner:
         logits = self._runner.forward(token_ids, start, keep)
         self.token_ids.extend(token_ids)
         return logits
+
+
+class SessionEngine(Protocol):
+    """What a session is opened on: a loaded model that holds one sequence. config.chunk_size is chosen."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """Of the engine, resolved."""
+        ...
+
+    @property
+    def hf_config(self) -> Any:
+        """The model's own."""
+        ...
+
+    @property
+    def runner(self) -> SequenceRunner:
+        """What runs it."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Without vocabulary when the model's files carry none."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End an answer."""
+        ...
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        """What the model's authors recommend."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """The model, in words."""
+        ...
 
 
 class Session:
@@ -62,9 +103,20 @@ class Session:
     ):
         """has_prefix_cache: False computes every prompt whole."""
         self._runner = _RecordingRunner(runner)
-        self._chunk_size, self._eos_token_ids, self._tokenizer = chunk_size, tuple(eos_token_ids), tokenizer
+        self._config = GenerateConfig(chunk_size, tuple(eos_token_ids), tokenizer)
         self._has_prefix_cache = has_prefix_cache
         self._running: Iterator[TokenEvent] | None = None
+
+    @classmethod
+    def of(cls, engine: SessionEngine) -> Session:
+        """A session as the engine's config says."""
+        return cls(
+            engine.runner,
+            chunk_size=engine.config.chunk_size,
+            eos_token_ids=engine.eos_token_ids,
+            tokenizer=engine.tokenizer,
+            has_prefix_cache=engine.config.prefix_cache,
+        )
 
     @property
     def max_len(self) -> int:
@@ -103,10 +155,8 @@ class Session:
             self._runner,
             prompt_ids,
             params,
-            chunk_size=self._chunk_size,
+            self._config,
             cached_len=shared,
-            eos_token_ids=self._eos_token_ids,
-            tokenizer=self._tokenizer,
             should_stop=should_stop,
             on_prefill=on_prefill,
         )

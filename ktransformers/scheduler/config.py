@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ktransformers.errors import ConfigError
+from ktransformers.scheduler.limits import Limits
 
 __all__ = ["SchedulerConfig"]
 
@@ -50,6 +51,11 @@ class SchedulerConfig:
     def max_len(self) -> int:
         """Most tokens of one sequence, prompt and answer together."""
         return self.total_len if self.max_model_len is None else min(self.total_len, self.max_model_len)
+
+    @property
+    def limits(self) -> Limits:
+        """What a request may ask, as far as ids and counts go."""
+        return Limits(max_len=self.max_len, vocab_size=self.vocab_size, is_models_limit=self.max_len < self.total_len)
 
     @property
     def max_running(self) -> int:

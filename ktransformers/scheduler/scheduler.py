@@ -36,8 +36,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from ktransformers.core import PROMPT_LOGPROB_ROWS, FinishReason
-from ktransformers.errors import ConfigError, ContextLengthError
+from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason
 from ktransformers.scheduler.batch import Batch, PlannedRow
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.page_tables import PageTables
@@ -103,49 +102,25 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Put a request into the queue.
 
-        Raises ContextLengthError when its prompt and one token of an answer can never fit, ConfigError for an empty
-        prompt or ids outside of the vocabulary, ValueError for the id of a request that is still here.
+        Raises what Limits raise, and ValueError for the id of a request that is still here.
         """
-        self._check(request)
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} is here already")
+        self.config.limits.check(request.prompt_ids, request.params)
         params, prompt_len = request.params, len(request.prompt_ids)
         if params.seed is None:  # drawn here, once: every run of the request must draw the same tokens
             params = replace(params, seed=secrets.randbits(63))
-        room = self.config.max_len - prompt_len
         seq = Sequence(
             request=request,
             arrival=next(self._arrivals),
             params=params,
-            limit_len=prompt_len + (room if params.max_tokens is None else min(params.max_tokens, room)),
-            end_ids=frozenset(params.stop_token_ids)
-            | (frozenset() if params.ignore_eos else frozenset(self.config.eos_token_ids)),
+            end=AnswerEnd.of(params, self.config.eos_token_ids, self.config.max_len - prompt_len),
             token_ids=list(request.prompt_ids),
         )
         self._requests[request.request_id] = seq
         if request.deadline is not None:
             self._deadlines[request.request_id] = request.deadline
         bisect.insort(self._waiting, seq, key=_rank)
-
-    def _check(self, request: Request) -> None:
-        if request.request_id in self._requests:
-            raise ValueError(f"request {request.request_id!r} is here already")
-        prompt_len, max_len = len(request.prompt_ids), self.config.max_len
-        if prompt_len == 0:
-            raise ConfigError("the prompt is empty: there is nothing to continue")
-        if prompt_len >= max_len:
-            limit, remedy = "the cache holds", " or start with a larger --cache_lens"
-            if max_len < self.config.total_len:
-                limit, remedy = "the model takes at most", ""
-            raise ContextLengthError(
-                f"the prompt has {prompt_len} tokens and {limit} {max_len}: no room for an answer; "
-                f"shorten the prompt{remedy}",
-                prompt_len=prompt_len,
-                max_len=max_len,
-            )
-        for extreme in (min(request.prompt_ids), max(request.prompt_ids)):
-            if not 0 <= extreme < self.config.vocab_size:
-                raise ConfigError(
-                    f"the prompt holds token id {extreme}; this model's ids are 0 to {self.config.vocab_size - 1}"
-                )
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """The caller left. Pages are free at once. None when the request has ended already."""
@@ -349,11 +324,7 @@ class Scheduler:
             error = result.error or "the engine sent no token and no reason"
             return self._end(seq, FinishReason.ABORT, error=error)
         seq.token_ids.append(token_id)
-        reason = None
-        if token_id in seq.end_ids:
-            reason = FinishReason.STOP
-        elif seq.known_len >= seq.limit_len:
-            reason = FinishReason.LENGTH
+        reason = seq.end.reason(token_id, seq.completion_len)
         if reason is not None:
             self._remove(seq)
         return _update(seq, result, finish_reason=reason)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ktransformers.core import SamplingParams
+from ktransformers.core import AnswerEnd, SamplingParams
 from ktransformers.scheduler.records import Request
 
 __all__ = ["Run", "Sequence"]
@@ -40,13 +40,12 @@ class Run:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request that is waiting (run is None) or running. params.seed is set; limit_len counts prompt and answer."""
+    """A request that is waiting (run is None) or running. params.seed is set."""
 
     request: Request
     arrival: int
     params: SamplingParams
-    limit_len: int
-    end_ids: frozenset[int]
+    end: AnswerEnd
     token_ids: list[int] = field(default_factory=list)  # prompt, then the answer so far
     cached_len: int | None = None  # None until first admitted
     run: Run | None = None
@@ -63,6 +62,11 @@ class Sequence:
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def limit_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.prompt_len + self.end.max_len
 
     @property
     def known_len(self) -> int:

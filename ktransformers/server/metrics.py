@@ -1,6 +1,6 @@
 """What /metrics shows: vLLM's names, which existing dashboards read, and our own. Knows a backend's figures.
 
-https://docs.vllm.ai/en/latest/usage/metrics.html. Histograms are observed where answers pass (generations.py);
+https://docs.vllm.ai/en/latest/usage/metrics.html. Histograms are observed where answers pass (answers/generations.py);
 everything else is read from the backend when somebody asks.
 """
 

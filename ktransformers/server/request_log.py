@@ -19,8 +19,8 @@ from urllib.parse import quote
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ktransformers.server.answers.generations import Tally
 from ktransformers.server.api_paths import PROBE_PATHS
-from ktransformers.server.generations import Tally
 
 __all__ = ["RequestLog", "note_reason", "note_request", "without_quotes"]
 

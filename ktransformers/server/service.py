@@ -1,28 +1,22 @@
-"""What the routes share: the backend, the configuration, and the way from a request's fields to generations."""
+"""What the routes share: the backend, the configuration, and what they are asked of both."""
 
 from __future__ import annotations
 
 import logging
-import secrets
 import time
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from ktransformers.core import SamplingParams
-from ktransformers.engine.sampler import draw_seed
-from ktransformers.errors import ConfigError, ModelNotFoundError, NotReadyError, UnsupportedError
+from ktransformers.errors import ModelNotFoundError, NotReadyError
 from ktransformers.server.admission import Admission
-from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo
+from ktransformers.server.backend.base import Backend, ModelInfo
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.generations import Tally
 from ktransformers.server.json_limits import JsonLimits
 from ktransformers.server.metrics import Metrics
-from ktransformers.server.schemas import MAX_CHOICES, GenerationFields
 from ktransformers.server.workers import TextWorkers
 
-__all__ = ["Service", "check_num_answers", "new_id", "service_of"]
+__all__ = ["Service", "service_of"]
 
 _MAX_VALUES = 1 << 19  # parsing and checking as many token ids takes some hundredths of a second
 _MAX_NODES = 1 << 16  # strings and objects are checked one by one: a tenth of a second
@@ -31,22 +25,6 @@ logger = logging.getLogger(__name__)
 
 MAX_LOGGED_NAMES = 100
 """Names of models that are not served, said in the log; whoever sends others all the time does not fill it."""
-
-_SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-)
-
-
-def new_id(prefix: str) -> str:
-    """An id that no other answer has."""
-    return f"{prefix}-{secrets.token_hex(16)}"
 
 
 @dataclass(slots=True)
@@ -120,59 +98,6 @@ class Service:
             self._has_said_most = True
             logger.info("a request asks for %d tokens; it gets --max_new_tokens %d, as others will", asked, most)
         return most
-
-    def params(self, fields: GenerationFields, max_tokens: int, **more: Any) -> SamplingParams:
-        """Sampling as the request says, else as the operator does, else as the model's authors do. Seed is drawn."""
-        given = {name: getattr(fields, name) for name in _SAME_NAMES if getattr(fields, name) is not None}
-        bias = {int(key): value for key, value in (fields.logit_bias or {}).items()}
-        return replace(
-            self.model.default_params,
-            **{**self.config.sampling, **given, **more},
-            logit_bias=bias,
-            seed=draw_seed() if fields.seed is None else fields.seed % (1 << 64),
-            max_tokens=max_tokens,
-            stop=fields.stops,
-            stop_token_ids=tuple(fields.stop_token_ids or ()),
-            allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
-        )
-
-    def tally(self, requests: list[GenerationRequest], n: int) -> Tally:
-        """What counts the answers to these requests, n for each prompt."""
-        return Tally(requests, n, self.metrics)
-
-    def requests(
-        self, request_id: str, fields: GenerationFields, prompts: list[list[int]], params: SamplingParams
-    ) -> list[GenerationRequest]:
-        """n generations per prompt, checked: what can be refused is refused before a response begins. On any thread.
-
-        Choice i of a request draws with seed + i, so that they differ and each can be repeated.
-        """
-        n = fields.n or 1
-        if fields.priority and not self.backend.has_priorities:
-            raise UnsupportedError(f"the {self.backend.name} backend serves by order of arrival: leave priority out")
-        assert params.seed is not None
-        shared = [tuple(prompt) for prompt in prompts]  # answers to one prompt hold the same object
-        made = [
-            GenerationRequest(
-                request_id=f"{request_id}-{index}" if len(prompts) * n > 1 else request_id,
-                prompt_ids=shared[index // n],
-                params=replace(params, seed=(params.seed + index) % (1 << 64)),
-                priority=fields.priority or 0,
-                timeout=fields.timeout or self.config.request_timeout,
-                cache_salt=fields.cache_salt or "",
-            )
-            for index in range(len(prompts) * n)
-        ]
-        for request in made[::n]:  # the others differ in their seeds
-            self.backend.check(request)
-        return made
-
-
-def check_num_answers(num_prompts: int, n: int) -> int:
-    """num_prompts times n. Raises ConfigError when they are more than one request may want."""
-    if num_prompts * n > MAX_CHOICES:
-        raise ConfigError(f"{num_prompts} prompts times n {n} are more than {MAX_CHOICES} answers in one request")
-    return num_prompts * n
 
 
 def _json_limits(model: ModelInfo, max_body: int) -> JsonLimits:

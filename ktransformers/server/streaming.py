@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that leave or stall. Knows ASGI, not what is streamed."""
+"""Streams, and clients that leave or stall. Knows ASGI, not what is streamed."""
 
 from __future__ import annotations
 
@@ -12,23 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ktransformers.server.responses import json_bytes
-
-__all__ = ["ABORT_KEY", "DONE", "EventStream", "sse", "unless_disconnected"]
+__all__ = ["ABORT_KEY", "EventStream", "unless_disconnected"]
 
 logger = logging.getLogger(__name__)
 
 ABORT_KEY = "ktransformers.abort"
 """Where our protocol class puts a function that drops the connection at once."""
 
-DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left; only logs see it."""
-
-
-def sse(content: Any) -> bytes:
-    """One event whose data is JSON."""
-    return b"data: " + json_bytes(content) + b"\n\n"
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -57,10 +49,10 @@ class EventStream(Response):
     In every case the generator is closed before the response ends, and on_end is called after that.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, chunks: AsyncGenerator[bytes, None], send_timeout: float, on_end: Callable[[], None]):
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self, chunks: AsyncGenerator[bytes, None], media_type: str, send_timeout: float, on_end: Callable[[], None]
+    ):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self._chunks, self._send_timeout, self._on_end = chunks, send_timeout, on_end
 

@@ -30,6 +30,7 @@ class FakeRunner:
         self.written: list[int] = []
         self.calls: list[tuple[int, int, int]] = []  # start, tokens, rows kept
         self.fails_at: int | None = None  # call number
+        self.is_models_limit = False
 
     @property
     def num_forwarded(self) -> int:
@@ -124,7 +125,7 @@ class FakeEngine:
     """The fields of engine.builder.Engine."""
 
     runner: FakeRunner
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     config: EngineConfig = field(default_factory=lambda: EngineConfig(chunk_size=16, max_new_tokens=200))
     generation_defaults: dict[str, Any] = field(default_factory=dict)

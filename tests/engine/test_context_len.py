@@ -15,8 +15,7 @@ from ktransformers.engine.opened import context_len_of
 from ktransformers.engine.reference import build_reference_engine
 from ktransformers.engine.session import Session
 from ktransformers.errors import ContextLengthError
-from ktransformers.server.backend.base import GenerationRequest, ModelInfo
-from ktransformers.server.backend.checks import check_request
+from ktransformers.server.backend.base import ModelInfo
 from tests.support.tiny_models import tiny_config, tiny_model, write_safetensors
 
 
@@ -86,7 +85,7 @@ def test_a_small_cache_can_be_larger(folder: Path) -> None:
 
 def test_the_reference_backend_is_bounded_too(folder: Path) -> None:
     engine = build_reference_engine(EngineConfig(model_path=folder, cache_lens=32768))
-    session: Session = engine.session()
+    session = Session.of(engine)
     assert session.max_len == 512
     with pytest.raises(ContextLengthError, match=r"the model takes at most 512.*shorten the prompt$"):
         list(session.generate(list(range(3, 103)) * 6, GREEDY))
@@ -97,7 +96,6 @@ def test_the_service_advises_a_larger_cache_where_that_helps(is_models_limit: bo
     from ktransformers.tokenizer import Tokenizer
 
     info = ModelInfo(Tokenizer(None), 64, 160, (), SamplingParams(), None, "fake", is_models_limit=is_models_limit)
-    request = GenerationRequest(request_id="r", prompt_ids=tuple(range(100)), params=GREEDY)
     with pytest.raises(ContextLengthError) as error:
-        check_request(info, request)
+        info.limits.check(range(100), GREEDY)
     assert ("--cache_lens" in str(error.value)) is says

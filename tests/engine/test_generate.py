@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
-from ktransformers.engine.generate import prefill_and_generate
+from ktransformers.engine.generate import GenerateConfig
+from ktransformers.engine.generate import prefill_and_generate as generate
 from ktransformers.engine.llm import LLM, default_sampling_params
 from ktransformers.engine.session import Session, common_prefix_len
 from ktransformers.errors import ConfigError, ContextLengthError
@@ -29,6 +31,19 @@ def ngram_runner(max_len: int = 64) -> FakeRunner:
 
 def ids_of(events: list[TokenEvent]) -> list[int]:
     return [event.token_id for event in events if event.token_id is not None]
+
+
+def prefill_and_generate(
+    runner: FakeRunner,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    chunk_size: int,
+    eos_token_ids: tuple[int, ...] = (),
+    tokenizer: Tokenizer | None = None,
+    **options,
+) -> Iterator[TokenEvent]:
+    return generate(runner, prompt, params, GenerateConfig(chunk_size, eos_token_ids, tokenizer), **options)
 
 
 def run(params: SamplingParams = GREEDY, prompt: tuple[int, ...] = (1, 2, 3, 4, 5), **options) -> list[TokenEvent]:
@@ -97,7 +112,7 @@ def test_prompt_checks_come_before_any_work() -> None:
     with pytest.raises(ContextLengthError, match=r"5 tokens and the cache holds 5.*--cache_lens") as caught:
         prefill_and_generate(runner, [1] * 5, GREEDY, chunk_size=4)
     assert (caught.value.prompt_len, caught.value.max_len) == (5, 5)
-    for prompt, message in (([], "empty"), ([VOCAB], "token id 50"), ([-1], "token id -1")):
+    for prompt, message in (([], "empty"), ([VOCAB], "names token 50"), ([-1], "names token -1")):
         with pytest.raises(ConfigError, match=message):
             prefill_and_generate(runner, prompt, GREEDY, chunk_size=4)
     with pytest.raises(ConfigError, match="chunk_size"):
@@ -257,7 +272,7 @@ def test_closing() -> None:
 
 
 def test_a_drawn_seed_can_be_repeated() -> None:
-    engine = FakeEngine(ngram_runner(), None, ())
+    engine = FakeEngine(ngram_runner(), Tokenizer(None), ())
     llm = LLM.from_engine(engine)
     (first,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=15))
     (second,) = llm.generate([1, 2, 3], first.params)

@@ -376,7 +376,7 @@ def test_end_tokens_and_limits() -> None:
 
 def test_what_is_refused() -> None:
     scheduler = Scheduler(make_config(num_pages=4))
-    with pytest.raises(ContextLengthError, match="the cache holds 16: no room") as caught:
+    with pytest.raises(ContextLengthError, match="the cache holds 16 for prompt and answer: no room") as caught:
         scheduler.add(make_request("a", [1] * 16))
     assert (caught.value.prompt_len, caught.value.max_len) == (16, 16)
     with pytest.raises(ContextLengthError, match="the model takes at most 9"):
@@ -385,7 +385,7 @@ def test_what_is_refused() -> None:
         scheduler.add(make_request("a", []))
     with pytest.raises(ConfigError, match="ids are 0 to 39"):
         scheduler.add(make_request("a", [1, 40]))
-    with pytest.raises(ConfigError, match="token id -1"):
+    with pytest.raises(ConfigError, match="names token -1"):
         scheduler.add(make_request("a", [-1]))
     assert not scheduler.has_requests
     scheduler.add(make_request("a", [1] * 15))

@@ -8,7 +8,6 @@ from typing import ClassVar
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
 from ktransformers.errors import NotReadyError
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
-from ktransformers.server.backend.checks import check_request
 from ktransformers.tokenizer import Tokenizer
 
 MODEL = ModelInfo(Tokenizer(None), 64, 100, (2,), SamplingParams(temperature=0), "FakeForCausalLM", "a fake")
@@ -41,9 +40,6 @@ class FakeBackend(Backend):
 
     def stats(self) -> BackendStats:
         return self.now
-
-    def check(self, request: GenerationRequest) -> None:
-        check_request(self.model, request)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         stats = GenerationStats(prompt_len=len(request.prompt_ids), cached_len=1)

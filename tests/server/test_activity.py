@@ -10,8 +10,8 @@ import pytest
 
 from ktransformers.core import CAPTURING, FinishReason, GenerationStats, SamplingParams, TokenEvent
 from ktransformers.server.activity import LoadingLog, LoadSummary, duration, farewell, watch_loading
+from ktransformers.server.answers.generations import Tally
 from ktransformers.server.backend.base import BackendStats, GenerationRequest
-from ktransformers.server.generations import Tally
 from ktransformers.server.metrics import Counts, Metrics
 from tests.server.fake_backend import FakeBackend
 

@@ -17,7 +17,6 @@ from ktransformers.errors import ConfigError, QueueFullError
 from ktransformers.server.admission import Admission
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
-from ktransformers.server.backend.checks import check_request
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.hosts import HostRule
 from ktransformers.server.middleware import BodyLimits
@@ -61,7 +60,7 @@ class CountingBackend(Backend):
 
     def check(self, request: GenerationRequest) -> None:
         self.checked.append(request)
-        check_request(self._model, request)
+        super().check(request)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.running.append(request)

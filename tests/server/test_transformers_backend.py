@@ -14,6 +14,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.llm import LLM
 from ktransformers.engine.reference import ReferenceRunner, build_reference_engine
+from ktransformers.engine.session import Session
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.shipped_rules import RULES_DIR
 from tests.server.conftest import DEMO
@@ -31,7 +32,7 @@ def test_answers_are_those_of_generate() -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32)
     model.generation_config.temperature = model.generation_config.top_p = model.generation_config.top_k = None
     engine = build_reference_engine(EngineConfig(model_path=DEMO_CHECKPOINT, cpu_infer=1))
-    session = engine.session()
+    session = Session.of(engine)
     for question in QUESTIONS:
         ids = engine.tokenizer.apply_chat_template([{"role": "user", "content": question}])
         events = list(session.generate(ids, SamplingParams(temperature=0, max_tokens=40)))

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.errors import ConfigError
-from ktransformers.server.api.openai.prompts import chat_prompt
+from ktransformers.server.answers.prompts import chat_prompt
+from ktransformers.server.api.openai.read import tokenized_conversation
+from ktransformers.server.api.openai.schemas import DetokenizeBody, TokenizeBody
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.bodies import BodyRoute, body_size
 from ktransformers.server.responses import ApiResponse
-from ktransformers.server.schemas import DetokenizeRequest, TokenizeRequest
 from ktransformers.server.service import service_of
 from ktransformers.tokenizer import Tokenizer
 
@@ -24,21 +25,13 @@ MAX_TOKENS = 1 << 18
 """Most tokens of an answer of /tokenize where the context is shorter: texts that will be cut are counted here."""
 
 
-def _tokens(tokenizer: Tokenizer, body: TokenizeRequest, max_len: int) -> list[int]:
+def _tokens(tokenizer: Tokenizer, body: TokenizeBody, max_len: int) -> list[int]:
     if body.prompt is not None:
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, max_len=max_len)
-    assert body.messages is not None
-    return chat_prompt(
-        tokenizer,
-        body.messages,
-        tools=body.tools,
-        template_kwargs=dict(body.chat_template_kwargs or {}),
-        add_generation_prompt=body.add_generation_prompt is not False,
-        max_len=max_len,
-    )
+    return chat_prompt(tokenizer, tokenized_conversation(body), max_len=max_len)
 
 
-def _tokenize(model: ModelInfo, body: TokenizeRequest) -> Response:
+def _tokenize(model: ModelInfo, body: TokenizeBody) -> Response:
     tokens = _tokens(model.tokenizer, body, max(model.max_len, MAX_TOKENS))
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens}
     if body.return_token_strs:
@@ -54,7 +47,7 @@ def _detokenize(model: ModelInfo, tokens: list[int]) -> Response:
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a text or of a conversation."""
     service = service_of(request)
     service.check_model(body.model)
@@ -62,7 +55,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     service = service_of(request)
     service.check_model(body.model)

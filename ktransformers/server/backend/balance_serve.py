@@ -17,14 +17,14 @@ from typing import ClassVar
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
-from ktransformers.engine.answer_events import AnswerEvents
-from ktransformers.engine.llm import default_sampling_params
+from ktransformers.engine.assembler import AnswerAssembler
+from ktransformers.engine.checks import check_tokenizer
 from ktransformers.engine.opened import ModelDescription, describe_model, open_model
+from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, Progress
-from ktransformers.server.backend.checks import check_request, check_tokenizer
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
 from ktransformers.server.balance.restarts import Clock
@@ -40,11 +40,11 @@ class _Stream:
 
     def __init__(self, request: GenerationRequest, model: ModelInfo, buffer: EventBuffer):
         self.buffer, self._request = buffer, request
-        self._events = AnswerEvents(model.tokenizer, request.params, len(request.prompt_ids))
+        self._assembler = AnswerAssembler(model.tokenizer, request.params, len(request.prompt_ids))
 
     @property
     def stats(self) -> GenerationStats:
-        return self._events.stats
+        return self._assembler.stats
 
     def hear(self, update: RequestUpdate, prefill_seconds: float | None) -> bool:
         """Turn news of the scheduler into an event. True when a stop string was found: the scheduler must be told."""
@@ -53,7 +53,7 @@ class _Stream:
             self.buffer.fail(DeadlineError(f"the answer was not complete within the {seconds} s that it was given"))
             return False
         try:
-            event = self._events.hear(update, prefill_seconds)
+            event = self._assembler.hear(update, prefill_seconds)
         except EngineError as error:
             self.buffer.fail(error)
             return False
@@ -136,9 +136,6 @@ class BalanceServeBackend(Backend):
             engine=self._totals,
             num_engine_restarts=0 if self._supervisor is None else self._supervisor.num_restarts,
         )
-
-    def check(self, request: GenerationRequest) -> None:
-        check_request(self.model, request)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """See Backend. stats.prefill_seconds runs from admission to the first token, without the time in the queue."""

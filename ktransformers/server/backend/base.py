@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.errors import KTransformersError
+from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo", "Progress"]
@@ -41,6 +42,18 @@ class ModelInfo:
     architecture: str | None
     description: str
     is_models_limit: bool = False
+
+    @property
+    def limits(self) -> Limits:
+        """What a request may ask."""
+        return Limits(
+            max_len=self.max_len,
+            vocab_size=self.vocab_size,
+            has_vocabulary=self.tokenizer.has_vocabulary,
+            is_models_limit=self.is_models_limit,
+            holder="the server takes",
+            remedy="start the server with a larger --cache_lens",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +117,9 @@ class Backend(ABC):
     @abstractmethod
     def stats(self) -> BackendStats: ...
 
-    @abstractmethod
     def check(self, request: GenerationRequest) -> None:
-        """Raise what can be known to be wrong before a response is begun, without generating anything.
-
-        ConfigError for values that this model cannot take, ContextLengthError for a prompt that can never fit.
-        """
+        """Raise what can be known to be wrong before a response is begun, without generating anything: see Limits."""
+        self.model.limits.check(request.prompt_ids, request.params)
 
     @abstractmethod
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:

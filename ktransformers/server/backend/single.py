@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ktransformers.core import TokenEvent
-from ktransformers.engine.session import Session
+from ktransformers.engine.outputs import default_sampling_params
+from ktransformers.engine.session import Session, SessionEngine
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
-from ktransformers.server.backend.checks import check_request
 from ktransformers.server.backend.events import EventBuffer
 
 __all__ = ["Loaded", "SingleBackend"]
@@ -31,6 +31,22 @@ class Loaded:
     model: ModelInfo
     session: Session
     close: Callable[[], None]
+
+    @classmethod
+    def of(cls, engine: SessionEngine, close: Callable[[], None]) -> Loaded:
+        """All of it from an engine of one sequence."""
+        architectures = getattr(engine.hf_config, "architectures", None) or [None]
+        model = ModelInfo(
+            tokenizer=engine.tokenizer,
+            max_len=engine.runner.max_len,
+            vocab_size=engine.runner.vocab_size,
+            eos_token_ids=engine.eos_token_ids,
+            default_params=default_sampling_params(engine.generation_defaults, None),
+            architecture=architectures[0],
+            description=engine.description,
+            is_models_limit=engine.runner.is_models_limit,
+        )
+        return cls(model, Session.of(engine), close)
 
 
 class SingleBackend(Backend):
@@ -75,9 +91,6 @@ class SingleBackend(Backend):
         if self._loaded is not None:
             used = len(self._loaded.session.cached_ids) / self._loaded.session.max_len
         return BackendStats(num_running=len(self._running), num_waiting=self._num_waiting, cache_usage=used)
-
-    def check(self, request: GenerationRequest) -> None:
-        check_request(self.model, request)
 
     def _require(self) -> Loaded:
         if self._loaded is None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.llm import default_sampling_params
+from ktransformers.engine.checks import check_tokenizer
 from ktransformers.engine.reference import build_reference_engine
-from ktransformers.server.backend.base import ModelInfo, Progress
-from ktransformers.server.backend.checks import check_tokenizer
+from ktransformers.server.backend.base import Progress
 from ktransformers.server.backend.single import Loaded, SingleBackend
 
 __all__ = ["TransformersBackend"]
@@ -26,15 +25,4 @@ class TransformersBackend(SingleBackend):
     def _load(self, progress: Progress) -> Loaded:
         check_tokenizer(self._config)
         engine = build_reference_engine(self._config, progress)
-        architectures = getattr(engine.hf_config, "architectures", None) or [None]
-        model = ModelInfo(
-            tokenizer=engine.tokenizer,
-            max_len=engine.config.cache_lens,
-            vocab_size=engine.runner.vocab_size,
-            eos_token_ids=engine.eos_token_ids,
-            default_params=default_sampling_params(engine.generation_defaults, None),
-            architecture=architectures[0],
-            description=engine.description,
-            is_models_limit=engine.runner.is_models_limit,
-        )
-        return Loaded(model, engine.session(), lambda: None)
+        return Loaded.of(engine, lambda: None)

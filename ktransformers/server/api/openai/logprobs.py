@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktransformers.core import TokenEvent, TokenLogprobs
+from ktransformers.core import TokenLogprobs
 from ktransformers.tokenizer import Tokenizer
 
-__all__ = ["CompletionLogprobs", "chat_logprobs", "has_visible_token"]
-
-
-def has_visible_token(event: TokenEvent) -> bool:
-    """Whether the event's token belongs to the answer: the token that ended it does not."""
-    return event.token_id is not None and not isinstance(event.stop, int)
+__all__ = ["CompletionLogprobs", "chat_logprobs"]
 
 
 def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:

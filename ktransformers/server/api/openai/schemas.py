@@ -22,20 +22,18 @@ from pydantic import (
     model_validator,
 )
 
-__all__ = [
-    "MAX_CHOICES",
-    "ChatMessage",
-    "ChatRequest",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "GenerationFields",
-    "StreamOptions",
-    "TokenizeRequest",
-    "Tool",
-]
+from ktransformers.server.answers.requests import MAX_ANSWERS
 
-MAX_CHOICES = 128
-"""Most answers of one request: prompts times n."""
+__all__ = [
+    "ChatBody",
+    "ChatMessage",
+    "CompletionBody",
+    "DetokenizeBody",
+    "FunctionTool",
+    "GenerationFields",
+    "MessageToolCall",
+    "TokenizeBody",
+]
 
 _MAX_STOPS = 32
 _MAX_STOP_CHARS = 1024
@@ -109,8 +107,8 @@ def _quick_prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     if _are_ids(value):
         return value
     if isinstance(value, list):
-        if len(value) > MAX_CHOICES:
-            raise ValueError(f"one request may have {MAX_CHOICES} prompts or a list of token ids from 0 to {_MAX_ID}")
+        if len(value) > MAX_ANSWERS:
+            raise ValueError(f"one request may have {MAX_ANSWERS} prompts or a list of token ids from 0 to {_MAX_ID}")
         if value and all(map(_are_ids, value)):
             return value
     return handler(value)
@@ -149,7 +147,7 @@ class GenerationFields(_Neutral):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     stop: Stop | None = None
@@ -193,11 +191,6 @@ class GenerationFields(_Neutral):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
         return self
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings, however they were written."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class TextPart(_Model):
@@ -249,7 +242,9 @@ class FunctionDefinition(_Model):
     strict: Literal[False] | None = None  # true would promise that arguments follow the schema
 
 
-class Tool(_Model):
+class FunctionTool(_Model):
+    """An element of `tools`."""
+
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -258,7 +253,7 @@ class ResponseFormat(_Model):
     type: Literal["text"]
 
 
-class ChatRequest(GenerationFields):
+class ChatBody(GenerationFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -266,7 +261,7 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: ResponseFormat | None = None
@@ -277,7 +272,7 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool | None = None
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> ChatRequest:
+    def _check_combinations(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         both = (self.max_tokens, self.max_completion_tokens)
@@ -286,7 +281,7 @@ class ChatRequest(GenerationFields):
         return self
 
 
-class CompletionRequest(GenerationFields):
+class CompletionBody(GenerationFields):
     """POST /v1/completions. prompt: one text, several, the token ids of one, or of several.
 
     max_tokens 0 is allowed with echo: the answer is then the prompt alone. return_token_ids: choices carry the
@@ -308,7 +303,7 @@ class CompletionRequest(GenerationFields):
     suffix: Literal[""] | None = None
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> CompletionRequest:
+    def _check_combinations(self) -> CompletionBody:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens 0 needs echo: true")
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -316,7 +311,7 @@ class CompletionRequest(GenerationFields):
         return self
 
 
-class TokenizeRequest(_Model):
+class TokenizeBody(_Model):
     """POST /tokenize: a text, or a conversation through the model's chat template."""
 
     model: str | None = None
@@ -324,12 +319,12 @@ class TokenizeRequest(_Model):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
-    def _is_one_of_two(self) -> TokenizeRequest:
+    def _is_one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("send either prompt or messages")
         of_messages = (self.tools, self.chat_template_kwargs, self.add_generation_prompt)
@@ -340,7 +335,7 @@ class TokenizeRequest(_Model):
         return self
 
 
-class DetokenizeRequest(_Model):
+class DetokenizeBody(_Model):
     """POST /detokenize."""
 
     model: str | None = None

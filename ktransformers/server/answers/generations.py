@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from ktransformers.core import GenerationStats, TokenEvent
 from ktransformers.server.backend.base import Backend, GenerationRequest
@@ -110,16 +109,3 @@ class Tally:
             prefill_seconds=sum(stats.prefill_seconds for stats in known),
             decode_seconds=sum(stats.decode_seconds for stats in known),
         )
-
-    def usage(self, with_speed: bool) -> dict[str, Any]:
-        """OpenAI's usage object; with_speed adds prefill_time and decode_time in seconds."""
-        total = self.total
-        usage: dict[str, Any] = {
-            "prompt_tokens": total.prompt_len,
-            "completion_tokens": total.completion_len,
-            "total_tokens": total.prompt_len + total.completion_len,
-            "prompt_tokens_details": {"cached_tokens": total.cached_len},
-        }
-        if with_speed:
-            usage |= {"prefill_time": total.prefill_seconds, "decode_time": total.decode_seconds}
-        return usage

@@ -1,0 +1,91 @@
+"""Tokens of one answer in, its events out: text, stop strings, reasons, counts, and where log probabilities belong.
+
+Every way in ends here: a session hands in the tokens that it samples, LLM and balance_serve the scheduler's news. Does
+not know who computes, nor who reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, TokenLogprobs
+from ktransformers.errors import EngineError
+from ktransformers.scheduler.records import RequestUpdate
+from ktransformers.tokenizer.stream import TextStream
+from ktransformers.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["AnswerAssembler"]
+
+
+class AnswerAssembler:
+    """One answer. stats is the object that every event carries.
+
+    Raises ConfigError for stop strings without a vocabulary.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_len: int, cached_len: int = 0):
+        self.stats = GenerationStats(prompt_len=prompt_len, cached_len=cached_len)
+        self._text = TextStream(tokenizer, params.stop)
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None] * prompt_len
+        self._first_token_at = 0.0
+
+    def score(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Log probabilities of the prompt's tokens from `start` on; all of them come before the first token."""
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs[start : start + len(entries)] = entries
+
+    def token(self, token_id: int, logprobs: TokenLogprobs | None, reason: FinishReason | None) -> TokenEvent:
+        """The event of the next token. reason: why the answer ends with it, as far as tokens tell (AnswerEnd).
+
+        An end token has no text. A stop string that the token completes ends the answer, whatever `reason` is.
+        """
+        self.stats.completion_len += 1
+        text, stop = "", None
+        if reason is not FinishReason.STOP:
+            text, stop = self._text.add(token_id)
+        if reason is not None and stop is None:
+            rest, stop = self._text.finish()
+            text += rest
+        if stop is not None:
+            reason = FinishReason.STOP
+        scored = self._prompt_logprobs if self.stats.completion_len == 1 else None
+        return TokenEvent(
+            token_id,
+            text,
+            self.stats,
+            logprobs,
+            reason,
+            token_id if reason is FinishReason.STOP and stop is None else stop,
+            prompt_logprobs=None if scored is None else tuple(scored),
+        )
+
+    def aborted(self) -> TokenEvent:
+        """The last event of an answer that ends before it is complete."""
+        return TokenEvent(None, self._text.finish()[0], self.stats, finish_reason=FinishReason.ABORT)
+
+    def hear(self, update: RequestUpdate, prefill_seconds: float | None) -> TokenEvent | None:
+        """The event that the scheduler's news make, in their order; None when they only score a stretch of the prompt.
+
+        prefill_seconds: comes once, with the first token. An event with a finish_reason whose update has none
+        ended at a stop string: the scheduler has to be told. Raises EngineError when the answer cannot go on.
+        """
+        stats, scored = self.stats, update.prompt_logprobs
+        if scored is not None:
+            self.score(scored.start, scored.entries)
+        if update.token_id is None and update.finish_reason is None:
+            return None
+        stats.cached_len = update.cached_len
+        if prefill_seconds is not None:
+            stats.prefill_seconds = prefill_seconds
+        now = time.perf_counter()
+        if not self._first_token_at:
+            self._first_token_at = now
+        stats.decode_seconds = now - self._first_token_at
+        if update.token_id is not None:
+            return self.token(update.token_id, update.logprobs, update.finish_reason)
+        if update.error is not None:
+            raise EngineError(update.error)
+        return self.aborted()

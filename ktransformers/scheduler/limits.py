@@ -1,0 +1,60 @@
+"""What can be known to be wrong with a request before anything is computed for it: the one place for every way in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ktransformers.core import SamplingParams
+from ktransformers.errors import ConfigError, ContextLengthError
+
+__all__ = ["Limits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a request may ask of a loaded model.
+
+    max_len: most tokens of prompt and answer together. is_models_limit: whether that is what the model takes; else
+    holder and remedy say in words who sets it, and what makes it larger.
+    """
+
+    max_len: int
+    vocab_size: int
+    is_models_limit: bool
+    has_vocabulary: bool = True
+    holder: str = "the cache holds"
+    remedy: str = "start with a larger --cache_lens"
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises ConfigError for values that the model cannot take, ContextLengthError for a prompt that never fits."""
+        if not prompt_ids:
+            raise ConfigError("the prompt is empty: there is nothing to continue")
+        if len(prompt_ids) >= self.max_len:
+            raise self._too_long(len(prompt_ids))
+        named = {
+            "the prompt": prompt_ids,
+            "logit_bias": tuple(params.logit_bias),
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
+        for where, token_ids in named.items():
+            for token_id in token_ids and (min(token_ids), max(token_ids)):
+                if not 0 <= token_id < self.vocab_size:
+                    raise ConfigError(
+                        f"{where} names token {token_id}; this model's ids are 0 to {self.vocab_size - 1}"
+                    )
+        for token_id, bias in params.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise ConfigError(f"logit_bias of token {token_id} must be in [-100, 100], got {bias}")
+        if params.stop and not self.has_vocabulary:
+            raise ConfigError("stop strings need a tokenizer, and this model's files hold none; use stop_token_ids")
+
+    def _too_long(self, prompt_len: int) -> ContextLengthError:
+        limit = "the model takes at most" if self.is_models_limit else self.holder
+        remedy = "shorten the prompt" + ("" if self.is_models_limit else f", or {self.remedy}")
+        return ContextLengthError(
+            f"the prompt has {prompt_len} tokens and {limit} {self.max_len} for prompt and answer: no room for an "
+            f"answer; {remedy}",
+            prompt_len=prompt_len,
+            max_len=self.max_len,
+        )

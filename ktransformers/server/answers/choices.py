@@ -1,0 +1,128 @@
+"""One answer on its way: tokens with their text in, events out. Here reasoning and tool calls are told from text."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from ktransformers.core import FinishReason, TokenEvent
+from ktransformers.server.answers.events import (
+    AnswerEvent,
+    AnswerFinished,
+    AnswerReason,
+    AnswerStarted,
+    ReasoningDelta,
+    TextDelta,
+    TokenAdded,
+    ToolArgumentsDelta,
+    ToolCallEnded,
+    ToolCallStarted,
+)
+from ktransformers.server.answers.requests import new_id
+from ktransformers.tokenizer import Tokenizer
+from ktransformers.tokenizer.reasoning import ReasoningParser
+from ktransformers.tokenizer.tool_calls import ToolCall, ToolCallParser
+
+__all__ = ["ChatChoice", "Choice", "PromptChoice", "TextChoice"]
+
+_REASONS = {
+    FinishReason.STOP: AnswerReason.STOP,
+    FinishReason.LENGTH: AnswerReason.LENGTH,
+    FinishReason.ABORT: AnswerReason.ABORT,
+}
+
+
+class Choice(ABC):
+    """Feed it the backend's events of one answer, in their order."""
+
+    _has_started = False
+
+    def feed(self, event: TokenEvent) -> tuple[AnswerEvent, ...]:
+        """What this event means for the client."""
+        return tuple(self._events(event))
+
+    def _events(self, event: TokenEvent) -> Iterator[AnswerEvent]:
+        if not self._has_started:
+            self._has_started = True
+            yield self._started(event)
+        if event.token_id is not None:
+            yield TokenAdded(event.token_id, event.logprobs, is_end=isinstance(event.stop, int))
+        yield from self._split(event.text, event.finish_reason is not None)
+        if event.finish_reason is not None:
+            stop = event.stop if isinstance(event.stop, str) else None
+            yield AnswerFinished(self._reason(event.finish_reason), stop, event.stats)
+
+    def _started(self, event: TokenEvent) -> AnswerStarted:
+        return AnswerStarted(event.stats)
+
+    def _reason(self, reason: FinishReason) -> AnswerReason:
+        return _REASONS[reason]
+
+    @abstractmethod
+    def _split(self, text: str, is_last: bool) -> Iterator[AnswerEvent]:
+        """The events of the answer's next piece of text, which may be empty."""
+
+
+class ChatChoice(Choice):
+    """Splits its text into reasoning, text and tool calls. opens_reasoning: the prompt ends inside of it."""
+
+    def __init__(self, tokenizer: Tokenizer, opens_reasoning: bool, has_tools: bool):
+        self._reasoning = ReasoningParser(tokenizer.reasoning_tags, opens_reasoning)
+        self._tools = ToolCallParser() if has_tools else None
+        self._num_calls = 0
+
+    def _split(self, text: str, is_last: bool) -> Iterator[AnswerEvent]:
+        part = self._reasoning.feed(text)
+        reasoning, content = part.reasoning, part.content
+        if is_last:
+            rest = self._reasoning.flush()
+            reasoning, content = reasoning + rest.reasoning, content + rest.content
+        if reasoning:
+            yield ReasoningDelta(reasoning)
+        shown, calls = self._split_calls(content, is_last)
+        if shown:
+            yield TextDelta(shown)
+        for call in calls:
+            index = self._num_calls
+            self._num_calls += 1
+            yield ToolCallStarted(index, new_id("call"), call.name)
+            yield ToolArgumentsDelta(index, call.arguments)
+            yield ToolCallEnded(index)
+
+    def _split_calls(self, content: str, is_last: bool) -> tuple[str, list[ToolCall]]:
+        if self._tools is None:
+            return content, []
+        shown, calls = self._tools.feed(content)
+        if is_last:
+            more, last = self._tools.flush()
+            shown, calls = shown + more, calls + last
+        return shown, calls
+
+    def _reason(self, reason: FinishReason) -> AnswerReason:
+        return AnswerReason.TOOL_CALLS if reason is FinishReason.STOP and self._num_calls else _REASONS[reason]
+
+
+class TextChoice(Choice):
+    """Its text is the answer. prompt_text: what AnswerStarted shows."""
+
+    def __init__(self, prompt_text: str = ""):
+        self._prompt_text = prompt_text
+
+    def _started(self, event: TokenEvent) -> AnswerStarted:
+        return AnswerStarted(event.stats, self._prompt_text, event.prompt_logprobs)
+
+    def _split(self, text: str, is_last: bool) -> Iterator[AnswerEvent]:
+        if text:
+            yield TextDelta(text)
+
+
+class PromptChoice(TextChoice):
+    """Nothing but the prompt is wanted: the token that was computed to see it is dropped."""
+
+    def _events(self, event: TokenEvent) -> Iterator[AnswerEvent]:
+        for one in super()._events(event):
+            if isinstance(one, AnswerStarted | AnswerFinished):
+                yield one
+
+    def _reason(self, reason: FinishReason) -> AnswerReason:
+        return AnswerReason.LENGTH

@@ -1,0 +1,167 @@
+"""From a request to a job: whatever can be refused is refused here, before a response begins; then the job's events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from ktransformers.core import GenerationStats, SamplingParams
+from ktransformers.engine.sampler import draw_seed
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.server.answers.choices import ChatChoice, Choice, PromptChoice, TextChoice
+from ktransformers.server.answers.events import AnswerFinished, AnswerStep
+from ktransformers.server.answers.generations import Tally, run_generations
+from ktransformers.server.answers.prompts import chat_prompt
+from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Sampling, TextRequest
+from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.server.service import Service
+from ktransformers.tokenizer import Tokenizer
+
+__all__ = ["Job", "prepare"]
+
+_DRAWN = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+)
+"""Fields of Sampling that fall back on the operator's and the model's own."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A checked request, ready to run. model: the name for the answer. created: seconds since 1970.
+
+    choices[i] turns the tokens of requests[i] into events; n answers to each prompt are neighbours.
+    """
+
+    service: Service
+    id: str
+    model: str
+    requests: Sequence[GenerationRequest]
+    choices: Sequence[Choice]
+    tally: Tally
+    is_prompt_only: bool
+    created: int
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self.service.model.tokenizer
+
+    def usage(self) -> GenerationStats:
+        """What all answers took so far, each prompt counted once."""
+        return replace(self.tally.total, completion_len=0) if self.is_prompt_only else self.tally.total
+
+    async def steps(self) -> AsyncGenerator[AnswerStep, None]:
+        """The answers, side by side. The first error of any of them ends all: raises KTransformersError."""
+        async with aclosing(run_generations(self.service.backend, self.requests)) as events:
+            async for index, event in events:
+                self.tally.note(index, event)
+                made = self.choices[index].feed(event)
+                if isinstance(made[-1], AnswerFinished):
+                    self.tally.finish_reasons[index] = made[-1].reason
+                yield AnswerStep(index, made)
+
+
+def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
+    """Everything that takes time before an answer begins. Runs on a thread. Raises what is wrong with the request."""
+    name = service.check_model(asked.model)
+    if asked.priority and not service.backend.has_priorities:
+        raise UnsupportedError(f"the {service.backend.name} backend serves by order of arrival: leave priority out")
+    prompts, choices = _chat(service, asked) if isinstance(asked, ChatRequest) else _texts(service, asked)
+    requests = _generations(service, asked, prompts)
+    return Job(
+        service=service,
+        id=asked.id,
+        model=name,
+        requests=requests,
+        choices=choices,
+        tally=Tally(requests, asked.n, service.metrics),
+        is_prompt_only=isinstance(asked, TextRequest) and asked.is_prompt_only,
+        created=int(time.time()),
+    )
+
+
+_Prepared = tuple[list[Sequence[int]], list[Choice]]
+"""Ids of each prompt, and asked.n choices for each."""
+
+
+def _chat(service: Service, asked: ChatRequest) -> _Prepared:
+    model, tools = service.model, asked.conversation.tools
+    tokenizer = model.tokenizer
+    if tools and not tokenizer.has_tool_calls:
+        raise UnsupportedError("this model's tokenizer and template know no tool calls: leave tools out")
+    prompt_ids = chat_prompt(
+        tokenizer, asked.conversation, max_len=model.max_len, force_think=service.config.force_think
+    )
+    opens_reasoning = tokenizer.opens_reasoning(prompt_ids)
+    return [prompt_ids], [ChatChoice(tokenizer, opens_reasoning, bool(tools)) for _ in range(asked.n)]
+
+
+def _texts(service: Service, asked: TextRequest) -> _Prepared:
+    model = service.model
+    tokenizer = model.tokenizer
+    if asked.sampling.logprobs is not None and not tokenizer.has_vocabulary:
+        raise ConfigError("logprobs name tokens by their text, and this model's files hold no vocabulary")
+    prompts: list[Sequence[int]] = []
+    choices: list[Choice] = []
+    for prompt in asked.prompts:
+        ids = tokenizer.encode(prompt, max_len=model.max_len) if isinstance(prompt, str) else prompt
+        text = _echo(tokenizer, prompt) if asked.has_echo else ""
+        prompts.append(ids)
+        choices += [PromptChoice(text) if asked.is_prompt_only else TextChoice(text) for _ in range(asked.n)]
+    return prompts, choices
+
+
+def _echo(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> str:
+    """What a prompt looks like in front of its answer."""
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.decode(prompt, skip_special_tokens=False) if tokenizer.has_vocabulary else ""
+
+
+def _generations(service: Service, asked: AnswerRequest, prompts: Sequence[Sequence[int]]) -> list[GenerationRequest]:
+    """n for each prompt, checked.
+
+    Choice i of a request draws with seed + i, so that they differ and each can be repeated.
+    """
+    params, seed, n = *_params(service, asked.sampling), asked.n
+    shared = [tuple(prompt) for prompt in prompts]  # answers to one prompt hold the same object
+    made = [
+        GenerationRequest(
+            request_id=f"{asked.id}-{index}" if len(prompts) * n > 1 else asked.id,
+            prompt_ids=shared[index // n],
+            params=replace(params, seed=(seed + index) % (1 << 64)),
+            priority=asked.priority,
+            timeout=asked.timeout or service.config.request_timeout,
+            cache_salt=asked.cache_salt,
+        )
+        for index in range(len(prompts) * n)
+    ]
+    for request in made[::n]:  # the others differ in their seeds
+        service.backend.check(request)
+    return made
+
+
+def _params(service: Service, asked: Sampling) -> tuple[SamplingParams, int]:
+    """Sampling as the request says, else as the operator does, else as the model's authors do; and the first seed."""
+    given = {name: getattr(asked, name) for name in _DRAWN if getattr(asked, name) is not None}
+    params = replace(
+        service.model.default_params,
+        **{**service.config.sampling, **given},
+        logit_bias=asked.logit_bias,
+        max_tokens=service.max_tokens(asked.max_tokens, asked.default_max_tokens),
+        stop=asked.stop,
+        stop_token_ids=asked.stop_token_ids,
+        allowed_token_ids=asked.allowed_token_ids,
+        logprobs=asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+    )
+    return params, draw_seed() if asked.seed is None else asked.seed % (1 << 64)

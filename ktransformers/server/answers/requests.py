@@ -1,0 +1,155 @@
+"""What a client asks, whatever dialect it speaks. Adapters fill these; values that a dialect allows are in range.
+
+body of a dialect ── its adapter ──> ChatRequest | TextRequest ── prepare (job.py) ──> Job ──> AnswerStep, ...
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktransformers.errors import ConfigError
+
+__all__ = [
+    "MAX_ANSWERS",
+    "AnswerRequest",
+    "ChatRequest",
+    "Conversation",
+    "Message",
+    "PastCall",
+    "Sampling",
+    "TextRequest",
+    "Tool",
+    "count_answers",
+    "new_id",
+]
+
+MAX_ANSWERS = 128
+"""Most answers of one request: prompts times n."""
+
+
+def new_id(prefix: str) -> str:
+    """An id that nothing else has."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def count_answers(num_prompts: int, n: int) -> int:
+    """num_prompts times n. Raises ConfigError when they are more than one request may want."""
+    if num_prompts * n > MAX_ANSWERS:
+        raise ConfigError(f"{num_prompts} prompts times n {n} are more than {MAX_ANSWERS} answers in one request")
+    return num_prompts * n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How answers are drawn. None: the request does not say, so the operator does, else the model's authors.
+
+    Fields mean what they mean in SamplingParams. default_max_tokens: of the route, for requests that name no limit.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    default_max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRequest:
+    """What all requests for answers share.
+
+    id: of the answer, spelled as the dialect does. model: the name that was asked for. n: answers per prompt. timeout:
+    seconds, priority: a smaller number is served earlier. cache_salt: prefixes are shared within the same salt only.
+    """
+
+    id: str
+    model: str | None
+    sampling: Sampling
+    n: int = 1
+    priority: int = 0
+    timeout: float | None = None
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastCall:
+    """A tool call that an earlier answer made."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn. The role goes to the model's chat template as it is; the template knows which roles there are.
+
+    name, tool_call_id: of whom, and to which call this is the answer; None where the dialect has or needs none.
+    """
+
+    role: str
+    text: str = ""
+    reasoning: str = ""
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Sequence[PastCall] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call. parameters: a JSON schema. None is not shown to the model."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    strict: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What a chat template makes a prompt of.
+
+    tools: empty when the model must not call any. template_kwargs: more for the chat template, refused when it does not
+    know them. reasoning_effort: the template's word for it. opens_answer: whether the prompt ends with the header of
+    the answer; without it the template's last turn goes on.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
+    opens_answer: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(AnswerRequest):
+    """The next turn of a conversation."""
+
+    conversation: Conversation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest(AnswerRequest):
+    """The continuation of texts or of token ids, as they are: no template, no reasoning, no tool calls.
+
+    has_echo: AnswerStarted shows the prompt. is_prompt_only: nothing else is wanted; the one token that is computed to
+    see the prompt is not part of the answer.
+    """
+
+    prompts: Sequence[str | Sequence[int]]
+    has_echo: bool = False
+    is_prompt_only: bool = False

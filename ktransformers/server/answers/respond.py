@@ -1,0 +1,107 @@
+"""The way from a route to a response, which all dialects share: counted in, prepared, then one body or a stream."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from functools import partial
+from typing import Any, ClassVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from ktransformers.errors import KTransformersError
+from ktransformers.server.answers.events import AnswerStep
+from ktransformers.server.answers.job import Job, prepare
+from ktransformers.server.answers.requests import ChatRequest, TextRequest
+from ktransformers.server.api_paths import SCOPE_KEY
+from ktransformers.server.bodies import body_size
+from ktransformers.server.request_log import note_request
+from ktransformers.server.responses import ApiResponse
+from ktransformers.server.service import service_of
+from ktransformers.server.streaming import EventStream, unless_disconnected
+
+__all__ = ["Writer", "respond"]
+
+
+class Writer(ABC):
+    """Writes the answers to one request as a dialect does: as a stream (begin, write, end) or as one body (keep, body).
+
+    Called on the event loop, between two tokens: nothing here may take long. media_type: of the stream.
+    """
+
+    media_type: ClassVar[str] = "text/event-stream"
+
+    def begin(self) -> Iterator[bytes]:
+        """What a stream begins with, before anything is computed."""
+        yield from ()
+
+    @abstractmethod
+    def write(self, step: AnswerStep) -> Iterator[bytes]:
+        """The parts of a stream that tell of this step. Each is sent by itself."""
+
+    @abstractmethod
+    def end(self, error: KTransformersError | None) -> Iterator[bytes]:
+        """What a stream ends with. error: why it ends before its answers are complete."""
+
+    @abstractmethod
+    def keep(self, step: AnswerStep) -> None:
+        """Take in a step of answers that are sent as one body. Errors become a response of their own."""
+
+    @abstractmethod
+    def body(self) -> Any:
+        """That body, to be written as JSON, when all steps are in."""
+
+
+async def respond(
+    request: Request,
+    num_answers: int,
+    is_streamed: bool,
+    read: Callable[[], ChatRequest | TextRequest],
+    writer_of: Callable[[Job], Writer],
+) -> Response:
+    """Count the request in, before any work is done for it; then one JSON object, or a stream of events.
+
+    num_answers: that it wants. read: from the dialect's body to the request; runs on a thread, where texts may take
+    long. Raises KTransformersError for whatever is wrong before the response begins.
+    """
+    service, key = service_of(request), request.scope.get(SCOPE_KEY, "")
+    size = await body_size(request)
+    service.admission.enter(service.backend.max_running, num_answers, key)
+    leave = partial(service.admission.leave, num_answers, key)
+    is_streaming = False
+    try:
+        job = await service.workers.run(size, lambda: prepare(service, read()))
+        note_request(request, job.id, job.tally)
+        writer = writer_of(job)
+        if is_streamed:
+            response = EventStream(_stream(job, writer), writer.media_type, service.config.send_timeout, on_end=leave)
+            is_streaming = True
+            return response
+        return await unless_disconnected(request, _whole(job, writer))
+    finally:
+        if not is_streaming:
+            leave()
+
+
+async def _whole(job: Job, writer: Writer) -> Response:
+    async with aclosing(job.steps()) as steps:
+        async for step in steps:
+            writer.keep(step)
+    return ApiResponse(writer.body())
+
+
+async def _stream(job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
+    failed = None
+    try:
+        for part in writer.begin():
+            yield part
+        async with aclosing(job.steps()) as steps:
+            async for step in steps:
+                for part in writer.write(step):
+                    yield part
+    except KTransformersError as error:
+        failed = error
+    for part in writer.end(failed):
+        yield part

@@ -1,0 +1,94 @@
+"""What OpenAI's two ways to write answers share: chunks as server-sent events, and where they carry the usage."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+from ktransformers.core import GenerationStats
+from ktransformers.errors import KTransformersError
+from ktransformers.server.answers.events import AnswerStep
+from ktransformers.server.answers.job import Job
+from ktransformers.server.answers.respond import Writer
+from ktransformers.server.api.openai.schemas import GenerationFields
+from ktransformers.server.responses import error_body, json_bytes
+
+__all__ = ["OpenAIWriter"]
+
+Fields = dict[str, Any]
+"""A part of the JSON that is sent."""
+
+_DONE = b"data: [DONE]\n\n"
+
+
+def _sse(content: Fields) -> bytes:
+    """One event whose data is JSON."""
+    return b"data: " + json_bytes(content) + b"\n\n"
+
+
+class OpenAIWriter(Writer):
+    """A subclass writes the elements of `choices`. kind, chunk_kind: what `object` says, of a body and of a chunk.
+
+    A stream's usage comes in a chunk of its own, and every other chunk says `usage: null`, with OpenAI's include_usage;
+    without stream_options in the chunk that finishes the last choice, which is what scripts of upstream's users read;
+    else nowhere.
+    """
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, job: Job, body: GenerationFields):
+        self.job = job
+        self._num_open, self._with_speed = len(job.requests), bool(body.return_speed)
+        wanted = None if body.stream_options is None else body.stream_options.include_usage
+        self._has_last_chunk, self._is_in_finish = bool(wanted), wanted is None
+
+    @abstractmethod
+    def _chunk_choices(self, step: AnswerStep) -> Iterable[Fields]:
+        """The choices that a stream shows of this step, each in a chunk of its own."""
+
+    @abstractmethod
+    def _choices(self) -> list[Fields]:
+        """The choices of a body."""
+
+    def write(self, step: AnswerStep) -> Iterator[bytes]:
+        """See Writer."""
+        for choice in self._chunk_choices(step):
+            self._num_open -= choice["finish_reason"] is not None
+            yield self._chunk(choice, has_usage=self._is_in_finish and not self._num_open)
+
+    def end(self, error: KTransformersError | None) -> Iterator[bytes]:
+        """See Writer."""
+        if error is not None:
+            yield _sse(error_body(error))
+        elif self._has_last_chunk:
+            yield _sse(self._head(self.chunk_kind) | {"choices": [], "usage": self._usage()})
+        yield _DONE
+
+    def body(self) -> Fields:
+        """See Writer."""
+        return self._head(self.kind) | {"choices": self._choices(), "usage": self._usage()}
+
+    def _head(self, kind: str) -> Fields:
+        return {"id": self.job.id, "object": kind, "created": self.job.created, "model": self.job.model}
+
+    def _chunk(self, choice: Fields, *, has_usage: bool = False) -> bytes:
+        usage = {"usage": self._usage()} if has_usage else {"usage": None} if self._has_last_chunk else {}
+        return _sse(self._head(self.chunk_kind) | {"choices": [choice]} | usage)
+
+    def _usage(self) -> Fields:
+        return _usage(self.job.usage(), self._with_speed)
+
+
+def _usage(stats: GenerationStats, with_speed: bool) -> Fields:
+    """with_speed adds prefill_time and decode_time in seconds."""
+    usage: Fields = {
+        "prompt_tokens": stats.prompt_len,
+        "completion_tokens": stats.completion_len,
+        "total_tokens": stats.prompt_len + stats.completion_len,
+        "prompt_tokens_details": {"cached_tokens": stats.cached_len},
+    }
+    if with_speed:
+        usage |= {"prefill_time": stats.prefill_seconds, "decode_time": stats.decode_seconds}
+    return usage
