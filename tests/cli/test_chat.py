@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from .fake_chat import Chat
+from tests.support.fake_chat import Chat
 
-PROGRAM = [sys.executable, str(Path(__file__).parent / "fake_chat.py")]
 ROOT = Path(__file__).parent.parent.parent
+PROGRAM = [sys.executable, str(ROOT / "tests" / "support" / "fake_chat.py")]
 TIMEOUT = 60  # seconds; only a hang reaches it
 
 

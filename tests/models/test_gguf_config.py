@@ -17,8 +17,8 @@ from ktransformers.models.gguf_config import config_from_gguf, config_of_model
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from tests.support.gguf_writer import write_gguf
+from tests.support.source_checks import check_whole_model
 from tests.support.tiny_models import MODEL_TYPES, random_model, tiny_config, tiny_model
-from tests.weights.checks import check_whole_model
 
 # Fields that a file does not hold, and that do not change what a model computes for these configs.
 NOT_STORED = {

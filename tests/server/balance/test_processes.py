@@ -34,9 +34,9 @@ from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.balance.messages import Command, decode, encode
 from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig
-from tests.scheduler.fake_engine import VOCAB_SIZE, answer_alone, make_config, make_request
-from tests.server.balance_fakes import MODEL_LEN, POISON
 from tests.server.conftest import DEMO
+from tests.support.balance_fakes import MODEL_LEN, POISON
+from tests.support.fake_engine import VOCAB_SIZE, answer_alone, make_config, make_request
 
 DEADLINE = 60.0
 
@@ -62,7 +62,7 @@ async def backend(
     engine = EngineConfig(gguf_path=model, cache_lens=cache_lens, chunk_size=chunk_size)
     settings = {"page_size": 4, "max_batch_size": 8, "log_level": "error", "checks_integrity": True}
     settings |= {"has_spare_engine": False} | config
-    balance = BalanceConfig(engine=engine, factory=f"tests.server.balance_fakes:{factory}", **settings)
+    balance = BalanceConfig(engine=engine, factory=f"tests.support.balance_fakes:{factory}", **settings)
     made = BalanceServeBackend(balance, max_unread, clock)
     try:
         await made.start()
@@ -246,7 +246,7 @@ def test_an_engine_that_never_comes_back_ends_the_service() -> None:
 PARENT = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
-from tests.server.test_balance_processes import backend, collect, request, until
+from tests.server.balance.test_processes import backend, collect, request, until
 
 async def main():
     async with backend("load_slow") as made:
@@ -260,7 +260,7 @@ asyncio.run(main())
 
 
 def test_no_orphans_when_the_api_process_is_killed() -> None:
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     command = [sys.executable, "-c", PARENT.format(root=root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -299,7 +299,7 @@ def test_loading_reports_progress_and_leaves_nothing_behind() -> None:
         heard: list[tuple[int, int, str]] = []
         engine = EngineConfig(gguf_path=DEMO, cache_lens=400)
         made = BalanceServeBackend(
-            BalanceConfig(engine=engine, page_size=4, factory="tests.server.balance_fakes:load", log_level="error")
+            BalanceConfig(engine=engine, page_size=4, factory="tests.support.balance_fakes:load", log_level="error")
         )
         with pytest.raises(NotReadyError):
             made.check(request(1))

@@ -166,7 +166,7 @@ def test_prefix_cache_of_the_single_backend(has_prefix_cache: bool) -> None:
 
 def test_prompts_of_the_speed_script_differ_per_run() -> None:
     """A server that keeps what it computed would else find the prompts of the run before."""
-    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "test_speed.py"))
+    script = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "test_speed.py"))
     drawn = {script["parse"]([]).seed for _ in range(3)}
     assert len(drawn) == 3
     assert script["parse"](["--seed", "7"]).seed == 7

@@ -27,9 +27,9 @@ from ktransformers.server.balance.model_files import ModelFiles
 from ktransformers.server.balance.restarts import RESTART_SECONDS, DeathLimit, delays, ending, pinned, shortfall
 from ktransformers.server.balance.supervisor import FILE_CHECK_SECONDS, BalanceConfig, Supervisor
 from ktransformers.server.config import ServerConfig
-from tests.server.balance_fakes import POISON, ManualClock
+from tests.server.balance.test_processes import backend, check, collect, gone, request, run, until
 from tests.server.conftest import DEMO
-from tests.server.test_balance_processes import backend, check, collect, gone, request, run, until
+from tests.support.balance_fakes import POISON, ManualClock
 
 LONG = {"max_tokens": 60, "ignore_eos": True}
 FACTS = EngineFacts(
