@@ -32,8 +32,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.llm import LLM
 from tests.support.fake_runner import scripted_engine
 from tests.support.screen import MemoryScreen, Window, open_window, set_size, undo_wrapping
-
-from .test_chat import TIMEOUT, Terminal
+from tests.support.terminal import TIMEOUT, Terminal
 
 XTERM = {"TERM": "xterm"}
 NEVER = 1e9  # seconds
