@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from . import fake_chat
-from .fake_chat import Chat
+from tests.support import fake_chat
+from tests.support.fake_chat import Chat
 
 
 @pytest.fixture(autouse=True)

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import select
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .fake_chat import Chat
-
-PROGRAM = [sys.executable, str(Path(__file__).parent / "fake_chat.py")]
-ROOT = Path(__file__).parent.parent.parent
-TIMEOUT = 60  # seconds; only a hang reaches it
-
-
-def environment() -> dict[str, str]:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "PROMPT_TOOLKIT_NO_CPR": "1",
-        "TERM": "xterm",
-        "COLUMNS": "100",
-        "OMP_NUM_THREADS": "1",
-    }
-
+from tests.support.fake_chat import Chat
+from tests.support.terminal import PROGRAM, TIMEOUT, Terminal, environment
 
 # --- pipes -----------------------------------------------------------------------------------------------------------
 
@@ -167,44 +148,6 @@ def test_interrupted_script_ends() -> None:
 
 
 # --- terminal --------------------------------------------------------------------------------------------------------
-
-
-class Terminal:
-    """The chat on a pseudo-terminal."""
-
-    def __init__(self, *flags: str):
-        pid, self._fd = pty.fork()
-        if pid == 0:
-            os.execve(PROGRAM[0], [*PROGRAM, *flags], environment())
-        self._pid = pid
-        self._seen = ""
-
-    def expect(self, text: str) -> str:
-        """Read until `text` was shown; what came before it."""
-        while text not in self._seen:
-            ready, _, _ = select.select([self._fd], [], [], TIMEOUT)
-            assert ready, f"waited for {text!r}, saw {self._seen!r}"
-            try:
-                self._seen += os.read(self._fd, 65536).decode("utf-8", "replace")
-            except OSError:  # the program ended
-                raise AssertionError(f"ended before {text!r}, saw {self._seen!r}") from None
-        before, self._seen = self._seen.split(text, 1)
-        return before
-
-    def type(self, text: str) -> None:
-        os.write(self._fd, text.encode())
-
-    def exit_code(self) -> int:
-        while True:
-            try:
-                if not os.read(self._fd, 65536):
-                    break
-            except OSError:
-                break
-        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 @pytest.fixture

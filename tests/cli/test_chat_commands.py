@@ -21,11 +21,10 @@ from ktransformers.cli.chat_settings import PARAMETERS, Settings
 from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.llm import LLM
 from ktransformers.errors import ConfigError
+from tests.support.fake_chat import Chat, reply
+from tests.support.fake_runner import CHAT_TEMPLATE, byte_tokenizer, scripted_engine
 
-from .fake_chat import Chat, load_fakes, reply
-
-FAKES = load_fakes()
-THINKING_TEMPLATE = FAKES.CHAT_TEMPLATE + "{% if enable_thinking %}<think>\n{% endif %}"
+THINKING_TEMPLATE = CHAT_TEMPLATE + "{% if enable_thinking %}<think>\n{% endif %}"
 
 
 class Recorder(View):
@@ -87,12 +86,12 @@ class Room:
 
     def __init__(
         self,
-        template: str | None = FAKES.CHAT_TEMPLATE,
+        template: str | None = CHAT_TEMPLATE,
         params: SamplingParams | None = None,
         answer: Callable[[str], str] = reply,
     ):
         self.view, self.source, self.asked = Recorder(), Script(), list[SamplingParams]()
-        llm = LLM.from_engine(FAKES.scripted_engine(answer, template=template))
+        llm = LLM.from_engine(scripted_engine(answer, template=template))
         stream = llm.stream
 
         def record(prompt: Any, params: Any, *rest: Any) -> Iterator[TokenEvent]:
@@ -174,8 +173,8 @@ def test_what_is_no_command() -> None:
 # --- /set and /show --------------------------------------------------------------------------------------------------
 
 
-def settings(template: str | None = FAKES.CHAT_TEMPLATE, **params: Any) -> Settings:
-    return Settings(FAKES.byte_tokenizer(template), SamplingParams(**params), force_think=False)
+def settings(template: str | None = CHAT_TEMPLATE, **params: Any) -> Settings:
+    return Settings(byte_tokenizer(template), SamplingParams(**params), force_think=False)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +274,7 @@ def test_system_prompts(room: Room) -> None:
 
 
 def test_show(room: Room) -> None:
-    assert room.say("/show template") == FAKES.CHAT_TEMPLATE
+    assert room.say("/show template") == CHAT_TEMPLATE
     assert "temperature         0\n" in room.say("/show parameters")
     assert "thinking            as the template says" in room.view.notes[-1]
     assert room.say("/show model").startswith("model: fake\ncontext: 4,096 tokens")

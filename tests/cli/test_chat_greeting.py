@@ -10,10 +10,8 @@ import pytest
 
 from ktransformers.cli.chat_greeting import describe_machine, describe_model
 from ktransformers.kernels.cpu import Isa
-
-from .fake_chat import load_fakes, reply
-
-FAKES = load_fakes()
+from tests.support.fake_chat import reply
+from tests.support.fake_runner import scripted_engine
 
 
 @pytest.mark.parametrize(
@@ -40,7 +38,7 @@ def test_the_machine(
 
 
 def test_the_model() -> None:
-    engine = FAKES.scripted_engine(reply)
+    engine = scripted_engine(reply)
     assert describe_model(engine) == "fake, 4,096 tokens of context"
     engine.config = replace(engine.config, gguf_path=Path("/models/m.gguf"))
     engine.hf_config = SimpleNamespace(model_type="qwen3_moe")

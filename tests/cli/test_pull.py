@@ -19,8 +19,8 @@ from ktransformers.hub import download
 from ktransformers.hub.locate import locate_model, locate_path
 from ktransformers.optimize.machine import Machine
 from ktransformers.weights.gguf import open_gguf
-from tests.hub.hub_server import HubServer, Repo, hub_on_loopback
 from tests.support.gguf_writer import write_gguf
+from tests.support.hub_server import HubServer, Repo, hub_on_loopback
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 QUANTS = {"F16": QuantType.F16, "Q8_0": QuantType.Q8_0, "Q4_0": QuantType.Q4_0}

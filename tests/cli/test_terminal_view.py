@@ -30,10 +30,9 @@ from ktransformers.cli.terminal_text import Highlighter, Layout, Sanitizer, Styl
 from ktransformers.cli.terminal_view import MarkdownView, TerminalView, palette_of
 from ktransformers.core import SamplingParams
 from ktransformers.engine.llm import LLM
+from tests.support.fake_runner import scripted_engine
 from tests.support.screen import MemoryScreen, Window, open_window, set_size, undo_wrapping
-
-from . import fake_chat
-from .test_chat import TIMEOUT, Terminal
+from tests.support.terminal import TIMEOUT, Terminal
 
 XTERM = {"TERM": "xterm"}
 NEVER = 1e9  # seconds
@@ -65,7 +64,7 @@ VISIBLE = "␛[2J␛]0;title␇ a␍b ␈␀␡\ufffd31m \ufffd end"
 
 def chat(view: View, reply: Callable[[str], str], max_new_tokens: int = 8000) -> ChatLoop:
     """The real loop on a model that says what it is told to."""
-    engine = fake_chat.load_fakes().scripted_engine(reply, 16000, max_new_tokens=max_new_tokens)
+    engine = scripted_engine(reply, 16000, max_new_tokens=max_new_tokens)
     options = ChatOptions(SamplingParams(temperature=0.0, max_tokens=max_new_tokens), is_interactive=True)
     return ChatLoop(LLM.from_engine(engine), view, lambda is_inside: None, options)
 

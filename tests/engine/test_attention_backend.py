@@ -18,9 +18,10 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.records import StepPlan
-from tests.engine.test_gpu import TOLERANCE, prompt, sequence_start, step_row
 from tests.support import fake_flashinfer
+from tests.support.agreement import TOLERANCE, prompt
 from tests.support.fake_gpus import fake_hardware
+from tests.support.gpu_engines import sequence_start, step_row
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 pytest.importorskip("triton")

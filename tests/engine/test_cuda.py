@@ -14,43 +14,28 @@ import torch
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import Engine, Hardware, build_engine, build_paged_engine
+from ktransformers.engine.builder import Hardware, build_engine, build_paged_engine
 from ktransformers.engine.llm import LLM, RequestOutput
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.scheduler.records import StepPlan
-from tests.engine.test_gpu import (
+from tests.support.agreement import dequantized, prompt
+from tests.support.cuda_engines import check, engine_of
+from tests.support.gguf_writer import write_gguf
+from tests.support.gpu_engines import (
     EXPERTS_ON_CPU,
     EXPERTS_ON_GPU,
     RULES,
     logits_in_steps,
-    prompt,
     rules_of,
     sequence_start,
     step_row,
 )
-from tests.models.test_gguf_models import dequantized
-from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-TOLERANCE = 5e-2
-
-
-def engine_of(path: Path, *, on_gpu: bool, **settings: object) -> Engine:
-    config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=2, **settings)  # type: ignore[arg-type]
-    return build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory if on_gpu else dict)))
-
-
-def check(got: torch.Tensor, want: torch.Tensor) -> None:
-    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
-    assert errors.median() <= TOLERANCE
-    # A row whose router nearly ties may take another expert and differ by more. Of two routers with 8 experts, whose
-    # logits are off by some per cent, one ties in about every tenth row; a quarter of them is far from a wrong kernel.
-    assert (errors > TOLERANCE).sum() <= len(errors) // 4
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])

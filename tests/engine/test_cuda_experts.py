@@ -20,10 +20,10 @@ from ktransformers.operators.device import cuda_memory
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.optimize.machine import detect_machine
-from tests.engine.test_cuda import check
-from tests.engine.test_gpu import logits_in_steps, prompt
-from tests.models.test_gguf_models import dequantized, logits_of
+from tests.support.agreement import dequantized, logits_of, prompt
+from tests.support.cuda_engines import check
 from tests.support.gguf_writer import write_gguf
+from tests.support.gpu_engines import logits_in_steps
 from tests.support.tiny_models import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -21,11 +21,11 @@ from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
-from tests.engine.test_cuda import check, engine_of
-from tests.engine.test_gpu import RULES, logits_in_steps, prompt, rules_of
-from tests.models.test_fp8 import write_both
-from tests.models.test_gguf_models import dequantized
+from tests.support.agreement import dequantized, prompt
+from tests.support.cuda_engines import check, engine_of
+from tests.support.fp8_models import write_both
 from tests.support.gguf_writer import write_gguf
+from tests.support.gpu_engines import RULES, logits_in_steps, rules_of
 from tests.support.tiny_models import MODEL_TYPES, tiny_model, write_safetensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

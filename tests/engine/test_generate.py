@@ -18,8 +18,7 @@ from ktransformers.engine.llm import LLM, default_sampling_params
 from ktransformers.engine.session import Session, common_prefix_len
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.tokenizer import Tokenizer
-
-from .fakes import FakeEngine, FakeRunner, byte_tokenizer, ngram_logits, scripted_engine
+from tests.support.fake_runner import FakeEngine, FakeRunner, byte_tokenizer, ngram_logits, scripted_engine
 
 VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)

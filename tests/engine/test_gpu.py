@@ -14,39 +14,29 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import CAPTURING, SamplingParams
-from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
+from ktransformers.core import CAPTURING
+from ktransformers.engine.builder import build_engine, build_paged_engine, plan_model
 from ktransformers.errors import CapacityError, ConfigError, RuleError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.rope import KRotaryEmbedding
-from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
-from tests.models.test_gguf_models import dequantized
+from ktransformers.scheduler.records import StepPlan
+from tests.support.agreement import TOLERANCE, dequantized, prompt
 from tests.support.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.gguf_writer import write_gguf
+from tests.support.gpu_engines import (
+    EXPERTS_ON_CPU,
+    EXPERTS_ON_GPU,
+    RULES,
+    gpu_engine,
+    logits_in_steps,
+    rules_of,
+    sequence_start,
+    step_row,
+)
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 pytest.importorskip("triton")
-
-TOLERANCE = 1e-4
-PROMPT_LEN = 24
-
-
-def prompt(vocab_size: int) -> list[int]:
-    return torch.randint(0, vocab_size, (PROMPT_LEN,), generator=torch.Generator().manual_seed(7)).tolist()
-
-
-def gpu_engine(path: Path, num_gpus: int = 1, **settings: object) -> Engine:
-    where = {"model_path": path} if path.is_dir() else {"gguf_path": path}
-    config = EngineConfig(cache_lens=64, cpu_infer=1, **where, **settings)  # type: ignore[arg-type]
-    return build_engine(config, hardware=fake_hardware(num_gpus))
-
-
-def logits_in_steps(engine: Engine, ids: list[int]) -> torch.Tensor:
-    """Logits of all positions: a prefill, then a few steps of one row."""
-    first = engine.runner.forward(ids[:-3], 0, range(len(ids) - 3))
-    rest = [engine.runner.forward([token], len(ids) - 3 + i, [0]).clone() for i, token in enumerate(ids[-3:])]
-    return torch.cat([first, *rest])
 
 
 ATTENTION = {
@@ -82,24 +72,6 @@ def test_default_placement_agrees_with_transformers(model_type: str, tmp_path: P
     got = logits_in_steps(engine, ids)
     assert got.dtype is torch.float32
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
-
-
-RULES = {
-    "qwen3_moe": "Qwen3Moe-ktransformers.yaml",
-    "deepseek_v3": "DeepSeek-V3-Chat.yaml",
-    "mixtral": "Mixtral.yaml",
-}
-EXPERTS_ON_CPU = "generate_device: cpu\n      generate_op: KExpertsCPU"
-EXPERTS_ON_GPU = "generate_device: cuda\n      generate_op: KExpertsMarlin"
-
-
-def rules_of(model_type: str, folder: Path, old: str, new: str, before: str = "") -> Path:
-    """The family's own rule file with `old` replaced by `new`, behind the rules `before`."""
-    text = (RULES_DIR / RULES[model_type]).read_text()
-    assert old in text
-    path = folder / "rules.yaml"
-    path.write_text(before + text.replace(old, new))
-    return path
 
 
 # Quantized products on a GPU read fp16 activations and, above a few rows, fp16 weights: 2^-11 each per factor, and
@@ -172,15 +144,6 @@ def test_a_layer_and_some_modules_on_the_cpu(tmp_path: Path) -> None:
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     assert (logits_in_steps(engine, ids) - want).abs().max() <= TOLERANCE * want.abs().max()
-
-
-def sequence_start(run_id: int, ids: list[int]) -> SequenceStart:
-    params = SamplingParams(temperature=0.0, seed=0)
-    return SequenceStart(run_id=run_id, request_id=str(run_id), params=params, prompt_len=len(ids), token_ids=ids)
-
-
-def step_row(run_id: int, ids: list[int], start: int, table: list[int]) -> Row:
-    return Row(run_id=run_id, start=start, token_ids=ids, token_source=None, block_table=table, is_sampled=True)
 
 
 def test_sequences_share_steps_on_the_gpu(tmp_path: Path) -> None:

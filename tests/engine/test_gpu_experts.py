@@ -20,12 +20,11 @@ from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.optimize.streaming import STAGING
-from tests.engine.test_gpu import prompt
-from tests.engine.test_prefill import Gpu
-from tests.models.test_fp8 import write_both
-from tests.models.test_gguf_models import dequantized, logits_of
+from tests.support.agreement import dequantized, logits_of, prompt
 from tests.support.fake_gpus import fake_hardware
+from tests.support.fp8_models import write_both
 from tests.support.gguf_writer import write_gguf
+from tests.support.gpu_engines import Gpu
 from tests.support.tiny_models import tiny_model
 
 pytest.importorskip("triton")

@@ -10,7 +10,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import build_engine, plan_model
 from ktransformers.kernels.types import QuantType
-from tests.models.test_gguf_models import INT8_TOLERANCE, dequantized, logits_of
+from tests.support.agreement import INT8_TOLERANCE, dequantized, logits_of
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model, write_safetensors

@@ -20,9 +20,10 @@ from ktransformers.operators.attention import latent_gpu as gpu_latent
 from ktransformers.operators.attention import mla
 from ktransformers.operators.attention.latent_expansion import EXPANSION_NBYTES, Rates
 from ktransformers.scheduler.records import StepPlan
-from tests.engine.test_gpu import TOLERANCE, prompt, sequence_start, step_row
 from tests.support import fake_flashinfer
+from tests.support.agreement import TOLERANCE, prompt
 from tests.support.fake_gpus import fake_hardware
+from tests.support.gpu_engines import sequence_start, step_row
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 pytest.importorskip("triton")

@@ -10,7 +10,7 @@ import torch
 
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.gpu import LayerStack, _feed_forward_name, _is_plain
-from tests.engine.test_gpu import gpu_engine
+from tests.support.gpu_engines import gpu_engine
 from tests.support.launches import counted_launches
 from tests.support.tiny_models import tiny_config, tiny_model, write_safetensors
 

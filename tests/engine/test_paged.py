@@ -26,8 +26,8 @@ from ktransformers.engine.session import Session
 from ktransformers.errors import CapacityError, KTransformersError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.context import ForwardContext
-from tests.engine.paged_loop import PagedLoop, scheduler_config
 from tests.support.gguf_writer import write_gguf
+from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.tiny_models import tiny_model
 
 PAGE = 8

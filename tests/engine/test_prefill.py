@@ -17,20 +17,18 @@ from rich.console import Console
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine import prefill as module
-from ktransformers.engine.builder import Engine, Hardware, build_engine, build_paged_engine, plan_model
-from ktransformers.engine.prefill import PrefillTools
+from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
-from ktransformers.operators.device import Device
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.optimize.report import print_plan
 from ktransformers.optimize.streaming import STAGING
 from ktransformers.scheduler.records import StepPlan
-from tests.engine.test_gpu import EXPERTS_ON_CPU, prompt, rules_of, sequence_start, step_row
+from tests.support.agreement import prompt
 from tests.support.fake_gpus import fake_hardware
-from tests.support.inline_device import InlineDriver, LazyCopies
+from tests.support.gpu_engines import EXPERTS_ON_CPU, Gpu, rules_of, sequence_start, step_row
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 pytest.importorskip("triton")
@@ -47,19 +45,6 @@ def _given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
         prefill.rates, prefill.threshold = RATES, max(8, prefill.least_rows)
 
     monkeypatch.setattr(module, "calibrate", calibrate)
-
-
-class Gpu:
-    """The tools of one made-up GPU."""
-
-    def __init__(self) -> None:
-        self.driver, self.copies = InlineDriver(), LazyCopies()
-
-    def __call__(self, device: Device) -> PrefillTools:
-        return PrefillTools(self.driver, self.copies, "made up")
-
-    def hardware(self, **settings: int) -> Hardware:
-        return replace(fake_hardware(**settings), prefill_tools=self)
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,10 @@ from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.scheduler.records import StepPlan
-from tests.engine.test_gpu import logits_in_steps, prompt, sequence_start, step_row
-from tests.engine.test_prefill import Gpu
+from tests.support.agreement import prompt
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
+from tests.support.gpu_engines import Gpu, logits_in_steps, sequence_start, step_row
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 pytest.importorskip("triton")

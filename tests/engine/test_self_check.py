@@ -14,8 +14,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as QuantType
 
-import tests.models.test_agreement as agreement
-import tests.models.test_windows_and_rotations as windows
 from ktransformers.config import EngineConfig
 from ktransformers.engine import self_check
 from ktransformers.engine.builder import Engine, build_engine
@@ -24,9 +22,17 @@ from ktransformers.models import registry
 from ktransformers.operators.attention import gqa as attention
 from ktransformers.operators.attention.gqa_gpu import gqa_forward
 from ktransformers.operators.layers import cpu as fused
+from tests.support.agreement import TYPES
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
-from tests.support.tiny_models import WINDOW, tiny_model, write_safetensors
+from tests.support.tiny_models import (
+    SCALED_ROPES,
+    UNROTATED_TYPES,
+    WINDOW,
+    WINDOWED_TYPES,
+    tiny_model,
+    write_safetensors,
+)
 
 
 def load(folder: Path, **settings: Any) -> Engine:
@@ -44,7 +50,7 @@ def _all_untested(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
 
 
 def test_the_list_is_what_the_tests_of_models_cover() -> None:
-    covered = {*agreement.TYPES, *windows.FAMILIES, *windows._ROPES}
+    covered = {*TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *SCALED_ROPES}
     assert covered == registry.TESTED_TYPES
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.errors.wrong_files import make_wrong_files
+from tests.support.wrong_files import make_wrong_files
 
 
 @pytest.fixture(scope="session")

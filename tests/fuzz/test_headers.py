@@ -6,11 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("header_fuzz.py")
+SCRIPT = "tests.support.fuzz.headers"
 COUNT = 10_000
 
 
@@ -19,7 +18,7 @@ def test_mutated_headers_parse_or_are_refused(kind: str) -> None:
     # The child gets this process's import path, so that it tests the same package, installed or not.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
     result = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), kind, str(COUNT), "1"],
+        [sys.executable, "-W", "error", "-m", SCRIPT, kind, str(COUNT), "1"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -6,18 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("model_fuzz.py")
+SCRIPT = "tests.support.fuzz.models"
 
 
 @pytest.mark.parametrize(("kind", "count"), [("gguf", 300), ("folder", 150)])
 def test_mutated_models_are_planned_or_refused(kind: str, count: int) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
     result = subprocess.run(
-        [sys.executable, str(SCRIPT), kind, str(count), "1"],
+        [sys.executable, "-m", SCRIPT, kind, str(count), "1"],
         capture_output=True,
         text=True,
         timeout=300,

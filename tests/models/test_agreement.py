@@ -12,24 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import Engine, build_engine
+from ktransformers.engine.builder import Engine
+from tests.support.agreement import TOLERANCE, TYPES, engine_of, prompt
 from tests.support.tiny_models import tiny_model, write_safetensors
 
-NAMED = ["qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "llama", "qwen3"]
-GENERIC = ["olmoe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "granitemoe", "minimax_m2", "phimoe", "dots1", "qwen2"]
-TYPES = [*NAMED, *GENERIC, "hunyuan_v1_moe"]
-TOLERANCE = 1e-4
-PROMPT_LEN, ANSWER_LEN = 24, 16
-
-
-def prompt(vocab_size: int) -> list[int]:
-    generator = torch.Generator().manual_seed(7)
-    return torch.randint(0, vocab_size, (PROMPT_LEN,), generator=generator).tolist()
-
-
-def engine_of(folder: Path, **settings: object) -> Engine:
-    return build_engine(EngineConfig(model_path=folder, cache_lens=64, cpu_infer=1, **settings))  # type: ignore[arg-type]
+ANSWER_LEN = 16
 
 
 def greedy(engine: Engine, ids: list[int], steps: int) -> list[int]:

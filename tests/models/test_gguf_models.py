@@ -7,40 +7,24 @@ walk of steps of relative size 1/127/sqrt(12) = 0.2 %, which residual streams of
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.kernels import cpu
 from ktransformers.kernels.types import QuantType
-from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
+from tests.support.agreement import GENERIC, INT8_TOLERANCE, NAMED, TOLERANCE, dequantized, logits_of, prompt
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model
 
-NAMED = ["qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "llama", "qwen3"]
-GENERIC = ["olmoe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "granitemoe", "minimax_m2", "phimoe", "dots1", "qwen2"]
-F32_TOLERANCE, INT8_TOLERANCE = 1e-4, 3e-2
-BF16_TOLERANCE = 1e-2 if cpu.has_bf16(cpu.active_isa()) else F32_TOLERANCE
-
-
-def prompt(vocab_size: int, length: int = 24) -> list[int]:
-    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(7)).tolist()
+BF16_TOLERANCE = 1e-2 if cpu.has_bf16(cpu.active_isa()) else TOLERANCE
 
 
 def open_engine(path: Path, **settings: object) -> Engine:
     return build_engine(EngineConfig(gguf_path=path, cache_lens=64, **{"cpu_infer": 1, **settings}))  # type: ignore[arg-type]
-
-
-def logits_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0]
 
 
 @pytest.mark.parametrize("model_type", NAMED + GENERIC)
@@ -49,27 +33,8 @@ def test_f32_file_agrees_with_transformers(model_type: str, tmp_path: Path) -> N
     engine = open_engine(write_gguf(model, tmp_path / "model.gguf"))
     ids = prompt(model.config.vocab_size)
     want, got = logits_of(model, ids), engine.runner.forward(ids, 0, range(len(ids)))
-    assert (got - want).abs().max() <= F32_TOLERANCE * want.abs().max()
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
     assert torch.equal(got.argmax(-1), want.argmax(-1))
-
-
-def dequantized(model: PreTrainedModel, experts_qtype: QuantType, dense_qtype: QuantType) -> PreTrainedModel:
-    """A copy whose matrices went through the file's types and back, by the `gguf` package's dequantization."""
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, parameter in twin.named_parameters():
-            if parameter.dim() < 2 or name.endswith(("mlp.gate.weight", "router.weight", "bias")):
-                continue
-            qtype = experts_qtype if ".experts." in name else dense_qtype
-            if model.config.model_type == "gpt_oss" and ".experts." in name:
-                parameter = parameter.transpose(1, 2)  # a view: the file has them the other way round
-            if parameter.shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0]:
-                qtype = QuantType.Q8_0 if parameter.shape[-1] % 32 == 0 else QuantType.F16
-            rows = parameter.float().contiguous().numpy().reshape(-1, parameter.shape[-1])
-            packed = quantize(rows, qtype) if qtype in QUANTIZABLE_TYPES else gguf.quants.quantize(rows, qtype)
-            values = np.ascontiguousarray(gguf.quants.dequantize(packed, qtype), dtype=np.float32)
-            parameter.copy_(torch.from_numpy(values).view(parameter.shape))
-    return twin
 
 
 @pytest.mark.parametrize("qtype", ["Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "BF16", "F16"])
@@ -80,7 +45,7 @@ def test_quantized_file_agrees_with_dequantized_weights(model_type: str, qtype: 
     engine = open_engine(write_gguf(model, tmp_path / "model.gguf", kind, kind, kv_b="whole"))
     ids = prompt(model.config.vocab_size)
     want, got = logits_of(dequantized(model, kind, kind), ids), engine.runner.forward(ids, 0, range(len(ids)))
-    tolerance = {"F16": F32_TOLERANCE, "BF16": BF16_TOLERANCE}.get(qtype, INT8_TOLERANCE)
+    tolerance = {"F16": TOLERANCE, "BF16": BF16_TOLERANCE}.get(qtype, INT8_TOLERANCE)
     errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
     # A row whose router nearly ties may take another expert and differ by more: the median row must not.
     assert errors.median() <= tolerance

@@ -17,8 +17,8 @@ from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.models.registry import RULES_DIR, default_rules
 from ktransformers.tokenizer.tokenizer import load_tokenizer
 from ktransformers.weights.gguf import open_gguf
-from tests.models.test_gguf_config import deepseek_v3
-from tests.server.conftest import DEMO
+from tests.support.demo import DEMO_GGUF
+from tests.support.gguf_presets import deepseek_v3
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 # What the hub's config.json of the model says, sizes aside.
@@ -107,7 +107,7 @@ GROUPS = ("expert_group_count", "expert_group_used_count")
 
 def test_a_tokenizer_that_needs_python_files_gives_way_to_the_gguf_files(tmp_path: Path) -> None:
     """The model's folder has a tokenizer in Python only; the GGUF beside it has the same one as data."""
-    metadata = open_gguf(DEMO).metadata
+    metadata = open_gguf(DEMO_GGUF).metadata
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(TOKENIZER))
     assert load_tokenizer(tmp_path, metadata).encode("Hello") == load_tokenizer(None, metadata).encode("Hello")
     with pytest.raises(ConfigError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ktransformers.models.registry import FAMILIES, RULES_DIR, default_rules, ignorable_tensors
-from tests.optimize.fakes import meta_model
+from tests.support.fake_operators import meta_model
 from tests.support.tiny_models import DENSE_TYPES, MOE_TYPES, tiny_config
 
 NAMED = {

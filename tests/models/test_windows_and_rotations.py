@@ -17,7 +17,9 @@ from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.layers.cpu import FusedLayer
 from ktransformers.operators.layers.observed import decoder_layers
+from tests.support.agreement import TOLERANCE
 from tests.support.tiny_models import (
+    SCALED_ROPES,
     UNROTATED_TYPES,
     WINDOW,
     WINDOWED_TYPES,
@@ -26,11 +28,8 @@ from tests.support.tiny_models import (
     write_safetensors,
 )
 
-TOLERANCE = 1e-4
 PROMPT_LEN = 3 * WINDOW + 3
 CACHE_LEN = 64
-
-FAMILIES = sorted({*WINDOWED_TYPES, *UNROTATED_TYPES})
 
 
 def tokens(vocab_size: int, count: int = PROMPT_LEN) -> list[int]:
@@ -57,7 +56,7 @@ def check_agrees(model: PreTrainedModel, engine: Engine) -> None:
         assert torch.equal(torch.cat(parts), whole), f"chunks of {size}"
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", sorted({*WINDOWED_TYPES, *UNROTATED_TYPES}))
 def test_windows_and_layers_without_rotation(model_type: str, tmp_path: Path) -> None:
     model = random_model(tiny_config(model_type, layers=4), seed=1)
     engine = engine_of(model, tmp_path)
@@ -79,32 +78,10 @@ def test_layers_with_windows_or_without_rotation_are_fused_where_the_native_call
     assert has_attention == ([True, False] * 2 if model_type == "smollm3" else [True] * 4)
 
 
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 8,
-    "long_factor": [1.0 + i for i in range(8)],
-    "original_max_position_embeddings": 24,
-    "factor": 4.0,
-    "partial_rotary_factor": 1.0,
-}
-_ROPES = {
-    "phi3": (
-        _LONGROPE,
-        {"max_position_embeddings": 96, "original_max_position_embeddings": 24, "sliding_window": None},
-    ),
-    "phimoe": (
-        {**_LONGROPE, "long_mscale": 1.2, "short_mscale": 1.1},
-        {"max_position_embeddings": 96, "original_max_position_embeddings": 24},
-    ),
-    "llama": ({"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}, {"max_position_embeddings": 24}),
-}
-
-
-@pytest.mark.parametrize("model_type", _ROPES)
+@pytest.mark.parametrize("model_type", SCALED_ROPES)
 def test_factors_are_those_of_the_longest_sequence(model_type: str, tmp_path: Path) -> None:
     """transformers takes them from the longest position of a step, so a prompt that fills the cache is the oracle."""
-    rope, values = _ROPES[model_type]
+    rope, values = SCALED_ROPES[model_type]
     model = random_model(tiny_config(model_type, rope_parameters=rope, **values), seed=2)
     engine = engine_of(model, tmp_path, cache_lens=PROMPT_LEN)
     try:
@@ -114,7 +91,7 @@ def test_factors_are_those_of_the_longest_sequence(model_type: str, tmp_path: Pa
 
 
 def test_short_factors_where_no_sequence_can_be_long(tmp_path: Path) -> None:
-    rope, values = _ROPES["phi3"]
+    rope, values = SCALED_ROPES["phi3"]
     model = random_model(tiny_config("phi3", rope_parameters=rope, **values), seed=2)
     engine = engine_of(model, tmp_path, cache_lens=24)
     ids = tokens(model.config.vocab_size, 20)
@@ -170,7 +147,7 @@ def test_what_cannot_run_is_refused_while_loading(
 
 
 def test_the_log_says_which_factors_were_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rope, values = _ROPES["phi3"]
+    rope, values = SCALED_ROPES["phi3"]
     with caplog.at_level(logging.INFO, logger="ktransformers"):
         engine_of(random_model(tiny_config("phi3", rope_parameters=rope, **values)), tmp_path).close()
     assert "RoPE of type longrope: every step has the factors of 64 positions (--cache_lens)" in caplog.text

@@ -6,63 +6,17 @@ the order of summation alone; see tests/models/test_agreement.py for the toleran
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
-from ktransformers.cache.static import StaticCache
 from ktransformers.core import Phase
-from ktransformers.engine.runner import StaticRunner
-from ktransformers.engine.skeleton import build_skeleton, cache_shapes, restore_buffers
-from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.models.registry import default_rules
-from ktransformers.operators.base import OperatorConfig
 from ktransformers.operators.context import ForwardContext
-from ktransformers.optimize.apply import apply_plan, load_plan
-from ktransformers.optimize.machine import detect_machine
-from ktransformers.optimize.plan import make_plan
-from ktransformers.optimize.rules import load_rules
-from tests.support.dict_source import DictSource
+from tests.support.agreement import TOLERANCE, TYPES
+from tests.support.runners import random_ids, runner_of
 from tests.support.tiny_models import tiny_model
 
-FAMILIES = [
-    "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "llama", "qwen3", "qwen2",
-    "olmoe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "granitemoe", "minimax_m2", "phimoe", "dots1",
-    "hunyuan_v1_moe",
-]  # fmt: skip
-TOLERANCE = 1e-4
 
-
-def runner_of(model: torch.nn.Module, max_len: int = 64) -> StaticRunner:
-    state = dict(model.state_dict())
-    skeleton = build_skeleton(copy.deepcopy(model.config))
-    pool, source = WorkerPool(1), DictSource(state)
-    plan = make_plan(
-        skeleton,
-        load_rules(default_rules(skeleton.config, skeleton)),
-        operator_config=OperatorConfig(skeleton.config, pool),
-        source=source,
-        machine=detect_machine(),
-        strict=True,
-        ignorable=lambda name: name in plan_ties(skeleton),
-    )
-    shapes = cache_shapes(skeleton, dict(plan.operators))
-    apply_plan(skeleton, plan)
-    restore_buffers(skeleton)
-    load_plan(skeleton, plan, source)
-    return StaticRunner(skeleton, StaticCache(shapes, max_len), pool, skeleton.config.vocab_size)
-
-
-def plan_ties(model: torch.nn.Module) -> set[str]:
-    return set(getattr(model, "all_tied_weights_keys", None) or {})
-
-
-def random_ids(vocab_size: int, length: int, seed: int = 3) -> list[int]:
-    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_logits_agree_with_transformers(model_type: str) -> None:
     model = tiny_model(model_type, seed=1)
     runner = runner_of(model)
@@ -73,7 +27,7 @@ def test_logits_agree_with_transformers(model_type: str) -> None:
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_two_packed_sequences_equal_each_alone(model_type: str) -> None:
     """The rows of one step may belong to several sequences: bit-identical to each sequence by itself."""
     model = tiny_model(model_type, seed=2)

@@ -9,12 +9,20 @@ from torch import nn
 from ktransformers.errors import TensorMismatchError
 from ktransformers.operators.base import Requirements
 from ktransformers.optimize.apply import apply_plan, load_plan
-from tests.optimize.fakes import EXPERTS_RULE, FakeExperts, FakeLinear, FakeSource, OwningBlock, meta_model, plan_with
+from tests.support.fake_operators import (
+    EXPERTS_RULE,
+    FakeExperts,
+    FakeLinear,
+    FakeSource,
+    OwningBlock,
+    meta_model,
+    plan_with,
+)
 
 
 def test_nested_replacement_reaches_the_original_parent() -> None:
     model = meta_model("qwen3_moe")
-    rules = EXPERTS_RULE + "- {match: {name: 'mlp$'}, replace: {class: tests.optimize.fakes.OwningBlock}}\n"
+    rules = EXPERTS_RULE + "- {match: {name: 'mlp$'}, replace: {class: tests.support.fake_operators.OwningBlock}}\n"
     plan = plan_with(model, rules)
     block = model.model.layers[0].mlp
     apply_plan(model, plan)
@@ -30,7 +38,7 @@ def test_operator_that_took_its_children_over() -> None:
     model = meta_model("llama")
     rules = (
         "- {match: {name: 'mlp$'}, replace: {class: tests.optimize.test_apply.TakesOver}}\n"
-        "- {match: {name: 'up_proj$'}, replace: {class: tests.optimize.fakes.FakeLinear}}\n"
+        "- {match: {name: 'up_proj$'}, replace: {class: tests.support.fake_operators.FakeLinear}}\n"
     )
     plan = plan_with(model, rules)
     apply_plan(model, plan)
@@ -56,7 +64,8 @@ class TakesOver(OwningBlock):
 def test_load_reads_every_tensor_once_in_tree_order() -> None:
     model = meta_model("glm4_moe")  # its routers hold a persistent buffer
     source = FakeSource(model)
-    linear = "- {match: {class: torch.nn.Linear, name: self_attn}, replace: {class: tests.optimize.fakes.FakeLinear}}\n"
+    match = "{class: torch.nn.Linear, name: self_attn}"
+    linear = f"- {{match: {match}, replace: {{class: tests.support.fake_operators.FakeLinear}}}}\n"
     plan = plan_with(model, EXPERTS_RULE + linear, source)
     apply_plan(model, plan)
     seen: list[tuple[int, str]] = []
@@ -88,7 +97,7 @@ def test_tied_parameters_are_one_tensor() -> None:
 def test_tied_operator_reads_the_other_name() -> None:
     model = meta_model("llama", tie_word_embeddings=True)
     source = FakeSource(model)
-    rule = "- {match: {name: lm_head}, replace: {class: tests.optimize.fakes.FakeLinear}}"
+    rule = "- {match: {name: lm_head}, replace: {class: tests.support.fake_operators.FakeLinear}}"
     plan = plan_with(model, rule, source)
     apply_plan(model, plan)
     load_plan(model, plan, source)
@@ -109,7 +118,7 @@ def test_an_operator_that_leaves_tensors_on_meta() -> None:
     model = meta_model("llama")
     source = FakeSource(model)
     plan = plan_with(
-        model, "- {match: {name: 'norm$'}, replace: {class: tests.optimize.fakes.UnloadedWrapper}}", source
+        model, "- {match: {name: 'norm$'}, replace: {class: tests.support.fake_operators.UnloadedWrapper}}", source
     )
     apply_plan(model, plan)
     with pytest.raises(TensorMismatchError, match=r"not loaded: model\.layers\.0\.input_layernorm\.inner\.weight"):
@@ -119,7 +128,7 @@ def test_an_operator_that_leaves_tensors_on_meta() -> None:
 def test_owned_children_may_stay_on_meta() -> None:
     model = meta_model("qwen3_moe")
     source = FakeSource(model)
-    rules = EXPERTS_RULE + "- {match: {name: 'mlp$'}, replace: {class: tests.optimize.fakes.OwningBlock}}\n"
+    rules = EXPERTS_RULE + "- {match: {name: 'mlp$'}, replace: {class: tests.support.fake_operators.OwningBlock}}\n"
     plan = plan_with(model, rules, source)
     apply_plan(model, plan)
     load_plan(model, plan, source)

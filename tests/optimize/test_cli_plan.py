@@ -17,7 +17,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.errors import ConfigError
 from ktransformers.optimize.machine import Machine
-from tests.optimize.fakes import MACHINE, FakeSource, meta_model
+from tests.support.fake_operators import MACHINE, FakeSource, meta_model
 
 TINY = Machine(10, 10, {"cpu": 10})
 

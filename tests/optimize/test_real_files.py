@@ -15,7 +15,7 @@ from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.plan import make_plan
 from ktransformers.optimize.rules import load_rules
 from ktransformers.weights.loader import open_source
-from tests.optimize.fakes import MACHINE
+from tests.support.fake_operators import MACHINE
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 

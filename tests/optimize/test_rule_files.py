@@ -13,7 +13,7 @@ from ktransformers.models.registry import RULES_DIR
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.rules import load_rules
-from tests.optimize.fakes import GIB, meta_model, plan_with
+from tests.support.fake_operators import GIB, meta_model, plan_with
 from tests.support.tiny_models import DENSE_TYPES, MOE_TYPES
 
 SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {

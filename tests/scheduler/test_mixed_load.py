@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from .fake_engine import Loop, make_config, make_request
+from tests.support.fake_engine import Loop, make_config, make_request
 
 
 @pytest.mark.parametrize("chunk_size", [16, 256])

@@ -11,8 +11,7 @@ from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.scheduler.records import Request, RowResult, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
-
-from .fake_engine import EOS, Loop, answer_alone, make_config, make_request, next_token
+from tests.support.fake_engine import EOS, Loop, answer_alone, make_config, make_request, next_token
 
 
 def shape(plan: StepPlan | None) -> list[tuple[int, int, bool]]:

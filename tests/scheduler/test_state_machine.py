@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from ktransformers.core import FinishReason
-
-from .fake_engine import EOS, VOCAB_SIZE, Loop, make_config, make_request
+from tests.support.fake_engine import EOS, VOCAB_SIZE, Loop, make_config, make_request
 
 # Prompts share prefixes, also up to the middle of a page; repeated tokens tell a page's place from its contents.
 BASE = [1, 2, 3, 4, 1, 2, 1, 2, 3, 4, 5, 6, 3, 3, 3, 3, 3, 3, 3, 3, 1, 2, 3, 4]

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
+from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import build_engine
 from ktransformers.engine.llm import LLM
+from tests.support.demo import DEMO_GGUF
 from tests.support.server_process import ServerProcess
-
-DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
 
 
 @pytest.fixture(scope="session")
@@ -30,5 +29,5 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
     """The engine of one sequence on the same model: what answers have to be."""
-    with LLM.from_engine(build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=2048))) as made:
+    with LLM.from_engine(build_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=2048))) as made:
         yield made

@@ -13,7 +13,7 @@ from ktransformers.server.activity import LoadingLog, LoadSummary, duration, far
 from ktransformers.server.answers.generations import Tally
 from ktransformers.server.backend.base import BackendStats, GenerationRequest
 from ktransformers.server.metrics import Counts, Metrics
-from tests.server.fake_backend import FakeBackend
+from tests.support.fake_backend import FakeBackend
 
 
 class Clock:

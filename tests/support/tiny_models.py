@@ -42,6 +42,28 @@ MOE_TYPES = (
 )
 MODEL_TYPES = (*DENSE_TYPES, *MOE_TYPES)
 
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + i for i in range(8)],
+    "original_max_position_embeddings": 24,
+    "factor": 4.0,
+    "partial_rotary_factor": 1.0,
+}
+SCALED_ROPES = {
+    "phi3": (
+        _LONGROPE,
+        {"max_position_embeddings": 96, "original_max_position_embeddings": 24, "sliding_window": None},
+    ),
+    "phimoe": (
+        {**_LONGROPE, "long_mscale": 1.2, "short_mscale": 1.1},
+        {"max_position_embeddings": 96, "original_max_position_embeddings": 24},
+    ),
+    "llama": ({"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}, {"max_position_embeddings": 24}),
+}
+"""Families with rotations whose factors depend on the longest sequence: rope_parameters, and further values."""
+
 NUM_EXPERTS = 8
 VOCAB_SIZE = 160
 

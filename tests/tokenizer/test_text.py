@@ -22,8 +22,7 @@ from ktransformers.tokenizer.reasoning import ReasoningParser
 from ktransformers.tokenizer.stop import StopMatcher, held_back
 from ktransformers.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.tokenizer.tool_calls import ToolCall, ToolCallParser
-
-from .conftest import STRINGS
+from tests.support.vocabularies import STRINGS
 
 
 def cuts(text: str, seed: int) -> list[str]:

@@ -17,8 +17,8 @@ from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.quantize import quantize
 from ktransformers.weights.source import ExpertsLayout
 from tests.support.gguf_writer import write_gguf
+from tests.support.source_checks import check_whole_model, expected_experts, layout_of, values_of
 from tests.support.tiny_models import MODEL_TYPES, MOE_TYPES, tiny_model
-from tests.weights.checks import check_whole_model, expected_experts, layout_of, values_of
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

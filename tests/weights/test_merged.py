@@ -18,8 +18,8 @@ from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.safetensors import open_safetensors
 from ktransformers.weights.safetensors_source import SafetensorsSource
 from tests.support.gguf_writer import write_gguf
+from tests.support.source_checks import layout_of
 from tests.support.tiny_models import tiny_model
-from tests.weights.checks import layout_of
 
 EXPERTS = "model.layers.1.mlp.experts"
 

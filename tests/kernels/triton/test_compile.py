@@ -20,13 +20,13 @@ ATTENTION = ("decode_kernel", "prefill_kernel", "_expanded_kernel")
 
 
 def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script beside this file with Triton's compiler, which the interpreter replaces in this process."""
+    """Run a script of tests/support with Triton's compiler, which the interpreter replaces in this process."""
     root = Path(__file__).parents[3]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # fusing s * q - m is wanted; the variable keeps versions quiet that ask for a choice
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, Path(__file__).with_name(name), *arguments]
+    command = [sys.executable, root / "tests" / "support" / "triton_kernels" / name, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 

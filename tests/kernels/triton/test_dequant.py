@@ -9,7 +9,14 @@ from gguf import quants
 
 from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.types import OwnType, QuantType
-from tests.kernels.triton.quant_cases import FLOATS, TYPES, pack_for_cpu, pack_fp8_for_cpu, random_fp8, random_matrix
+from tests.support.triton_kernels.quant_cases import (
+    FLOATS,
+    TYPES,
+    pack_for_cpu,
+    pack_fp8_for_cpu,
+    random_fp8,
+    random_matrix,
+)
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)

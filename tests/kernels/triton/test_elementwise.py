@@ -11,18 +11,7 @@ from ktransformers.kernels.triton.elementwise import activate, add_rms_norm, rms
 from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.attention.mla import rotate
-
-# One rounding to the output's type (half a unit of 2^-10 or 2^-7 relative); fp32 sums of some thousand terms.
-RELATIVE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-def close(out, want, absolute=1e-5):
-    torch.testing.assert_close(out.double().cpu(), want.double().cpu(), rtol=RELATIVE[out.dtype], atol=absolute)
-
-
-def normal(*shape, dtype=torch.float32, device="cpu", seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype).to(device)
+from tests.support.triton_kernels.numbers import close, normal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

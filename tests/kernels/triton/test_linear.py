@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.types import Activation, QuantType
-from tests.kernels.triton.quant_cases import TYPES, random_matrix
+from tests.support.triton_kernels.quant_cases import TYPES, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)

@@ -8,7 +8,7 @@ import torch.nn.functional as functional
 
 from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, OwnType, QuantType, RawTensor
-from tests.kernels.triton.quant_cases import pack_for_cpu, pack_fp8_for_cpu, random_fp8, random_matrix
+from tests.support.triton_kernels.quant_cases import pack_for_cpu, pack_fp8_for_cpu, random_fp8, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)

@@ -16,7 +16,7 @@ from ktransformers.errors import CapacityError, ConfigError
 from ktransformers.scheduler.records import StepPlan, StepResult
 from ktransformers.server.balance.engine_process import LoadedEngine, Progress
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
-from tests.scheduler.fake_engine import EOS, VOCAB_SIZE, FakeEngine, make_config
+from tests.support.fake_engine import EOS, VOCAB_SIZE, FakeEngine, make_config
 
 PAGE_SIZE = 4
 POISON = 13  # as the first token of a prompt

@@ -23,7 +23,7 @@ from ktransformers.server.balance.messages import (
 from ktransformers.server.balance.messages import decode as decoded
 from ktransformers.server.balance.scheduler_process import SchedulerProcess
 from ktransformers.server.balance.step_watch import TOKENS_PER_LIMIT, StepWatch
-from tests.scheduler.fake_engine import VOCAB_SIZE, make_request
+from tests.support.fake_engine import VOCAB_SIZE, make_request
 
 STEP_SECONDS = 100.0
 

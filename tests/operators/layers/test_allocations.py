@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ktransformers.kernels.extension import extension
-from tests.operators.test_families import random_ids
-from tests.operators.test_fused import fused_runner
+from tests.support.runners import fused_runner, random_ids
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(extension.num_allocations() < 0, reason="allocations are not counted on this system")

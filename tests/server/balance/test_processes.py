@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import FinishReason, SamplingParams, TokenEvent
+from ktransformers.core import FinishReason
 from ktransformers.errors import (
     CapacityError,
     ConfigError,
@@ -30,79 +26,12 @@ from ktransformers.errors import (
     SlowReaderError,
 )
 from ktransformers.server.backend.balance_serve import BalanceServeBackend, _commands
-from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.balance.messages import Command, decode, encode
-from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig
-from tests.scheduler.fake_engine import VOCAB_SIZE, answer_alone, make_config, make_request
-from tests.server.balance_fakes import MODEL_LEN, POISON
-from tests.server.conftest import DEMO
-
-DEADLINE = 60.0
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(DEADLINE):
-            await work()
-
-    asyncio.run(main())
-
-
-@asynccontextmanager
-async def backend(
-    factory: str = "load",
-    cache_lens: int = 4000,
-    max_unread: int = 4096,
-    clock: Clock | None = None,
-    model: Path = DEMO,
-    chunk_size: int = 16,
-    **config: Any,
-) -> AsyncIterator[BalanceServeBackend]:
-    engine = EngineConfig(gguf_path=model, cache_lens=cache_lens, chunk_size=chunk_size)
-    settings = {"page_size": 4, "max_batch_size": 8, "log_level": "error", "checks_integrity": True}
-    settings |= {"has_spare_engine": False} | config
-    balance = BalanceConfig(engine=engine, factory=f"tests.server.balance_fakes:{factory}", **settings)
-    made = BalanceServeBackend(balance, max_unread, clock)
-    try:
-        await made.start()
-        yield made
-    finally:
-        await made.close()
-
-
-def request(number: int, prompt: tuple[int, ...] | None = None, **fields: Any) -> GenerationRequest:
-    rng = random.Random(number)
-    params = SamplingParams(
-        **{"seed": number, "max_tokens": rng.randint(1, 60), "ignore_eos": bool(number % 2), **fields.pop("params", {})}
-    )
-    ids = prompt or tuple(rng.choice([i for i in range(VOCAB_SIZE) if i != POISON]) for _ in range(rng.randint(1, 50)))
-    return GenerationRequest(request_id=f"r{number}", prompt_ids=ids, params=params, **fields)
-
-
-def alone(asked: GenerationRequest) -> tuple[list[int], FinishReason]:
-    record = make_request("x", asked.prompt_ids)
-    config = make_config(num_pages=1000, page_size=4, max_model_len=MODEL_LEN)
-    return answer_alone(msgspec.structs.replace(record, params=asked.params), config)
-
-
-async def collect(made: BalanceServeBackend, asked: GenerationRequest) -> list[TokenEvent]:
-    async with aclosing(made.generate(asked)) as events:
-        return [event async for event in events]
-
-
-def check(events: list[TokenEvent], asked: GenerationRequest) -> None:
-    tokens, reason = alone(asked)
-    assert [event.token_id for event in events] == tokens, asked.request_id
-    assert events[-1].finish_reason is reason
-    stats = events[-1].stats
-    assert (stats.prompt_len, stats.completion_len) == (len(asked.prompt_ids), len(tokens))
-    assert stats.prefill_seconds > 0
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    while not is_true():
-        await asyncio.sleep(0.001)
+from tests.support.balance_backend import backend, check, collect, gone, request, run, until
+from tests.support.balance_fakes import MODEL_LEN, POISON
+from tests.support.demo import DEMO_GGUF
+from tests.support.fake_engine import VOCAB_SIZE
 
 
 def test_answers_to_one_prompt_are_sent_as_one_record() -> None:
@@ -200,13 +129,6 @@ def test_a_request_that_kills_engines_is_ended_alone() -> None:
     run(work)
 
 
-def gone(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return True
-
-
 def test_without_the_scheduler_everything_stops() -> None:
     async def work() -> None:
         async with backend("load_slow") as made:
@@ -246,7 +168,7 @@ def test_an_engine_that_never_comes_back_ends_the_service() -> None:
 PARENT = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
-from tests.server.test_balance_processes import backend, collect, request, until
+from tests.support.balance_backend import backend, collect, request, until
 
 async def main():
     async with backend("load_slow") as made:
@@ -260,7 +182,7 @@ asyncio.run(main())
 
 
 def test_no_orphans_when_the_api_process_is_killed() -> None:
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     command = [sys.executable, "-c", PARENT.format(root=root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -297,9 +219,9 @@ def test_loading_reports_progress_and_leaves_nothing_behind() -> None:
     async def work() -> None:
         fds = len(os.listdir("/proc/self/fd"))
         heard: list[tuple[int, int, str]] = []
-        engine = EngineConfig(gguf_path=DEMO, cache_lens=400)
+        engine = EngineConfig(gguf_path=DEMO_GGUF, cache_lens=400)
         made = BalanceServeBackend(
-            BalanceConfig(engine=engine, page_size=4, factory="tests.server.balance_fakes:load", log_level="error")
+            BalanceConfig(engine=engine, page_size=4, factory="tests.support.balance_fakes:load", log_level="error")
         )
         with pytest.raises(NotReadyError):
             made.check(request(1))

@@ -221,7 +221,7 @@ def hub_on_loopback(repos: dict[str, Repo], cache: Path, monkeypatch: pytest.Mon
 
 
 def main() -> None:
-    """Serve folders until Ctrl-C: `python -m tests.hub.hub_server org/name=FOLDER ...`; prints HF_ENDPOINT."""
+    """Serve folders until Ctrl-C: `python -m tests.support.hub_server org/name=FOLDER ...`; prints HF_ENDPOINT."""
     import sys
 
     repos = {}

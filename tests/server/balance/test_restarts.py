@@ -27,9 +27,9 @@ from ktransformers.server.balance.model_files import ModelFiles
 from ktransformers.server.balance.restarts import RESTART_SECONDS, DeathLimit, delays, ending, pinned, shortfall
 from ktransformers.server.balance.supervisor import FILE_CHECK_SECONDS, BalanceConfig, Supervisor
 from ktransformers.server.config import ServerConfig
-from tests.server.balance_fakes import POISON, ManualClock
-from tests.server.conftest import DEMO
-from tests.server.test_balance_processes import backend, check, collect, gone, request, run, until
+from tests.support.balance_backend import backend, check, collect, gone, request, run, until
+from tests.support.balance_fakes import POISON, ManualClock
+from tests.support.demo import DEMO_GGUF
 
 LONG = {"max_tokens": 60, "ignore_eos": True}
 FACTS = EngineFacts(
@@ -211,8 +211,8 @@ def test_children_leave_signals_to_their_parent() -> None:
 
 @asynccontextmanager
 async def on_a_copy(tmp_path: Path, clock: ManualClock):  # type: ignore[no-untyped-def]
-    model = tmp_path / DEMO.name
-    shutil.copy(DEMO, model)
+    model = tmp_path / DEMO_GGUF.name
+    shutil.copy(DEMO_GGUF, model)
     async with backend("load_slow", clock=clock, model=model) as made:
         yield made, model
 

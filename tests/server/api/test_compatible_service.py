@@ -19,7 +19,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.ktransformers import KTransformersBackend
 from ktransformers.server.config import ServerConfig
-from tests.server.conftest import DEMO
+from tests.support.demo import DEMO_GGUF
 
 CHAT = "/v1/chat/completions"
 # The curl of upstream's guides.
@@ -37,7 +37,7 @@ LONG = {"messages": [{"role": "user", "content": "Count from 1 to 12."}], "tempe
 async def client_of(
     config: ServerConfig, *, is_loaded: bool = True, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, KTransformersBackend]]:
-    made = KTransformersBackend(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=1024, **settings))
+    made = KTransformersBackend(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=1024, **settings))
     transport = httpx.ASGITransport(create_app(made, config))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         try:
@@ -58,8 +58,8 @@ def run(test: Callable[[httpx.AsyncClient], Awaitable[None]], config: ServerConf
 
 def config_of(*flags: str) -> ServerConfig:
     """What `serve` makes of flags."""
-    args = server_parser().parse_args(["--gguf_path", str(DEMO), *flags])
-    return _server_config(args, EngineConfig(gguf_path=DEMO))
+    args = server_parser().parse_args(["--gguf_path", str(DEMO_GGUF), *flags])
+    return _server_config(args, EngineConfig(gguf_path=DEMO_GGUF))
 
 
 def test_a_request_for_any_model_is_answered(caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +166,7 @@ def test_prefix_cache_of_the_single_backend(has_prefix_cache: bool) -> None:
 
 def test_prompts_of_the_speed_script_differ_per_run() -> None:
     """A server that keeps what it computed would else find the prompts of the run before."""
-    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "test_speed.py"))
+    script = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "test_speed.py"))
     drawn = {script["parse"]([]).seed for _ in range(3)}
     assert len(drawn) == 3
     assert script["parse"](["--seed", "7"]).seed == 7

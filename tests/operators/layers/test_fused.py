@@ -8,7 +8,8 @@ import torch
 from ktransformers.engine.runner import StaticRunner
 from ktransformers.kernels.cpu.layer import MlpLayer, MoeLayer
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers
-from tests.operators.test_families import TOLERANCE, random_ids, runner_of
+from tests.support.agreement import TOLERANCE
+from tests.support.runners import fused_runner, random_ids, runner_of
 from tests.support.tiny_models import tiny_model
 
 # Family -> (attention, feed-forward) that must run in native calls; layers of one model may differ.
@@ -27,12 +28,6 @@ NATIVE = {
 def layers_of(runner: StaticRunner) -> list[torch.nn.Module]:
     base = getattr(runner.model.model, "inner", runner.model.model)
     return list(base.layers)
-
-
-def fused_runner(model: torch.nn.Module) -> StaticRunner:
-    runner = runner_of(model)
-    fuse_layers(runner.model, list(runner.cache.shapes), runner.pool)
-    return runner
 
 
 @pytest.mark.parametrize("family", NATIVE)

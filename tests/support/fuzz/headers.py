@@ -1,6 +1,6 @@
 """Feeds mutated GGUF and safetensors headers to the parsers, in a process of its own with a limited address space.
 
-usage: python header_fuzz.py gguf|safetensors COUNT SEED
+usage: python -m tests.support.fuzz.headers gguf|safetensors COUNT SEED
 
 A mutated file must either parse, and then every byte of every tensor can be read and decoded, or raise one of the
 project's own errors. Anything else ends the process with a traceback that names the mutation's number. The address

@@ -11,9 +11,10 @@ import torch
 from ktransformers.kernels.types import Fp8Matrix
 from ktransformers.operators.linear.fp8 import Fp8GpuMatrix, can_join_fp8, fp8_gpu_nbytes, join_fp8, takes_fp8
 from ktransformers.operators.linear.linear import KTransformersLinear
-from tests.engine.test_gpu import gpu_engine, prompt
-from tests.models.test_fp8 import to_fp8, write_both
+from tests.support.agreement import prompt
 from tests.support.fake_gpus import fake_hardware
+from tests.support.fp8_models import to_fp8, write_both
+from tests.support.gpu_engines import gpu_engine
 
 pytest.importorskip("triton")
 

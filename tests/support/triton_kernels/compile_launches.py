@@ -1,6 +1,6 @@
 """Compiles for a GPU what calls would launch, on a machine without one: what the interpreter does not check.
 
-    python tests/kernels/triton/compile_launches.py [--sm 80|86|89|90|120] [--attention | --all]
+    python tests/support/triton_kernels/compile_launches.py [--sm 80|86|89|90|120] [--attention | --all]
 
 Launches are caught, their arguments turned into a signature, and the kernels compiled for such a GPU. Prints a line for
 each; exits with an error for one that does not compile, keeps arrays in local memory or needs more shared memory than

@@ -1,6 +1,6 @@
 """Opens and plans mutated models, in a process of its own with a limited address space and a limit of time for each.
 
-usage: python model_fuzz.py gguf|folder COUNT SEED [FIRST]
+usage: python -m tests.support.fuzz.models gguf|folder COUNT SEED [FIRST]
 
 A mutated model is either planned and described, or refused with one of the project's own errors and a message of
 bounded length. Prints one JSON line: counts, and every other outcome with its mutation's number.

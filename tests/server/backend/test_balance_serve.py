@@ -23,10 +23,10 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import build_engine
 from ktransformers.engine.llm import LLM
-from tests.server.conftest import DEMO
+from tests.support.demo import DEMO_GGUF
 from tests.support.server_process import ServerProcess
 
-FLAGS = ("--backend_type", "balance_serve", "--gguf_path", str(DEMO), "--model_name", "demo")
+FLAGS = ("--backend_type", "balance_serve", "--gguf_path", str(DEMO_GGUF), "--model_name", "demo")
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
 NUM_REQUESTS = 64
 
@@ -233,7 +233,7 @@ class Mix:
 @pytest.fixture(scope="module")
 def mixes() -> tuple[Mix, Mix]:
     """(of every kind, growing)."""
-    with LLM.from_engine(build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=4096))) as alone:
+    with LLM.from_engine(build_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=4096))) as alone:
         return Mix(alone), Mix(alone, grows=True)
 
 

@@ -19,7 +19,7 @@ from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeight
 from tests.support.fake_stream import PATIENCE, FakeDriver
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 4, 64, 32, 2
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 METHODS = pytest.mark.parametrize("method", HandOver)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 

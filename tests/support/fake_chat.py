@@ -5,7 +5,6 @@ The model answers every prompt with what stands in REPLIES for its last user tur
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -14,22 +13,12 @@ from typing import Any
 
 from ktransformers.cli import build_parser, guarded
 from ktransformers.cli.chat import local_chat_parser, run
+from tests.support.fake_runner import scripted_engine
 
-FAKES = Path(__file__).parent.parent / "engine" / "fakes.py"
 ENDLESS = "endless"
 
 Chat = Callable[..., tuple[str, str]]
 """The fixture `chat`: what standard input has and the flags, then `code`; standard output and error."""
-
-
-def load_fakes() -> Any:
-    spec = importlib.util.spec_from_file_location("fakes", FAKES)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fakes"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def reply(prompt: str) -> str:
@@ -48,7 +37,6 @@ def reply(prompt: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    fakes = load_fakes()
     given = sys.argv[1:] if argv is None else argv
     # with a command in front: `ktransformers chat`
     args = (
@@ -57,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     args.gguf_path = Path(__file__)  # any path: nothing is loaded
 
     def build(config: Any, progress: Any) -> Any:
-        return fakes.scripted_engine(reply, config.cache_lens or 4096, max_new_tokens=config.max_new_tokens)
+        return scripted_engine(reply, config.cache_lens or 4096, max_new_tokens=config.max_new_tokens)
 
     return guarded(lambda: run(args, build))
 

@@ -17,8 +17,7 @@ from ktransformers.engine.reference import ReferenceRunner, build_reference_engi
 from ktransformers.engine.session import Session
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.shipped_rules import RULES_DIR
-from tests.server.conftest import DEMO
-from tests.support.demo import DEMO_CHECKPOINT
+from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
 from tests.support.gguf_writer import write_gguf
 from tests.support.server_process import ServerProcess
 from tests.support.tiny_models import tiny_model
@@ -62,7 +61,7 @@ def test_our_logits_on_the_quantized_file_are_near(llm: LLM) -> None:
     That is a step of relative size 1/127/sqrt(12) = 0.2 % per product, which the residual stream of a few layers raises
     to about 2 % of the logits' norm. Where two experts nearly tie, a row may take the other one and differ by more.
     """
-    engine = build_reference_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1))
+    engine = build_reference_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1))
     errors = []
     for question in QUESTIONS:
         ids = engine.tokenizer.apply_chat_template([{"role": "user", "content": question}])
@@ -115,7 +114,7 @@ def test_rules_have_no_effect_on_it(caplog: pytest.LogCaptureFixture) -> None:
 def test_both_backends_give_the_same_greedy_answers_over_http(llm: LLM) -> None:
     """The bundled model is sure of these answers: int8 activations do not change its choice."""
     with (
-        ServerProcess("--backend_type", "transformers", "--gguf_path", str(DEMO)) as process,
+        ServerProcess("--backend_type", "transformers", "--gguf_path", str(DEMO_GGUF)) as process,
         openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0) as client,
     ):
         for question in QUESTIONS:

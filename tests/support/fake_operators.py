@@ -168,7 +168,7 @@ class NotAnOperator(nn.Module):
 
 EXPERTS_RULE = r"""
 - match: {name: '\.experts$'}
-  replace: {class: tests.optimize.fakes.FakeExperts}
+  replace: {class: tests.support.fake_operators.FakeExperts}
 """
 
 

@@ -1,0 +1,54 @@
+"""Runners of models from memory, by the default rules: no files, no engine."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from ktransformers.cache.static import StaticCache
+from ktransformers.engine.runner import StaticRunner
+from ktransformers.engine.skeleton import build_skeleton, cache_shapes, restore_buffers
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.models.registry import default_rules
+from ktransformers.operators.base import OperatorConfig
+from ktransformers.operators.layers.cpu import fuse_layers
+from ktransformers.optimize.apply import apply_plan, load_plan
+from ktransformers.optimize.machine import detect_machine
+from ktransformers.optimize.plan import make_plan
+from ktransformers.optimize.rules import load_rules
+from tests.support.dict_source import DictSource
+
+
+def runner_of(model: torch.nn.Module, max_len: int = 64) -> StaticRunner:
+    state = dict(model.state_dict())
+    skeleton = build_skeleton(copy.deepcopy(model.config))
+    pool, source = WorkerPool(1), DictSource(state)
+    plan = make_plan(
+        skeleton,
+        load_rules(default_rules(skeleton.config, skeleton)),
+        operator_config=OperatorConfig(skeleton.config, pool),
+        source=source,
+        machine=detect_machine(),
+        strict=True,
+        ignorable=lambda name: name in plan_ties(skeleton),
+    )
+    shapes = cache_shapes(skeleton, dict(plan.operators))
+    apply_plan(skeleton, plan)
+    restore_buffers(skeleton)
+    load_plan(skeleton, plan, source)
+    return StaticRunner(skeleton, StaticCache(shapes, max_len), pool, skeleton.config.vocab_size)
+
+
+def plan_ties(model: torch.nn.Module) -> set[str]:
+    return set(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def random_ids(vocab_size: int, length: int, seed: int = 3) -> list[int]:
+    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def fused_runner(model: torch.nn.Module) -> StaticRunner:
+    runner = runner_of(model)
+    fuse_layers(runner.model, list(runner.cache.shapes), runner.pool)
+    return runner
