@@ -46,8 +46,8 @@ from ktransformers.server.answers.respond import Writer, respond
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
-from tests.engine.fakes import byte_tokenizer
-from tests.server.fake_backend import FakeBackend
+from tests.support.fake_backend import FakeBackend
+from tests.support.fake_runner import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 STATS = GenerationStats(prompt_len=3)
