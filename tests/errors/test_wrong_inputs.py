@@ -54,8 +54,8 @@ def _no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         "ktransformers.engine.reference._from_safetensors",
         "ktransformers.engine.reference._from_gguf",
         "ktransformers.server.balance.supervisor.Supervisor.start",
-        "ktransformers.cli.bench_kernels.bench_kernels",
-        "ktransformers.cli.bench_model.machine_facts",
+        "ktransformers.bench.kernels.bench_kernels",
+        "ktransformers.bench.model.machine_facts",
     ):
         monkeypatch.setattr(name, _would_load)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktransformers.cli.bench_peer import PeerProcess, answer_questions
+from ktransformers.bench.peers.base import PeerProcess, answer_questions
 
 __all__ = ["library_folder", "llama_peer", "start_llama"]
 
@@ -108,8 +108,8 @@ def start_llama(module: str, options: dict[str, Any]) -> PeerProcess:
 
 
 def llama_peer(shape: dict[str, int], threads: int, seconds: float) -> PeerProcess:
-    """Start the child. shape: the fields of bench_kernels.Shape; seconds: per figure."""
-    return start_llama("ktransformers.cli.bench_llama", {"shape": shape, "threads": threads, "seconds": seconds})
+    """Start the child. shape: the fields of bench.kernels.Shape; seconds: per figure."""
+    return start_llama("ktransformers.bench.peers.llama", {"shape": shape, "threads": threads, "seconds": seconds})
 
 
 class Ggml:
@@ -284,7 +284,7 @@ class _Graph:
 
 
 class LlamaExperts:
-    """The child's side: measures `shape` (see bench_kernels.Shape) for `seconds` per figure."""
+    """The child's side: measures `shape` (see bench.kernels.Shape) for `seconds` per figure."""
 
     def __init__(self, ggml: Ggml, shape: dict[str, int], seconds: float):
         self._ggml, self._shape, self._seconds = ggml, shape, seconds
@@ -330,7 +330,7 @@ class LlamaExperts:
         return total / count / self._shape["layers"] * 1e6
 
     def answer(self, words: list[str]) -> float | None:
-        """See bench_peer.answer_questions."""
+        """See peers.base.answer_questions."""
         return self.measure(words[0], int(words[1])) if words[0] in _TYPES else None
 
 

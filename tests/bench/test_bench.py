@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ktransformers.cli import bench_kernels, bench_llama, bench_model, main
-from ktransformers.cli.bench_model import Figure, Weights, best_of, weights_of
-from ktransformers.cli.bench_peer import PeerProcess, is_missing
-from ktransformers.cli.bench_work import ModelWork
+from ktransformers.bench import kernels, model
+from ktransformers.bench.model import Figure, Weights, best_of, weights_of
+from ktransformers.bench.peers import llama
+from ktransformers.bench.peers.base import PeerProcess, is_missing
+from ktransformers.bench.work import ModelWork
+from ktransformers.cli import main
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import base
@@ -29,7 +31,7 @@ TINY += ["--seconds", "0.001", "--tokens", "1,3"]
 
 FAKE_CHILD = """
 import sys
-from ktransformers.cli.bench_peer import answer_questions
+from ktransformers.bench.peers.base import answer_questions
 
 def answer(words):
     print("a line that the peer's library prints")
@@ -45,7 +47,7 @@ answer_questions(answer)
 
 def fake_peer(folder: Path, name: str = "llama.cpp") -> PeerProcess:
     script = folder / "child.py"
-    root = str(Path(bench_kernels.__file__).parents[2])
+    root = str(Path(kernels.__file__).parents[2])
     script.write_text(f"import sys\nsys.path.insert(0, {root!r})\n{FAKE_CHILD}")
     return PeerProcess(name, [sys.executable, str(script)])
 
@@ -124,7 +126,7 @@ def test_kernels_with_peers(
         return fake_peer(tmp_path)
 
     peers = {"llama.cpp": ("json", "json", start), "kt-kernel": ("no_such_package", "no-such-package", start)}
-    monkeypatch.setattr(bench_kernels, "_PEERS", peers)
+    monkeypatch.setattr(kernels, "_PEERS", peers)
     flags = ["--types", "q8_0", "--peer", "llama.cpp", "--peer", "kt-kernel"]
     assert main(["bench", "kernels", *TINY, *flags]) == 0
     out = capsys.readouterr().out
@@ -149,13 +151,13 @@ def test_a_peer_is_stopped_between_questions(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel to end the child with its parent")
 def test_a_stopped_peer_ends_with_its_parent(tmp_path: Path) -> None:
     """The pipe's end of file comes when the last process that holds its other end is gone."""
-    root = str(Path(bench_kernels.__file__).parents[2])
+    root = str(Path(kernels.__file__).parents[2])
     child = tmp_path / "child.py"
     child.write_text(f"import sys\nsys.path.insert(0, {root!r})\n{FAKE_CHILD}")
     parent = f"""
 import os, signal, sys
 sys.path.insert(0, {root!r})
-from ktransformers.cli.bench_peer import PeerProcess
+from ktransformers.bench.peers.base import PeerProcess
 PeerProcess("a peer", [sys.executable, {str(child)!r}])
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -189,32 +191,32 @@ def test_random_blocks_are_finite_weights(kind: int) -> None:
     """The gguf package tells block sizes and what the blocks mean."""
     qtype = gguf.GGMLQuantizationType(kind)
     block, nbytes = gguf.GGML_QUANT_SIZES[qtype]
-    data = bench_llama.random_blocks(kind, 4 * 512, block, nbytes, np.random.default_rng(0))
+    data = llama.random_blocks(kind, 4 * 512, block, nbytes, np.random.default_rng(0))
     values = gguf.dequantize(data.reshape(4, -1), qtype)
     assert values.shape == (4, 512)
     assert np.isfinite(values).all()
     assert 0 < np.abs(values).max() < 10
 
 
-@pytest.mark.skipif(bench_llama.library_folder() is None, reason="llama-cpp-python is not installed")
+@pytest.mark.skipif(llama.library_folder() is None, reason="llama-cpp-python is not installed")
 @pytest.mark.parametrize("name", ["q4_k_m", "q8_0", "mxfp4", "bf16"])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_the_graph_of_llama_cpp_computes_the_experts(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Close to fp32 over dequantized weights: a wrong operand would be off by more than the result itself."""
     shape = {"experts": 8, "top_k": 3, "hidden": 512, "width": 256, "layers": 2}
     kept: list[tuple[int, npt.NDArray[np.uint8]]] = []
-    original = bench_llama.random_blocks
+    original = llama.random_blocks
 
     def keep(kind: int, *args: Any) -> npt.NDArray[np.uint8]:
         kept.append((kind, original(kind, *args)))
         return kept[-1][1]
 
-    monkeypatch.setattr(bench_llama, "random_blocks", keep)
-    folder = bench_llama.library_folder()
+    monkeypatch.setattr(llama, "random_blocks", keep)
+    folder = llama.library_folder()
     assert folder is not None
-    ggml, rng = bench_llama.Ggml(folder, threads=1), np.random.default_rng(1)
+    ggml, rng = llama.Ggml(folder, threads=1), np.random.default_rng(1)
     rows = rng.standard_normal((tokens, 512), dtype=np.float32)
-    with bench_llama.LlamaExperts(ggml, shape, 0.0).graph(name, tokens) as graph:
+    with llama.LlamaExperts(ggml, shape, 0.0).graph(name, tokens) as graph:
         ids = [rng.random((tokens, 8)).argsort(-1)[:, :3].astype(np.int32) for _ in range(2)]
         weights = [rng.random((tokens, 3), dtype=np.float32) for _ in range(2)]
         ggml.set(graph.rows, rows)
@@ -290,7 +292,7 @@ def test_model_with_a_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         started.append((path, threads, vocab_size, work))
         return fake_peer(tmp_path)
 
-    monkeypatch.setattr(bench_model, "_PEERS", {"llama.cpp": ("json", "json", start)})
+    monkeypatch.setattr(model, "_PEERS", {"llama.cpp": ("json", "json", start)})
     assert main(["bench", "model", str(DEMO), *TINY_MODEL, "--peer", "llama.cpp"]) == 0
     work = ModelWork(prefill=[5, 70], batches=[1, 3], steps=7, context=4, repeats=4)
     assert started == [(DEMO, 1, 2560, work)]
@@ -301,14 +303,14 @@ def test_model_with_a_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
 def test_a_missing_peer_of_model_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_model, "_PEERS", {"llama.cpp": ("no_such_package", "no-such", None)})
+    monkeypatch.setattr(model, "_PEERS", {"llama.cpp": ("no_such_package", "no-such", None)})
     assert main(["bench", "model", *TINY_MODEL, "--prefill", "5", "--batches", "1", "--peer", "llama.cpp"]) == 0
     out = capsys.readouterr().out
     assert "peer llama.cpp is not installed (pip install no-such): measured without it" in out
     assert all(row["peer_tokens_s"] == {} for row in last_json(out)["rows"])
 
 
-@pytest.mark.skipif(bench_llama.library_folder() is None, reason="llama-cpp-python is not installed")
+@pytest.mark.skipif(llama.library_folder() is None, reason="llama-cpp-python is not installed")
 def test_model_beside_llama_cpp(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "model", *TINY_MODEL, "--peer", "llama.cpp"]) == 0
     assert all(row["peer_tokens_s"]["llama.cpp"] > 0 for row in last_json(capsys.readouterr().out)["rows"])

@@ -12,10 +12,19 @@ from typing import Any
 import torch
 
 from ktransformers.config import cpu_name, physical_cores
-from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool, limits
 from ktransformers.optimize.machine import detect_machine
 
-__all__ = ["VideoMemory", "describe_machine", "ram_peak", "reset_ram_peak", "reset_vram_peak", "vram_peak"]
+__all__ = [
+    "VideoMemory",
+    "describe_machine",
+    "machine_facts",
+    "ram_peak",
+    "reset_ram_peak",
+    "reset_vram_peak",
+    "shown_machine",
+    "vram_peak",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +41,14 @@ class VideoMemory:
     device_used: int
 
 
-def describe_machine(pool: WorkerPool) -> dict[str, Any]:
-    """CPU, threads, memory, GPUs and versions, as plain data."""
+def describe_machine(pool: WorkerPool | None = None) -> dict[str, Any]:
+    """CPU, memory, GPUs and versions, as plain data; of a pool, its threads, instruction set and nodes too."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    used = {} if pool is None else {"threads": pool.num_threads, "isa": pool.isa.value, "numa_nodes": pool.num_nodes}
     return {
         "cpu": cpu_name(),
         "cores": physical_cores(),
-        "threads": pool.num_threads,
-        "isa": pool.isa.value,
-        "numa_nodes": pool.num_nodes,
+        **used,
         "ram_gb": round(detect_machine().ram_bytes / 1e9, 1),
         "gpus": [{"name": gpu.name, "vram_gb": round(gpu.total_memory / 1e9, 1)} for gpu in gpus],
         "cuda": torch.version.cuda if gpus else None,
@@ -48,6 +56,18 @@ def describe_machine(pool: WorkerPool) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def machine_facts(pool: WorkerPool) -> dict[str, Any]:
+    """describe_machine, and what the pool's threads can do at best: GB/s read, int8 TOP/s."""
+    bandwidth, peak = limits.read_bandwidth(pool), limits.int8_peak(pool)
+    return describe_machine(pool) | {"read_bandwidth_gb_s": bandwidth / 1e9, "int8_peak_top_s": peak / 1e12}
+
+
+def shown_machine(machine: dict[str, Any]) -> str:
+    """machine_facts as the beginning of a line."""
+    rate = machine["read_bandwidth_gb_s"]
+    return f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}; reads {rate:.1f} GB/s"
 
 
 def reset_ram_peak() -> bool:

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ktransformers.cli.bench_kernels import machine_facts, shown_machine
-from ktransformers.cli.bench_llama_model import llama_model_peer
-from ktransformers.cli.bench_peer import PeerProcess, is_missing
-from ktransformers.cli.bench_work import ModelWork
+from ktransformers.bench.machine import machine_facts, shown_machine
+from ktransformers.bench.peers.base import PeerProcess, is_missing
+from ktransformers.bench.peers.llama_model import llama_model_peer
+from ktransformers.bench.report import Column, Record, Table
+from ktransformers.bench.work import ModelWork
 from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine, build_paged_engine
@@ -35,6 +35,14 @@ from ktransformers.weights.gguf import GGUFModel, open_gguf
 __all__ = ["bench_model"]
 
 PAGE_SIZE = 64
+_COLUMNS = (
+    Column("phase", 8),
+    Column("size", 6, title="tokens"),  # of the prompt, or the sequences that decode a token each
+    Column("tokens_s", 9, ".1f", "tokens/s"),
+    Column("touched_experts", 8, ".1f", "experts"),
+    Column("bound_tokens_s", 10, ".1f", "bound t/s"),
+    Column("share", 9, ".0%", "of bound"),
+)
 SAMPLE_EVERY = 7  # layer calls whose experts are counted: cheap, and enough for few steps
 _PEERS = {"llama.cpp": ("llama_cpp", "llama-cpp-python", llama_model_peer)}
 
@@ -184,8 +192,8 @@ def _start_peers(names: list[str], path: Path, threads: int, weights: Weights, w
     return [start(path, threads, weights.vocab_size, work) for start in chosen]
 
 
-def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> dict[str, Any]:
-    """Print a table, a line per figure. Returns the record, in JSON types. config names a GGUF.
+def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> Record:
+    """Print a table, a line per figure. Returns the record. config names a GGUF.
 
     peers: of llama.cpp; one that is not installed is said and left out. Errors are those of `build_paged_engine`.
     """
@@ -200,19 +208,22 @@ def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> dict
         stats = ExpertStats(sample_every=SAMPLE_EVERY)
         engine = build_paged_engine(config, page_size=PAGE_SIZE, max_batch_size=max(work.batches), expert_stats=stats)
         stack.callback(engine.close)
-        machine = machine_facts(threads, engine.pool)
+        machine = machine_facts(engine.pool)
         print(f"{shown_machine(machine)}\n{engine.model.description}\n{_shown_weights(weights)}")
-        print(_HEAD + "".join(f" {peer.name:>10} {'ours, x':>8}" for peer in children), flush=True)
-        ours, rows = _Ours(engine, min(weights.vocab_size, engine.model.vocab_size)), []
+        columns = [
+            (Column(peer.name, 10, ".1f"), Column(f"ours / {peer.name}", 8, ".2f", "ours, x")) for peer in children
+        ]
+        table = Table([*_COLUMNS, *(one for pair in columns for one in pair)])
+        ours = _Ours(engine, min(weights.vocab_size, engine.model.vocab_size))
         for phase, size in [*(("prefill", n) for n in work.prefill), *(("decode", n) for n in work.batches)]:
             figure, theirs = _rounds(ours, children, phase, size, work)
-            row = {"phase": phase, "size": size, "tokens_s": figure.rate, "touched_experts": figure.touched}
-            row["bound_tokens_s"] = figure.bound(weights, machine["read_bandwidth_gb_s"] * 1e9)
-            row["peer_tokens_s"] = theirs
-            _print(row)
-            rows.append(row)
+            bound = figure.bound(weights, machine["read_bandwidth_gb_s"] * 1e9)
+            row: Record = {"phase": phase, "size": size, "tokens_s": figure.rate, "touched_experts": figure.touched}
+            row |= {"bound_tokens_s": bound, "peer_tokens_s": theirs}
+            ratios = {f"ours / {name}": figure.rate / rate if rate else None for name, rate in theirs.items()}
+            table.add(row, **theirs, **ratios, share=figure.rate / bound if bound else None)
     facts = {"machine": machine, "model": config.gguf_path.name, "weights": asdict(weights), "work": asdict(work)}
-    return facts | {"rows": rows}
+    return facts | {"rows": table.rows}
 
 
 def _rounds(
@@ -229,24 +240,8 @@ def _rounds(
     return best_of(figures), theirs
 
 
-_HEAD = f"{'phase':>8} {'tokens':>6} {'tokens/s':>9} {'experts':>8} {'bound t/s':>10} {'of bound':>9}"
-
-
 def _shown_weights(weights: Weights) -> str:
     text = f"a step reads {weights.dense / 1e6:.1f} MB of dense weights"
     if weights.expert_layers:
         text += f" and {weights.expert / 1e6:.3f} MB per touched expert in {weights.expert_layers} layers"
     return text
-
-
-def _print(row: dict[str, Any]) -> None:
-    """tokens: of the prompt, or the sequences that decode a token each."""
-    touched, bound, rate = row["touched_experts"], row["bound_tokens_s"], row["tokens_s"]
-    experts = "-" if touched is None else f"{touched:.1f}"
-    limit, share = ("-", "-") if bound is None else (f"{bound:.1f}", f"{rate / bound:.0%}")
-    peers = ((f"{peer:.1f}", f"{rate / peer:.2f}") if peer else ("-", "-") for peer in row["peer_tokens_s"].values())
-    print(
-        f"{row['phase']:>8} {row['size']:>6} {rate:>9.1f} {experts:>8} {limit:>10} {share:>9}"
-        + "".join(f" {shown:>10} {ratio:>8}" for shown, ratio in peers),
-        flush=True,
-    )

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
-from ktransformers.cli.bench_peer import PeerProcess, answer_questions
+from ktransformers.bench.peers.base import PeerProcess, answer_questions
+from ktransformers.bench.timing import mean_time
 
 __all__ = ["kt_kernel_peer"]
 
@@ -22,10 +22,10 @@ _OWN = {"amx_int4": "AMXInt4_MOE", "amx_int8": "AMXInt8_MOE", "amx_bf16": "AMXBF
 
 
 def kt_kernel_peer(shape: dict[str, int], threads: int, seconds: float) -> PeerProcess:
-    """Start the child. shape: the fields of bench_kernels.Shape; seconds: per figure."""
+    """Start the child. shape: the fields of bench.kernels.Shape; seconds: per figure."""
     # It hands out one thread more than it is told to use.
     options = json.dumps({"shape": shape, "threads": max(threads - 1, 1), "seconds": seconds})
-    return PeerProcess("kt-kernel", [sys.executable, "-m", "ktransformers.cli.bench_kt_kernel", options])
+    return PeerProcess("kt-kernel", [sys.executable, "-m", "ktransformers.bench.peers.kt_kernel", options])
 
 
 class _Child:
@@ -110,13 +110,7 @@ class _Child:
             self._cpu.submit(layer.forward_task(batch.data_ptr(), top_k, *pointers, False))
             self._cpu.sync()
 
-        for i in range(len(self._layers)):
-            once(i)
-        began, count = time.perf_counter(), 0
-        while count < 2 or time.perf_counter() - began < self._seconds:
-            once(count)
-            count += 1
-        return (time.perf_counter() - began) / count * 1e6
+        return mean_time(once, self._seconds, len(self._layers)) * 1e6
 
 
 def _random(count: int, kind: int) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ktransformers.bench.offline import SPARE_BYTES, fitting_layers
 from ktransformers.cli import main
-from ktransformers.cli.bench_offline import SPARE_BYTES, fitting_layers
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import plan_model
 from ktransformers.engine.opened import open_synthetic
@@ -183,7 +183,7 @@ def test_as_many_layers_as_fit() -> None:
 
 
 def test_what_does_not_fit_is_left_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.cli.bench_offline.fitting_layers", lambda plan: 2)
+    monkeypatch.setattr("ktransformers.bench.offline.fitting_layers", lambda plan: 2)
     args = ["--synthetic", "tiny", "--prefill", "4", "--decode", "1", "--max_new_tokens", "2"]
     text, result = bench(capsys, *args)
     assert text.startswith("tiny: 2 of 4 layers fit into memory")

@@ -2,7 +2,7 @@
 
 Tokens are drawn anew for every pass, those that are "generated" too: sampled ones run in circles on random weights, and
 then choose the same experts, which caches would make fast. The last step of every pass samples, so its result is on the
-host when the clock stops. Knows no command line.
+host when the clock stops.
 
 Distinct experts are counted in a pass of its own before the measured ones, in every layer and step; it also warms up.
 """
@@ -13,8 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -90,9 +89,6 @@ class Figure:
     distinct_experts: float | None
     even_experts: float | None
     passes: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(slots=True)

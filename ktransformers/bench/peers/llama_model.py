@@ -18,9 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ktransformers.cli.bench_llama import start_llama
-from ktransformers.cli.bench_peer import PeerProcess, answer_questions
-from ktransformers.cli.bench_work import ModelWork
+from ktransformers.bench.peers.base import PeerProcess, answer_questions
+from ktransformers.bench.peers.llama import start_llama
+from ktransformers.bench.work import ModelWork
 
 __all__ = ["llama_model_peer"]
 
@@ -34,7 +34,7 @@ Entry = tuple[int, int, int, bool]
 def llama_model_peer(path: Path, threads: int, vocab_size: int, work: ModelWork) -> PeerProcess:
     """Start the child, which loads the GGUF at `path`. Token ids are drawn below vocab_size."""
     options = {"path": str(path), "threads": threads, "vocab_size": vocab_size, "work": asdict(work)}
-    return start_llama("ktransformers.cli.bench_llama_model", options)
+    return start_llama("ktransformers.bench.peers.llama_model", options)
 
 
 class _Child:
@@ -114,7 +114,7 @@ class _Child:
         return sequences * work.steps / sum(took[work.warm_ups :])
 
     def answer(self, words: list[str]) -> float | None:
-        """See bench_peer.answer_questions."""
+        """See peers.base.answer_questions."""
         return self.prefill(int(words[1])) if words[0] == "prefill" else self.decode(int(words[1]))
 
 
