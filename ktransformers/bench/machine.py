@@ -19,6 +19,7 @@ __all__ = [
     "VideoMemory",
     "describe_machine",
     "machine_facts",
+    "measured_machine",
     "ram_peak",
     "reset_ram_peak",
     "reset_vram_peak",
@@ -62,6 +63,15 @@ def machine_facts(pool: WorkerPool) -> dict[str, Any]:
     """describe_machine, and what the pool's threads can do at best: GB/s read, int8 TOP/s."""
     bandwidth, peak = limits.read_bandwidth(pool), limits.int8_peak(pool)
     return describe_machine(pool) | {"read_bandwidth_gb_s": bandwidth / 1e9, "int8_peak_top_s": peak / 1e12}
+
+
+def measured_machine(threads: int) -> dict[str, Any]:
+    """machine_facts of a pool of `threads`, which lives no longer than this."""
+    pool = WorkerPool(threads)
+    try:
+        return machine_facts(pool)
+    finally:
+        pool.close()
 
 
 def shown_machine(machine: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ from ktransformers.operators.base import ExpertStats
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 
-__all__ = ["bench_model"]
+__all__ = ["Weights", "bench_model", "shown_weights", "weights_of"]
 
 PAGE_SIZE = 64
 _COLUMNS = (
@@ -209,7 +209,7 @@ def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> Reco
         engine = build_paged_engine(config, page_size=PAGE_SIZE, max_batch_size=max(work.batches), expert_stats=stats)
         stack.callback(engine.close)
         machine = machine_facts(engine.pool)
-        print(f"{shown_machine(machine)}\n{engine.model.description}\n{_shown_weights(weights)}")
+        print(f"{shown_machine(machine)}\n{engine.model.description}\n{shown_weights(weights)}")
         columns = [
             (Column(peer.name, 10, ".1f"), Column(f"ours / {peer.name}", 8, ".2f", "ours, x")) for peer in children
         ]
@@ -240,7 +240,8 @@ def _rounds(
     return best_of(figures), theirs
 
 
-def _shown_weights(weights: Weights) -> str:
+def shown_weights(weights: Weights) -> str:
+    """What a decode step reads, for people."""
     text = f"a step reads {weights.dense / 1e6:.1f} MB of dense weights"
     if weights.expert_layers:
         text += f" and {weights.expert / 1e6:.3f} MB per touched expert in {weights.expert_layers} layers"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-__all__ = ["best_time", "mean_time"]
+import torch
+
+__all__ = ["best_time", "mean_time", "torch_threads"]
 
 
 def mean_time(once: Callable[[int], object], seconds: float, warm_ups: int) -> float:
@@ -29,3 +32,14 @@ def best_time(run: Callable[[], object], seconds: float) -> float:
         best = min(best, time.perf_counter() - before)
         count += 1
     return best
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch computes with `count` threads while this is open, so that it has as many as our pool."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,6 +1,4 @@
-"""What the scheduler costs per step; the last line is JSON. No model, no processes: only the Python of planning.
-
-    python benchmarks/scheduler_overhead.py [--sequences N] [--steps N]
+"""What the scheduler costs per step: no model, no processes, only the Python of planning.
 
 Each case is timed over steps with N sequences decoding: schedule() and commit() alone, then with the plan encoded as
 msgpack, as the engine process gets it. "mixed" keeps prefill chunks coming: every eighth step one sequence is aborted
@@ -9,36 +7,47 @@ and a new prompt takes its place. The first tokens of prompts are shared, so tha
 
 from __future__ import annotations
 
-import argparse
-import json
+import platform
 import random
 import statistics
 import time
+from itertools import product
 
 import msgspec
 
+from ktransformers.bench.report import Column, Record, Row, Table
+from ktransformers.config import cpu_name
 from ktransformers.core import SamplingParams
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RowResult
 from ktransformers.scheduler.scheduler import Scheduler
 
-LONGEST = 3000
-VOCAB_SIZE = 32_000
+__all__ = ["bench_scheduler"]
+
+_COLUMNS = (
+    Column("load", 7),
+    Column("page_size", 9),
+    Column("us_median", 10, ".1f", "us median"),
+    Column("us_p99", 8, ".1f", "us p99"),
+    Column("encode_us_median", 10, ".1f", "encode us"),
+)
+_LONGEST = 3000
+_VOCAB_SIZE = 32_000
 
 
-class Load:
-    """N sequences with prompts of 1 to LONGEST tokens, and answers that never end."""
+class _Load:
+    """N sequences with prompts of 1 to 3,000 tokens, and answers that never end."""
 
     def __init__(self, num_sequences: int, page_size: int):
         self.rng = random.Random(0)
-        self.prefix = [self.rng.randrange(VOCAB_SIZE) for _ in range(LONGEST)]
+        self.prefix = [self.rng.randrange(_VOCAB_SIZE) for _ in range(_LONGEST)]
         self.scheduler = Scheduler(
             SchedulerConfig(
-                num_pages=num_sequences * 2 * LONGEST // page_size,
+                num_pages=num_sequences * 2 * _LONGEST // page_size,
                 page_size=page_size,
                 chunk_size=512,
                 max_batch_size=num_sequences,
-                vocab_size=VOCAB_SIZE,
+                vocab_size=_VOCAB_SIZE,
             )
         )
         self.names: list[str] = []
@@ -46,9 +55,9 @@ class Load:
             self.add()
 
     def add(self) -> None:
-        length = self.rng.randrange(1, LONGEST + 1)
+        length = self.rng.randrange(1, _LONGEST + 1)
         shared = self.rng.randrange(length)
-        prompt = self.prefix[:shared] + [self.rng.randrange(VOCAB_SIZE) for _ in range(length - shared)]
+        prompt = self.prefix[:shared] + [self.rng.randrange(_VOCAB_SIZE) for _ in range(length - shared)]
         self.names.append(f"r{time.perf_counter_ns()}")
         self.scheduler.add(Request(request_id=self.names[-1], prompt_ids=prompt, params=SamplingParams()))
 
@@ -60,15 +69,29 @@ class Load:
         if plan is None:
             raise RuntimeError("nothing to run: the load is over")
         encoder.encode(plan)
-        results = [RowResult(self.rng.randrange(VOCAB_SIZE)) for row in plan.rows if row.is_sampled]
+        results = [RowResult(self.rng.randrange(_VOCAB_SIZE)) for row in plan.rows if row.is_sampled]
         encoded = time.perf_counter()
         self.scheduler.commit(plan.step_id, results)
         done = time.perf_counter()
         return planned - began + done - encoded, encoded - planned, all(row.num_tokens == 1 for row in plan.rows)
 
 
-def measure(num_sequences: int, page_size: int, num_steps: int, is_mixed: bool) -> dict[str, object]:
-    load, encoder = Load(num_sequences, page_size), msgspec.msgpack.Encoder()
+def bench_scheduler(num_sequences: int, num_steps: int) -> Record:
+    """Print a table, a line per page size and load."""
+    machine = {"cpu": cpu_name(), "python": platform.python_version()}
+    print(f"{machine['cpu']}, Python {machine['python']}; {num_sequences} sequences, {num_steps} steps")
+    table = Table(_COLUMNS)
+    for page_size, load in product((16, 256), ("decode", "mixed")):
+        own, wire = _step_times(_Load(num_sequences, page_size), num_steps, is_mixed=load == "mixed")
+        row: Row = {"load": load, "page_size": page_size, "us_median": statistics.median(own)}
+        row |= {"us_p99": statistics.quantiles(own, n=100)[98], "encode_us_median": statistics.median(wire)}
+        table.add(row)
+    return {"machine": machine, "sequences": num_sequences, "steps": num_steps, "rows": table.rows}
+
+
+def _step_times(load: _Load, num_steps: int, is_mixed: bool) -> tuple[list[float], list[float]]:
+    """Microseconds of each step: to schedule and commit, and to encode the plan."""
+    encoder = msgspec.msgpack.Encoder()
     while not load.step(encoder)[2] or load.scheduler.stats().num_waiting:
         pass  # until everyone decodes
     own, wire = [], []
@@ -79,30 +102,4 @@ def measure(num_sequences: int, page_size: int, num_steps: int, is_mixed: bool) 
         seconds, encode_seconds, _ = load.step(encoder)
         own.append(seconds * 1e6)
         wire.append(encode_seconds * 1e6)
-    case: dict[str, object] = {
-        "sequences": num_sequences,
-        "page_size": page_size,
-        "load": "mixed" if is_mixed else "decode",
-        "us_median": round(statistics.median(own), 1),
-        "us_p99": round(statistics.quantiles(own, n=100)[98], 1),
-        "encode_us_median": round(statistics.median(wire), 1),
-    }
-    print("  ".join(f"{name} {value}" for name, value in case.items()))
-    return case
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=1000)
-    args = parser.parse_args()
-    cases = [
-        measure(args.sequences, page_size, args.steps, is_mixed)
-        for page_size in (16, 256)
-        for is_mixed in (False, True)
-    ]
-    print(json.dumps({"benchmark": "scheduler_overhead", "steps": args.steps, "cases": cases}))
-
-
-if __name__ == "__main__":
-    main()
+    return own, wire
