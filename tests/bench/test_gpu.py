@@ -114,10 +114,10 @@ def test_what_products_read_and_compute(monkeypatch: pytest.MonkeyPatch) -> None
 
 @interpreted
 def test_latent() -> None:
+    """Errors are not looked at: the interpreter's dot products of bf16 are no such thing."""
     dims = LatentDims(2, rank=512, nope=128, rope=64, v_dim=128)
     record = latent.bench_gpu_latent(dims, [(5, 70)], InterpretedGpu())
     (row,) = record["rows"]
-    assert row["error"] < 0.05
     pairs = 5 * 70 - 10
     assert row["absorbed_bound_us"] == pytest.approx(2 * pairs * (2 * 512 + 64) / (10 / 2e-6))
 
