@@ -53,6 +53,7 @@ class Shape:
         )
 
     def flops(self, tokens: int) -> float:
+        """Of one layer."""
         return 2.0 * 3 * tokens * self.top_k * self.hidden * self.width
 
 

@@ -57,6 +57,7 @@ class Weights:
     vocab_size: int
 
     def per_step(self, touched: float) -> float:
+        """Bytes that a step reads whose layers touch as many experts in the mean."""
         return self.dense + self.expert_layers * touched * self.expert
 
 
