@@ -35,7 +35,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/kernels_smoke.py $(ARGS)
+	@$(BIN)/ktransformers bench operations $(ARGS)
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

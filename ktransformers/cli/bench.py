@@ -1,32 +1,46 @@
-"""`ktransformers bench`: what the CPU kernels and whole models do on this machine, beside its limits and peers.
-
-`ktransformers bench offline` is in bench_offline.py.
-"""
+"""`ktransformers bench`: the command lines of what ktransformers/bench measures."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
+import random
+import sys
 from dataclasses import replace
+from functools import partial
 
-from ktransformers.cli import bench_offline
-from ktransformers.cli.bench_json import add_json_flag, table_beside_json
-from ktransformers.cli.bench_work import ModelWork
+from ktransformers.bench.report import print_record
+from ktransformers.bench.work import ModelWork
+from ktransformers.cli import bench_gpu
+from ktransformers.cli.bench_options import (
+    Kinds,
+    add_gguf_path,
+    add_threads,
+    check_between,
+    check_range,
+    check_threads,
+    chosen,
+    gguf_file,
+    kind,
+    numbers,
+)
+from ktransformers.cli.loading import loading_bar
 from ktransformers.cli.options import (
+    add_logging_flag,
     add_model_argument,
+    add_model_flags,
     engine_config,
     positive_numbers,
     set_up_logging,
     with_default_model,
 )
 from ktransformers.cli.parser import user_path
-from ktransformers.config import CPU_PREFILLS, check_threads, physical_cores, why_crowded
+from ktransformers.config import CPU_PREFILLS, EngineConfig, physical_cores
 from ktransformers.errors import CapacityError, ConfigError
 from ktransformers.file_kinds import size_of
 
-__all__ = ["add_parser", "run_kernels", "run_model"]
+__all__ = ["SHAPE_NAMES", "add_parser"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,23 +48,111 @@ MODEL_PEERS = ("llama.cpp",)
 PEERS = ("kt-kernel", "llama.cpp")
 FORMATS = ("amx_int4", "amx_int8", "amx_bf16")
 TYPES = ("q4_k_m", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs", "mxfp4", "fp8", "bf16")
+BACKENDS = ("balance_serve", "ktransformers", "transformers")
+OPERATIONS = ("linear", "attention", "rms_norm")
+SHAPE_NAMES = ("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Kinds) -> None:
     """Register the command."""
     parser = subparsers.add_parser(
         "bench", has_settings=False, help="measure this machine", description="Measure this machine."
     )
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    _add_kernels(kinds)
-    _add_model(kinds)
-    bench_offline.add_parser(kinds)
+    for add in (_add_model, _add_offline, _add_serving, _add_speed, _add_soak, _add_loading):
+        add(kinds)
+    for add in (_add_kernels, _add_operations, _add_sampling, _add_scheduler):
+        add(kinds)
+    bench_gpu.add_parsers(kinds)
 
 
-def _add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_model(kinds: Kinds) -> None:
+    text = "A whole model on the CPU: tokens/s of prefill and decode, beside what the read bandwidth allows."
+    parser, model = kind(kinds, "model", "a whole model on the CPU", text, _model)
+    add_gguf_path(parser, model)
+    model.add_argument("--model_path", type=user_path, help="folder with config.json, for a GGUF that says too little")
+    add_threads(model)
+    model.add_argument("--prefill", default="128,256,512,2048", help="prompt lengths (%(default)s)")
+    model.add_argument("--batches", default="1,4", help="sequences that decode together (%(default)s)")
+    model.add_argument("--steps", type=int, default=32, help="decode steps (%(default)s)")
+    model.add_argument("--context", type=int, default=64, help="tokens before the first decode step (%(default)s)")
+    model.add_argument("--repeats", type=int, default=2, help="rounds per figure, the best counts (%(default)s)")
+    model.add_argument("--peer", action="append", choices=MODEL_PEERS, default=[], help="measure it too")
+
+
+def _add_offline(kinds: Kinds) -> None:
+    text = "Prefill and decode of a model: tokens/s, GB/s of weights touched, distinct experts, peaks of memory. "
+    text += "--max_new_tokens is the length of a decode pass. Without MODEL and --synthetic, the bundled model."
+    parser, group = kind(kinds, "offline", "a model, or random weights in its shape", text, _offline)
+    add_model_argument(parser)
+    group.add_argument("--synthetic", metavar="SHAPE", help=f"random weights: {', '.join(SHAPE_NAMES)}")
+    group.add_argument("--layers", type=int, help="layers of SHAPE; default: as many as fit into memory")
+    group.add_argument("--prefill", default="32,128,512,2048,8192", help="prompt lengths (%(default)s)")
+    group.add_argument("--decode", default="1,2,4,8,16", help="sequences at once (%(default)s)")
+    group.add_argument("--prompt_len", type=int, default=64, help="tokens in the cache before decode (%(default)s)")
+    group.add_argument("--seconds", type=float, default=2.0, help="least time per figure (%(default)s)")
+    add_model_flags(parser)
+    add_logging_flag(group)
+    parser.set_defaults(max_new_tokens=32)  # here: tokens per sequence in one pass of decode
+
+
+def _add_serving(kinds: Kinds) -> None:
+    text = "Starts a server and asks it: tokens/s, latencies and touched experts of N streams at once, beside what the "
+    text += "read bandwidth allows."
+    parser, group = kind(kinds, "serving", "a server under load", text, _serving)
+    add_gguf_path(parser, group)
+    group.add_argument("--backend_type", choices=BACKENDS, default=BACKENDS[0], help="the server's (%(default)s)")
+    group.add_argument("--concurrency", default="1,4,16", help="streams at once (%(default)s)")
+    group.add_argument("--prompt_len", type=int, default=64, help="tokens of a prompt (%(default)s)")
+    group.add_argument("--max_tokens", type=int, default=64, help="tokens of an answer (%(default)s)")
+    group.add_argument("--rounds", type=int, default=1, help="of all streams (%(default)s)")
+    add_threads(group)
+
+
+def _add_speed(kinds: Kinds) -> None:
+    text = "Asks a running server, as benchmarks/test_speed.py does: prefill and decode rates per request and in all."
+    _, group = kind(kinds, "speed", "a server that is running", text, _speed)
+    group.add_argument("--url", help="the server; overrides --host and --port")
+    group.add_argument("--host", default="127.0.0.1", help="where it listens (%(default)s)")
+    group.add_argument("--port", type=int, default=10002, help="and its port (%(default)s)")
+    group.add_argument("--api_key", default="", metavar="KEY", help="what the server wants to see")
+    group.add_argument("--model_name", "--model", metavar="NAME", help="default: the first that the server names")
+    group.add_argument("--concurrent", type=int, default=1, help="requests at once (%(default)s)")
+    group.add_argument("--prompt_lens", type=int, nargs="+", default=[1024], help="tokens of the prompts (1024)")
+    group.add_argument("--max_tokens", type=int, default=50, help="tokens of an answer (%(default)s)")
+    group.add_argument("--temperature", type=float, default=0.3, help="of the answers (%(default)s)")
+    group.add_argument("--timeout", type=float, default=600.0, help="seconds (%(default)s)")
+    group.add_argument("--seed", type=int, help="of the prompts; default: another one for each run")
+    group.add_argument("--conversation", action="store_true", help="send the turns of one conversation instead")
+
+
+def _add_soak(kinds: Kinds) -> None:
+    text = "Starts a server, keeps it busy with mixed requests, some of which leave, and says what memory, descriptors "
+    text += "and requests are left. Exit code 1: something is still held, or a request failed."
+    parser, group = kind(kinds, "soak", "what long load leaves behind", text, _soak)
+    add_gguf_path(parser, group)
+    group.add_argument("--seconds", type=float, default=600.0, help="how long (%(default)s)")
+    group.add_argument("--streams", type=int, default=32, help="requests at a time (%(default)s)")
+    text = "seconds between two kills of the engine; 0: never (%(default)s)"
+    group.add_argument("--kill_every", type=float, default=0.0, help=text)
+
+
+def _add_loading(kinds: Kinds) -> None:
+    text = "Loads a GGUF, or a file of random weights in Qwen3-30B's shape, some times: seconds of each phase, beside "
+    text += "what a plain copy takes."
+    parser, group = kind(kinds, "loading", "how fast a file is loaded", text, _loading)
+    add_model_argument(parser)
+    group.add_argument("--gguf_path", type=user_path, help="a GGUF file; without it and MODEL, one is written")
+    group.add_argument("--layers", type=int, default=8, help="of the file that is written, 0.4 GB each (%(default)s)")
+    group.add_argument("--runs", type=int, default=3, help="how often (%(default)s)")
+    group.add_argument("--cold", action="store_true", help="take the file out of the system's cache before each run")
+    add_threads(group)
+
+
+def _add_kernels(kinds: Kinds) -> None:
     text = "Routed experts of one layer at several token counts: microseconds, GB/s of weights touched, TFLOP/s."
-    kernels = kinds.add_parser("kernels", help="the CPU kernels", description=text).add_argument_group("measuring")
-    kernels.add_argument("--threads", type=int, default=0, help="worker threads; 0: one per core")
+    _, kernels = kind(kinds, "kernels", "routed experts on the CPU", text, _kernels)
+    add_threads(kernels)
     kernels.add_argument("--types", default="q4_k_m,q8_0", help=f"of {', '.join(TYPES)} (%(default)s)")
     kernels.add_argument("--tokens", default="1,4,16,64,256,1024", help="token counts (%(default)s)")
     kernels.add_argument("--experts", type=int, default=128, help="experts of a layer (%(default)s)")
@@ -65,53 +167,30 @@ def _add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     kernels.add_argument("--peer_format", choices=FORMATS, default="", help="kt-kernel's own format to measure as well")
     text = "bf16: measure products of bf16 as well, and the errors of both (%(default)s)"
     kernels.add_argument("--cpu_prefill", choices=CPU_PREFILLS, default=CPU_PREFILLS[0], help=text)
-    add_json_flag(kernels)
-    kernels.set_defaults(run=run_kernels)
 
 
-def _add_model(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "A whole model on the CPU: tokens/s of prefill and decode, beside what the read bandwidth allows."
-    parser = kinds.add_parser("model", help="a whole model", description=text)
-    add_model_argument(parser)
-    model = parser.add_argument_group("measuring")
-    model.add_argument("--model_path", type=user_path, help="folder with config.json, for a GGUF that says too little")
-    model.add_argument("--gguf_path", type=user_path, help="a GGUF file; without it and MODEL, the bundled model")
-    model.add_argument("--threads", type=int, default=0, help="worker threads; 0: one per core")
-    model.add_argument("--prefill", default="128,256,512,2048", help="prompt lengths (%(default)s)")
-    model.add_argument("--batches", default="1,4", help="sequences that decode together (%(default)s)")
-    model.add_argument("--steps", type=int, default=32, help="decode steps (%(default)s)")
-    model.add_argument("--context", type=int, default=64, help="tokens before the first decode step (%(default)s)")
-    model.add_argument("--repeats", type=int, default=2, help="rounds per figure, the best counts (%(default)s)")
-    model.add_argument("--peer", action="append", choices=MODEL_PEERS, default=[], help="measure it too")
-    add_json_flag(model)
-    model.set_defaults(run=run_model)
+def _add_operations(kinds: Kinds) -> None:
+    text = "Each native kernel of the CPU beside the torch call that it replaces: microseconds, GB/s of weights read."
+    _, group = kind(kinds, "operations", "the CPU's kernels beside torch", text, _operations)
+    group.add_argument("--only", default=",".join(OPERATIONS), metavar="NAMES", help="some of these (%(default)s)")
+    group.add_argument("--seconds", type=float, default=0.2, help="per figure (%(default)s)")
+    group.add_argument("--size", type=int, default=2048, help="rows and columns of the matrices (%(default)s)")
+    add_threads(group, 1)
 
 
-def _check_range(flag: str, value: float, least: int, most: int) -> None:
-    if not value >= least:  # nor is NaN
-        raise ConfigError(f"--{flag} must be at least {least}, got {value}")
-    if value > most:
-        raise ConfigError(f"--{flag} must be at most {most}, got {value}")
+def _add_sampling(kinds: Kinds) -> None:
+    text = "What choosing a token costs, beside what transformers' processors take in torch."
+    _, group = kind(kinds, "sampling", "choosing a token", text, _sampling)
+    group.add_argument("--vocab", type=int, default=151_936, help="logits of a row (%(default)s)")
+    group.add_argument("--seconds", type=float, default=1.0, help="per figure (%(default)s)")
+    add_threads(group, 1)
 
 
-def _check_between(args: argparse.Namespace, **most: int) -> None:
-    """Each flag must be at least 1 and at most what is given: beyond, a measurement would never end."""
-    for flag, limit in most.items():
-        _check_range(flag, getattr(args, flag), 1, limit)
-
-
-def _numbers(text: str, flag: str, most: int = 1 << 20) -> list[int]:
-    numbers = positive_numbers(text, flag)
-    if max(numbers) > most:
-        raise ConfigError(f"--{flag} must be at most {most}, got {max(numbers)}")
-    return numbers
-
-
-def _check_threads(args: argparse.Namespace) -> None:
-    check_threads("threads", args.threads)
-    crowded = why_crowded(args.threads)
-    if crowded is not None:
-        _log.warning("%s", crowded)
+def _add_scheduler(kinds: Kinds) -> None:
+    text = "What planning a step costs with many sequences, without a model."
+    _, group = kind(kinds, "scheduler", "planning a step", text, _scheduler)
+    group.add_argument("--sequences", type=int, default=64, help="that decode (%(default)s)")
+    group.add_argument("--steps", type=int, default=1000, help="per figure (%(default)s)")
 
 
 def _check_memory(nbytes: int) -> None:
@@ -123,43 +202,40 @@ def _check_memory(nbytes: int) -> None:
         )
 
 
-def run_kernels(args: argparse.Namespace) -> int:
-    """Measure and print. Returns the exit code."""
+def _kernels(args: argparse.Namespace) -> int:
     set_up_logging("warning")
-    types = args.types.lower().split(",")
-    unknown = [name for name in types if name not in TYPES]
-    if unknown:
-        raise ConfigError(f"--types {unknown[0]} is not one of {', '.join(TYPES)}")
-    _check_between(args, experts=4096, hidden=1 << 16, width=1 << 16, layers=1024)
-    _check_range("experts_per_token", args.top_k, 1, 4096)
+    types = chosen(args.types.lower(), "types", TYPES)
+    check_between(args, experts=4096, hidden=1 << 16, width=1 << 16, layers=1024)
+    check_range("experts_per_token", args.top_k, 1, 4096)
     if args.top_k > args.experts:
         raise ConfigError(f"--experts_per_token {args.top_k} is more than --experts {args.experts}")
     if args.hidden % 256 or args.width % 256:
         raise ConfigError("--hidden and --width must be multiples of 256, the block of the K-quants")
-    _check_range("seconds", args.seconds, 0, 3600)
-    _check_threads(args)
+    check_range("seconds", args.seconds, 0, 3600)
+    check_threads(args)
     _check_memory(3 * args.experts * args.hidden * args.width * args.layers // 2)  # half a byte each is the least
-    from ktransformers.cli.bench_kernels import Shape, bench_kernels
+    from ktransformers.bench.kernels import KernelWork, Shape, bench_kernels
 
-    shape = Shape(args.experts, args.top_k, args.hidden, args.width, args.layers)
-    threads = args.threads or physical_cores()
-    tokens = _numbers(args.tokens, "tokens")
-    with table_beside_json(args.json):
-        record = bench_kernels(
-            shape, types, tokens, threads, args.seconds, args.peer, args.peer_format, args.cpu_prefill
-        )
-    print(json.dumps(record))
-    return 0
+    work = KernelWork(
+        shape=Shape(args.experts, args.top_k, args.hidden, args.width, args.layers),
+        types=types,
+        tokens=numbers(args.tokens, "tokens"),
+        threads=args.threads or physical_cores(),
+        seconds=args.seconds,
+        peers=args.peer,
+        peer_format=args.peer_format,
+        cpu_prefill=args.cpu_prefill,
+    )
+    return print_record("kernels", args.json, partial(bench_kernels, work))
 
 
-def run_model(args: argparse.Namespace) -> int:
-    """Measure and print. Returns the exit code."""
+def _model(args: argparse.Namespace) -> int:
     set_up_logging("warning")
-    _check_between(args, steps=1 << 20, context=1 << 20, repeats=1000)
-    check_threads("threads", args.threads)
+    check_between(args, steps=1 << 20, context=1 << 20, repeats=1000)
+    check_threads(args)
     work = ModelWork(
-        prefill=_numbers(args.prefill, "prefill"),
-        batches=_numbers(args.batches, "batches"),
+        prefill=numbers(args.prefill, "prefill"),
+        batches=numbers(args.batches, "batches"),
         steps=args.steps,
         context=args.context,
         repeats=args.repeats,
@@ -168,9 +244,124 @@ def run_model(args: argparse.Namespace) -> int:
     if config.gguf_path is None and config.model_path is not None:
         raise ConfigError("name the GGUF file too: ktransformers bench model GGUF --model_path FOLDER")
     config = with_default_model(config)
-    from ktransformers.cli.bench_model import bench_model
+    from ktransformers.bench.model import bench_model
 
-    with table_beside_json(args.json):
-        record = bench_model(config, work, args.peer)
-    print(json.dumps(record))
-    return 0
+    return print_record("model", args.json, partial(bench_model, config, work, args.peer))
+
+
+def _offline(args: argparse.Namespace) -> int:
+    set_up_logging(args.log_level)
+    prefills, batches = positive_numbers(args.prefill, "prefill"), positive_numbers(args.decode, "decode")
+    check_range("prompt_len", args.prompt_len, 1, 1 << 24)
+    check_range("seconds", args.seconds, 0, 3600)
+    config = _offline_config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
+    from ktransformers.bench.offline import OfflineWork, bench_offline
+    from ktransformers.bench.offline_runs import DecodeCase
+
+    case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
+    work = OfflineWork(config, prefills, batches, case, args.seconds, args.synthetic, args.layers)
+    return print_record("offline", args.json, partial(bench_offline, work, partial(loading_bar, sys.stderr)))
+
+
+def _offline_config(args: argparse.Namespace) -> EngineConfig:
+    """What the flags ask for. Raises ConfigError when they contradict each other."""
+    config = engine_config(args)
+    if args.synthetic is None:
+        if args.layers is not None:
+            raise ConfigError("--layers cuts a --synthetic shape; a model's files have the layers that they have")
+        return with_default_model(config)
+    if config.model_path is not None or config.gguf_path is not None:
+        raise ConfigError("--synthetic needs no model: its weights are made on the spot; leave the path out")
+    return config
+
+
+def _serving(args: argparse.Namespace) -> int:
+    set_up_logging("warning")
+    check_between(args, prompt_len=1 << 20, max_tokens=1 << 20, rounds=1000)
+    check_threads(args)
+    streams = numbers(args.concurrency, "concurrency", 4096)
+    path = gguf_file(with_default_model(engine_config(args)))
+    from ktransformers.bench.serving import ServingWork, bench_serving
+
+    threads = args.threads or physical_cores()
+    work = ServingWork(path, streams, args.prompt_len, args.max_tokens, args.rounds, threads, args.backend_type)
+    return print_record("serving", args.json, partial(bench_serving, work))
+
+
+def _speed(args: argparse.Namespace) -> int:
+    set_up_logging("warning")
+    check_between(args, concurrent=4096, max_tokens=1 << 20, port=65535)
+    check_range("prompt_lens", min(args.prompt_lens), 1, 1 << 20)
+    check_range("timeout", args.timeout, 0.001, 1 << 20)
+    from ktransformers.bench.client import Client
+    from ktransformers.bench.speed import SpeedWork, bench_speed
+
+    work = SpeedWork(
+        client=Client(args.url or f"http://{args.host}:{args.port}", args.api_key, args.timeout),
+        prompt_lens=args.prompt_lens,
+        concurrent=args.concurrent,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=random.SystemRandom().randrange(1 << 32) if args.seed is None else args.seed,
+        model=args.model_name,
+        is_conversation=args.conversation,
+    )
+    return print_record("speed", args.json, partial(bench_speed, work))
+
+
+def _soak(args: argparse.Namespace) -> int:
+    set_up_logging("warning")
+    check_between(args, streams=4096)
+    check_range("seconds", args.seconds, 0, 1 << 24)
+    check_range("kill_every", args.kill_every, 0, 1 << 24)
+    path = gguf_file(with_default_model(engine_config(args)))
+    from ktransformers.bench.soak import SoakWork, bench_soak
+
+    work = SoakWork(path, args.seconds, args.streams, args.kill_every)
+    return print_record("soak", args.json, partial(bench_soak, work))
+
+
+def _loading(args: argparse.Namespace) -> int:
+    set_up_logging("warning")
+    check_between(args, layers=1000, runs=1000)
+    check_threads(args)
+    config = engine_config(args)
+    is_written = config.gguf_path is None and config.model_path is None
+    path = None if is_written else gguf_file(config)
+    from ktransformers.bench.loading import FileShape, LoadingWork, bench_loading
+
+    work = LoadingWork(path, FileShape(args.layers), args.threads or physical_cores(), args.runs, args.cold)
+    return print_record("loading", args.json, partial(bench_loading, work))
+
+
+def _operations(args: argparse.Namespace) -> int:
+    set_up_logging("warning")
+    names = chosen(args.only, "only", OPERATIONS)
+    check_range("seconds", args.seconds, 0, 3600)
+    check_between(args, size=1 << 15)
+    if args.size % 256:
+        raise ConfigError("--size must be a multiple of 256, the block of the K-quants")
+    check_threads(args)
+    from ktransformers.bench.operations import bench_operations
+
+    measure = partial(bench_operations, names, args.threads or physical_cores(), args.seconds, args.size)
+    return print_record("operations", args.json, measure)
+
+
+def _sampling(args: argparse.Namespace) -> int:
+    set_up_logging("warning")
+    check_between(args, vocab=1 << 24)
+    check_range("seconds", args.seconds, 0, 3600)
+    check_threads(args)
+    from ktransformers.bench.sampling import bench_sampling
+
+    measure = partial(bench_sampling, args.vocab, args.threads or physical_cores(), args.seconds)
+    return print_record("sampling", args.json, measure)
+
+
+def _scheduler(args: argparse.Namespace) -> int:
+    check_between(args, sequences=1 << 14)
+    check_range("steps", args.steps, 2, 1 << 24)
+    from ktransformers.bench.scheduler import bench_scheduler
+
+    return print_record("scheduler", args.json, partial(bench_scheduler, args.sequences, args.steps))

@@ -144,7 +144,7 @@ def numa(root: Path = ROOT) -> Iterable[Finding]:
 def ram_bandwidth(measure: Callable[[], Mapping[str, float]] | None = None) -> Iterable[Finding]:
     """Measured now; the best of all times is kept, and `plan` predicts with it."""
     if measure is None:
-        from ktransformers.engine.bandwidth import bandwidths
+        from ktransformers.bench.bandwidth import bandwidths
 
         rate = bandwidths(["cpu"], physical_cores(), is_anew=True).get("cpu")
     else:

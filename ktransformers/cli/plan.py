@@ -62,7 +62,7 @@ def plan_command(args: argparse.Namespace) -> int:
     """Print the plan; 0 when the model fits, 1 when it does not. Raises KTransformersError for everything else."""
     set_up_logging(args.log_level)
     config = plan_config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
-    from ktransformers.engine.bandwidth import bandwidths
+    from ktransformers.bench.bandwidth import bandwidths
     from ktransformers.engine.outlook import look_ahead
 
     outlook = look_ahead(_open(config, args.synthetic), name=args.synthetic)

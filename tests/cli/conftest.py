@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import io
-import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import fake_chat
 from tests.support.fake_chat import Chat
+from tests.support.logs import logging_as_it_was
 
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """Commands set up the logging of the whole process; later tests must not notice."""
-    logger = logging.getLogger("ktransformers")
-    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
-    yield
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
+__all__ = ["chat", "logging_as_it_was", "own_state_folder"]
 
 
 @pytest.fixture(autouse=True)

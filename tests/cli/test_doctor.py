@@ -62,7 +62,7 @@ def test_only_problems_fail(
 
 def test_the_whole_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("ktransformers.engine.bandwidth.bandwidths", lambda *args, **options: {"cpu": 43e9})
+    monkeypatch.setattr("ktransformers.bench.bandwidth.bandwidths", lambda *args, **options: {"cpu": 43e9})
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert doctor.run(argparse.Namespace(json=False)) == 0
     lines = capsys.readouterr().out.splitlines()

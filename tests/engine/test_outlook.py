@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ktransformers.bench.bandwidth import BandwidthFile, bandwidths
 from ktransformers.config import EngineConfig
-from ktransformers.engine.bandwidth import BandwidthFile, bandwidths
 from ktransformers.engine.builder import Hardware, plan_model
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.engine.outlook import Outlook, look_ahead

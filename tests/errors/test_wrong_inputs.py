@@ -19,9 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.cli import build_parser, main
-from ktransformers.cli import chat as chat_command
-from ktransformers.cli import serve as serve_command
+from ktransformers.cli import build_parser, local_chat_main, main, server_main
 
 QUIET = ("--log_level", "error")
 FAILS, USAGE = 1, 2
@@ -54,16 +52,16 @@ def _no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         "ktransformers.engine.reference._from_safetensors",
         "ktransformers.engine.reference._from_gguf",
         "ktransformers.server.balance.supervisor.Supervisor.start",
-        "ktransformers.cli.bench_kernels.bench_kernels",
-        "ktransformers.cli.bench_model.machine_facts",
+        "ktransformers.bench.kernels.bench_kernels",
+        "ktransformers.bench.model.machine_facts",
     ):
         monkeypatch.setattr(name, _would_load)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
 
 
 PROGRAMS: dict[str, Callable[[Sequence[str]], int]] = {
-    "local_chat.py": chat_command.main,
-    "main.py": serve_command.main,
+    "local_chat.py": local_chat_main,
+    "main.py": server_main,
 }
 
 

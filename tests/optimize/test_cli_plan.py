@@ -42,7 +42,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], list[Eng
 
         monkeypatch.setattr("ktransformers.engine.opened.open_model", open_model)
         monkeypatch.setattr("ktransformers.engine.planning.detect_machine", lambda: machine)
-        monkeypatch.setattr("ktransformers.engine.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
+        monkeypatch.setattr("ktransformers.bench.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
         monkeypatch.setattr(plan_module, "set_up_logging", lambda level: None)  # it would outlive the test
         return seen
 
@@ -122,7 +122,7 @@ def test_a_shape_needs_no_files(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(
         "ktransformers.engine.planning.detect_machine", lambda: Machine(64 << 30, 64 << 30, {"cpu": 64 << 30})
     )
-    monkeypatch.setattr("ktransformers.engine.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
+    monkeypatch.setattr("ktransformers.bench.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
     monkeypatch.setattr(plan_module, "set_up_logging", lambda level: None)
     args = parse("--synthetic", "gpt-oss-20b")
     assert args.run(args) == 0

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import runpy
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -162,11 +160,3 @@ def test_prefix_cache_of_the_single_backend(has_prefix_cache: bool) -> None:
         assert (cached[1] > 0) is has_prefix_cache
 
     run(test, ServerConfig(model_names=("demo",)), prefix_cache=has_prefix_cache)
-
-
-def test_prompts_of_the_speed_script_differ_per_run() -> None:
-    """A server that keeps what it computed would else find the prompts of the run before."""
-    script = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "test_speed.py"))
-    drawn = {script["parse"]([]).seed for _ in range(3)}
-    assert len(drawn) == 3
-    assert script["parse"](["--seed", "7"]).seed == 7

@@ -1,0 +1,1 @@
+"""What a GPU does: its kernels, and what passes between it and the CPU."""

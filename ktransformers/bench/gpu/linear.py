@@ -1,0 +1,189 @@
+"""The Triton products with quantized weights, on real shapes.
+
+Each line: microseconds per call, the bytes of the weights that the call needs over that time, and the arithmetic over
+that time. Calls are replays of a CUDA graph that walks through copies of the weights (or through routings) larger than
+the L2 cache, so that weights come from memory. Weights are random bits: their numbers mean nothing, the tests check
+results. For experts the mean number of distinct experts per call is printed: it is what the bytes follow from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ktransformers.bench.gpu.device import BF16, Gpu, shown_gpu
+from ktransformers.bench.report import Column, Record, Row, Table
+from ktransformers.kernels.triton.align import moe_align
+from ktransformers.kernels.triton.fp8 import Fp8Matrix, fp8_linear
+from ktransformers.kernels.triton.linear import Workspace, linear
+from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, block_rows, moe
+from ktransformers.kernels.triton.packing import Layout, packed_nbytes, repack
+from ktransformers.kernels.types import QuantType, row_bytes
+
+__all__ = ["bench_gpu_linear"]
+
+_COLUMNS = (
+    Column("kernel", 7),
+    Column("shape", 24),
+    Column("type", 10),
+    Column("tokens", 6),
+    Column("us", 10, ".2f"),
+    Column("gb_per_s", 8, ".1f", "GB/s"),
+    Column("of_copy", 8, ".0%", "of copy"),
+    Column("tflop_per_s", 8, ".2f", "TFLOP/s"),
+    Column("distinct_experts", 8, ".1f", "experts"),
+)
+
+Q4, Q5, Q6, Q8 = QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0
+
+# (name, rows, cols, types)
+_LINEARS: tuple[tuple[str, int, int, tuple[QuantType, ...]], ...] = (
+    ("qwen3-30b qkv", 5120, 2048, (Q4, Q5, Q6, Q8, QuantType.Q4_0)),
+    ("qwen3-30b o", 2048, 4096, (Q4, Q6)),
+    ("qwen3-30b lm_head", 151936, 2048, (Q6,)),
+    ("deepseek-v3 q_a", 1536, 7168, (Q4,)),
+    ("deepseek-v3 o", 7168, 16384, (Q4, Q6)),
+    ("deepseek-v3 shared up", 2048, 7168, (Q4,)),
+)
+_FP8S = (("deepseek-v3 kv_a", 576, 7168), ("deepseek-v3 q_b", 24576, 1536), ("deepseek-v3 o", 7168, 16384))
+# (name, experts, top_k, hidden, width, type of gate and up, type of down)
+_MOES = (
+    ("qwen3-30b", 128, 8, 2048, 768, Q4, Q6),
+    ("deepseek-v2-lite", 64, 6, 2048, 1408, Q4, Q8),
+    ("deepseek-v3", 256, 8, 7168, 2048, Q4, Q6),
+)
+
+
+@dataclass(slots=True)
+class _Work:
+    """Calls to measure, each of which moves nbytes and computes flops."""
+
+    kernel: str
+    shape: str
+    type: str
+    tokens: int
+    calls: Sequence[Callable[[], object]]
+    nbytes: float
+    flops: float = 0.0
+    distinct_experts: float | None = None
+
+    def row(self, gpu: Gpu, copy_rate: float) -> Row:
+        """copy_rate: GB/s that the GPU copies."""
+        us = gpu.graph_us(self.calls)
+        rate = self.nbytes / us / 1e3
+        return {
+            "kernel": self.kernel,
+            "shape": self.shape,
+            "type": self.type,
+            "tokens": self.tokens,
+            "us": us,
+            "gb_per_s": rate,
+            "of_copy": rate / copy_rate,
+            "tflop_per_s": self.flops / us / 1e6,
+            "distinct_experts": self.distinct_experts,
+        }
+
+
+def _random_bytes(gpu: Gpu, count: int) -> Tensor:
+    """Bits that are small numbers in every format."""
+    return torch.randint(0, 32, (count,), dtype=torch.uint8, device=gpu.device)
+
+
+def linear_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
+    """Quantized matrices."""
+    for name, n, k, types in _LINEARS:
+        for qtype in types:
+            size = packed_nbytes(qtype, n, k)
+            weights = [_random_bytes(gpu, size) for _ in range(gpu.copies(size))]
+            for count in tokens:
+                x, out = gpu.randn(count, k), torch.empty(count, n, dtype=BF16, device=gpu.device)
+                space = Workspace.allocate(gpu.device, count)
+                calls = [
+                    partial(linear, x, w, qtype, n, k, out=out, layout=Layout.GPU, workspace=space) for w in weights
+                ]
+                yield _Work("linear", name, qtype.name, count, calls, size, 2 * count * n * k)
+
+
+def fp8_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
+    """FP8 with block scales."""
+    for name, n, k in _FP8S:
+        size = n * k + 4 * -(-n // 128) * -(-k // 128)
+        weights = [Fp8Matrix(_random_bytes(gpu, size), n, k, True) for _ in range(gpu.copies(size))]
+        for count in tokens:
+            x, out = gpu.randn(count, k), torch.empty(count, n, dtype=BF16, device=gpu.device)
+            space = Workspace.allocate(gpu.device, count)
+            calls = [partial(fp8_linear, x, w, out=out, workspace=space) for w in weights]
+            yield _Work("fp8", name, "e4m3", count, calls, size, 2 * count * n * k)
+
+
+def _routings(gpu: Gpu, tokens: int, top_k: int, num_experts: int, count: int) -> list[Tensor]:
+    """Evenly spread routing: distinct experts for each token."""
+    return [
+        torch.rand(tokens, num_experts, device=gpu.device).argsort(dim=1)[:, :top_k].to(torch.int32).contiguous()
+        for _ in range(count)
+    ]
+
+
+def moe_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
+    """The experts of a layer."""
+    for name, num, top_k, hidden, width, first, second in _MOES:
+
+        def matrices(qtype: QuantType, n: int, k: int, num: int = num) -> ExpertMatrices:
+            data = _random_bytes(gpu, num * packed_nbytes(qtype, n, k)).view(num, -1)
+            return ExpertMatrices(data, qtype, n, k, layout=Layout.GPU)
+
+        gate, up = matrices(first, width, hidden), matrices(first, width, hidden)
+        down = matrices(second, hidden, width)
+        for count in tokens:
+            ids = _routings(gpu, count, top_k, num, 16 if count <= 64 else 2)
+            distinct = sum(len(set(i.flatten().tolist())) for i in ids) / len(ids)
+            x, weights = gpu.randn(count, hidden), torch.rand(count, top_k, device=gpu.device)
+            out = torch.empty_like(x)
+            space = MoeWorkspace.allocate(x, top_k, num, up, down)
+            yield _Work(
+                kernel="moe",
+                shape=name,
+                type=f"{first.name}/{second.name}",
+                tokens=count,
+                calls=[partial(moe, x, i, weights, gate, up, down, out, workspace=space) for i in ids],
+                nbytes=distinct * (gate.nbytes + up.nbytes + down.nbytes),
+                flops=6 * count * top_k * hidden * width,
+                distinct_experts=distinct,
+            )
+
+
+def align_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
+    """Sorting rows by expert."""
+    for count in tokens:
+        ids = _routings(gpu, count, 8, 128, 1)[0]
+        block = block_rows(ids.numel(), 128)
+        out = moe_align(ids, 128, block)
+        calls = [partial(moe_align, ids, 128, block, out=out)]
+        yield _Work("align", "128 experts, top 8", f"block {block}", count, calls, ids.numel() * 4)
+
+
+def repack_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
+    """From a file's layout to the GPU's, whatever the tokens."""
+    for qtype in (Q4, Q6):
+        raw = _random_bytes(gpu, 16 * 2048 * row_bytes(qtype, 768)).view(16, -1)
+        calls = [partial(repack, raw, qtype, 2048, 768)]
+        yield _Work("repack", "16 x 2048 x 768", qtype.name, 0, calls, raw.numel())
+
+
+_WORKS = {"linear": linear_works, "fp8": fp8_works, "moe": moe_works, "align": align_works, "repack": repack_works}
+
+
+def bench_gpu_linear(kernels: Sequence[str], tokens: Sequence[int], gpu: Gpu | None = None) -> Record:
+    """Print a table, a line per kernel, shape, type and number of tokens. kernels: of _WORKS."""
+    gpu = gpu or Gpu()
+    facts = gpu.facts()
+    print(shown_gpu(facts))
+    table = Table(_COLUMNS)
+    for kernel in kernels:
+        for work in _WORKS[kernel](gpu, tokens):
+            table.add(work.row(gpu, facts["copy_gb_s"]))
+    return {"machine": facts, "rows": table.rows}

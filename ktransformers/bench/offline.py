@@ -1,0 +1,217 @@
+"""Prefill and decode of a model on this machine through the engine of balance_serve, without a server.
+
+The weights are a model's, or random ones in a published shape, so that no model's files are needed.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ktransformers.bench.machine import (
+    machine_facts,
+    ram_peak,
+    reset_ram_peak,
+    reset_vram_peak,
+    shown_machine,
+    vram_peak,
+)
+from ktransformers.bench.offline_runs import DecodeCase, OfflineRuns, slots_needed
+from ktransformers.bench.report import Column, Record, Row, Table
+from ktransformers.config import EngineConfig
+from ktransformers.engine.builder import PagedEngine, build_paged_engine, plan_model
+from ktransformers.engine.opened import OpenedModel, context_len_of, open_model, open_synthetic
+from ktransformers.errors import ConfigError
+from ktransformers.models.synthetic_shapes import find_shape
+from ktransformers.operators.base import ExpertStats
+from ktransformers.optimize.plan import Plan
+
+__all__ = ["OfflineWork", "bench_offline", "fitting_layers"]
+
+PAGE_SIZE = 64
+SPARE_BYTES = 2 << 30
+"""RAM left for activations when the number of layers is chosen by what fits."""
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+_COLUMNS = (
+    Column("phase", 7, title=" "),
+    Column("tokens", 6),
+    Column("tokens_per_s", 9, ".1f", "tokens/s"),
+    Column("ms_per_step", 9, ".2f", "ms/step"),
+    Column("gb_s", 7, ".1f", "GB/s"),
+    Column("distinct_experts", 8, ".1f", "experts"),
+    Column("even_experts", 8, ".1f", "if even"),
+)
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineWork:
+    """Prompts of `prefills` tokens; `batches` sequences that decode as `case` says; least seconds per figure.
+
+    synthetic: random weights in this shape instead of the config's model, with `layers` of its layers; None: as many as
+    fit into memory.
+    """
+
+    config: EngineConfig
+    prefills: list[int]
+    batches: list[int]
+    case: DecodeCase
+    seconds: float
+    synthetic: str | None = None
+    layers: int | None = None
+
+
+def bench_offline(work: OfflineWork, loading: Callable[[], AbstractContextManager[Progress | None]]) -> Record:
+    """Load, measure and print a table. Returns the record. loading: shows progress while it is open."""
+    opened = _open(work)
+    prefills = _within_context(opened, work.prefills, work.case)
+    opened.config = _with_cache(opened.config, slots_needed(prefills, work.batches, work.case, PAGE_SIZE))
+    if work.synthetic is not None and work.layers is None:
+        opened = _cut_to_fit(work.synthetic, opened)
+    expert_stats = ExpertStats()
+    with loading() as progress:
+        engine, report = _load(opened, max(work.batches), expert_stats, progress)
+    _print_report(report)
+    report["settings"] |= {"decode_prompt_len": work.case.prompt_len, "decode_steps": work.case.steps}
+    try:
+        rows, memory = _measure(
+            engine, OfflineRuns(engine, expert_stats, work.seconds), replace(work, prefills=prefills)
+        )
+    finally:
+        engine.close()
+    return {**report, "memory": memory, "rows": rows}
+
+
+def _with_cache(config: EngineConfig, num_slots: int) -> EngineConfig:
+    if config.cache_lens and config.cache_lens < num_slots:
+        raise ConfigError(
+            f"--cache_lens {config.cache_lens} is too small: these figures need {num_slots}; leave it out, or ask for "
+            "less with --prefill, --decode, --prompt_len and --max_new_tokens"
+        )
+    return replace(config, cache_lens=config.cache_lens or num_slots)
+
+
+def _open(work: OfflineWork) -> OpenedModel:
+    """The model's files, or random weights in a shape, all its layers when `layers` does not say."""
+    if work.synthetic is None:
+        return open_model(work.config)
+    return open_synthetic(work.config, find_shape(work.synthetic).config(work.layers))
+
+
+def _cut_to_fit(name: str, opened: OpenedModel) -> OpenedModel:
+    """The shape called `name`, opened whole, with as many layers as fit into memory."""
+    shape = find_shape(name)
+    count = fitting_layers(plan_model(opened.config, opened))
+    print(f"{shape.name}: {count} of {shape.num_layers} layers fit into memory; --layers N chooses another number")
+    return opened if count == shape.num_layers else open_synthetic(opened.config, shape.config(count))
+
+
+def fitting_layers(plan: Plan) -> int:
+    """How many of the plan's layers, from the first on, fit into the machine with all that is no layer; at least 1.
+
+    On the CPU there must be room for one more, which is made before it is re-laid, and SPARE_BYTES.
+    """
+    layers: dict[int, dict[str, int]] = {}
+    for entry in plan.entries:
+        found = _LAYER.search(entry.key)
+        if found is not None:
+            _add(layers.setdefault(int(found[1]), {}), entry.nbytes)
+    for nbytes in plan.extra_bytes.values():  # the cache: a share of each layer
+        for layer in layers.values():
+            _add(layer, {device: count // len(layers) for device, count in nbytes.items()})
+    held = dict(plan.total_bytes)
+    for layer in layers.values():
+        _add(held, {device: -count for device, count in layer.items()})
+    held["cpu"] = held.get("cpu", 0) + SPARE_BYTES + max((layer.get("cpu", 0) for layer in layers.values()), default=0)
+    count = 0
+    for index in sorted(layers):
+        _add(held, layers[index])
+        if any(nbytes > plan.capacity.get(device, 0) for device, nbytes in held.items()):
+            break
+        count += 1
+    return max(count, 1)
+
+
+def _add(sums: dict[str, int], more: Mapping[str, int]) -> None:
+    for device, nbytes in more.items():
+        sums[device] = sums.get(device, 0) + nbytes
+
+
+def _within_context(opened: OpenedModel, prefills: list[int], case: DecodeCase) -> list[int]:
+    """The prompts that the model's context holds; the others are named on the console."""
+    context = context_len_of(opened.hf_config)
+    if context is None:
+        return prefills
+    if case.prompt_len + case.steps > context:
+        raise ConfigError(
+            f"--prompt_len {case.prompt_len} and --max_new_tokens {case.steps} together are beyond the model's "
+            f"context of {context} tokens"
+        )
+    left_out = [count for count in prefills if count > context]
+    if left_out:
+        print(f"prefill of {', '.join(map(str, left_out))} tokens is left out: the model's context is {context} tokens")
+    return [count for count in prefills if count <= context]
+
+
+def _load(
+    opened: OpenedModel, max_batch_size: int, expert_stats: ExpertStats, progress: Progress | None
+) -> tuple[PagedEngine, Record]:
+    """The engine, and what is known of machine, model and loading."""
+    began = time.perf_counter()
+    engine = build_paged_engine(
+        opened.config,
+        page_size=PAGE_SIZE,
+        max_batch_size=max_batch_size,
+        progress=progress,
+        expert_stats=expert_stats,
+        opened=opened,
+    )
+    seconds, peak = time.perf_counter() - began, ram_peak()
+    return engine, {
+        "machine": machine_facts(engine.pool),
+        "model": {
+            "description": engine.model.description,
+            "layers": opened.hf_config.num_hidden_layers,
+            "rules": Path(engine.plan.rule_file).name,
+            "weight_bytes": {device: nbytes for device, nbytes in engine.plan.weight_bytes.items() if nbytes},
+        },
+        "settings": {"chunk_size": engine.config.chunk_size, "cache_lens": engine.config.cache_lens},
+        "load": {"seconds": seconds, "ram_peak_gb": peak / 1e9},
+    }
+
+
+def _print_report(report: Record) -> None:
+    machine, model, load = report["machine"], report["model"], report["load"]
+    gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or "no GPU"
+    weights = ", ".join(f"{nbytes / 1e9:.2f} GB on {device}" for device, nbytes in model["weight_bytes"].items())
+    print(
+        f"{shown_machine(machine)}; {gpus}\n{model['description']}, {model['layers']} layers; weights {weights}; "
+        f"loaded in {load['seconds']:.1f} s, RAM peak {load['ram_peak_gb']:.2f} GB"
+    )
+
+
+def _measure(engine: PagedEngine, runs: OfflineRuns, work: OfflineWork) -> tuple[list[Row], dict[str, float | None]]:
+    """Every figure, printed as it comes, and the peaks of memory meanwhile."""
+    reset_ram_peak()
+    reset_vram_peak()
+    print(f"prompts in chunks of {engine.config.chunk_size} tokens; decode after {work.case.prompt_len} tokens")
+    table = Table(_COLUMNS)
+    for count in work.prefills:
+        table.add(asdict(runs.prefill(count)))
+    for batch in work.batches:
+        table.add(asdict(runs.decode(batch, work.case)))
+    ram, vram = ram_peak(), vram_peak()
+    print(f"RAM peak {ram / 1e9:.2f} GB", end="")
+    print("" if vram is None else f", VRAM peak {vram.reserved / 1e9:.2f} GB")
+    memory: dict[str, float | None] = {"ram_peak_gb": ram / 1e9, "vram_peak_gb": None}
+    if vram is not None:
+        memory["vram_peak_gb"] = vram.reserved / 1e9
+        memory["vram_allocated_peak_gb"] = vram.allocated / 1e9
+        memory["vram_device_used_gb"] = vram.device_used / 1e9
+    return table.rows, memory

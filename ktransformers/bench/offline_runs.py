@@ -1,0 +1,252 @@
+"""Drives a paged engine with random tokens and measures it: prefill of one sequence, decode of many.
+
+Tokens are drawn anew for every pass, those that are "generated" too: sampled ones run in circles on random weights, and
+then choose the same experts, which caches would make fast. The last step of every pass samples, so its result is on the
+host when the clock stops.
+
+Distinct experts are counted in a pass of its own before the measured ones, in every layer and step; it also warms up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ktransformers.core import SamplingParams
+from ktransformers.engine.builder import PagedEngine
+from ktransformers.operators.base import ExpertStats
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.experts.router import KMoEGate
+from ktransformers.optimize.plan import Plan
+from ktransformers.scheduler.records import Row, SequenceStart, StepPlan, StepResult
+
+__all__ = ["DecodeCase", "Figure", "OfflineRuns", "StepWeights", "slots_needed"]
+
+COUNTED_STEPS = 8
+"""Decode steps in which distinct experts are counted: a few hundred layers of a large model."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCase:
+    """steps: tokens of each sequence in one pass. prompt_len: tokens in each sequence's cache before."""
+
+    steps: int
+    prompt_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """What a step reads at least, in bytes.
+
+    dense: everything but experts and embedding table. expert: one expert of every MoE layer together, num_layers of
+    them, each with num_experts.
+    """
+
+    dense: int
+    expert: float
+    num_layers: int
+    num_experts: int
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> StepWeights:
+        """By the plan's resident bytes, on whatever device."""
+        tables = {entry.key for entry in plan.entries if entry.key.endswith("embed_tokens")} - set(plan.shared.values())
+        experts = {key: op for key, op in plan.operators.items() if isinstance(op, KTransformersExperts)}
+        dense = sum(entry.total_bytes for entry in plan.entries if entry.key not in tables | set(experts))
+        sizes = [entry.total_bytes / experts[entry.key].num_experts for entry in plan.entries if entry.key in experts]
+        counts = [op.num_experts for op in experts.values()]
+        return cls(dense, sum(sizes), len(sizes), max(counts, default=0))
+
+    def touched(self, distinct: float) -> float:
+        """Bytes of a step whose MoE layers touch `distinct` experts in the mean."""
+        return self.dense + distinct * self.expert
+
+    def even(self, top_k: float, num_tokens: int) -> float:
+        """Distinct experts expected of a layer when each token takes top_k of them, all equally likely."""
+        if not self.num_experts:
+            return 0.0
+        return self.num_experts * (1.0 - (1.0 - top_k / self.num_experts) ** num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measurement. tokens: of the prompt, or sequences per step. passes: how often it was measured.
+
+    distinct_experts: per layer and step, the mean; even_experts: what even routing would touch. Both, and gb_s with
+    them, are None when the engine did not count; without experts they are 0.
+    """
+
+    phase: str
+    tokens: int
+    tokens_per_s: float
+    ms_per_step: float
+    gb_s: float | None
+    distinct_experts: float | None
+    even_experts: float | None
+    passes: int
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Sums over the steps of a pass, see StepResult.experts. step_tokens: of each step."""
+
+    rows: int = 0
+    samples: int = 0
+    touched: int = 0
+    step_tokens: list[int] = field(default_factory=list)
+
+    def add(self, result: StepResult, num_tokens: int) -> None:
+        rows, samples, touched = result.experts
+        self.rows, self.samples, self.touched = self.rows + rows, self.samples + samples, self.touched + touched
+        self.step_tokens.append(num_tokens)
+
+
+def _top_k_of(plan: Plan) -> int | None:
+    """Experts of a token by the routers, where kernels know them; layers on a GPU do not tell what they computed."""
+    routers = [operator.spec for operator in plan.operators.values() if isinstance(operator, KMoEGate)]
+    found = {spec.top_k for spec in routers if spec is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _pages(num_tokens: int, page_size: int) -> int:
+    return -(-num_tokens // page_size)
+
+
+def _row(run_id: int, start: int, token_ids: list[int], block_table: list[int], is_sampled: bool) -> Row:
+    return Row(
+        run_id=run_id,
+        start=start,
+        token_ids=token_ids,
+        token_source=None,
+        block_table=block_table,
+        is_sampled=is_sampled,
+    )
+
+
+def slots_needed(prefills: list[int], batches: list[int], case: DecodeCase, page_size: int) -> int:
+    """Slots of a cache in which every figure can be measured, one after the other."""
+    each = _pages(case.prompt_len + case.steps, page_size)
+    pages = [_pages(count, page_size) for count in prefills] + [batch * each for batch in batches]
+    return max(pages) * page_size
+
+
+class OfflineRuns:
+    """Measures one engine.
+
+    expert_stats: where that engine counts. seconds: passes of a figure are repeated until they took as long.
+    """
+
+    def __init__(self, engine: PagedEngine, expert_stats: ExpertStats, seconds: float, seed: int = 0):
+        self._engine, self._expert_stats, self._seconds = engine, expert_stats, seconds
+        self._rng = np.random.default_rng(seed)
+        self._step_ids, self._run_ids = itertools.count(), itertools.count()
+        self._ended: list[int] = []
+        self.weights = StepWeights.of_plan(engine.plan)
+        self._top_k = _top_k_of(engine.plan)
+
+    def prefill(self, num_tokens: int) -> Figure:
+        """A prompt of num_tokens in chunks of the engine's chunk_size, until its first token is sampled."""
+
+        def one_pass() -> _Counts:
+            run, counts = self._prompt(num_tokens, first_page=0)
+            self._ended.append(run)
+            return counts
+
+        with self._counting():
+            counted = one_pass()
+        return self._measured("prefill", num_tokens, num_tokens, counted, one_pass)
+
+    def decode(self, batch: int, case: DecodeCase) -> Figure:
+        """`batch` sequences of case.prompt_len tokens, case.steps tokens further."""
+        each = _pages(case.prompt_len + case.steps, self._engine.cache.page_size)
+        runs = [self._prompt(case.prompt_len, first_page=i * each)[0] for i in range(batch)]
+        tables = [list(range(i * each, (i + 1) * each)) for i in range(batch)]
+
+        def one_pass(steps: int = case.steps) -> _Counts:
+            counts = _Counts()
+            for position in range(case.prompt_len, case.prompt_len + steps):
+                pairs = zip(runs, tables, strict=True)
+                rows = [_row(run, position, self._tokens(1), table, is_sampled=True) for run, table in pairs]
+                counts.add(self._step(rows), batch)
+            return counts
+
+        with self._counting():
+            counted = one_pass(min(case.steps, COUNTED_STEPS))
+        figure = self._measured("decode", batch, batch * case.steps, counted, one_pass)
+        self._ended.extend(runs)
+        return figure
+
+    def _measured(
+        self, phase: str, size: int, num_tokens: int, counted: _Counts, one_pass: Callable[[], _Counts]
+    ) -> Figure:
+        """num_tokens: of one pass. counted: of a pass in which experts were counted."""
+        began, passes, num_steps, seconds = time.perf_counter(), 0, 0, 0.0
+        while passes == 0 or seconds < self._seconds:
+            num_steps += len(one_pass().step_tokens)
+            passes += 1
+            seconds = time.perf_counter() - began
+        distinct, even = self._experts(counted)
+        per_step = None if distinct is None else self.weights.touched(distinct)
+        return Figure(
+            phase=phase,
+            tokens=size,
+            tokens_per_s=passes * num_tokens / seconds,
+            ms_per_step=1e3 * seconds / num_steps,
+            gb_s=None if per_step is None else num_steps * per_step / seconds / 1e9,
+            distinct_experts=distinct,
+            even_experts=even,
+            passes=passes,
+        )
+
+    def _experts(self, counted: _Counts) -> tuple[float | None, float | None]:
+        """Distinct experts per layer and step: counted, and as even routing would have it."""
+        if not self.weights.num_layers:
+            return 0.0, 0.0
+        if not counted.samples:
+            return None, None
+        top_k = self._top_k or counted.rows / (self.weights.num_layers * sum(counted.step_tokens))
+        even = [self.weights.even(top_k, num_tokens) for num_tokens in counted.step_tokens]
+        return counted.touched / counted.samples, sum(even) / len(even)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Look at every call of every layer."""
+        stats = self._expert_stats
+        before, stats.sample_every = stats.sample_every, 1
+        try:
+            yield
+        finally:
+            stats.sample_every = before
+
+    def _prompt(self, num_tokens: int, first_page: int) -> tuple[int, _Counts]:
+        """Run a new sequence's prompt, in chunks. Returns its run, which stays until it is named in _ended."""
+        counts = _Counts()
+        page_size, chunk = self._engine.cache.page_size, self._engine.config.chunk_size
+        token_ids, run_id = self._tokens(num_tokens), next(self._run_ids)
+        table = list(range(first_page, first_page + _pages(num_tokens, page_size)))
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        starts = [
+            SequenceStart(
+                run_id=run_id, request_id=str(run_id), params=params, prompt_len=num_tokens, token_ids=token_ids
+            )
+        ]
+        for start in range(0, num_tokens, chunk):
+            part = token_ids[start : start + chunk]
+            row = _row(run_id, start, part, table, is_sampled=start + len(part) == num_tokens)
+            counts.add(self._step([row], starts), len(part))
+            starts = []
+        return run_id, counts
+
+    def _tokens(self, count: int) -> list[int]:
+        ids: list[int] = self._rng.integers(0, self._engine.model.vocab_size, count).tolist()
+        return ids
+
+    def _step(self, rows: list[Row], starts: list[SequenceStart] | None = None) -> StepResult:
+        plan = StepPlan(step_id=next(self._step_ids), starts=starts or [], rows=rows, ended=self._ended)
+        self._ended = []
+        return self._engine.executor.execute(plan)

@@ -1,0 +1,103 @@
+"""The CPU's native kernels beside the torch calls that they replace: products, attention, norms.
+
+torch gets the same number of threads and weights that are already fp32 in memory, so that a ratio above 1 means that
+the native kernel is faster than torch would be after paying nothing for the conversion. GB/s counts the bytes of the
+weights (or of the K/V cache) once per call. Routed experts are measured by kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as functional
+
+from ktransformers.bench.machine import machine_facts, shown_machine
+from ktransformers.bench.random_weights import random_raw
+from ktransformers.bench.report import Column, Record, Table
+from ktransformers.bench.timing import best_time, torch_threads
+from ktransformers.kernels.cpu import NATIVE_TYPES, WorkerPool, attention, linear, rms_norm
+
+__all__ = ["bench_operations"]
+
+_COLUMNS = (
+    Column("op", 34),
+    Column("us", 10, ".1f"),
+    Column("torch_us", 10, ".1f", "torch us"),
+    Column("speedup", 8, ".2f", "x torch"),
+    Column("gb_s", 7, ".1f", "GB/s"),
+    Column("of_bandwidth", 8, ".0%", "of read"),
+)
+
+Case = tuple[str, Callable[[], object], Callable[[], object], int]
+"""Name, ours, torch's, bytes that ours reads at least."""
+
+
+def _linear(pool: WorkerPool, size: int) -> Iterator[Case]:
+    """[T, size] x [size, size]^T for every type."""
+    dense = torch.randn(size, size)
+    for tokens in (1, 256):
+        x = torch.randn(tokens, size)
+        for qtype in sorted(NATIVE_TYPES):
+            weight = random_raw(qtype, size, size)
+            ours = partial(linear, x, weight, pool)
+            yield f"linear {qtype.name} T={tokens}", ours, partial(functional.linear, x, dense), weight.nbytes
+
+
+def _attention(pool: WorkerPool, size: int) -> Iterator[Case]:
+    """GQA 32 / 4 heads of 128, and MLA 16 heads of 512 + 64 over one latent head; 2 * size positions at most."""
+    page = 64
+    for name, heads, kv_heads, dim_k, dim_v in (("gqa", 32, 4, 128, 128), ("mla", 16, 1, 576, 512)):
+        for tokens, context in ((1, 2 * size), (size // 8, size // 2)):
+            cache = torch.randn(context, kv_heads, dim_k)
+            values = torch.randn(context, kv_heads, dim_v) if name == "gqa" else cache[..., :dim_v]
+            table = torch.arange(context // page, dtype=torch.int32)[None]
+            q = torch.randn(tokens, heads, dim_k)
+            seqs = torch.zeros(tokens, dtype=torch.int32)
+            lens = torch.arange(context - tokens + 1, context + 1)
+            mask = torch.arange(context)[None] < lens[:, None]
+            query, key, value = q.transpose(0, 1)[None], cache.transpose(0, 1)[None], values.transpose(0, 1)[None]
+            sdpa = functional.scaled_dot_product_attention
+            theirs = partial(sdpa, query, key, value, attn_mask=mask, enable_gqa=True)
+            ours = partial(attention, q, cache, values, table, page, seqs, lens, 0.1, pool)
+            nbytes = 4 * (cache.numel() + (values.numel() if name == "gqa" else 0))
+            yield f"attention {name} T={tokens} ctx={context}", ours, theirs, nbytes
+
+
+def _rms_norm(pool: WorkerPool, size: int) -> Iterator[Case]:
+    """[T, size]."""
+    weight = torch.randn(size)
+    for tokens in (1, 256):
+        x = torch.randn(tokens, size)
+        theirs = partial(functional.rms_norm, x, (size,), weight, 1e-6)
+        yield f"rms_norm T={tokens}", partial(rms_norm, x, weight, 1e-6, pool), theirs, 8 * x.numel()
+
+
+_CASES = {"linear": _linear, "attention": _attention, "rms_norm": _rms_norm}
+
+
+def bench_operations(names: Sequence[str], threads: int, seconds: float, size: int) -> Record:
+    """Print a table, a line per kernel and shape. names: of linear, attention, rms_norm. seconds: per figure."""
+    pool = WorkerPool(threads)
+    try:
+        machine = machine_facts(pool)
+        print(shown_machine(machine))
+        table = Table(_COLUMNS)
+        with torch.inference_mode(), torch_threads(threads):
+            for name, ours, theirs, nbytes in (case for one in names for case in _CASES[one](pool, size)):
+                took, torch_took = best_time(ours, seconds), best_time(theirs, seconds)
+                rate = nbytes / took / 1e9
+                table.add(
+                    {
+                        "op": name,
+                        "us": took * 1e6,
+                        "torch_us": torch_took * 1e6,
+                        "speedup": torch_took / took,
+                        "gb_s": rate,
+                        "of_bandwidth": rate / machine["read_bandwidth_gb_s"],
+                    }
+                )
+    finally:
+        pool.close()
+    return {"machine": machine, "rows": table.rows}

@@ -1,0 +1,43 @@
+"""Random weights of any type. Their values do not matter for time, but NaN and subnormals would."""
+
+from __future__ import annotations
+
+import torch
+
+from ktransformers.kernels.types import (
+    FP8_BLOCK,
+    Fp8Matrix,
+    OwnType,
+    QuantType,
+    RawTensor,
+    WeightType,
+    row_bytes,
+    type_size,
+)
+
+__all__ = ["random_raw", "random_weight"]
+
+_UNQUANTIZED = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
+
+
+def random_weight(qtype: WeightType, rows: int, cols: int) -> RawTensor | Fp8Matrix:
+    """[rows, cols] of any type."""
+    if isinstance(qtype, OwnType):
+        values = torch.randint(0, 0x7F, (rows, cols), dtype=torch.uint8)
+        return Fp8Matrix(values, torch.full((-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK)), 1e-4))
+    return random_raw(qtype, rows, cols)
+
+
+def random_raw(qtype: QuantType, rows: int, cols: int) -> RawTensor:
+    """[rows, cols] of a GGML type: random blocks whose scales are small numbers."""
+    if qtype in _UNQUANTIZED:
+        return RawTensor.from_tensor((torch.randn(rows, cols) * 0.02).to(_UNQUANTIZED[qtype]))
+    data = torch.randint(0, 256, (rows * row_bytes(qtype, cols),), dtype=torch.uint8)
+    blocks = data.view(-1, type_size(qtype))
+    if qtype is QuantType.MXFP4:
+        blocks[:, 0] = 117  # 2^-11
+        return RawTensor(data, qtype, (rows, cols))
+    blocks[:, 209 if qtype is QuantType.Q6_K else 1] = 0x04  # the high byte of an fp16 scale: about 1e-4
+    if qtype in (QuantType.Q4_K, QuantType.Q5_K):
+        blocks[:, 3] = 0x04
+    return RawTensor(data, qtype, (rows, cols))

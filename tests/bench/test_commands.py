@@ -1,0 +1,227 @@
+"""Every `bench` command on the smallest work that it takes, in this process; servers are a fake one."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktransformers.bench import serving, soak
+from ktransformers.bench.client import Client, RequestError
+from ktransformers.bench.loading import FileShape, write_model
+from ktransformers.bench.report import Column, Table
+from ktransformers.bench.server_process import ServerProcess
+from ktransformers.cli import main
+from ktransformers.errors import EngineError
+from ktransformers.kernels.cpu import limits
+from tests.bench.http_server import http_server
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY_FILE = FileShape(layers=1, hidden=256, experts=8, width=256, heads=2, vocab=512, kv_heads=1)
+
+
+@pytest.fixture(autouse=True)
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for what the machine can do at best."""
+    read, peak = limits.read_bandwidth, limits.int8_peak
+    monkeypatch.setattr(limits, "read_bandwidth", partial(read, nbytes=1 << 20, repeats=1))
+    monkeypatch.setattr(limits, "int8_peak", partial(peak, repeats=1))
+
+
+class FakeServerProcess(ServerProcess):
+    """In the place of a server that takes seconds to start: the flags it would get, and a client of the fake one."""
+
+    flags: Sequence[str] = ()
+
+    def __init__(self, client: Client) -> None:
+        self.client, self.pid, self.is_closed = client, os.getpid(), False
+
+    def started(self, flags: Sequence[str]) -> FakeServerProcess:
+        self.flags = flags
+        return self
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def bench(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> tuple[str, dict[str, Any]]:
+    """Text and record of one run."""
+    assert main(["bench", *args]) == code
+    text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n")
+    record: dict[str, Any] = json.loads(last)
+    assert record["bench"] == args[0]
+    assert record["machine"]["cpu"]
+    return text, record
+
+
+def test_a_table_shows_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table([Column("a", 5, ".1f", "first"), Column("b", 4), Column("c", 3, ".0%")])
+    table.add({"a": 1.25, "b": None, "hidden": [1]}, c=0.5)
+    table.add({"a": 10, "b": "x"})
+    assert capsys.readouterr().out == "first    b   c\n  1.2    - 50%\n 10.0    x   -\n"
+    assert table.rows == [{"a": 1.25, "b": None, "hidden": [1]}, {"a": 10, "b": "x"}]
+
+
+def test_operations(capsys: pytest.CaptureFixture[str]) -> None:
+    _, record = bench(capsys, "operations", "--seconds", "0", "--size", "256")
+    kinds = {row["op"].split()[0] for row in record["rows"]}
+    assert kinds == {"linear", "attention", "rms_norm"}
+    assert all(row["speedup"] == pytest.approx(row["torch_us"] / row["us"]) for row in record["rows"])
+    _, record = bench(capsys, "operations", "--seconds", "0", "--size", "256", "--only", "rms_norm", "--threads", "2")
+    assert [row["op"] for row in record["rows"]] == ["rms_norm T=1", "rms_norm T=256"]
+    assert record["machine"]["threads"] == 2
+
+
+def test_sampling(capsys: pytest.CaptureFixture[str]) -> None:
+    _, record = bench(capsys, "sampling", "--seconds", "0", "--vocab", "64")
+    assert len({(row["logits"], row["case"], row["rows"]) for row in record["rows"]}) == 2 * 6 * 2
+    rate = record["machine"]["read_bandwidth_gb_s"]
+    assert all(row["bound_ms"] == pytest.approx(row["rows"] * 256 / rate / 1e6) for row in record["rows"])
+
+
+def test_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
+    text, record = bench(capsys, "scheduler", "--sequences", "3", "--steps", "9")
+    loads = [(row["load"], row["page_size"]) for row in record["rows"]]
+    assert loads == [("decode", 16), ("mixed", 16), ("decode", 256), ("mixed", 256)]
+    assert "3 sequences, 9 steps" in text
+
+
+def test_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_model(path, TINY_FILE)
+    text, record = bench(capsys, "loading", str(path), "--threads", "1", "--runs", "2")
+    assert record["file_gb"] == path.stat().st_size / 1e9
+    for run in record["runs"]:
+        phases = dict(run["phases"])
+        assert run["seconds"] == phases.pop("load") == pytest.approx(sum(phases.values()))
+        assert phases["re-lay"] > 0
+    assert set(record["limits_gb_per_s"]) == {"fresh", "copy"}
+    assert "tiny.gguf" in text
+
+
+def test_serving(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with http_server() as (client, bodies):
+        server = FakeServerProcess(client)
+        monkeypatch.setattr(serving, "ServerProcess", server.started)
+        args = ["--concurrency", "1,3", "--prompt_len", "5", "--max_tokens", "6", "--rounds", "2", "--threads", "1"]
+        _, record = bench(capsys, "serving", *args)
+    assert server.is_closed
+    assert server.flags[1:] == SERVER_FLAGS
+    assert [(run["concurrency"], run["tokens"]) for run in record["runs"]] == [(1, 12), (3, 36)]
+    assert [body["max_tokens"] for body in bodies] == [8] + 8 * [6]
+    assert {len(body["prompt"]) for body in bodies} == {5}
+    bytes_per_step = record["weights"]["dense"] + 4 * record["weights"]["expert_layers"] * record["weights"]["expert"]
+    rate = record["machine"]["read_bandwidth_gb_s"] * 1e9
+    assert record["runs"][1]["bound_tokens_per_s"] == pytest.approx(3 * rate / bytes_per_step)
+
+
+SERVER_FLAGS = ["--backend_type", "balance_serve", "--cpu_infer", "1", "--max_batch_size", "3"]
+SERVER_FLAGS += ["--cache_lens", str(3 * (5 + 6 + 128))]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_soak(failing: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {role: {"rss_kib": 2048, "fds": 7} for role in ("api", "scheduler", "engine")}
+    with http_server(failing=failing) as (client, _):
+        server = FakeServerProcess(client)
+        monkeypatch.setattr(soak, "ServerProcess", server.started)
+        monkeypatch.setattr(soak, "usage", lambda pid: held)
+        args = ["--seconds", "0.2", "--streams", "2", "--kill_every", "0.1"]
+        text, record = bench(capsys, "soak", *args, code=int(failing))
+    assert server.is_closed
+    assert server.flags[-2:] == ["--max_engine_restarts", "1000"]
+    assert record["is_failed"] is failing
+    assert (record["failed"] > 0) is failing
+    assert (record["finished"] + record["left"] > 0) is not failing
+    assert ("failed: POST /v1/completions: 500 no more memory" in text) is failing
+    assert record["early"] == record["late"] == record["idle"] == held
+    assert "2.0 MiB    7 fds" in text
+
+
+def test_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    with http_server() as (client, bodies):
+        url = f"http://{client.host}/v1"
+        args = ["--url", url, "--concurrent", "2", "--prompt_lens", "9", "20", "--max_tokens", "5", "--seed", "1"]
+        text, record = bench(capsys, "speed", *args)
+        assert [(run["prompt_len"], run["prompt_tokens"]) for run in record["runs"]] == [(9, 18), (20, 40)]
+        assert len({body["messages"][1]["content"] for body in bodies}) == 4
+        assert all(body["return_speed"] and body["model"] == "demo" for body in bodies)
+        run = record["runs"][0]
+        assert (run["prefill_tokens_per_s_mean"], run["decode_tokens_per_s_mean"]) == (9 / 0.5, 4 / 2.0)
+        assert "demo behind {'version': '1'}" in text
+        _, record = bench(capsys, "speed", "--url", url, "--conversation", "--max_tokens", "2", "--model", "other")
+        assert bodies[-1]["model"] == "other"
+        assert len(bodies[-1]["messages"]) == 2 * 8 - 1
+        assert record["runs"][0]["requests"] == 8
+        assert main(["bench", "speed", "--url", url, "--prompt_lens", "4"]) == 1
+        assert "the chat template alone takes 4" in capsys.readouterr().err
+
+
+def test_requests_that_fail_are_said_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    with http_server(failing=True) as (client, _):
+        text, record = bench(capsys, "speed", "--url", client.host, "--prompt_lens", "9", code=1)
+    assert "failed: POST /v1/chat/completions: 500 no more memory" in text
+    assert record["runs"][0]["failed"] == 1
+    assert main(["bench", "speed", "--url", client.host]) == 1
+    assert "GET /v1/models: ConnectionRefusedError" in capsys.readouterr().err
+
+
+def test_prompts_of_the_speed_script_differ_per_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that keeps what it computed would else find the prompts of the run before."""
+    with http_server() as (client, _):
+        runs = [bench(capsys, "speed", "--url", client.host, "--prompt_lens", "9")[1]["seed"] for _ in range(3)]
+    assert len(set(runs)) == 3
+
+
+def test_the_script_that_users_know(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = str(ROOT / "benchmarks" / "test_speed.py")
+    with http_server() as (client, bodies):
+        host, port = client.host.split(":")
+        words = ["--host", host, "--port", port, "--concurrent", "2", "--prompt-lens", "12", "--max_tokens", "3"]
+        monkeypatch.setattr(sys, "argv", [script, *words])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(script, run_name="__main__")
+    assert end.value.code == 0
+    assert len(bodies) == 2
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["runs"][0]["prompt_tokens"] == 24
+
+
+def test_a_stream_that_breaks_off_is_an_error() -> None:
+    with http_server() as (client, _):
+        events = client.events("/v1/completions", {"max_tokens": 3})
+        assert len(list(events)) == 3
+        with pytest.raises(RequestError, match="without"):
+            list(client.events("/tokenize", {"messages": []}))
+
+
+def test_a_server_that_does_not_start_says_why() -> None:
+    with pytest.raises(EngineError, match=r"(?s)did not start:.*no_such_flag"):
+        ServerProcess(["--no_such_flag"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["operations", "--only", "linear,sine"], "--only sine is not one of linear, attention, rms_norm"),
+        (["operations", "--size", "300"], "--size must be a multiple of 256"),
+        (["sampling", "--vocab", "0"], "--vocab must be at least 1"),
+        (["scheduler", "--steps", "1"], "--steps must be at least 2"),
+        (["loading", "--runs", "0"], "--runs must be at least 1"),
+        (["loading", "."], "name it as MODEL or with --gguf_path"),
+        (["serving", "--concurrency", "0"], "--concurrency must be positive numbers"),
+        (["serving", "--max_tokens", "0"], "--max_tokens must be at least 1"),
+        (["soak", "--seconds", "nan"], "--seconds must be at least 0"),
+        (["speed", "--concurrent", "0"], "--concurrent must be at least 1"),
+        (["speed", "--prompt_lens", "8", "0"], "--prompt_lens must be at least 1"),
+    ],
+)
+def test_wrong_arguments_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *args]) == 1
+    assert message in capsys.readouterr().err
