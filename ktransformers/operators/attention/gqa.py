@@ -22,10 +22,10 @@ from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import gqa_forward
-from ktransformers.operators.attention.gqa_spec import recognize_gqa
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
 from ktransformers.operators.linear.joined import JoinedLinears
+from ktransformers.operators.recognize.attention import recognize_attention
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]
@@ -175,7 +175,7 @@ class KAttention(WrapperOperator):
         super().__init__(*args, **kwargs)
         if getattr(self.inner, "kv_lora_rank", None) is not None:
             _say_expanded(type(self.inner).__name__)
-        self.spec = recognize_gqa(self.inner) if self.device.is_gpu else None
+        self.spec = recognize_attention(self.inner) if self.device.is_gpu else None
         self._projections: JoinedLinears | None = None
         self._sinks: torch.Tensor | None = None
         self.flash: FlashLayer | None = None

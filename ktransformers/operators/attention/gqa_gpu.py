@@ -1,6 +1,6 @@
 """Grouped-query attention on a GPU: projections in one launch, norms, rotation and cache write in one, then attention.
 
-Knows what gqa_spec found, and kernels; no modules but the one it stands in for.
+Knows what was recognized, and kernels; no modules but the one it stands in for.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.elementwise import rms_norm
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.attention.gqa_spec import GqaSpec, NormPlace
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.linear.joined import JoinedLinears
+from ktransformers.operators.recognize.attention import GqaSpec, NormPlace
 
 __all__ = ["gqa_forward"]
 

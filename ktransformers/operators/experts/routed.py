@@ -18,8 +18,7 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.kernels.triton.compiling import is_rehearsal
-from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeight, ExpertWeights, Fp8Matrix
-from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
+from ktransformers.kernels.types import ExpertWeight, ExpertWeights, Fp8Matrix
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back
 from ktransformers.operators.experts.resident import (
@@ -31,9 +30,10 @@ from ktransformers.operators.experts.resident import (
 )
 from ktransformers.operators.experts.streamed import PrefillLayer, PrefillTicket
 from ktransformers.operators.linear.relaid import relaid_experts, relaid_nbytes, takes_bf16, wants_bf16
+from ktransformers.operators.recognize.activation import recognize_expert_activation
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
-__all__ = ["KTransformersExperts", "Ticket", "find_activation", "read_layout"]
+__all__ = ["KTransformersExperts", "Ticket", "read_layout"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,28 +83,6 @@ def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
     )
 
 
-def find_activation(module: nn.Module, layout: ExpertsLayout) -> ActivationSpec | None:
-    """The native activation that equals the module's own on random rows, or None when none does.
-
-    The module is asked instead of its family being looked up, so that new families need no code here.
-    """
-    rows = probe_rows((2 if layout.has_gate else 1) * 32)
-    try:
-        function: Any = module._apply_gate if layout.has_gate else module.act_fn
-        want = function(rows)
-    except (AttributeError, RuntimeError, TypeError):
-        return None
-    up: torch.Tensor | None = None
-    gate = rows
-    if layout.has_gate:
-        gate, up = rows.chunk(2, dim=-1) if layout.is_concatenated else (rows[..., ::2], rows[..., 1::2])
-    candidates = list(PLAIN_ACTIVATIONS)
-    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
-    if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)):
-        candidates.append(ActivationSpec(Activation.SWIGLU_OAI, alpha=float(alpha), limit=float(limit)))
-    return first_equal(candidates, want, gate, up)
-
-
 class KTransformersExperts(Operator):
     """The routed experts of one layer: forward(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H].
 
@@ -140,7 +118,7 @@ class KTransformersExperts(Operator):
         self.takes_bf16 = takes_bf16(key, cpu_bf16, config.cpu_bf16)
         self.layout = read_layout(module, key)
         self.num_experts = self.layout.num_experts
-        self.activation = find_activation(module, self.layout)
+        self.activation = recognize_expert_activation(module, self.layout)
         reason = why_not_on_gpu(self.layout, self.activation) if self.device.is_gpu else None
         if reason is not None:
             raise UnsupportedError(f"the experts {key} cannot run on {self.device.name}: {reason}; place them on cpu")
