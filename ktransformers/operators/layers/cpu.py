@@ -37,12 +37,19 @@ from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KMoEGate
-from ktransformers.operators.layers.observed import PROBE_ROWS, LayerCall, layer_list, observe_step, probe_context
+from ktransformers.operators.layers.observed import (
+    PROBE_ROWS,
+    LayerCall,
+    keep_attention_type,
+    layer_list,
+    observe_step,
+    probe_context,
+)
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.mlp import KMLP
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.activation import recognize_activation
-from ktransformers.operators.recognize.probe import Draws, Tolerance, close
+from ktransformers.operators.recognize.probe import Draws, close
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["FusedLayer", "fuse_layers", "watch_step"]
@@ -161,8 +168,7 @@ class FusedLayer(nn.Module):
         self.inner, self.pool, self.memory = layer, pool, buffers
         self.attention, self.feed_forward, self.expert_stats = attention, feed_forward, expert_stats
         self.layer_idx = int(_inner(layer.get_submodule("self_attn")).layer_idx)  # type: ignore[arg-type]
-        if hasattr(layer, "attention_type"):  # some models choose a mask by it
-            self.attention_type = layer.attention_type
+        keep_attention_type(self, layer)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
@@ -235,7 +241,7 @@ def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerP
     if not isinstance(want, torch.Tensor):  # a tuple: the model's loop expects one
         return False
     share = _TOLERANCE_BF16 if pool.has_bf16 else _TOLERANCE
-    return close(got, want, Tolerance(relative=0.0, absolute=share * float(want.abs().max())))
+    return close(got, want, relative=0.0, absolute=share * float(want.abs().max()))
 
 
 class _OneLayer:

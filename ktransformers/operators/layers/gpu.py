@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from ktransformers.kernels.triton.elementwise import add_rms_norm, rms_norm
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.experts.block import Addends, KMoEBlock
+from ktransformers.operators.layers.observed import keep_attention_type, layer_list
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.layer import LAYER_NORMS, recognize_layer
 
@@ -59,7 +61,7 @@ class LayerStack(nn.Module):
         super().__init__()
         self.layers, self.device = nn.ModuleList(layers), device
         self._parts = parts
-        _keep_attention_type(self, layers[0])
+        keep_attention_type(self, layers[0])
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         use(self.device.torch_device)
@@ -81,15 +83,10 @@ class _Done(nn.Module):
 
     def __init__(self, layer: nn.Module):
         super().__init__()
-        _keep_attention_type(self, layer)
+        keep_attention_type(self, layer)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
-
-
-def _keep_attention_type(module: Any, layer: Any) -> None:
-    if hasattr(layer, "attention_type"):  # some models choose a mask by it
-        module.attention_type = layer.attention_type
 
 
 def _add_norm(added: Addends | None, total: torch.Tensor, norm: KRMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,32 +112,27 @@ def _feed_forward(parts: _Parts, rows: torch.Tensor) -> Addends:
     return Addends(routed.reshape(rows.shape))
 
 
-def stack_gpu_layers(model: Any, homes: Mapping[str, Device], watch: Callable[[nn.Module, Device], None]) -> int:
+def stack_gpu_layers(model: nn.Module, homes: Mapping[str, Device], watch: Callable[[nn.Module, Device], None]) -> int:
     """Put LayerStacks in the places of a loaded model's decoder layers on GPUs; returns how many layers they compute.
 
     homes: devices of the layers by name, in order. watch: what else has to be done to a module that takes a layer's
     place on a device (hidden states are brought there).
     """
-    base = getattr(model.model, "inner", model.model)  # an operator may stand in for the layer loop
-    layers = getattr(base, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) != len(homes):
+    layers = layer_list(model)
+    if layers is None or len(layers) != len(homes):
         return 0
-    devices = list(homes.values())
+    devices, count = list(homes.values()), 0
     parts = [_parts(layer, d) if d.is_gpu else None for layer, d in zip(layers, devices, strict=True)]
-    first, count = 0, 0
-    while first < len(layers):
-        last = first
-        while last < len(layers) and parts[last] is not None and devices[last].name == devices[first].name:
-            last += 1
-        run = [part for part in parts[first:last] if part is not None]
-        if run:
-            originals = list(layers[first:last])
-            stack = LayerStack(originals, run, devices[first])
-            watch(stack, devices[first])
-            layers[first] = stack
-            for index in range(first + 1, last):
-                layers[index] = _Done(originals[index - first])
-            count += len(run)
-        first = max(last, first + 1)
+    for _, run in groupby(range(len(layers)), key=lambda i: (parts[i] is None, devices[i].name)):
+        first, *others = run
+        usual = [part for i in (first, *others) if (part := parts[i]) is not None]
+        if not usual:
+            continue
+        stack = LayerStack([layers[i] for i in (first, *others)], usual, devices[first])
+        watch(stack, devices[first])
+        layers[first] = stack
+        for i in others:
+            layers[i] = _Done(layers[i])
+        count += len(usual)
     logger.debug("%d of %d decoder layers hand their sums to the next norm", count, len(layers))
     return count

@@ -107,18 +107,10 @@ class _Fixed(nn.Module):
 
 
 def _record(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: object,
-    *,
-    probe_record: list[_Call],
-    **options: object,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, *, calls: list[_Call], **options: object
 ) -> tuple[Tensor, None]:
     result = Draws(3).normal(1, _ROWS, query.shape[1], value.shape[-1])
-    given = {name: option for name, option in options.items() if option is not None}
-    probe_record.append(_Call(query, key, value, given, result))
+    calls.append(_Call(query, key, value, {name: o for name, o in options.items() if o is not None}, result))
     return result, None
 
 
@@ -206,7 +198,7 @@ def _answer(twin: nn.Module, angles: Tensor) -> _Call:
     AttentionInterface.register(_PROBE, _record)
     calls, embeddings = list[_Call](), (angles.cos()[None], angles.sin()[None])
     rows = torch.zeros(1, _ROWS, 8)
-    output = answer(lambda: twin(rows, position_embeddings=embeddings, attention_mask=None, probe_record=calls)[0])
+    output = answer(lambda: twin(rows, position_embeddings=embeddings, attention_mask=None, calls=calls)[0])
     if len(calls) != 1 or not close(output, calls[0].result.reshape(1, _ROWS, -1)):
         raise Unlike("it calls attention otherwise than once, or changes its result")
     return calls[0]

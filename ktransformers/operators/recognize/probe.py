@@ -17,24 +17,12 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "ROUNDING",
-    "Draws",
-    "Tolerance",
-    "Unlike",
-    "answer",
-    "close",
-    "first_of",
-    "matching",
-    "recognizer",
-    "twin_of",
-]
+__all__ = ["Draws", "Unlike", "answer", "close", "first_of", "matching", "recognizer", "twin_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,23 +36,15 @@ class Unlike(Exception):
     """A module is not what is looked for. The message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """How far a number may lie from another: `absolute`, and `relative` of the other one."""
+def close(got: object, want: Tensor, *, relative: float = 1e-4, absolute: float = 1e-5) -> bool:
+    """Whether `got` is a tensor of the same shape and numbers.
 
-    relative: float
-    absolute: float
-
-
-ROUNDING = Tolerance(1e-4, 1e-5)
-"""Both compute in fp32, in another order at most; another formula is off by a good part of the numbers, of about 1."""
-
-
-def close(got: object, want: Tensor, tolerance: Tolerance = ROUNDING) -> bool:
-    """Whether `got` is a tensor of the same shape and numbers."""
-    if not isinstance(got, Tensor) or got.shape != want.shape:
-        return False
-    return torch.allclose(got, want, rtol=tolerance.relative, atol=tolerance.absolute)
+    The tolerance is for rounding: both compute in fp32, in another order at most. Another formula is off by a good part
+    of the numbers, which are of about 1.
+    """
+    return (
+        isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, want, rtol=relative, atol=absolute)
+    )
 
 
 class Draws:
@@ -91,14 +71,8 @@ def twin_of(
 ) -> nn.Module:
     """A copy of `module`, which may be on `meta`, that holds these instead of its own; None: it shares its own."""
     twin = copy.copy(module)
-    twin.__dict__.update(attributes)
-    if parameters is not None:
-        frozen = {name: nn.Parameter(value, requires_grad=False) for name, value in parameters.items()}
-        twin.__dict__["_parameters"] = frozen
-    if buffers is not None:
-        twin.__dict__["_buffers"] = dict(buffers)
-    if modules is not None:
-        twin.__dict__["_modules"] = dict(modules)
+    held = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
+    twin.__dict__.update(attributes, **{name: dict(own) for name, own in held.items() if own is not None})
     return twin
 
 
@@ -144,10 +118,10 @@ def recognizer(
             try:
                 return ask(module, *args, **kwargs)
             except Unlike as reason:
-                kind = type(module)
-                if (what, kind) not in _logged:
-                    _logged.add((what, kind))
-                    logger.log(level, "%s is not %s, so its own forward runs: %s", kind.__name__, what, reason)
+                key = what, type(module)
+                if key not in _logged:
+                    _logged.add(key)
+                    logger.log(level, "%s is not %s, so its own forward runs: %s", key[1].__name__, what, reason)
                 return None
 
         return asked

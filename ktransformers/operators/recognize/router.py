@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,8 @@ from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close
 __all__ = ["CHOICE_BIAS", "recognize_router", "route"]
 
 CHOICE_BIAS = "e_score_correction_bias"
+_SCORINGS: tuple[Literal["softmax", "sigmoid"], ...] = ("softmax", "sigmoid")
+_GROUP_SCORES: tuple[Literal["max", "top2"], ...] = ("max", "top2")  # the second is for groups of two and more
 _ROWS = 64
 _MOST_EXPERTS = 4096  # asking takes a matrix of as many rows and columns
 
@@ -78,11 +82,7 @@ def _candidates(module: nn.Module, experts: int, top_k: int) -> Iterator[RouterS
     if num_groups > 1 and isinstance(topk_groups, int) and topk_groups <= num_groups:
         groups.add((num_groups, topk_groups))
     factor = getattr(module, "routed_scaling_factor", None)
-    for count, chosen in sorted(groups, reverse=True):
-        for scaling in {1.0, float(factor) if isinstance(factor, (int, float)) else 1.0}:
-            for renormalize in (True, False):
-                yield RouterSpec(top_k, "softmax", count, chosen, "max", renormalize, scaling)
-                yield RouterSpec(top_k, "sigmoid", count, chosen, "max", renormalize, scaling)
-                if experts // count >= 2:
-                    yield RouterSpec(top_k, "softmax", count, chosen, "top2", renormalize, scaling)
-                    yield RouterSpec(top_k, "sigmoid", count, chosen, "top2", renormalize, scaling)
+    factors = {1.0, float(factor) if isinstance(factor, (int, float)) else 1.0}
+    for (count, chosen), scaling, renormalize in product(sorted(groups, reverse=True), factors, (True, False)):
+        for group_score, scoring in product(_GROUP_SCORES[: experts // count], _SCORINGS):
+            yield RouterSpec(top_k, scoring, count, chosen, group_score, renormalize, scaling)
