@@ -1,6 +1,6 @@
 """Times the Triton products with quantized weights on real shapes; the last line is JSON.
 
-    python benchmarks/triton_linear.py [--only linear fp8 moe align repack] [--tokens 1 4 8 64 2048] [--milliseconds MS]
+    python benchmarks/triton_linear.py [--only linear fp8 moe align relay] [--tokens 1 4 8 64 2048] [--milliseconds MS]
 
 Each line: microseconds per call, the bytes of the weights that the call needs over that time, and the arithmetic over
 that time. Calls are replays of a CUDA graph that walks through copies of the weights (or through routings) larger than
@@ -20,11 +20,10 @@ from torch import Tensor
 
 from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.align import moe_align
-from ktransformers.kernels.triton.fp8 import Fp8Matrix, fp8_linear
 from ktransformers.kernels.triton.linear import Workspace, linear
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, block_rows, moe
-from ktransformers.kernels.triton.packing import Layout, packed_nbytes, repack
-from ktransformers.kernels.types import QuantType, row_bytes
+from ktransformers.kernels.triton.relay import GpuLayout, relaid_nbytes, relay
+from ktransformers.kernels.types import OwnType, QuantType, row_bytes
 
 CACHE = 200 << 20  # bytes to walk through: more than any L2
 Row = dict[str, object]
@@ -102,14 +101,15 @@ def time_linear(tokens: Sequence[int], milliseconds: float) -> list[Row]:
     rows = []
     for name, n, k, types in LINEARS:
         for qtype in types:
-            size = packed_nbytes(qtype, n, k)
+            size = relaid_nbytes(qtype, n, k)
             weights = [random_bytes(size) for _ in range(copies(size))]
             for count in tokens:
                 x = torch.randn(count, k, dtype=torch.bfloat16, device="cuda")
                 out = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
                 space = Workspace.allocate("cuda", count)
                 calls = [
-                    partial(linear, x, w, qtype, n, k, out=out, layout=Layout.GPU, workspace=space) for w in weights
+                    partial(linear, x, w, qtype, n, k, out=out, layout=GpuLayout.PLANES, workspace=space)
+                    for w in weights
                 ]
                 seconds = seconds_per_call(calls, milliseconds)
                 rows.append(report("linear", name, qtype.name, count, seconds, size, 2 * count * n * k))
@@ -120,12 +120,13 @@ def time_fp8(tokens: Sequence[int], milliseconds: float) -> list[Row]:
     rows = []
     for name, n, k in FP8S:
         size = n * k + 4 * -(-n // 128) * -(-k // 128)
-        weights = [Fp8Matrix(random_bytes(size), n, k, True) for _ in range(copies(size))]
+        weights = [random_bytes(size) for _ in range(copies(size))]
         for count in tokens:
             x = torch.randn(count, k, dtype=torch.bfloat16, device="cuda")
             out = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
             space = Workspace.allocate("cuda", count)
-            calls = [partial(fp8_linear, x, w, out=out, workspace=space) for w in weights]
+            options = {"out": out, "layout": GpuLayout.PLANES, "workspace": space}
+            calls = [partial(linear, x, w, OwnType.F8_E4M3, n, k, **options) for w in weights]
             seconds = seconds_per_call(calls, milliseconds)
             rows.append(report("fp8", name, "e4m3", count, seconds, size, 2 * count * n * k))
     return rows
@@ -144,8 +145,8 @@ def time_moe(tokens: Sequence[int], milliseconds: float) -> list[Row]:
     for name, num, top_k, hidden, width, first, second in MOES:
 
         def matrices(qtype: QuantType, n: int, k: int, num: int = num) -> ExpertMatrices:
-            data = random_bytes(num * packed_nbytes(qtype, n, k)).view(num, -1)
-            return ExpertMatrices(data, qtype, n, k, layout=Layout.GPU)
+            data = random_bytes(num * relaid_nbytes(qtype, n, k)).view(num, -1)
+            return ExpertMatrices(data, qtype, n, k, layout=GpuLayout.PLANES)
 
         gate, up = matrices(first, width, hidden), matrices(first, width, hidden)
         down = matrices(second, hidden, width)
@@ -181,14 +182,14 @@ def time_repack(milliseconds: float) -> list[Row]:
     rows = []
     for qtype in (Q4, Q6):
         raw = random_bytes(16 * 2048 * row_bytes(qtype, 768)).view(16, -1)
-        seconds = seconds_per_call([partial(repack, raw, qtype, 2048, 768)], milliseconds)
-        rows.append(report("repack", "16 x 2048 x 768", qtype.name, 0, seconds, raw.numel(), 0))
+        seconds = seconds_per_call([partial(relay, raw, qtype, 2048, 768)], milliseconds)
+        rows.append(report("relay", "16 x 2048 x 768", qtype.name, 0, seconds, raw.numel(), 0))
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kernels = ("linear", "fp8", "moe", "align", "repack")
+    kernels = ("linear", "fp8", "moe", "align", "relay")
     parser.add_argument("--only", nargs="+", choices=kernels, default=kernels)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 64, 512, 2048])
     parser.add_argument("--milliseconds", type=float, default=30.0, help="of each measurement")
@@ -206,7 +207,7 @@ def main() -> None:
         rows += time_moe(arguments.tokens, arguments.milliseconds)
     if "align" in arguments.only:
         rows += time_align(arguments.tokens, arguments.milliseconds)
-    if "repack" in arguments.only:
+    if "relay" in arguments.only:
         rows += time_repack(arguments.milliseconds)
     device = torch.cuda.get_device_name()
     print(

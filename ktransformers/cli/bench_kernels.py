@@ -35,7 +35,7 @@ from ktransformers.kernels.types import (
     row_bytes,
     type_size,
 )
-from ktransformers.operators.linear.relaid import relaid_experts
+from ktransformers.operators.linear.packed import pack_experts
 
 __all__ = ["Shape", "bench_kernels", "machine_facts", "shown_machine"]
 
@@ -104,7 +104,7 @@ class _Ours:
         for _ in range(shape.layers):
             parts: list[list[ExpertWeight]] = [[_random_weight(*size) for _ in range(shape.experts)] for size in sizes]
             self.expert_bytes = sum(part[0].nbytes for part in parts)
-            weights = relaid_experts(ExpertWeights(parts[0], parts[1], parts[2]), pool)
+            weights = pack_experts(ExpertWeights(parts[0], parts[1], parts[2]), pool)
             for cpu_prefill, layers in self._layers.items():
                 layers.append(MoeKernel(with_wish(weights, cpu_prefill == "bf16"), ActivationSpec(), pool))
 

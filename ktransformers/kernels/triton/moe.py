@@ -24,7 +24,7 @@ from ktransformers.kernels.triton.dequant import check_matrix
 from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.linear import check_rows, result, warps_for
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_pair, vector_tile
-from ktransformers.kernels.triton.packing import Layout, layout_nbytes
+from ktransformers.kernels.triton.relay import GpuLayout, layout_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, WeightType
 
@@ -59,7 +59,7 @@ class ExpertMatrices:
     qtype: WeightType
     rows: int
     cols: int
-    layout: Layout = Layout.GGML
+    layout: GpuLayout = GpuLayout.ROWS
 
     def __post_init__(self) -> None:
         check_matrix(self.data, self.qtype, self.rows, self.cols, self.layout, self.slots)
@@ -166,7 +166,7 @@ class MoeWorkspace:
 
 
 def uses_vector_path(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> bool:
-    return tokens <= VECTOR_TOKENS and up.layout == down.layout == Layout.GPU
+    return tokens <= VECTOR_TOKENS and up.layout == down.layout == GpuLayout.PLANES
 
 
 def row_thresholds(num_experts: int, top_k: int) -> list[int]:

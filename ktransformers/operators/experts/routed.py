@@ -29,7 +29,7 @@ from ktransformers.operators.experts.resident import (
     why_not_on_gpu,
 )
 from ktransformers.operators.experts.streamed import PrefillLayer, PrefillTicket
-from ktransformers.operators.linear.relaid import relaid_experts, relaid_nbytes, takes_bf16, wants_bf16
+from ktransformers.operators.linear.packed import pack_experts, resident_nbytes, takes_bf16, wants_bf16
 from ktransformers.operators.recognize.activation import recognize_expert_activation
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
@@ -145,8 +145,8 @@ class KTransformersExperts(Operator):
             raise TensorMismatchError(f"the experts of {self.key} are missing from the weight files")
         return info
 
-    def _relaid_nbytes(self, part: TensorInfo) -> int:
-        return relaid_nbytes(part, takes_bf16=self.takes_bf16)
+    def _resident_nbytes(self, part: TensorInfo) -> int:
+        return resident_nbytes(part, takes_bf16=self.takes_bf16)
 
     def requirements(self, source: WeightSource) -> Requirements:
         info = self._info(source)
@@ -154,7 +154,7 @@ class KTransformersExperts(Operator):
         if self.device.is_gpu:
             nbytes = gpu_experts_nbytes(self.key, info)
         else:
-            nbytes = info.nbytes + sum(self._relaid_nbytes(part) - part.nbytes for part in parts)
+            nbytes = info.nbytes + sum(self._resident_nbytes(part) - part.nbytes for part in parts)
         needs = Requirements(nbytes={self.device.name: nbytes}, stored_names=set(info.stored_names))
         for part in (info.gate, info.up, info.down):
             if part is not None:
@@ -181,7 +181,7 @@ class KTransformersExperts(Operator):
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
         if not all(can_be_copied(part.resident_type) for part in parts):
             return None
-        return sum(self._relaid_nbytes(part) for part in parts) // self.num_experts, bias_nbytes(info)
+        return sum(self._resident_nbytes(part) for part in parts) // self.num_experts, bias_nbytes(info)
 
     @property
     def kernel(self) -> cpu.MoeKernel | None:
@@ -197,7 +197,7 @@ class KTransformersExperts(Operator):
         pool = self.config.require_pool()
         is_streamed = self.home.is_gpu and self.placement.prefill_device == self.home.name
         is_pinned = is_streamed and self.streamed_nbytes(source) is not None
-        self._weights = relaid_experts(
+        self._weights = pack_experts(
             weights, pool, wants_bf16=self.wants_bf16, takes_bf16=self.takes_bf16, is_pinned=is_pinned
         )
         if self.activation is not None:
@@ -287,7 +287,7 @@ class KTransformersExperts(Operator):
 
         def project(parts: Sequence[ExpertWeight], bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
             weight = parts[expert]
-            assert not isinstance(weight, Fp8Matrix), "load re-lays it"
+            assert not isinstance(weight, Fp8Matrix), "load packs it"
             return cpu.linear(x.contiguous(), weight, pool, bias=None if bias is None else bias[expert])
 
         up = project(weights.up, weights.up_bias, rows)

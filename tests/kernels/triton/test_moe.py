@@ -13,11 +13,11 @@ from tests.kernels.triton.quant_cases import pack_for_cpu, pack_fp8_for_cpu, ran
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from ktransformers.kernels.triton import packing
+
+from ktransformers.kernels.triton import relay
 from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
-from ktransformers.kernels.triton.fp8 import pack_fp8
 from ktransformers.kernels.triton.moe import Between, ExpertMatrices, MoeWorkspace, moe, moe_partial, moe_sum
-from ktransformers.kernels.triton.packing import Layout
+from ktransformers.kernels.triton.relay import GpuLayout
 
 
 def routing(tokens, top_k, num_experts, device, seed=0):
@@ -56,9 +56,9 @@ def make(qtype, num, rows, cols, layout, device, order):
         return make_fp8(num, rows, cols, layout, device, order)
     raws, values = zip(*(random_matrix(qtype, rows, cols, seed) for seed in range(num)), strict=True)
     data = torch.stack([raws[order.index(slot)] for slot in range(num)]).to(device)
-    if layout == Layout.GPU:
-        data = packing.repack(data, qtype, rows, cols)
-    if layout == Layout.CPU:
+    if layout == GpuLayout.PLANES:
+        data = relay.relay(data, qtype, rows, cols)
+    if layout == GpuLayout.TILES:
         data = torch.stack([pack_for_cpu(raw, qtype, rows, cols) for raw in data.cpu()]).to(device)
     return ExpertMatrices(data, qtype, rows, cols, layout), torch.stack(values).double()
 
@@ -67,12 +67,11 @@ def make_fp8(num, rows, cols, layout, device, order):
     """As `make`."""
     matrices, values = zip(*(random_fp8(rows, cols, seed) for seed in range(num)), strict=True)
     in_slots = [matrices[order.index(slot)] for slot in range(num)]
-    if layout == Layout.CPU:
+    if layout == GpuLayout.TILES:
         data = [pack_fp8_for_cpu(one) for one in in_slots]
     else:
-        packed = [pack_fp8(one.values, one.scales) for one in in_slots]
-        assert packed[0].packed == (layout == Layout.GPU)
-        data = [one.data for one in packed]
+        assert relay.can_relay(OwnType.F8_E4M3, rows, cols) == (layout == GpuLayout.PLANES)
+        data = [relay.relay_fp8(one) for one in in_slots]
     made = ExpertMatrices(torch.stack(data).to(device), OwnType.F8_E4M3, rows, cols, layout)
     return made, torch.stack(values).double()
 
@@ -101,16 +100,16 @@ BF16, FP8 = (QuantType.BF16,) * 3, (OwnType.F8_E4M3,) * 3
 @pytest.mark.parametrize(
     ("tokens", "layout", "types", "width", "inner", "with_slots"),
     [
-        (1, Layout.GPU, MIXED, 256, 256, False),
-        (3, Layout.GPU, SMALL, 96, 64, True),
-        (2, Layout.GGML, MIXED, 256, 256, True),
-        (17, Layout.GPU, SMALL, 96, 64, True),
-        (2, Layout.CPU, MIXED, 256, 256, True),
-        (2, Layout.GGML, FLOATS, 100, 72, False),
-        (3, Layout.CPU, BF16, 96, 32, True),
-        (1, Layout.GPU, FP8, 160, 160, True),
-        (17, Layout.GPU, FP8, 160, 160, False),
-        (2, Layout.CPU, FP8, 160, 136, True),
+        (1, GpuLayout.PLANES, MIXED, 256, 256, False),
+        (3, GpuLayout.PLANES, SMALL, 96, 64, True),
+        (2, GpuLayout.ROWS, MIXED, 256, 256, True),
+        (17, GpuLayout.PLANES, SMALL, 96, 64, True),
+        (2, GpuLayout.TILES, MIXED, 256, 256, True),
+        (2, GpuLayout.ROWS, FLOATS, 100, 72, False),
+        (3, GpuLayout.TILES, BF16, 96, 32, True),
+        (1, GpuLayout.PLANES, FP8, 160, 160, True),
+        (17, GpuLayout.PLANES, FP8, 160, 160, False),
+        (2, GpuLayout.TILES, FP8, 160, 136, True),
     ],
 )
 def test_experts(tokens, layout, types, width, inner, with_slots, device):
@@ -161,11 +160,11 @@ def reference_oai(x, ids, weights, matrices, biases, skipped):
 @pytest.mark.parametrize(
     ("tokens", "layout", "with_slots"),
     [
-        (1, Layout.GPU, False),
-        (3, Layout.GPU, True),
-        (17, Layout.GPU, True),
-        (2, Layout.GGML, True),
-        (3, Layout.CPU, False),
+        (1, GpuLayout.PLANES, False),
+        (3, GpuLayout.PLANES, True),
+        (17, GpuLayout.PLANES, True),
+        (2, GpuLayout.ROWS, True),
+        (3, GpuLayout.TILES, False),
     ],
 )
 def test_experts_of_gpt_oss(tokens, layout, with_slots, device):
@@ -190,7 +189,7 @@ def test_experts_of_gpt_oss(tokens, layout, with_slots, device):
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_other_activations_without_biases(tokens, kind, device):
     shapes = ((32, 64), (32, 64), (64, 32))
-    made = [make(QuantType.Q8_0, 2, rows, cols, Layout.GPU, device, [0, 1]) for rows, cols in shapes]
+    made = [make(QuantType.Q8_0, 2, rows, cols, GpuLayout.PLANES, device, [0, 1]) for rows, cols in shapes]
     matrices, (gate, up, down) = [one for one, _ in made], [value for _, value in made]
     x = (torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1)) / 8).half().to(device)
     ids, weights = torch.zeros(tokens, 1, dtype=torch.int32, device=device), torch.ones(tokens, 1, device=device)
@@ -223,9 +222,9 @@ def test_biases_of_experts(device):
 
 
 def test_experts_in_turns_give_what_all_at_once_give(device):
-    gate, _ = make(SMALL[0], 4, 64, 32, Layout.CPU, device, [0, 1, 2, 3])
-    up, _ = make(SMALL[1], 4, 64, 32, Layout.CPU, device, [0, 1, 2, 3])
-    down, _ = make(SMALL[2], 4, 32, 64, Layout.CPU, device, [0, 1, 2, 3])
+    gate, _ = make(SMALL[0], 4, 64, 32, GpuLayout.TILES, device, [0, 1, 2, 3])
+    up, _ = make(SMALL[1], 4, 64, 32, GpuLayout.TILES, device, [0, 1, 2, 3])
+    down, _ = make(SMALL[2], 4, 32, 64, GpuLayout.TILES, device, [0, 1, 2, 3])
     ids, weights = routing(5, 2, 4, device)
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).half().to(device)
     wanted = moe(x, ids, weights, gate, up, down)
@@ -241,7 +240,7 @@ def test_experts_in_turns_give_what_all_at_once_give(device):
 
 
 def test_a_token_without_experts_and_no_tokens(device):
-    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, Layout.GPU, device, [0, 1])
+    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, GpuLayout.PLANES, device, [0, 1])
     x = torch.ones(2, 32, dtype=torch.float16, device=device)
     ids = torch.tensor([[2, 2], [2, 7]], dtype=torch.int32, device=device)
     weights = torch.ones(2, 2, device=device)
@@ -250,8 +249,8 @@ def test_a_token_without_experts_and_no_tokens(device):
 
 
 def test_refuses_what_does_not_fit(device):
-    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, Layout.GPU, device, [0, 1])
-    narrow, _ = make(QuantType.Q4_0, 2, 32, 64, Layout.GPU, device, [0, 1])
+    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, GpuLayout.PLANES, device, [0, 1])
+    narrow, _ = make(QuantType.Q4_0, 2, 32, 64, GpuLayout.PLANES, device, [0, 1])
     x = torch.ones(2, 32, dtype=torch.float16, device=device)
     ids, weights = torch.zeros(2, 2, dtype=torch.int32, device=device), torch.ones(2, 2, device=device)
     with pytest.raises(TypeError, match="int32"):
