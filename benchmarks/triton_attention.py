@@ -23,9 +23,10 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ktransformers.kernels.triton import attention_launch as launch
-from ktransformers.kernels.triton.attention import attention, workspace_size
+from ktransformers.kernels.triton.attention import attention
+from ktransformers.kernels.triton.attention_launch import workspace_numel
 from ktransformers.kernels.triton.elementwise import activate, add_rms_norm
-from ktransformers.kernels.triton.mla import mla_attention, mla_workspace_size
+from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.triton.router import RouterSpec, topk_router
 from ktransformers.kernels.triton.runtime import available, triton
@@ -139,9 +140,9 @@ class Case:
         self.out = torch.empty(total, model.heads, model.dim_v, device=device, dtype=BF16)
         self.sinks = torch.randn(model.heads, device=device) if model.has_sinks else None
         size = (
-            mla_workspace_size(total, model.heads, model.dim_v, MAX_LEN, device)
+            workspace_numel(total, model.heads, 1, model.dim_v, MAX_LEN, device)
             if model.is_latent
-            else workspace_size(total, model.heads, model.kv_heads, model.dim_v, MAX_LEN, device)
+            else workspace_numel(total, model.heads, model.kv_heads, model.dim_v, MAX_LEN, device)
         )
         self.workspace = torch.empty(2 * size if rows == 1 else 0, device=device)  # tuning may split twice as often
         self.scale = model.dim**-0.5

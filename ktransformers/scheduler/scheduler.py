@@ -176,10 +176,6 @@ class Scheduler:
         steps = [step for step in self._in_flight if step_id in (None, step.step_id)]
         return list(dict.fromkeys(row.seq.request_id for step in steps for row in step.rows if not row.is_stale))
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
     def _end(
         self, seq: Sequence, reason: FinishReason, *, error: str | None = None, is_expired: bool = False
     ) -> RequestUpdate:

@@ -135,11 +135,6 @@ class JoinedLinears:
         if self._whole is not None:
             _give_away(self.modules, self._whole, self._columns)
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether one launch computes them all."""
-        return self._whole is not None
-
     def __call__(self, rows: torch.Tensor) -> list[torch.Tensor]:
         if self._whole is None:
             return [module(rows) for module in self.modules]

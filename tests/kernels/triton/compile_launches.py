@@ -107,20 +107,19 @@ def call_gated(qtype, rows, cols, tokens):
     gated_linear(x, weights(qtype, rows, cols, GpuLayout.PLANES), qtype, rows, cols, Activation.SILU)
 
 
-def call_moe(types, hidden, width, tokens, layout=GpuLayout.PLANES, num=8, top_k=4, slots=False, between=SILU):
+def call_moe(types, hidden, width, tokens, layout=GpuLayout.PLANES, num=8, top_k=4, between=SILU):
     first, second = types
     gate = ExpertMatrices(weights(first, width, hidden, layout, num), first, width, hidden, layout)
     down = ExpertMatrices(weights(second, hidden, width, layout, num), second, hidden, width, layout)
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
-    table = torch.zeros(num, dtype=torch.int32) if slots else None
-    moe(x, ids, torch.zeros(tokens, top_k), gate, gate, down, expert_slots=table, between=between)
+    moe(x, ids, torch.zeros(tokens, top_k), gate, gate, down, between=between)
 
 
-def call_gpt_oss(qtype, tokens, layout=GpuLayout.PLANES, slots=False, num=8, hidden=2880):
+def call_gpt_oss(qtype, tokens, layout=GpuLayout.PLANES, num=8, hidden=2880):
     biases = (torch.zeros(num, hidden), torch.zeros(num, hidden), torch.zeros(num, hidden))
     between = Between(ActivationSpec(Activation.SWIGLU_OAI), biases)
-    call_moe((qtype, qtype), hidden, hidden, tokens, layout, num, slots=slots, between=between)
+    call_moe((qtype, qtype), hidden, hidden, tokens, layout, num, between=between)
 
 
 def call_router(num_experts, hidden, tokens, spec):
@@ -235,12 +234,12 @@ def everything():
         call_gated(QuantType.Q4_K, 4096, 7168, tokens)
     for types in ((QuantType.Q4_K, QuantType.Q6_K), (QuantType.Q5_K, QuantType.Q5_K), (QuantType.Q8_0, QuantType.Q4_0)):
         for tokens in (2, 17, 40, 100, 600):
-            call_moe(types, 512, 768, tokens, slots=True)
+            call_moe(types, 512, 768, tokens)
         call_moe(types, 512, 768, 3, layout=GpuLayout.ROWS)
         call_moe(types, 512, 768, 2100, layout=GpuLayout.TILES)
     for tokens in (1, 17, 40, 600, 2100):
         for layout in GpuLayout:
-            call_gpt_oss(QuantType.MXFP4, tokens, layout, slots=tokens == 40)
+            call_gpt_oss(QuantType.MXFP4, tokens, layout)
     for tokens in (1, 17, 600, 2100):
         for layout in GpuLayout:
             call_moe((OwnType.F8_E4M3, OwnType.F8_E4M3), 2048, 768, tokens, layout)
