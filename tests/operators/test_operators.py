@@ -22,7 +22,7 @@ from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts, read_layout
-from ktransformers.operators.experts.router import KMoEGate
+from ktransformers.operators.experts.router import KRouter
 from ktransformers.operators.layers.model import KModel
 from ktransformers.operators.linear.embedding import KEmbedding
 from ktransformers.operators.linear.linear import KTransformersLinear
@@ -177,7 +177,7 @@ def test_experts_refuse_what_is_not_experts(config: OperatorConfig) -> None:
 def test_router_rows_do_not_depend_on_their_company(config: OperatorConfig) -> None:
     model = tiny_model("deepseek_v3", seed=0)
     gate = model.get_submodule("model.layers.1.mlp.gate")
-    operator = loaded(KMoEGate(gate, "g", config), gate, "g")
+    operator = loaded(KRouter(gate, "g", config), gate, "g")
     x = rows(29, gate.weight.shape[1])
     whole = operator(x)
     for i in range(29):

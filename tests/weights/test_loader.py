@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.errors import ConfigError, FormatError
+from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.loader import weight_format
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import tiny_model, write_safetensors
@@ -57,7 +58,7 @@ def test_several_models_in_subfolders_are_listed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         write_gguf(model, tmp_path / name / "m-00001-of-00001.gguf")
     with pytest.raises(FormatError, match=r"holds 2 GGUF models \(Q4_K_M/m-00001-of-00001\.gguf, Q8_0/m-00001"):
-        weight_format(tmp_path)
+        open_gguf(tmp_path)
 
 
 def test_subfolders_count_where_the_folder_has_no_weights(tmp_path: Path) -> None:

@@ -27,19 +27,19 @@ from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.recognize.router import CHOICE_BIAS, recognize_router
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 
-__all__ = ["KMoEGate"]
+__all__ = ["KRouter"]
 
 
-class KMoEGate(WrapperOperator):
+class KRouter(WrapperOperator):
     """Any router of `transformers`: [T, H] in, (router_logits, topk_weights [T, K], topk_ids [T, K]) out.
 
     Computes in fp32 on every device: a router is small, and a rounded score may choose another expert.
     """
 
     OPS: ClassVar[dict[str, str]] = {
-        "KMoEGateNative": "the family's own routing on native kernels",
-        "KMoEGateTriton": "one kernel that routes as the module does",
-        "KMoEGateTorch": "the family's own routing on the GPU",
+        "KRouterNative": "the family's own router on native kernels",
+        "KRouterTriton": "one kernel that routes as the module does",
+        "KRouterTorch": "the family's own router on the GPU",
     }
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
@@ -48,8 +48,8 @@ class KMoEGate(WrapperOperator):
 
     def op(self, phase: Phase) -> str:
         if not self.device.is_gpu:
-            return "KMoEGateNative"
-        return "KMoEGateTorch" if self.spec is None else "KMoEGateTriton"
+            return "KRouterNative"
+        return "KRouterTorch" if self.spec is None else "KRouterTriton"
 
     def state(self) -> DenseState:
         return DenseState(self.inner, self.key, self.device, torch.float32)

@@ -36,7 +36,7 @@ from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.experts.router import KMoEGate
+from ktransformers.operators.experts.router import KRouter
 from ktransformers.operators.layers.observed import (
     PROBE_ROWS,
     LayerCall,
@@ -115,7 +115,7 @@ def _attention(layer: nn.Module, call: LayerCall) -> AttentionLayer:
 
 def _moe(layer: nn.Module, block: KMoEBlock) -> tuple[MoeLayer, ExpertStats]:
     router, experts = _child(block.inner, "gate"), _child(block.inner, "experts")
-    if not isinstance(router, KMoEGate) or router.spec is None or router.logit_bias is not None:
+    if not isinstance(router, KRouter) or router.spec is None or router.logit_bias is not None:
         raise _DoesNotFit("a router of its own")
     if not isinstance(experts, KTransformersExperts) or experts._kernel is None:
         raise _DoesNotFit("experts that run on torch")
