@@ -283,14 +283,6 @@ class Scheduler:
             num_reserved += max(self._pages.pages_for(total_len) - len(seq.run.block_table), 0)
         return num_reserved
 
-    def preempt(self, request_id: str) -> bool:
-        """Send a running request back to the queue. False when it does not run. Between steps only: not within one."""
-        seq = self._requests.get(request_id)
-        if seq is None or seq.run is None:
-            return False
-        self._preempt(seq)
-        return True
-
     def _preempt(self, seq: Sequence) -> None:
         assert seq.run is not None
         logger.debug("preempting %s at %d tokens", seq.request_id, seq.known_len)
