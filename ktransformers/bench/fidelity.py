@@ -12,7 +12,7 @@ import torch
 from ktransformers.kernels import reference
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, Fp8Matrix, PackedTensor, RawTensor
-from ktransformers.operators.linear.relaid import relaid_experts
+from ktransformers.operators.linear.packed import pack_experts
 
 __all__ = ["relative_errors", "with_wish"]
 
@@ -37,7 +37,7 @@ def relative_errors(gate: ExpertWeight, up: ExpertWeight, down: ExpertWeight, po
         assert isinstance(part, (RawTensor, Fp8Matrix)), "re-laid weights cannot be dequantized"
         wide.append(reference.dequantize(part).double())
     want = (torch.nn.functional.silu(rows.double() @ wide[0].T) * (rows.double() @ wide[1].T)) @ wide[2].T
-    weights = relaid_experts(ExpertWeights([gate], [up], [down]), pool)
+    weights = pack_experts(ExpertWeights([gate], [up], [down]), pool)
     ids, ones = torch.zeros(_TOKENS, 1, dtype=torch.int64), torch.ones(_TOKENS, 1)
     errors = {}
     for name in ("int8", "bf16"):

@@ -24,7 +24,7 @@ from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.bench.timing import mean_time
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool, limits
 from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, OwnType, QuantType, WeightType
-from ktransformers.operators.linear.relaid import relaid_experts
+from ktransformers.operators.linear.packed import pack_experts
 
 __all__ = ["KernelWork", "Shape", "bench_kernels"]
 
@@ -106,7 +106,7 @@ class _Ours:
         for _ in range(shape.layers):
             parts: list[list[ExpertWeight]] = [[random_weight(*size) for _ in range(shape.experts)] for size in sizes]
             self.expert_bytes = sum(part[0].nbytes for part in parts)
-            weights = relaid_experts(ExpertWeights(parts[0], parts[1], parts[2]), pool)
+            weights = pack_experts(ExpertWeights(parts[0], parts[1], parts[2]), pool)
             for cpu_prefill, layers in self._layers.items():
                 layers.append(MoeKernel(with_wish(weights, cpu_prefill == "bf16"), ActivationSpec(), pool))
 

@@ -21,7 +21,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.experts.router import KMoEGate
+from ktransformers.operators.experts.router import KRouter
 from ktransformers.optimize.plan import Plan
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan, StepResult
 
@@ -108,7 +108,7 @@ class _Counts:
 
 def _top_k_of(plan: Plan) -> int | None:
     """Experts of a token by the routers, where kernels know them; layers on a GPU do not tell what they computed."""
-    routers = [operator.spec for operator in plan.operators.values() if isinstance(operator, KMoEGate)]
+    routers = [operator.spec for operator in plan.operators.values() if isinstance(operator, KRouter)]
     found = {spec.top_k for spec in routers if spec is not None}
     return found.pop() if len(found) == 1 else None
 

@@ -22,7 +22,7 @@ from ktransformers.errors import ConfigError
 
 __all__ = ["add_parsers"]
 
-GPU_LINEARS = ("linear", "fp8", "moe", "align", "repack")
+GPU_LINEARS = ("linear", "fp8", "moe", "align", "relay")
 GPU_SHAPES = {"gpu_prefill": ("qwen3-30b", "deepseek-v3"), "gpu_hand_over": ("empty", "qwen3-30b")}
 
 

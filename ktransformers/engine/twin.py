@@ -34,7 +34,7 @@ from ktransformers.kernels.types import (
     block_size,
 )
 from ktransformers.operators.experts.routed import KTransformersExperts, read_layout
-from ktransformers.operators.experts.router import KMoEGate
+from ktransformers.operators.experts.router import KRouter
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Plan
@@ -325,7 +325,7 @@ class _Roundings:
         while key and key not in self._devices:
             key = key.rpartition(".")[0]
         if self._plan.devices[self._devices.get(key, "cpu")].is_gpu:
-            return None if isinstance(operator, KMoEGate) else _to_bf16
+            return None if isinstance(operator, KRouter) else _to_bf16
         if key in self._plan.kept or isinstance(operator, WrapperOperator):
             return None
         if isinstance(operator, KTransformersExperts):

@@ -1,4 +1,4 @@
-"""The nouns of kernels: tensors in ggml block layout, FP8 matrices, re-laid matrices, experts, activations.
+"""The nouns of kernels: tensors in ggml block layout, FP8 matrices, packed matrices, experts, activations.
 
 Knows the sizes of ggml's block formats (from the `gguf` package) and how rows of blocks lie in memory. Does not know
 where the bytes come from or what a block's bits mean. Numbers that cross to the native extension are the extension's.
@@ -173,7 +173,7 @@ class Fp8Matrix:
     """A matrix of FP8 codes with block scales: weight[n, k] = values[n, k] * scales[n // 128, k // 128].
 
     values: uint8 [N, K], contiguous (may be a view of a memory map), the codes of torch.float8_e4m3fn; K is a multiple
-    of 4. scales: fp32 [ceil(N / 128), ceil(K / 128)], contiguous. Kernels take it re-laid only, see `cpu.pack_fp8`.
+    of 4. scales: fp32 [ceil(N / 128), ceil(K / 128)], contiguous. Kernels take it packed only, see `cpu.pack_fp8`.
     Raises TypeError or ValueError when they do not agree.
     """
 
@@ -207,6 +207,10 @@ class Fp8Matrix:
         """Bytes of codes and scales."""
         return fp8_nbytes(*self.shape)
 
+    def to(self, device: torch.device) -> Fp8Matrix:
+        """The matrix on a device."""
+        return Fp8Matrix(self.values.to(device), self.scales.to(device))
+
     def rows_slice(self, start: int, stop: int) -> Fp8Matrix:
         """View of rows start .. stop - 1; start is a multiple of 128. Raises IndexError otherwise or out of range."""
         if start % FP8_BLOCK or not 0 <= start <= stop <= self.values.shape[0]:
@@ -216,7 +220,7 @@ class Fp8Matrix:
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A matrix re-laid for the native kernels, 16 rows side by side (csrc/kernels/packed.inl); see `cpu.pack`.
+    """A matrix packed for the native kernels, 16 rows side by side (csrc/kernels/packed.inl); see `cpu.pack`.
 
     data: uint8, 1-D. qtype: the type whose numbers it holds. shape: (rows, cols) of the matrix. wants_bf16: whether a
     call of many tokens multiplies in bf16 where the processor can, see `cpu.linear`; BF16 always does.
@@ -243,7 +247,7 @@ class ExpertWeights:
     gate: E tensors [I, H], or None for act(up) without a gate. up: E tensors [I, H]. down: E tensors [H, I].
     Kernels take an Fp8Matrix after `pack_fp8` only.
     gate_bias, up_bias: fp32 [E, I] or None. down_bias: fp32 [E, H] or None. All experts of a projection share one type;
-    projections may differ; each may be re-laid by `pack`.
+    projections may differ; each may be packed by `pack`.
     """
 
     gate: Sequence[ExpertWeight] | None

@@ -1,4 +1,4 @@
-"""Activation functions on native kernels, recognized by asking the module rather than by family or name.
+"""Activation functions on native kernels.
 
 Torch computes the last elements of a tensor, and the ends of each thread's share, with other code than the rest; the
 last bit of silu(x) then depends on where x stands, that is on how many rows a step has. The native kernels do not.
@@ -6,12 +6,11 @@ last bit of silu(x) then depends on where x stands, that is on how many rows a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from ktransformers.core import Phase
 from ktransformers.kernels import cpu
@@ -19,56 +18,10 @@ from ktransformers.kernels.triton import elementwise
 from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import Device, give_back, use
+from ktransformers.operators.recognize.activation import recognize_activation
 from ktransformers.operators.wrapper import WrapperOperator
 
-__all__ = [
-    "PLAIN_ACTIVATIONS",
-    "KActivation",
-    "activate",
-    "first_equal",
-    "gated_reference",
-    "recognize_activation",
-    "sigmoid",
-]
-
-_REFERENCES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    Activation.SILU: functional.silu,
-    Activation.GELU: functional.gelu,
-    Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
-    Activation.RELU: functional.relu,
-    Activation.RELU2: lambda x: functional.relu(x).square(),
-    Activation.SIGMOID: torch.sigmoid,
-}
-
-PLAIN_ACTIVATIONS = tuple(ActivationSpec(kind) for kind in _REFERENCES)
-"""Every activation of one argument that a native kernel computes."""
-
-
-def gated_reference(spec: ActivationSpec, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    """act(gate) * up in plain torch, or act(gate) without up; what probes compare a module with."""
-    if spec.kind is Activation.SWIGLU_OAI:
-        if up is None:
-            return gate.new_empty(0)  # equals nothing: this activation has no form without a second argument
-        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
-        return gate * torch.sigmoid(spec.alpha * gate) * (up + 1)
-    acted = _REFERENCES[spec.kind](gate)
-    return acted if up is None else acted * up
-
-
-def probe_rows(cols: int) -> torch.Tensor:
-    """Fixed random rows [64, cols] that reach beyond +-20, to tell clamped activations from unclamped ones."""
-    return torch.randn(64, cols, generator=torch.Generator().manual_seed(0)) * 8
-
-
-def first_equal(
-    candidates: Iterable[ActivationSpec], want: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None
-) -> ActivationSpec | None:
-    """The first candidate whose act(gate) * up is `want`, up to rounding."""
-    for spec in candidates:
-        got = gated_reference(spec, gate, up)
-        if got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-5):
-            return spec
-    return None
+__all__ = ["KActivation", "activate", "sigmoid"]
 
 
 def sigmoid(x: torch.Tensor, pool: cpu.WorkerPool) -> torch.Tensor:
@@ -92,18 +45,6 @@ def activate(
     width = up.shape[-1]
     rows = None if gate is None else gate.reshape(-1, width)
     return elementwise.activate(spec, rows, up.reshape(-1, width)).view(up.shape)
-
-
-def recognize_activation(module: nn.Module) -> ActivationSpec | None:
-    """The native activation that equals `module` on random rows, or None when none does."""
-    if any(True for _ in module.children()) or any(True for _ in module.parameters()) or type(module) is nn.Identity:
-        return None
-    rows = probe_rows(32)
-    try:
-        want: Any = module(rows)
-    except Exception:  # noqa: BLE001 - any module of any family may be asked, and may refuse in any way
-        return None
-    return first_equal(PLAIN_ACTIVATIONS, want, rows, None) if isinstance(want, torch.Tensor) else None
 
 
 class KActivation(WrapperOperator):

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from ktransformers.kernels import cpu
 from ktransformers.kernels.types import Activation, ActivationSpec, QuantType, RawTensor
-from ktransformers.operators.activation import recognize_activation
 from ktransformers.operators.base import Operator
+from ktransformers.operators.recognize.activation import recognize_activation
 
 __all__ = ["NativeMathMode", "modules_on_torch"]
 

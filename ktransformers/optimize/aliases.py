@@ -48,7 +48,7 @@ OPERATORS_PREFIX = "ktransformers.operators."
 _LINEAR = "linear.KTransformersLinear"
 _EXPERTS = "experts.KTransformersExperts"
 _MOE = "moe.KMoEBlock"
-_GATE = "gate.KMoEGate"
+_ROUTER = "router.KRouter"
 _GQA = "attention.KAttention"
 _MLA = "mla.KMLAAttention"
 _MODEL = "model.KModel"
@@ -68,7 +68,7 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
         # of the first releases; the second one is spelt like that
         "DeepseekV2MoEInjected KMisrtalSparseMoEBlock Qwen2MoeSparseMoeBlockInjected"
     },
-    _GATE: {"gate": "KMoEGate KMoEGateQwen2Moe KMoEGateDeepSeekV3"},
+    _ROUTER: {"gate": "KMoEGate KMoEGateQwen2Moe KMoEGateDeepSeekV3"},
     _GQA: {
         "attention": "KLlamaAttention KHunYuanAttention",
         "balance_serve_attention": "KQwen2MoeAttention KQwen3MoeAttention KGlm4MoeAttention KHunYuanAttention",
@@ -101,7 +101,7 @@ _HOMES = {
     _LINEAR: "linear.linear",
     _EXPERTS: "experts.routed",
     _MOE: "experts.block",
-    _GATE: "experts.router",
+    _ROUTER: "experts.router",
     _GQA: "attention.gqa",
     _MLA: "attention.mla",
     _MODEL: "layers.model",
@@ -129,6 +129,9 @@ OLD_OPS = {
     "MLPCPUExperts": "KExpertsCPU",
     "MLPExpertsMarlin": "KExpertsMarlin",
     "MLPExpertsTorch": "KExpertsTorch",
+    "KMoEGateNative": "KRouterNative",
+    "KMoEGateTriton": "KRouterTriton",
+    "KMoEGateTorch": "KRouterTorch",
 }
 """Op names of the first releases -> what they are called since."""
 

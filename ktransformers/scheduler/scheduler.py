@@ -151,10 +151,6 @@ class Scheduler:
         steps = [step for step in self._in_flight if step_id in (None, step.step_id)]
         return list(dict.fromkeys(row.seq.request_id for step in steps for row in step.rows if not row.is_stale))
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
     def _end(
         self, seq: Sequence, reason: FinishReason, *, error: str | None = None, is_expired: bool = False
     ) -> RequestUpdate:
@@ -261,14 +257,6 @@ class Scheduler:
             total_len = len(seq.token_ids) + seq.run.num_pending
             num_reserved += max(self._pages.pages_for(total_len) - len(seq.run.block_table), 0)
         return num_reserved
-
-    def preempt(self, request_id: str) -> bool:
-        """Send a running request back to the queue. False when it does not run. Between steps only: not within one."""
-        seq = self._requests.get(request_id)
-        if seq is None or seq.run is None:
-            return False
-        self._preempt(seq)
-        return True
 
     def _preempt(self, seq: Sequence) -> None:
         assert seq.run is not None

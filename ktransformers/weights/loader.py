@@ -1,20 +1,15 @@
-"""Opens a model's weights, whatever format they are in. Decides by content, not by name."""
+"""Which format a model's weights are in. Decides by content, not by name."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from transformers import PretrainedConfig
-
 from ktransformers.errors import ConfigError, FormatError
 from ktransformers.file_kinds import is_gguf, is_safetensors, list_folder, not_weights, read_head, without_weights
-from ktransformers.weights.gguf import gguf_files, open_gguf
-from ktransformers.weights.gguf_source import GGUFSource
-from ktransformers.weights.safetensors import open_safetensors
-from ktransformers.weights.safetensors_source import SafetensorsSource
+from ktransformers.weights.gguf import gguf_files
 
-__all__ = ["WeightFormat", "open_source", "weight_format"]
+__all__ = ["WeightFormat", "weight_format"]
 
 WeightFormat = Literal["gguf", "safetensors"]
 
@@ -49,17 +44,3 @@ def weight_format(path: Path | str, prefer: WeightFormat | None = None) -> Weigh
     if gguf_files(path):
         return "gguf"
     raise without_weights(path)
-
-
-def open_source(
-    path: Path | str, hf_config: PretrainedConfig, prefer: WeightFormat | None = None
-) -> GGUFSource | SafetensorsSource:
-    """Open the weights at `path` (a file or a folder) for the module tree that `hf_config` describes.
-
-    Headers are read and checked, tensor bytes are not. `prefer` decides for a folder that holds both formats (callers
-    that were given a model folder rather than a weight path prefer safetensors). Raises ConfigError, FormatError,
-    UnsupportedError.
-    """
-    if weight_format(path, prefer) == "gguf":
-        return GGUFSource(open_gguf(path), hf_config)
-    return SafetensorsSource(open_safetensors(path), hf_config)

@@ -126,7 +126,7 @@ class Transcoded(Sequence[RawTensor]):
 
 
 def _own_pages(nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] that leaves nothing behind in the heap: most are let go of as soon as they are re-laid."""
+    """uint8 [nbytes] that leaves nothing behind in the heap: most are let go of as soon as they are packed."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     data = torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

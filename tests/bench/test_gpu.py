@@ -153,7 +153,7 @@ def test_without_a_gpu_it_is_refused(
     [
         (["gpu_latent", "--only", "5"], "--only must be ROWS,POSITIONS"),
         (["gpu_latent", "--only", "5,4"], "no more rows than positions"),
-        (["gpu_linear", "--only", "moe,sine"], "--only sine is not one of linear, fp8, moe, align, repack"),
+        (["gpu_linear", "--only", "moe,sine"], "--only sine is not one of linear, fp8, moe, align, relay"),
         (["gpu_prefill", "--shapes", "llama"], "--shapes llama is not one of qwen3-30b, deepseek-v3"),
         (["gpu_hand_over", "--layers", "0"], "--layers must be at least 1"),
     ],
@@ -171,7 +171,7 @@ def test_wrong_arguments_are_one_line(args: list[str], message: str, capsys: pyt
         ["gpu_attention", "--only", "qwen2-57b"],
         ["gpu_attention", "--only", "rows"],
         ["gpu_latent", "--only", "64,512"],
-        ["gpu_linear", "--only", "fp8,align,repack", "--tokens", "1"],
+        ["gpu_linear", "--only", "fp8,align,relay", "--tokens", "1"],
         ["gpu_prefill", "--shapes", "qwen3-30b", "--tokens", "64", "--milliseconds", "0"],
         ["gpu_hand_over", "--shapes", "empty", "--tokens", "1", "--layers", "4", "--checks", "4"],
     ],

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.layers.gpu import LayerStack, _feed_forward_name, _is_plain
+from ktransformers.operators.layers.gpu import LayerStack
+from ktransformers.operators.recognize.layer import LayerSpec, recognize_layer
 from tests.support.gpu_engines import gpu_engine
 from tests.support.launches import counted_launches
 from tests.support.tiny_models import tiny_config, tiny_model, write_safetensors
@@ -90,18 +91,12 @@ def layer_of(model_type: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepseek_v3", "mixtral", "glm4_moe", "gpt_oss"])
 def test_usual_layers_are_recognized(model_type: str) -> None:
-    layer = layer_of(model_type)
-    name = _feed_forward_name(layer)
-    assert name == "mlp"
     # gpt_oss takes its router's scores beside the result of its feed-forward part.
-    assert _is_plain(layer, name, in_tuple=model_type == "gpt_oss")
-    assert not _is_plain(layer, name, in_tuple=model_type != "gpt_oss")
+    assert recognize_layer(layer_of(model_type)) == LayerSpec("mlp", in_tuple=model_type == "gpt_oss")
 
 
 def test_other_layers_are_left_alone(tmp_path: Path) -> None:
-    layer = layer_of("granitemoe")  # multiplies what it adds
-    name = _feed_forward_name(layer)
-    assert name is None or not any(_is_plain(layer, name, in_tuple=in_tuple) for in_tuple in (False, True))
+    assert recognize_layer(layer_of("granitemoe")) is None  # multiplies what it adds
     write_safetensors(tiny_model("granitemoe", seed=1), tmp_path)
     modules = gpu_engine(tmp_path).runner.model.modules()
     assert not any(isinstance(module, LayerStack) for module in modules)

@@ -21,13 +21,14 @@ from ktransformers.operators.attention.mla import KMLAAttention, rotate
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.operators.experts.block import KMoEBlock
-from ktransformers.operators.experts.routed import KTransformersExperts, find_activation, read_layout
-from ktransformers.operators.experts.router import KMoEGate
+from ktransformers.operators.experts.routed import KTransformersExperts, read_layout
+from ktransformers.operators.experts.router import KRouter
 from ktransformers.operators.layers.model import KModel
 from ktransformers.operators.linear.embedding import KEmbedding
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.mlp import KMLP
 from ktransformers.operators.norm import KRMSNorm
+from ktransformers.operators.recognize.activation import recognize_expert_activation
 from tests.support.dict_source import DictSource
 from tests.support.tiny_models import tiny_model
 
@@ -149,7 +150,7 @@ class EagerConfig:
 def test_experts_without_a_kernel_run_on_torch(config: OperatorConfig, caplog: pytest.LogCaptureFixture) -> None:
     module = OddExperts(EagerConfig())
     layout = read_layout(module, "m.experts")
-    assert find_activation(module, layout) is None
+    assert recognize_expert_activation(module, layout) is None
     operator = KTransformersExperts(module, "m.experts", config)
     assert operator.op(Phase.GENERATE) == "KExpertsTorch"
     assert "KExpertsTorch" in caplog.text
@@ -163,7 +164,7 @@ def test_gpt_oss_layout_and_activation_are_found() -> None:
     experts = model.get_submodule("model.layers.0.mlp.experts")
     layout = read_layout(experts, "x")
     assert (layout.is_transposed, layout.is_concatenated, layout.has_bias) == (True, False, True)
-    spec = find_activation(experts, layout)
+    spec = recognize_expert_activation(experts, layout)
     assert spec is not None
     assert spec.kind is Activation.SWIGLU_OAI
 
@@ -176,7 +177,7 @@ def test_experts_refuse_what_is_not_experts(config: OperatorConfig) -> None:
 def test_router_rows_do_not_depend_on_their_company(config: OperatorConfig) -> None:
     model = tiny_model("deepseek_v3", seed=0)
     gate = model.get_submodule("model.layers.1.mlp.gate")
-    operator = loaded(KMoEGate(gate, "g", config), gate, "g")
+    operator = loaded(KRouter(gate, "g", config), gate, "g")
     x = rows(29, gate.weight.shape[1])
     whole = operator(x)
     for i in range(29):

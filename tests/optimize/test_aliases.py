@@ -11,7 +11,7 @@ from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import Operator
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.experts.router import KMoEGate
+from ktransformers.operators.experts.router import KRouter
 from ktransformers.operators.layers.model import KModel
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.mlp import KMLP
@@ -35,7 +35,7 @@ OPERATORS: dict[type[Operator], str] = {
     "experts.KMistralSparseMoEBlock experts.KGlm4MoeMoE experts.KHunyuanMoE "
     # of the first releases
     "experts.KMisrtalSparseMoEBlock experts.DeepseekV2MoEInjected experts.Qwen2MoeSparseMoeBlockInjected",
-    KMoEGate: "gate.KMoEGate gate.KMoEGateQwen2Moe",
+    KRouter: "gate.KMoEGate gate.KMoEGateQwen2Moe",
     KMLAAttention: "attention.KDeepseekV2Attention attention.DeepseekV2AttentionInjected "
     "balance_serve_attention.flashinfer_attn",
     KAttention: "attention.KLlamaAttention balance_serve_attention.KQwen2MoeAttention "

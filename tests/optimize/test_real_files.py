@@ -14,7 +14,8 @@ from ktransformers.operators.base import OperatorConfig
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.plan import make_plan
 from ktransformers.optimize.rules import load_rules
-from ktransformers.weights.loader import open_source
+from ktransformers.weights.safetensors import open_safetensors
+from ktransformers.weights.safetensors_source import SafetensorsSource
 from tests.support.fake_operators import MACHINE
 from tests.support.tiny_models import tiny_model, write_safetensors
 
@@ -28,7 +29,7 @@ def test_bytes_are_those_of_the_checkpoint(model_type: str, is_tied: bool, tmp_p
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         stored = sum(4 * file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - not a mapping
     skeleton = build_skeleton(tiny_model(model_type, tie_word_embeddings=is_tied).config)
-    source = open_source(tmp_path, skeleton.config)
+    source = SafetensorsSource(open_safetensors(tmp_path), skeleton.config)
     pool = WorkerPool(1)
     try:
         plan = make_plan(

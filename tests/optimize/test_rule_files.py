@@ -59,7 +59,7 @@ def test_shipped_rules_all_match(file: str, model_type: str, values: dict[str, A
     assert found["model.rotary_emb"] == "KRotaryEmbedding"
     has_experts = [key for key, name in found.items() if name == "KTransformersExperts"]
     assert bool(has_experts) == ("dense" not in file)
-    assert len([name for name in found.values() if name == "KMoEGate"]) == len(has_experts)
+    assert len([name for name in found.values() if name == "KRouter"]) == len(has_experts)
 
 
 @pytest.mark.parametrize(("file", "model_type", "values"), CASES[:9])

@@ -232,8 +232,8 @@ def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
     loop.schedule()
     loop.schedule()  # in flight when the sequence is thrown out: its token is dropped and sampled again
     loop.commit()
-    assert loop.scheduler.preempt("a1")
-    assert not loop.scheduler.preempt("a1")
+    assert loop.preempt("a1")
+    assert not loop.preempt("a1")
     assert loop.scheduler.stats().num_used_pages == 0
     assert loop.commit() == []
     plan = loop.schedule()

@@ -102,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loop.requests)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        self.loop.scheduler.preempt(self._pick(data))
+        self.loop.preempt(self._pick(data))
         self.loop.scheduler.check_integrity()
 
     @rule(seconds=st.sampled_from([1.0, 3.0]))

@@ -195,6 +195,14 @@ class Loop:
         if update.finish_reason is not None:
             self.last[request_id] = update
 
+    def preempt(self, request_id: str) -> bool:
+        """Send a running request back to the queue. False when it does not run."""
+        seq = self.scheduler._requests.get(request_id)
+        if seq is None or seq.run is None:
+            return False
+        self.scheduler._preempt(seq)
+        return True
+
     def crash(self) -> None:
         self.scheduler.engine_lost()
         self.scheduler.check_integrity()

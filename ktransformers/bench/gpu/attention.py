@@ -22,8 +22,9 @@ from ktransformers.bench.gpu.device import BF16, Gpu, relative_error, shown_gpu
 from ktransformers.bench.gpu.rows import row_figures
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.kernels.triton import attention_launch as launch
-from ktransformers.kernels.triton.attention import attention, workspace_size
-from ktransformers.kernels.triton.mla import mla_attention, mla_workspace_size
+from ktransformers.kernels.triton.attention import attention
+from ktransformers.kernels.triton.attention_launch import workspace_numel
+from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.runtime import triton
 
 __all__ = ["bench_gpu_attention", "tune_gpu_attention"]
@@ -109,9 +110,9 @@ class Case:
         self.out = torch.empty(total, model.heads, model.dim_v, device=device, dtype=BF16)
         self.sinks = torch.randn(model.heads, device=device) if model.has_sinks else None
         size = (
-            mla_workspace_size(total, model.heads, model.dim_v, MAX_LEN, device)
+            workspace_numel(total, model.heads, 1, model.dim_v, MAX_LEN, device)
             if model.is_latent
-            else workspace_size(total, model.heads, model.kv_heads, model.dim_v, MAX_LEN, device)
+            else workspace_numel(total, model.heads, model.kv_heads, model.dim_v, MAX_LEN, device)
         )
         self.workspace = torch.empty(2 * size if rows == 1 else 0, device=device)  # tuning may split twice as often
         self.scale = model.dim**-0.5

@@ -26,7 +26,7 @@ from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.cuda import CudaDriver
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, QuantType
-from ktransformers.operators.linear.relaid import relaid_experts
+from ktransformers.operators.linear.packed import pack_experts
 
 __all__ = ["SHAPES", "HandOverWork", "bench_gpu_hand_over"]
 
@@ -81,7 +81,7 @@ def make_kernel(shape: Shape, pool: WorkerPool) -> MoeKernel:
 
     first, last = shape.types
     gate, up = some(first, shape.width, shape.hidden), some(first, shape.width, shape.hidden)
-    weights = relaid_experts(ExpertWeights(gate, up, some(last, shape.hidden, shape.width)), pool)
+    weights = pack_experts(ExpertWeights(gate, up, some(last, shape.hidden, shape.width)), pool)
     return MoeKernel(weights, ActivationSpec(), pool)
 
 

@@ -18,11 +18,10 @@ from torch import Tensor
 from ktransformers.bench.gpu.device import BF16, Gpu, shown_gpu
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.kernels.triton.align import moe_align
-from ktransformers.kernels.triton.fp8 import Fp8Matrix, fp8_linear
 from ktransformers.kernels.triton.linear import Workspace, linear
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, block_rows, moe
-from ktransformers.kernels.triton.packing import Layout, packed_nbytes, repack
-from ktransformers.kernels.types import QuantType, row_bytes
+from ktransformers.kernels.triton.relay import GpuLayout, relaid_nbytes, relay
+from ktransformers.kernels.types import OwnType, QuantType, row_bytes
 
 __all__ = ["bench_gpu_linear"]
 
@@ -97,13 +96,14 @@ def linear_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     """Quantized matrices."""
     for name, n, k, types in _LINEARS:
         for qtype in types:
-            size = packed_nbytes(qtype, n, k)
+            size = relaid_nbytes(qtype, n, k)
             weights = [_random_bytes(gpu, size) for _ in range(gpu.copies(size))]
             for count in tokens:
                 x, out = gpu.randn(count, k), torch.empty(count, n, dtype=BF16, device=gpu.device)
                 space = Workspace.allocate(gpu.device, count)
                 calls = [
-                    partial(linear, x, w, qtype, n, k, out=out, layout=Layout.GPU, workspace=space) for w in weights
+                    partial(linear, x, w, qtype, n, k, out=out, layout=GpuLayout.PLANES, workspace=space)
+                    for w in weights
                 ]
                 yield _Work("linear", name, qtype.name, count, calls, size, 2 * count * n * k)
 
@@ -112,11 +112,14 @@ def fp8_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     """FP8 with block scales."""
     for name, n, k in _FP8S:
         size = n * k + 4 * -(-n // 128) * -(-k // 128)
-        weights = [Fp8Matrix(_random_bytes(gpu, size), n, k, True) for _ in range(gpu.copies(size))]
+        weights = [_random_bytes(gpu, size) for _ in range(gpu.copies(size))]
         for count in tokens:
             x, out = gpu.randn(count, k), torch.empty(count, n, dtype=BF16, device=gpu.device)
             space = Workspace.allocate(gpu.device, count)
-            calls = [partial(fp8_linear, x, w, out=out, workspace=space) for w in weights]
+            calls = [
+                partial(linear, x, w, OwnType.F8_E4M3, n, k, out=out, layout=GpuLayout.PLANES, workspace=space)
+                for w in weights
+            ]
             yield _Work("fp8", name, "e4m3", count, calls, size, 2 * count * n * k)
 
 
@@ -133,8 +136,8 @@ def moe_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     for name, num, top_k, hidden, width, first, second in _MOES:
 
         def matrices(qtype: QuantType, n: int, k: int, num: int = num) -> ExpertMatrices:
-            data = _random_bytes(gpu, num * packed_nbytes(qtype, n, k)).view(num, -1)
-            return ExpertMatrices(data, qtype, n, k, layout=Layout.GPU)
+            data = _random_bytes(gpu, num * relaid_nbytes(qtype, n, k)).view(num, -1)
+            return ExpertMatrices(data, qtype, n, k, layout=GpuLayout.PLANES)
 
         gate, up = matrices(first, width, hidden), matrices(first, width, hidden)
         down = matrices(second, hidden, width)
@@ -166,15 +169,15 @@ def align_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
         yield _Work("align", "128 experts, top 8", f"block {block}", count, calls, ids.numel() * 4)
 
 
-def repack_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
+def relay_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     """From a file's layout to the GPU's, whatever the tokens."""
     for qtype in (Q4, Q6):
         raw = _random_bytes(gpu, 16 * 2048 * row_bytes(qtype, 768)).view(16, -1)
-        calls = [partial(repack, raw, qtype, 2048, 768)]
-        yield _Work("repack", "16 x 2048 x 768", qtype.name, 0, calls, raw.numel())
+        calls = [partial(relay, raw, qtype, 2048, 768)]
+        yield _Work("relay", "16 x 2048 x 768", qtype.name, 0, calls, raw.numel())
 
 
-_WORKS = {"linear": linear_works, "fp8": fp8_works, "moe": moe_works, "align": align_works, "repack": repack_works}
+_WORKS = {"linear": linear_works, "fp8": fp8_works, "moe": moe_works, "align": align_works, "relay": relay_works}
 
 
 def bench_gpu_linear(kernels: Sequence[str], tokens: Sequence[int], gpu: Gpu | None = None) -> Record:

@@ -28,7 +28,7 @@ from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.staging import HostExperts, StagingSize
 from ktransformers.operators.experts.streamed import PrefillShape
-from ktransformers.operators.linear.relaid import relaid_experts
+from ktransformers.operators.linear.packed import pack_experts
 from ktransformers.weights.source import ExpertsLayout
 from ktransformers.weights.synthetic import SyntheticSource
 
@@ -73,7 +73,7 @@ def make_kernel(shape: Shape, number: int, pool: WorkerPool) -> MoeKernel:
     """A layer of experts with random weights; another number has others."""
     layout = ExpertsLayout(shape.experts, shape.hidden, shape.inner, True, False, False, True)
     weights = SyntheticSource({}, PretrainedConfig()).experts(f"layers.{number}.mlp.experts", layout)
-    return MoeKernel(relaid_experts(weights, pool), ActivationSpec(), pool)
+    return MoeKernel(pack_experts(weights, pool), ActivationSpec(), pool)
 
 
 class Layers:

@@ -18,8 +18,8 @@ from ktransformers.kernels.types import OwnType, PackedTensor, QuantType, RawTen
 __all__ = [
     "ISA_VARIABLE",
     "NATIVE_TYPES",
+    "CpuLayout",
     "Isa",
-    "Layout",
     "WorkerPool",
     "active_isa",
     "available_isas",
@@ -67,8 +67,8 @@ class Isa(Enum):
 _LAYOUTS = extension.layouts()
 
 
-class Layout(IntEnum):
-    """How a matrix lies in memory: rows of blocks, or re-laid; TILES_BF16: see PackedTensor.wants_bf16."""
+class CpuLayout(IntEnum):
+    """How a matrix lies in memory: rows of blocks, or packed; TILES_BF16: see PackedTensor.wants_bf16."""
 
     ROWS = _LAYOUTS["ROWS"]
     TILES = _LAYOUTS["TILES"]
@@ -78,8 +78,8 @@ class Layout(IntEnum):
 def layout_of(weight: RawTensor | PackedTensor) -> int:
     """The layout's number, as the extension takes it."""
     if isinstance(weight, RawTensor):
-        return int(Layout.ROWS)
-    return int(Layout.TILES_BF16 if weight.wants_bf16 else Layout.TILES)
+        return int(CpuLayout.ROWS)
+    return int(CpuLayout.TILES_BF16 if weight.wants_bf16 else CpuLayout.TILES)
 
 
 def available_isas() -> tuple[Isa, ...]:
@@ -104,7 +104,7 @@ def active_isa() -> Isa:
 
 
 def has_bf16(isa: Isa) -> bool:
-    """Whether a tier multiplies bf16: re-laid BF16 weights, and others that want it."""
+    """Whether a tier multiplies bf16: packed BF16 weights, and others that want it."""
     return bool(extension.has_bf16(isa.value))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, check_weight, layout_of
 from ktransformers.kernels.cpu.moe import MoeKernel
-from ktransformers.kernels.cpu.routing import RouterSpec
+from ktransformers.kernels.cpu.router import RouterSpec
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import ActivationSpec, PackedTensor, RawTensor
 

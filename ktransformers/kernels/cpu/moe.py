@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.cpu.base import Layout, WorkerPool, check_tensor, check_weight, layout_of, output
+from ktransformers.kernels.cpu.base import CpuLayout, WorkerPool, check_tensor, check_weight, layout_of, output
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeight, ExpertWeights, QuantType
 
@@ -27,7 +27,7 @@ def _projection(
     if tensors is None:
         if bias is not None:
             raise ValueError(f"{name}_bias is given, but there is no {name}")
-        return (int(QuantType.F32), 0, 0, [], 0, int(Layout.ROWS))
+        return (int(QuantType.F32), 0, 0, [], 0, int(CpuLayout.ROWS))
     if len(tensors) != num_experts:
         raise ValueError(f"{name} has {len(tensors)} experts, up has {num_experts}")
     qtype, layout = tensors[0].qtype, layout_of(check_weight(f"{name}[0]", tensors[0], 2))

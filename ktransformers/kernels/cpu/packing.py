@@ -1,4 +1,4 @@
-"""Weights re-laid for the native kernels, in memory that suits streams. See packed, fp8 and bf16.inl in csrc/kernels.
+"""Weights packed for the native kernels, in memory that suits streams. See packed, fp8 and bf16.inl in csrc/kernels.
 
 Knows how matrices lie in memory; does not compute with them, and does not know where they come from.
 """
@@ -27,7 +27,7 @@ __all__ = [
     "transcode_blocks",
 ]
 
-#: The block formats that `pack` re-lays.
+#: The block formats that `pack` packs.
 PACKED_TYPES = frozenset(
     {
         QuantType.Q8_0,
@@ -56,10 +56,10 @@ def can_pack(qtype: WeightType, cols: int, isa: Isa) -> bool:
 
 
 def pack(weight: RawTensor, pool: WorkerPool, out: Tensor | None = None) -> PackedTensor:
-    """Re-lay a matrix [N, K] of a type in PACKED_TYPES, once, so that the kernels read it in one stream.
+    """Pack a matrix [N, K] of a type in PACKED_TYPES, once, so that the kernels read it in one stream.
 
     out: uint8 [packed_nbytes(...)] to write to, made when None. Products with the result are bit-equal to those with
-    `weight`, which is not needed any more. BF16 is re-laid for products of bf16, which are not: only where the pool has
+    `weight`, which is not needed any more. BF16 is packed for products of bf16, which are not: only where the pool has
     them, and K a multiple of 32 (`can_pack`).
     """
     return pack_all([weight], pool, out)[0]
@@ -98,11 +98,11 @@ def _check_packable(name: str, weight: RawTensor | Fp8Matrix, pool: WorkerPool) 
         return
     check_weight(name, weight, 2)
     if not can_pack(weight.qtype, weight.cols, pool.isa):
-        raise ValueError(f"{name} of {weight.cols} {weight.qtype.name} columns has no re-laid form on {pool.isa.value}")
+        raise ValueError(f"{name} of {weight.cols} {weight.qtype.name} columns has no packed form on {pool.isa.value}")
 
 
 def pack_fp8(weight: Fp8Matrix, pool: WorkerPool, out: Tensor | None = None) -> PackedTensor:
-    """Re-lay an FP8 matrix [N, K], once, into the only form in which kernels compute with it.
+    """Pack an FP8 matrix [N, K], once, into the only form in which kernels compute with it.
 
     out: as for `pack`. Activations stay fp32. A NaN code makes the outputs of all 16 rows of its tile NaN.
     """

@@ -17,7 +17,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor
 from ktransformers.kernels.extension import extension
 
-__all__ = ["Pick", "RowLogprobs", "philox4x32", "sample_rows", "token_logprobs", "token_weights", "uniforms"]
+__all__ = ["Pick", "RowLogprobs", "philox4x32", "sample_rows", "token_logprobs", "uniforms"]
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -113,14 +113,3 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int, pool: W
         top.data_ptr(),
     )
     return RowLogprobs(chosen, top_ids, top)
-
-
-def token_weights(logits: Tensor, temperature: float, pool: WorkerPool) -> Tensor:
-    """The weights that `sample_rows` counts with, fp64 [V]: exp((logit - greatest) / temperature), 0 below 2**-64.
-
-    logits: finite fp32 [V]. temperature > 0.
-    """
-    check_tensor("logits", logits, (None,))
-    out = torch.empty(logits.shape[0], dtype=torch.float64)
-    extension._row_weights(pool.handle, logits.data_ptr(), logits.shape[0], float(temperature), out.data_ptr())
-    return out

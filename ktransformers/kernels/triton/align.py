@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 
-__all__ = ["SMALL_PAIRS", "AlignedPairs", "max_blocks", "moe_align"]
+__all__ = ["SMALL_PAIRS", "AlignedPairs", "known_expert", "max_blocks", "moe_align"]
 
 
 SMALL_PAIRS = 8192
@@ -47,9 +47,15 @@ def max_blocks(pairs: int, num_experts: int, block: int) -> int:
 
 
 @jit
+def known_expert(expert, E: tl.constexpr):
+    """The expert, -1 for an id outside 0 .. E - 1."""
+    return tl.where((expert >= 0) & (expert < E), expert, -1)
+
+
+@jit
 def expert_slot(slots, expert, E: tl.constexpr, HAS_SLOTS: tl.constexpr):
     """Where an expert's weights are, -1 for none (an id outside 0 .. E - 1, or one that the map leaves out)."""
-    slot = tl.where((expert >= 0) & (expert < E), expert, -1)
+    slot = known_expert(expert, E)
     if HAS_SLOTS:
         slot = tl.load(slots + slot, mask=slot >= 0, other=-1)
     return slot

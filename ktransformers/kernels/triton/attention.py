@@ -11,21 +11,9 @@ from ktransformers.kernels.triton.attention_launch import (
     check_call,
     launch_decode,
     launch_prefill,
-    workspace_numel,
 )
 
-__all__ = ["attention", "workspace_size"]
-
-
-def workspace_size(
-    num_rows: int, num_heads: int, num_kv_heads: int, dim_v: int, max_len: int, device: torch.device
-) -> int:
-    """fp32 values of the workspace that `attention` needs for so many rows, each up to `max_len` long.
-
-    max_len: pages of a row of the block table times page_size. One workspace serves all layers, one after another;
-    beyond 64 MB the rows take turns in it.
-    """
-    return workspace_numel(num_rows, num_heads, num_kv_heads, dim_v, max_len, device)
+__all__ = ["attention"]
 
 
 def attention(
@@ -49,7 +37,7 @@ def attention(
 
     q, out: fp16, bf16 or fp32; k_cache [slots, Hkv, Dk], v_cache [slots, Hkv, Dv]: one of these types, in which the
     products are taken (fp32 accumulators). seq_ids, kv_lens: int32 or int64. out: made like q when None.
-    workspace: fp32 of `workspace_size`, made when None, at least for one row;
+    workspace: fp32 of `workspace_numel`, made when None, at least for one row;
     give it and `out` and nothing is allocated. counters: int32, all 0 before and after; with one for each row and KV
     head, a decode step of few heads per KV head is one launch instead of two. Calls that share a workspace or counters
     must run one after another on one stream.

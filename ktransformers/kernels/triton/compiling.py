@@ -52,7 +52,6 @@ class Compiled:
     variants: set[tuple[Any, ...]]
     num_compiled: int = 0
     num_from_disk: int = 0
-    num_failed: int = 0
     seconds: float = 0.0
 
 
@@ -192,7 +191,6 @@ def rehearsal(progress: Callable[[int, int], None] | None = None) -> Iterator[Co
             for done, future in enumerate(compilers.futures, start=1):
                 error = future.exception()
                 if error is not None:
-                    found.num_failed += 1
                     logger.warning("a kernel does not compile: %s", str(error).splitlines()[0] if str(error) else error)
                 report(done, total)
     finally:

@@ -1,6 +1,6 @@
 """Weights of ggml's block formats inside Triton kernels: from stored bits to numbers in registers.
 
-Three layouts: the GPU's own (packing.py, fast: aligned words, neighbouring rows side by side), the CPU kernels'
+Three layouts: planes (relay.py, fast: aligned words, neighbouring rows side by side), the CPU kernels'
 (cpu_layout.py) and ggml's (byte by byte, for what packing does not take). Matrices are [N rows, K columns]; tiles here
 are [columns or words, rows], rows fastest, as the re-laid planes lie. MXFP4 and FP8 are small floats times a scale. The
 other block formats are `w = s * u - m` with an unsigned integer u and a scale and a minimum per 16 or 32 columns. In
@@ -32,17 +32,17 @@ from ktransformers.kernels.triton.bits import (
     half_bits,
     shifted,
 )
-from ktransformers.kernels.triton.cpu_layout import cpu_tile
-from ktransformers.kernels.triton.packing import READ_TYPES, Layout, layout_nbytes
+from ktransformers.kernels.triton.relay import READ_TYPES, GpuLayout, layout_nbytes
 from ktransformers.kernels.triton.runtime import constant, jit, tl, triton
+from ktransformers.kernels.triton.tiles import cpu_tile
 from ktransformers.kernels.types import WeightType
 
 __all__ = ["check_matrix", "dequantize", "weight_tile"]
 
 # Layout as constants of the kernels.
-GGML = constant(int(Layout.GGML))
-GPU = constant(int(Layout.GPU))
-CPU = constant(int(Layout.CPU))
+ROWS = constant(int(GpuLayout.ROWS))
+PLANES = constant(int(GpuLayout.PLANES))
+TILES = constant(int(GpuLayout.TILES))
 
 
 @jit
@@ -268,9 +268,9 @@ def weight_tile(base, k0, n, mask, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr
     base: uint8 pointer to the matrix. mask: [1, BN]. BK: a multiple of 32 (64 in the
     CPU's layout); k0 a multiple of BK.
     """
-    if LAYOUT == GPU:
+    if LAYOUT == PLANES:
         return packed_tile(base, k0, n, mask, one, TYPE, K, N, BK, DTYPE)
-    if LAYOUT == CPU:
+    if LAYOUT == TILES:
         return cpu_tile(base, k0, n, mask, one, TYPE, K, DTYPE)
     k = k0 + tl.arange(0, BK)[:, None]
     if TYPE == F8_E4M3:
@@ -296,7 +296,7 @@ def _dequantize_kernel(base, out, one, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
     tl.store(out + n.to(tl.int64) * K + k, tile.to(out.dtype.element_ty), mask=mask & (k < K))
 
 
-def check_matrix(weight: Tensor, qtype: WeightType, rows: int, cols: int, layout: Layout, matrices: int = 1) -> None:
+def check_matrix(weight: Tensor, qtype: WeightType, rows: int, cols: int, layout: GpuLayout, matrices: int = 1) -> None:
     """Check the bytes of one matrix [rows, cols] or of many.
 
     Raises TypeError or ValueError that names what is wrong: type, dtype, size, strides, a matrix of 2 GiB or more.
@@ -317,7 +317,7 @@ def check_matrix(weight: Tensor, qtype: WeightType, rows: int, cols: int, layout
 
 
 def dequantize(
-    raw: Tensor, qtype: WeightType, rows: int, cols: int, out: Tensor | None = None, layout: Layout = Layout.GGML
+    raw: Tensor, qtype: WeightType, rows: int, cols: int, out: Tensor | None = None, layout: GpuLayout = GpuLayout.ROWS
 ) -> Tensor:
     """A matrix as numbers: [rows, cols], of `out`'s dtype (fp32, fp16 or bf16; fp32 when None).
 

@@ -18,9 +18,9 @@ from ktransformers.kernels.triton.bits import ONE
 from ktransformers.kernels.triton.dequant import check_matrix
 from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, vector_tile
-from ktransformers.kernels.triton.packing import Layout
+from ktransformers.kernels.triton.relay import GpuLayout
 from ktransformers.kernels.triton.runtime import jit, tl, triton
-from ktransformers.kernels.types import Activation, QuantType
+from ktransformers.kernels.types import Activation, WeightType
 
 __all__ = ["VECTOR_ROWS", "Rows", "Workspace", "gated_linear", "launch", "linear", "linear_pair"]
 
@@ -259,13 +259,13 @@ def result(out: Tensor | None, x: Tensor, rows: int) -> Tensor:
 def linear(
     x: Tensor,
     weight: Tensor,
-    qtype: QuantType,
+    qtype: WeightType,
     rows: int,
     cols: int,
     bias: Tensor | None = None,
     out: Tensor | None = None,
     *,
-    layout: Layout = Layout.GGML,
+    layout: GpuLayout = GpuLayout.ROWS,
     workspace: Workspace | None = None,
 ) -> Tensor:
     """out[t, n] = sum_k x[t, k] W[n, k] + bias[n].
@@ -284,7 +284,7 @@ def linear(
 def linear_pair(
     x: Tensor,
     weights: tuple[Tensor, Tensor],
-    qtypes: tuple[QuantType, QuantType],
+    qtypes: tuple[WeightType, WeightType],
     rows: tuple[int, int],
     cols: int,
     bias: Tensor | None = None,
@@ -298,15 +298,15 @@ def linear_pair(
     as in `linear`.
     """
     for weight, qtype, count in zip(weights, qtypes, rows, strict=True):
-        check_matrix(weight, qtype, count, cols, Layout.GPU)
+        check_matrix(weight, qtype, count, cols, GpuLayout.PLANES)
     parts = tuple(Rows(w, int(q), n) for w, q, n in zip(weights, qtypes, rows, strict=True))
-    return launch(x, parts, cols, bias, out, Layout.GPU, workspace)
+    return launch(x, parts, cols, bias, out, GpuLayout.PLANES, workspace)
 
 
 def gated_linear(
     x: Tensor,
     weight: Tensor,
-    qtype: QuantType,
+    qtype: WeightType,
     rows: int,
     cols: int,
     kind: Activation,
@@ -320,10 +320,10 @@ def gated_linear(
     weight: row 2 i of the matrix [rows, cols] is gate's row i, row 2 i + 1 up's, in the GPU's layout; bias likewise.
     kind: an activation without numbers of its own. What is activated is fp32, not rounded. The others as in `linear`.
     """
-    check_matrix(weight, qtype, rows, cols, Layout.GPU)
+    check_matrix(weight, qtype, rows, cols, GpuLayout.PLANES)
     if kind is Activation.SWIGLU_OAI:
         raise ValueError("SWIGLU_OAI has numbers of its own: compute the product and activate it")
-    return launch(x, (Rows(weight, int(qtype), rows),), cols, bias, out, Layout.GPU, workspace, kind.name)
+    return launch(x, (Rows(weight, int(qtype), rows),), cols, bias, out, GpuLayout.PLANES, workspace, kind.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +341,7 @@ def launch(
     cols: int,
     bias: Tensor | None,
     out: Tensor | None,
-    layout: Layout,
+    layout: GpuLayout,
     workspace: Workspace | None,
     act: str = "",
 ) -> Tensor:
@@ -360,7 +360,7 @@ def launch(
     counts = (cols, first.rows, second_rows)
     bias_or_x = x if bias is None else bias
     options = {"HAS_BIAS": bias is not None, "ACT": act}
-    if layout == Layout.GPU and tokens <= VECTOR_ROWS:
+    if layout == GpuLayout.PLANES and tokens <= VECTOR_ROWS:
         block, groups, split, warps = _vector_plan(rows, cols)
         tiles = sum(triton.cdiv(weight.rows, block) for weight in weights)
         space = _space(workspace, x, split, tokens, rows, tiles)

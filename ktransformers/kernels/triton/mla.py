@@ -15,15 +15,9 @@ from ktransformers.kernels.triton.attention_launch import (
     check_call,
     launch_decode,
     launch_prefill,
-    workspace_numel,
 )
 
-__all__ = ["mla_attention", "mla_workspace_size"]
-
-
-def mla_workspace_size(num_rows: int, num_heads: int, rank: int, max_len: int, device: torch.device) -> int:
-    """fp32 values of the workspace that `mla_attention` needs; see `attention.workspace_size`."""
-    return workspace_numel(num_rows, num_heads, 1, rank, max_len, device)
+__all__ = ["mla_attention"]
 
 
 def mla_attention(
@@ -44,7 +38,7 @@ def mla_attention(
 
     q: [T, Hq, rank + rope]. cache: [slots, 1, rank + rope]; see `rope.latent_to_cache`. out: [T, Hq, rank], made like q
     when None. rank must be a power of two of at least 16 (512 in every model known). workspace: fp32 of
-    `mla_workspace_size`. The others, the two kernels and the errors as in `attention.attention`.
+    `workspace_numel` for one KV head. The others, the two kernels and the errors as in `attention.attention`.
     """
     if rank < 16 or rank & (rank - 1) or rank > q.shape[-1] or 2 * rank <= q.shape[-1]:
         raise ValueError(f"rank must be the largest power of two within the {q.shape[-1]} columns of q, got {rank}")

@@ -6,8 +6,8 @@ or with biases behind the three products and another activation (`Between`).
 Two paths. Few tokens with weights in the GPU's layout: one program per pair and tile of rows, on the vector loop (an
 expert that two tokens share is read from the L2 cache the second time); two launches. Otherwise: pairs sorted by expert
 (align.py), then tensor-core tiles over blocks of one expert. Both add a token's experts in the order of its top-k list.
-Experts lie in slots of one tensor per projection; a map from expert to slot lets a staging buffer hold a few of them,
-in the layout of the CPU kernels too. Launches depend on shapes alone; with `out` and a workspace nothing is allocated.
+Experts lie in slots of one tensor per projection; a staging buffer may hold a few of them (`moe_blocks`), in the layout
+of the CPU kernels too. Launches depend on shapes alone; with `out` and a workspace nothing is allocated.
 Knows no router and no model.
 """
 
@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.triton.align import SMALL_PAIRS, AlignedPairs, expert_slot, max_blocks, moe_align
+from ktransformers.kernels.triton.align import SMALL_PAIRS, AlignedPairs, known_expert, max_blocks, moe_align
 from ktransformers.kernels.triton.bits import ONE
 from ktransformers.kernels.triton.dequant import check_matrix
 from ktransformers.kernels.triton.elementwise import activation_value
 from ktransformers.kernels.triton.linear import check_rows, result, warps_for
 from ktransformers.kernels.triton.matmul import arrive_last, dot_tile, dot_tile_pair, vector_pair, vector_tile
-from ktransformers.kernels.triton.packing import Layout, layout_nbytes
+from ktransformers.kernels.triton.relay import GpuLayout, layout_nbytes
 from ktransformers.kernels.triton.runtime import jit, tl, triton
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, WeightType
 
@@ -37,7 +37,6 @@ __all__ = [
     "block_rows",
     "moe",
     "moe_blocks",
-    "moe_partial",
     "moe_sum",
 ]
 
@@ -59,7 +58,7 @@ class ExpertMatrices:
     qtype: WeightType
     rows: int
     cols: int
-    layout: Layout = Layout.GGML
+    layout: GpuLayout = GpuLayout.ROWS
 
     def __post_init__(self) -> None:
         check_matrix(self.data, self.qtype, self.rows, self.cols, self.layout, self.slots)
@@ -141,13 +140,11 @@ class MoeWorkspace:
         num_experts: int,
         up: ExpertMatrices,
         down: ExpertMatrices,
-        *,
-        in_turns: bool = False,
     ) -> MoeWorkspace:
-        """For calls with x's number of rows and dtype, on x's device. in_turns: for `moe_partial`."""
+        """For calls with x's number of rows and dtype, on x's device."""
         tokens = x.shape[0]
         pairs = tokens * top_k
-        vector = uses_vector_path(tokens, up, down) and not in_turns
+        vector = uses_vector_path(tokens, up, down)
         counters = tokens * triton.cdiv(down.rows, _DOWN_ROWS) if vector else 1
         return cls(
             torch.empty(pairs, up.rows, dtype=x.dtype, device=x.device),
@@ -166,7 +163,7 @@ class MoeWorkspace:
 
 
 def uses_vector_path(tokens: int, up: ExpertMatrices, down: ExpertMatrices) -> bool:
-    return tokens <= VECTOR_TOKENS and up.layout == down.layout == Layout.GPU
+    return tokens <= VECTOR_TOKENS and up.layout == down.layout == GpuLayout.PLANES
 
 
 def row_thresholds(num_experts: int, top_k: int) -> list[int]:
@@ -189,14 +186,14 @@ def activated(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
 
 
 @jit
-def _gate_up_vector(x, stride, ids, slots, gate, up, gate_bias, up_bias, hidden, one, GATE: tl.constexpr,
+def _gate_up_vector(x, stride, ids, gate, up, gate_bias, up_bias, hidden, one, GATE: tl.constexpr,
                     UP: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr, K: tl.constexpr,
-                    N: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr,
+                    N: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr,
                     KS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
                     HAS_BIAS: tl.constexpr):  # fmt: skip
     tile, p = tl.program_id(0), tl.program_id(1)
     expert = tl.load(ids + p)
-    slot = expert_slot(slots, expert, E, HAS_SLOTS)
+    slot = known_expert(expert, E)
     if slot >= 0:
         n = tile * BN + tl.arange(0, BN)
         at = slot.to(tl.int64)
@@ -211,13 +208,13 @@ def _gate_up_vector(x, stride, ids, slots, gate, up, gate_bias, up_bias, hidden,
 
 
 @jit
-def _down_vector(hidden, ids, slots, weights, down, bias, parts, counters, out, one, TYPE: tl.constexpr,
-                 BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr,
+def _down_vector(hidden, ids, weights, down, bias, parts, counters, out, one, TYPE: tl.constexpr,
+                 BYTES: tl.constexpr, K: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
                  TOP_K: tl.constexpr, BN: tl.constexpr, KS: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     """The last program of a token and a tile to finish adds the parts of all its experts, in their order."""
     tile, p = tl.program_id(0), tl.program_id(1)
     expert = tl.load(ids + p)
-    slot = expert_slot(slots, expert, E, HAS_SLOTS)
+    slot = known_expert(expert, E)
     n = tile * BN + tl.arange(0, BN)
     mask = n < N
     steps = tl.where(slot >= 0, (K // 32 + KS - 1) // KS, 0)  # no expert: the part is zero
@@ -276,7 +273,7 @@ def _down_tile(hidden, ids, pair_ids, block_slots, weights, down, bias, parts, P
 
 
 @jit
-def _sum_kernel(parts, ids, slots, out, N: tl.constexpr, E: tl.constexpr, HAS_SLOTS: tl.constexpr,
+def _sum_kernel(parts, ids, out, N: tl.constexpr, E: tl.constexpr,
                 TOP_K: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """out[t] = sum of the parts of token t, in their order, without those that no expert wrote."""
     token = tl.program_id(0).to(tl.int64)
@@ -284,42 +281,42 @@ def _sum_kernel(parts, ids, slots, out, N: tl.constexpr, E: tl.constexpr, HAS_SL
     total = tl.zeros((BN,), tl.float32)
     for j in range(TOP_K):
         p = token * TOP_K + j
-        slot = expert_slot(slots, tl.load(ids + p), E, HAS_SLOTS)
+        slot = known_expert(tl.load(ids + p), E)
         total += tl.load(parts + p * N + n, mask=n < tl.where(slot >= 0, N, 0), other=0.0).to(tl.float32)
     tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
 def _vector(
-    x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, has_slots: bool, num_experts: int,
+    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int,
     matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], out: Tensor, space: MoeWorkspace,
     between: Between,
 ) -> None:  # fmt: skip
     gate, up, down = matrices
     gate_bias, up_bias, down_bias = between.biases or (x, x, x)
     pairs, top_k = ids.numel(), ids.shape[1]
-    common = {"E": num_experts, "HAS_SLOTS": has_slots, "TOP_K": top_k}
+    common = {"E": num_experts, "TOP_K": top_k}
     block = 64 if triton.cdiv(up.rows, 64) * pairs >= 256 else 32
     warps, groups = warps_for(up.cols // 32, block)
     _gate_up_vector[(triton.cdiv(up.rows, block), pairs)](
-        x, x.stride(0), ids, slots, gate.data, up.data, gate_bias, up_bias, space.hidden, ONE, int(gate.qtype),
+        x, x.stride(0), ids, gate.data, up.data, gate_bias, up_bias, space.hidden, ONE, int(gate.qtype),
         int(up.qtype), gate.nbytes, up.nbytes, up.cols, up.rows, BN=block, KS=groups, num_warps=warps, **common,
         **between.options(),
     )  # fmt: skip
     warps, groups = warps_for(down.cols // 32, _DOWN_ROWS)
     _down_vector[(triton.cdiv(down.rows, _DOWN_ROWS), pairs)](
-        space.hidden, ids, slots, weights, down.data, down_bias, space.parts, space.counters, out, ONE, int(down.qtype),
+        space.hidden, ids, weights, down.data, down_bias, space.parts, space.counters, out, ONE, int(down.qtype),
         down.nbytes, down.cols, down.rows, BN=_DOWN_ROWS, KS=groups, HAS_BIAS=between.biases is not None,
         num_warps=warps, **common,
     )  # fmt: skip
 
 
 def _tiles(
-    x: Tensor, ids: Tensor, weights: Tensor, expert_slots: Tensor | None, num_experts: int,
+    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int,
     matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace, between: Between,
 ) -> None:  # fmt: skip
     pairs = ids.numel()
     block = block_rows(pairs, num_experts)
-    aligned = moe_align(ids, num_experts, block, expert_slots, space.aligned)
+    aligned = moe_align(ids, num_experts, block, out=space.aligned)
     _blocks(x, ids, weights, aligned, (0, max_blocks(pairs, num_experts, block)), block, matrices, space, between)
 
 
@@ -348,11 +345,8 @@ def _blocks(
 
 def _check(
     x: Tensor, ids: Tensor, weights: Tensor, gate: ExpertMatrices, up: ExpertMatrices, down: ExpertMatrices,
-    expert_slots: Tensor | None,
 ) -> None:  # fmt: skip
     check_rows("x", x, up.cols)
-    if expert_slots is not None and expert_slots.dtype != torch.int32:
-        raise TypeError(f"expert_slots must be int32, got {expert_slots.dtype}")
     if ids.dtype != torch.int32 or weights.dtype != torch.float32:
         raise TypeError(f"topk_ids must be int32 and topk_weights float32, got {ids.dtype} and {weights.dtype}")
     if ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
@@ -375,21 +369,19 @@ def moe(
     down: ExpertMatrices,
     out: Tensor | None = None,
     *,
-    expert_slots: Tensor | None = None,
     workspace: MoeWorkspace | None = None,
     between: Between = SILU,
 ) -> Tensor:
     """The sum of each token's experts, [T, H], times their weights.
 
     x: [T, H] fp16 or bf16. topk_ids: int32 [T, k]; an id outside the experts counts for nothing. topk_weights: fp32
-    [T, k]. gate, up: [I, H], of one layout; down: [H, I]; the types may differ. expert_slots: int32 [num_experts],
-    expert to slot, -1 for an expert that is left out; without it expert e is in slot e. out: fp16, bf16 or fp32, x's
+    [T, k]. gate, up: [I, H], of one layout; down: [H, I]; the types may differ. out: fp16, bf16 or fp32, x's
     dtype when None. workspace: of `MoeWorkspace.allocate` for this many rows. between: activation and biases. Between
     the projections, and on the path of many tokens before the sum, values are rounded to x's dtype. Raises TypeError or
     ValueError for arguments that do not fit.
     """
-    _check(x, topk_ids, topk_weights, gate, up, down, expert_slots)
-    num_experts = up.slots if expert_slots is None else expert_slots.numel()
+    _check(x, topk_ids, topk_weights, gate, up, down)
+    num_experts = up.slots
     target = result(out, x, down.rows)
     if x.shape[0] == 0 or topk_ids.shape[1] == 0:
         return target.zero_()
@@ -398,36 +390,11 @@ def moe(
     between.check(num_experts, up.rows, down.rows)
     matrices = (gate, up, down)
     if uses_vector_path(x.shape[0], up, down):
-        slots = topk_ids if expert_slots is None else expert_slots
-        has_slots = expert_slots is not None
-        _vector(x, topk_ids, topk_weights, slots, has_slots, num_experts, matrices, target, space, between)
+        _vector(x, topk_ids, topk_weights, num_experts, matrices, target, space, between)
     else:
-        _tiles(x, topk_ids, topk_weights, expert_slots, num_experts, matrices, space, between)
-        moe_sum(topk_ids, target, space, num_experts, expert_slots)
+        _tiles(x, topk_ids, topk_weights, num_experts, matrices, space, between)
+        moe_sum(topk_ids, target, space, num_experts)
     return target
-
-
-def moe_partial(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    gate: ExpertMatrices,
-    up: ExpertMatrices,
-    down: ExpertMatrices,
-    expert_slots: Tensor,
-    workspace: MoeWorkspace,
-    between: Between = SILU,
-) -> None:
-    """Compute the pairs whose experts are in slots now, for experts that come in turns through a staging buffer.
-
-    Arguments as in `moe`; workspace: allocated with `in_turns`, and kept for all turns. When every expert has had its
-    turn, `moe_sum` gives what one `moe` with all of them would have given on its path of many tokens, bit for bit.
-    """
-    _check(x, topk_ids, topk_weights, gate, up, down, expert_slots)
-    workspace.check(topk_ids.numel(), up.rows, down.rows)
-    between.check(expert_slots.numel(), up.rows, down.rows)
-    if topk_ids.numel():
-        _tiles(x, topk_ids, topk_weights, expert_slots, expert_slots.numel(), (gate, up, down), workspace, between)
 
 
 def moe_blocks(
@@ -442,33 +409,32 @@ def moe_blocks(
     num_experts: int,
     between: Between = SILU,
 ) -> None:
-    """`moe_partial` for a caller who sorted the pairs once for all turns and knows which blocks are whose.
+    """Compute some of the blocks, for experts that come in turns through staging buffers.
 
+    When every block has had its turn, `moe_sum` gives what one `moe` with all experts would have given on its path of
+    many tokens, bit for bit. gate, up, down: of the experts that are there now, by slot.
     workspace.aligned: of `moe_align` with blocks of block_rows(pairs, num_experts), of topk_ids or of others that stand
     for them; topk_ids says whose the biases are. span: first block of this turn, and the one after its last. Other
     arguments as in `moe`.
     """
-    assert workspace.aligned is not None, "the workspace was not allocated in_turns"
+    assert workspace.aligned is not None, "the workspace has no sorted pairs"
     workspace.check(topk_weights.numel(), up.rows, down.rows)
     block = block_rows(topk_weights.numel(), num_experts)
     if span[1] > span[0]:
         _blocks(x, topk_ids, topk_weights, workspace.aligned, span, block, (gate, up, down), workspace, between)
 
 
-def moe_sum(
-    topk_ids: Tensor, out: Tensor, workspace: MoeWorkspace, num_experts: int, expert_slots: Tensor | None = None
-) -> Tensor:
+def moe_sum(topk_ids: Tensor, out: Tensor, workspace: MoeWorkspace, num_experts: int) -> Tensor:
     """out [T, H] = the sum of each token's parts, in the order of its top-k list.
 
-    Left out: ids outside 0 .. num_experts - 1, and experts that are negative in expert_slots (they had no turn).
+    Left out: ids outside 0 .. num_experts - 1.
     """
     tokens, top_k = topk_ids.shape
     if out.shape != (tokens, workspace.parts.shape[1]) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous [{tokens}, {workspace.parts.shape[1]}], got {tuple(out.shape)}")
-    slots = topk_ids if expert_slots is None else expert_slots
     if tokens:
         _sum_kernel[(tokens, triton.cdiv(out.shape[1], 1024))](
-            workspace.parts, topk_ids, slots, out, N=out.shape[1], E=num_experts, HAS_SLOTS=expert_slots is not None,
+            workspace.parts, topk_ids, out, N=out.shape[1], E=num_experts,
             TOP_K=top_k, BN=1024, num_warps=4,
         )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.cpu.routing import RouterSpec
+from ktransformers.kernels.cpu.router import RouterSpec
 from ktransformers.kernels.triton.elementwise import check_float
 from ktransformers.kernels.triton.matmul import arrive_last
 from ktransformers.kernels.triton.runtime import jit, tl

@@ -1,47 +1,72 @@
 """Grouped-query attention on a GPU: projections in one launch, norms, rotation and cache write in one, then attention.
 
-Knows what gqa_spec found, and kernels; no modules but the one it stands in for.
+Knows what was recognized, and kernels; no modules but the one it stands in for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.elementwise import rms_norm
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.attention.gqa_spec import GqaSpec, NormPlace
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.linear.joined import JoinedLinears
+from ktransformers.operators.recognize.attention import GqaSpec, NormPlace
 
-__all__ = ["gqa_forward"]
+__all__ = ["GqaParts", "gqa_forward"]
+
+
+@dataclass(frozen=True, slots=True)
+class GqaParts:
+    """What a loaded attention module's forward on a GPU is made of.
+
+    projections: q, k and v. norm_weights: of queries and keys, where spec has norms. sinks: fp32 [heads].
+    """
+
+    spec: GqaSpec
+    layer_idx: int
+    projections: JoinedLinears
+    o_proj: nn.Module
+    norm_weights: tuple[torch.Tensor, ...]
+    sinks: torch.Tensor | None
+
+    @classmethod
+    def of(cls, module: nn.Module, spec: GqaSpec) -> GqaParts:
+        projections = JoinedLinears([module.get_submodule(name) for name in ("q_proj", "k_proj", "v_proj")])
+        norms = () if spec.norms is None else spec.norms.names
+        return cls(
+            spec,
+            int(module.layer_idx),  # type: ignore[arg-type]
+            projections,
+            module.get_submodule("o_proj"),
+            tuple(module.get_parameter(f"{name}.weight") for name in norms),
+            module.get_parameter("sinks").float() if spec.has_sinks else None,
+        )
 
 
 def gqa_forward(
-    module: Any,
-    spec: GqaSpec,
+    parts: GqaParts,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     context: ForwardContext,
-    projections: JoinedLinears,
     device: Device,
     flash: FlashLayer | None = None,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The module's attention of [1, T, hidden] on a GPU; cos and sin are [1, T, P], of any float type.
 
-    projections: the module's q_proj, k_proj and v_proj. flash: what attends in prefill steps, if not Triton's kernels.
-    sinks: the module's, fp32 [heads].
+    flash: what attends in prefill steps, if not Triton's kernels.
     """
-    keys, values = context.cache.layer(module.layer_idx)
-    here = context.on(keys.device)
-    flat = projections(hidden_states[0])
+    keys, values = context.cache.layer(parts.layer_idx)
+    here, spec = context.on(keys.device), parts.spec
+    flat = parts.projections(hidden_states[0])
     use(keys.device)
-    query = _to_cache(module, spec, tuple(flat), position_embeddings, (keys, values), here.slot_mapping)
+    query = _to_cache(parts, tuple(flat), position_embeddings, (keys, values), here.slot_mapping)
     attend = None if flash is None else flash.of(context)
     if attend is not None:
         out = attend(query, keys, values)
@@ -56,28 +81,29 @@ def gqa_forward(
             here.kv_lens,
             spec.scale,
             window=spec.window,
-            sinks=sinks,
+            sinks=parts.sinks,
             softcap=spec.softcap,
             counters=device.counters(),
         )
-    output: torch.Tensor = module.o_proj(out.view(1, out.shape[0], -1))
+    output: torch.Tensor = parts.o_proj(out.view(1, out.shape[0], -1))
     return output
 
 
 def _to_cache(
-    module: Any,
-    spec: GqaSpec,
+    parts: GqaParts,
     flat: tuple[torch.Tensor, ...],
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     cache: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
 ) -> torch.Tensor:
     """Write keys and values, normalized and rotated, to their slots; returns such queries [T, heads, D]."""
-    weights = None if spec.norms is None else [getattr(module, name).weight for name in spec.norms.names]
-    eps = 0.0 if spec.norms is None else spec.norms.eps
-    if weights is not None and spec.norms is not None and spec.norms.place is NormPlace.WHOLE:
+    spec, weights, eps = parts.spec, parts.norm_weights, 0.0
+    place = None
+    if spec.norms is not None:
+        place, eps = spec.norms.place, spec.norms.eps
+    if place is NormPlace.WHOLE:
         flat = (*(rms_norm(part, weight, eps) for part, weight in zip(flat, weights, strict=False)), flat[2])
-        weights = None
+        weights = ()
     widths = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     q, k, v = (part.view(len(part), heads, -1) for part, heads in zip(flat, widths, strict=True))
     cos, sin = (part[0, :, : spec.rotary_dim // 2] for part in position_embeddings)
@@ -91,8 +117,8 @@ def _to_cache(
         slots,
         rotary_dim=spec.rotary_dim,
         is_interleaved=spec.is_interleaved,
-        norm_weights=None if weights is None else (weights[0], weights[1]),
+        norm_weights=(weights[0], weights[1]) if weights else None,
         eps=eps,
-        norms_rotated=spec.norms is not None and spec.norms.place is NormPlace.ROTATED,
+        norms_rotated=place is NormPlace.ROTATED,
         q_out=torch.empty(q.shape, dtype=cache[0].dtype, device=cache[0].device),
     )

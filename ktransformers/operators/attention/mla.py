@@ -35,7 +35,8 @@ from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, 
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.linear.joined import JoinedLinears
-from ktransformers.operators.norm import KRMSNorm, computes_rms_norm, norm_epsilon
+from ktransformers.operators.norm import KRMSNorm
+from ktransformers.operators.recognize.norm import NormSpec, recognize_norm
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.weights.source import TensorInfo, WeightSource
 
@@ -101,7 +102,8 @@ class KMLAAttention(WrapperOperator):
         )
         self.layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
         self._compressions: JoinedLinears | None = None  # what reads hidden states: the query's and the latent's
-        self._query_norm: float | None = None  # epsilon of the compressed query's RMSNorm, where a kernel computes it
+        self._latent_norm: NormSpec | None = None  # on a GPU
+        self._query_norm: NormSpec | None = None  # of the compressed query, where a kernel computes it
         self._gpu: GpuLatent | None = None
         self.absorb_for_prefill = absorb_for_prefill
         self.flash: FlashLayer | None = None
@@ -109,7 +111,8 @@ class KMLAAttention(WrapperOperator):
             _say_absorbed()
         if self.device.is_gpu:
             check_gpu_shape(key, self.rank, self.rope_dim)
-            if not computes_rms_norm(module.get_submodule("kv_a_layernorm")):
+            self._latent_norm = recognize_norm(module.get_submodule("kv_a_layernorm"))
+            if self._latent_norm is None:
                 raise UnsupportedError(f"{key}: its latent norm is not plain RMSNorm; place it on cpu")
         self._k_b: RawTensor | None = None  # [H, R, N]
         self._v_b: RawTensor | None = None  # [H, V, R]
@@ -185,8 +188,8 @@ class KMLAAttention(WrapperOperator):
             return
         self._compressions = JoinedLinears([inner.q_a_proj, inner.kv_a_proj_with_mqa])
         norm = inner.q_a_layernorm
-        if isinstance(norm, KRMSNorm) and norm.is_native and norm.device.name == self.device.name:
-            self._query_norm = norm.eps
+        if isinstance(norm, KRMSNorm) and norm.spec is not None and norm.device.name == self.device.name:
+            self._query_norm = norm.spec
 
     def _split(self, merged: RawTensor) -> tuple[RawTensor, RawTensor]:
         """k_b [H, R, N] and v_b [H, V, R] out of kv_b [H * (N + V), R]."""
@@ -243,12 +246,13 @@ class KMLAAttention(WrapperOperator):
         angles = self._angles(position_embeddings, forward_context)
         keys, _ = forward_context.cache.layer(self.layer_idx)
         assert self._compressions is not None, f"{self.key} is not settled"
+        assert self._latent_norm is not None
         query, compressed = self._compressions(hidden_states[0])
         choice = self.expansion_choice() if forward_context.phase is Phase.PREFILL else None
         expansion = None if choice is None else StepRuns.expansion_of(forward_context, choice, keys.device)
         step = LatentStep(
             compressed,
-            (inner.kv_a_layernorm.weight, norm_epsilon(inner.kv_a_layernorm) or 0.0),
+            (inner.kv_a_layernorm.weight, self._latent_norm.eps),
             angles,
             keys,
             forward_context.on(keys.device),
@@ -260,7 +264,7 @@ class KMLAAttention(WrapperOperator):
         if getattr(inner, "q_lora_rank", None) is None:
             q = query
         elif self._query_norm is not None and gpu.is_small(step):
-            normed = gpu.cache_and_norm(step, query, (inner.q_a_layernorm.weight, self._query_norm))
+            normed = gpu.cache_and_norm(step, query, (inner.q_a_layernorm.weight, self._query_norm.eps))
             q = inner.q_b_proj(normed)
             step = replace(step, is_cached=True)
         else:

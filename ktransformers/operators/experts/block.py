@@ -13,7 +13,7 @@ from ktransformers.operators.activation import sigmoid
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import give_back
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.experts.router import KMoEGate
+from ktransformers.operators.experts.router import KRouter
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["Addends", "KMoEBlock"]
@@ -37,9 +37,9 @@ class Addends:
 class KMoEBlock(WrapperOperator):
     """MoE block of the Qwen, DeepSeek, GLM and Mixtral families: fp32 [..., H] in and out.
 
-    Takes blocks that hold `gate` and `experts`, and optionally `shared_experts` (`shared_mlp` in Hunyuan), or
-    `shared_expert` with a sigmoid `shared_expert_gate`, and nothing else that computes. Other blocks keep their own
-    forward: leave this rule out for them, the experts operator alone does the same work.
+    Takes blocks that hold a router named `gate` and `experts`, and optionally `shared_experts` (`shared_mlp` in
+    Hunyuan), or `shared_expert` with a sigmoid `shared_expert_gate`, and nothing else that computes. Other blocks keep
+    their own forward: leave this rule out for them, the experts operator alone does the same work.
     """
 
     OPS: ClassVar[dict[str, str]] = {"KMoEBlock": "experts issued before the shared experts, collected after"}
@@ -64,10 +64,10 @@ class KMoEBlock(WrapperOperator):
     def addends(self, rows: torch.Tensor) -> Addends:
         """What the block computes of rows [T, H] on its device, not yet added up."""
         block: Any = self.inner
-        experts, gate = block.experts, block.gate
+        experts, router = block.experts, block.gate
         is_ours = isinstance(experts, KTransformersExperts)
-        routed = gate.route(rows) if is_ours and isinstance(gate, KMoEGate) else None
-        _, topk_weights, topk_ids = gate(rows) if routed is None else routed
+        routed = router.route(rows) if is_ours and isinstance(router, KRouter) else None
+        _, topk_weights, topk_ids = router(rows) if routed is None else routed
         if not is_ours:
             return Addends(experts(rows, topk_ids, topk_weights), *self._shared(rows))
         ticket = experts.submit(rows, topk_ids, topk_weights)

@@ -12,9 +12,8 @@ import torch
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
-from ktransformers.kernels.triton.fp8 import FP8_COLUMNS, pack_fp8
 from ktransformers.kernels.triton.moe import Between, ExpertMatrices, moe
-from ktransformers.kernels.triton.packing import READ_TYPES, ROW_MULTIPLE, Layout, can_repack, layout_nbytes, repack
+from ktransformers.kernels.triton.relay import FP8_COLUMNS, READ_TYPES, GpuLayout, layout_nbytes, relay
 from ktransformers.kernels.types import (
     ActivationSpec,
     ExpertWeight,
@@ -25,6 +24,7 @@ from ktransformers.kernels.types import (
     WeightType,
 )
 from ktransformers.operators.device import Device
+from ktransformers.operators.linear.matrix import gpu_layout, relaid
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout
 
 __all__ = ["GpuExperts", "bias_nbytes", "can_be_copied", "gpu_experts_nbytes", "why_not_on_gpu"]
@@ -49,15 +49,9 @@ def bias_nbytes(info: ExpertsInfo) -> int:
     return info.nbytes - sum(part.nbytes for part in (info.gate, info.up, info.down) if part is not None)
 
 
-def _layout(qtype: WeightType, rows: int, cols: int) -> Layout:
-    """Of matrices that rest on a GPU."""
-    is_packed_fp8 = qtype is OwnType.F8_E4M3 and rows % ROW_MULTIPLE == 0
-    return Layout.GPU if is_packed_fp8 or can_repack(qtype, rows, cols) else Layout.GGML
-
-
 def gpu_experts_nbytes(key: str, info: ExpertsInfo) -> int:
     """Bytes on a GPU, biases included. Raises UnsupportedError for what the kernels do not read."""
-    total, layouts = bias_nbytes(info), list[Layout]()
+    total, layouts = bias_nbytes(info), list[GpuLayout]()
     for part in (info.gate, info.up, info.down):
         if part is None:
             continue
@@ -70,7 +64,7 @@ def gpu_experts_nbytes(key: str, info: ExpertsInfo) -> int:
                 f"{known}; FP8 in {FP8_COLUMNS}s of columns); place them on cpu, or quantize unquantized ones while "
                 "loading (--cpu_quant)"
             )
-        layouts.append(_layout(part.resident_type, rows, cols))
+        layouts.append(gpu_layout(part.resident_type, rows, cols))
         total += count * layout_nbytes(part.resident_type, rows, cols, layouts[-1])
     if layouts[0] != layouts[-2]:  # of gate and up, if there is a gate
         raise UnsupportedError(
@@ -80,37 +74,24 @@ def gpu_experts_nbytes(key: str, info: ExpertsInfo) -> int:
     return total
 
 
-def _fp8_matrices(weights: Sequence[Fp8Matrix], device: Device) -> ExpertMatrices:
-    """As `_matrices`."""
-    rows, cols = weights[0].shape
-    data = torch.empty(len(weights), weights[0].nbytes, dtype=torch.uint8, device=device.torch_device)
-    for slot, weight in enumerate(weights):
-        values, scales = (part.to(device.torch_device) for part in (weight.values, weight.scales))
-        data[slot] = pack_fp8(values, scales).data
-        cpu.page_out(weight)
-    return ExpertMatrices(data, OwnType.F8_E4M3, rows, cols, _layout(OwnType.F8_E4M3, rows, cols))
-
-
 def _matrices(weights: Sequence[ExpertWeight], device: Device) -> ExpertMatrices:
     """One projection of all experts on the device. The pages of the file are given back."""
     fp8 = [weight for weight in weights if isinstance(weight, Fp8Matrix)]
-    if fp8:
-        assert len(fp8) == len(weights), "all experts of a projection share one type"
-        return _fp8_matrices(fp8, device)
     raw = [weight for weight in weights if isinstance(weight, RawTensor)]
-    assert len(raw) == len(weights), "experts come from their file in ggml's layout"
-    qtype, (rows, cols) = raw[0].qtype, raw[0].shape
-    layout = _layout(qtype, rows, cols)
+    assert len(weights) in (len(fp8), len(raw)), "experts of one type, in rows as their file has them"
+    qtype, (rows, cols) = weights[0].qtype, weights[0].shape
+    layout = gpu_layout(qtype, rows, cols)
     nbytes = layout_nbytes(qtype, rows, cols, layout)
-    data = torch.empty(len(raw), nbytes, dtype=torch.uint8, device=device.torch_device)
-    step = max(_AT_ONCE // raw[0].nbytes, 1)
+    data = torch.empty(len(weights), nbytes, dtype=torch.uint8, device=device.torch_device)
+    for slot, weight in enumerate(fp8):
+        data[slot] = relaid(weight, device)
+    step = max(_AT_ONCE // weights[0].nbytes, 1)
     for first in range(0, len(raw), step):
-        some = torch.stack([weight.data for weight in raw[first : first + step]]).to(device.torch_device)
-        if layout == Layout.GPU:
-            some = repack(some, qtype, rows, cols)
+        some = torch.stack([one.data for one in raw[first : first + step]]).to(device.torch_device)
+        if layout == GpuLayout.PLANES:
+            some = relay(some, raw[0].qtype, rows, cols)
         data[first : first + step] = some.view(-1, nbytes)
-    for weight in raw:
-        cpu.page_out(weight)
+    cpu.page_out(*fp8, *raw)
     return ExpertMatrices(data, qtype, rows, cols, layout)
 
 

@@ -18,8 +18,7 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.kernels.triton.compiling import is_rehearsal
-from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeight, ExpertWeights, Fp8Matrix
-from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
+from ktransformers.kernels.types import ExpertWeight, ExpertWeights, Fp8Matrix
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back
 from ktransformers.operators.experts.resident import (
@@ -30,10 +29,11 @@ from ktransformers.operators.experts.resident import (
     why_not_on_gpu,
 )
 from ktransformers.operators.experts.streamed import PrefillLayer, PrefillTicket
-from ktransformers.operators.linear.relaid import relaid_experts, relaid_nbytes, takes_bf16, wants_bf16
+from ktransformers.operators.linear.packed import pack_experts, resident_nbytes, takes_bf16, wants_bf16
+from ktransformers.operators.recognize.activation import recognize_expert_activation
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
-__all__ = ["KTransformersExperts", "Ticket", "find_activation", "read_layout"]
+__all__ = ["KTransformersExperts", "Ticket", "read_layout"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,28 +83,6 @@ def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
     )
 
 
-def find_activation(module: nn.Module, layout: ExpertsLayout) -> ActivationSpec | None:
-    """The native activation that equals the module's own on random rows, or None when none does.
-
-    The module is asked instead of its family being looked up, so that new families need no code here.
-    """
-    rows = probe_rows((2 if layout.has_gate else 1) * 32)
-    try:
-        function: Any = module._apply_gate if layout.has_gate else module.act_fn
-        want = function(rows)
-    except (AttributeError, RuntimeError, TypeError):
-        return None
-    up: torch.Tensor | None = None
-    gate = rows
-    if layout.has_gate:
-        gate, up = rows.chunk(2, dim=-1) if layout.is_concatenated else (rows[..., ::2], rows[..., 1::2])
-    candidates = list(PLAIN_ACTIVATIONS)
-    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
-    if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)):
-        candidates.append(ActivationSpec(Activation.SWIGLU_OAI, alpha=float(alpha), limit=float(limit)))
-    return first_equal(candidates, want, gate, up)
-
-
 class KTransformersExperts(Operator):
     """The routed experts of one layer: forward(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H].
 
@@ -140,7 +118,7 @@ class KTransformersExperts(Operator):
         self.takes_bf16 = takes_bf16(key, cpu_bf16, config.cpu_bf16)
         self.layout = read_layout(module, key)
         self.num_experts = self.layout.num_experts
-        self.activation = find_activation(module, self.layout)
+        self.activation = recognize_expert_activation(module, self.layout)
         reason = why_not_on_gpu(self.layout, self.activation) if self.device.is_gpu else None
         if reason is not None:
             raise UnsupportedError(f"the experts {key} cannot run on {self.device.name}: {reason}; place them on cpu")
@@ -167,8 +145,8 @@ class KTransformersExperts(Operator):
             raise TensorMismatchError(f"the experts of {self.key} are missing from the weight files")
         return info
 
-    def _relaid_nbytes(self, part: TensorInfo) -> int:
-        return relaid_nbytes(part, takes_bf16=self.takes_bf16)
+    def _resident_nbytes(self, part: TensorInfo) -> int:
+        return resident_nbytes(part, takes_bf16=self.takes_bf16)
 
     def requirements(self, source: WeightSource) -> Requirements:
         info = self._info(source)
@@ -176,7 +154,7 @@ class KTransformersExperts(Operator):
         if self.device.is_gpu:
             nbytes = gpu_experts_nbytes(self.key, info)
         else:
-            nbytes = info.nbytes + sum(self._relaid_nbytes(part) - part.nbytes for part in parts)
+            nbytes = info.nbytes + sum(self._resident_nbytes(part) - part.nbytes for part in parts)
         needs = Requirements(nbytes={self.device.name: nbytes}, stored_names=set(info.stored_names))
         for part in (info.gate, info.up, info.down):
             if part is not None:
@@ -203,7 +181,7 @@ class KTransformersExperts(Operator):
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
         if not all(can_be_copied(part.resident_type) for part in parts):
             return None
-        return sum(self._relaid_nbytes(part) for part in parts) // self.num_experts, bias_nbytes(info)
+        return sum(self._resident_nbytes(part) for part in parts) // self.num_experts, bias_nbytes(info)
 
     @property
     def kernel(self) -> cpu.MoeKernel | None:
@@ -219,7 +197,7 @@ class KTransformersExperts(Operator):
         pool = self.config.require_pool()
         is_streamed = self.home.is_gpu and self.placement.prefill_device == self.home.name
         is_pinned = is_streamed and self.streamed_nbytes(source) is not None
-        self._weights = relaid_experts(
+        self._weights = pack_experts(
             weights, pool, wants_bf16=self.wants_bf16, takes_bf16=self.takes_bf16, is_pinned=is_pinned
         )
         if self.activation is not None:
@@ -309,7 +287,7 @@ class KTransformersExperts(Operator):
 
         def project(parts: Sequence[ExpertWeight], bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
             weight = parts[expert]
-            assert not isinstance(weight, Fp8Matrix), "load re-lays it"
+            assert not isinstance(weight, Fp8Matrix), "load packs it"
             return cpu.linear(x.contiguous(), weight, pool, bias=None if bias is None else bias[expert])
 
         up = project(weights.up, weights.up_bias, rows)

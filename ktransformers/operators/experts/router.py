@@ -1,15 +1,13 @@
 """Routers: which experts a token goes to, and with which weight.
 
 Families differ in how they score and choose (softmax or sigmoid, groups, correction bias). Which of these a router does
-is found by asking it (see `routing`); one that no kernel computes keeps its own forward, in which only the
+is found by asking it (`recognize/router.py`); one that no kernel computes keeps its own forward, in which only the
 matrix product and the sigmoid run on native kernels. Otherwise a token's experts could depend on who shares its step
 (see `exact`).
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -20,49 +18,38 @@ from torch.nn import functional
 
 from ktransformers.core import Phase
 from ktransformers.kernels import cpu
-from ktransformers.kernels.cpu.routing import RouterSpec, route
+from ktransformers.kernels.cpu.router import RouterSpec, route
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, route_rows, topk_router
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import use
 from ktransformers.operators.exact import NativeMathMode
-from ktransformers.operators.experts.router_spec import recognize_routing
+from ktransformers.operators.recognize.router import CHOICE_BIAS, recognize_router
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 
-__all__ = ["KMoEGate"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["KRouter"]
 
 
-@functools.cache
-def _say_unknown(kind: str) -> None:
-    """Once for a kind of router, not for every layer."""
-    logger.info("%s routes in a way that no kernel does: it keeps its own forward", kind)
-
-
-class KMoEGate(WrapperOperator):
+class KRouter(WrapperOperator):
     """Any router of `transformers`: [T, H] in, (router_logits, topk_weights [T, K], topk_ids [T, K]) out.
 
     Computes in fp32 on every device: a router is small, and a rounded score may choose another expert.
     """
 
     OPS: ClassVar[dict[str, str]] = {
-        "KMoEGateNative": "the family's own routing on native kernels",
-        "KMoEGateTriton": "one kernel that routes as the module does",
-        "KMoEGateTorch": "the family's own routing on the GPU",
+        "KRouterNative": "the family's own router on native kernels",
+        "KRouterTriton": "one kernel that routes as the module does",
+        "KRouterTorch": "the family's own router on the GPU",
     }
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        # How it routes, when a kernel does the same.
-        self.spec: RouterSpec | None = recognize_routing(module)
-        if self.spec is None:
-            _say_unknown(type(module).__name__)
+        self.spec: RouterSpec | None = recognize_router(module)
 
     def op(self, phase: Phase) -> str:
         if not self.device.is_gpu:
-            return "KMoEGateNative"
-        return "KMoEGateTorch" if self.spec is None else "KMoEGateTriton"
+            return "KRouterNative"
+        return "KRouterTorch" if self.spec is None else "KRouterTriton"
 
     def state(self) -> DenseState:
         return DenseState(self.inner, self.key, self.device, torch.float32)
@@ -78,7 +65,7 @@ class KMoEGate(WrapperOperator):
     @property
     def bias(self) -> torch.Tensor | None:
         """What moves the choice of experts, fp32 [E], or None."""
-        return getattr(self.inner, "e_score_correction_bias", None)
+        return getattr(self.inner, CHOICE_BIAS, None)
 
     @property
     def logit_bias(self) -> torch.Tensor | None:

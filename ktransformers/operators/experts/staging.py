@@ -16,7 +16,7 @@ from ktransformers.errors import CapacityError
 from ktransformers.file_kinds import size_of
 from ktransformers.kernels.transfer.copies import CopyQueue, Mark
 from ktransformers.kernels.triton.moe import ExpertMatrices
-from ktransformers.kernels.triton.packing import Layout
+from ktransformers.kernels.triton.relay import GpuLayout
 from ktransformers.kernels.types import ExpertWeights, PackedTensor, RawTensor, WeightType
 from ktransformers.operators.experts.resident import can_be_copied
 
@@ -62,7 +62,7 @@ class _Projection:
     qtype: WeightType
     rows: int
     cols: int
-    layout: Layout
+    layout: GpuLayout
     nbytes: int
     addresses: tuple[int, ...]
 
@@ -86,7 +86,7 @@ class HostExperts:
         if part is None or len(tensors) != len(part) or not can_be_copied(tensors[0].qtype):
             raise ValueError("only experts with a gate, of a type that GPU kernels read, can be copied")
         first, addresses = tensors[0], tuple(weight.data.data_ptr() for weight in tensors)
-        layout = Layout.CPU if isinstance(first, PackedTensor) else Layout.GGML
+        layout = GpuLayout.TILES if isinstance(first, PackedTensor) else GpuLayout.ROWS
         rows, cols = first.shape
         return _Projection(first.qtype, rows, cols, layout, first.nbytes, addresses)
 

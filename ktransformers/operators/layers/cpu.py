@@ -30,17 +30,27 @@ from ktransformers.kernels.cpu.layer import (
     SharedExperts,
 )
 from ktransformers.kernels.types import RawTensor
-from ktransformers.operators.activation import KActivation, recognize_activation
+from ktransformers.operators.activation import KActivation
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.experts.router import KMoEGate
-from ktransformers.operators.layers.observed import PROBE_ROWS, LayerCall, layer_list, observe_step, probe_context
+from ktransformers.operators.experts.router import KRouter
+from ktransformers.operators.layers.observed import (
+    PROBE_ROWS,
+    LayerCall,
+    keep_attention_type,
+    layer_list,
+    observe_step,
+    probe_context,
+)
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.mlp import KMLP
 from ktransformers.operators.norm import KRMSNorm
+from ktransformers.operators.recognize.activation import recognize_activation
+from ktransformers.operators.recognize.probe import Draws, close
+from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["FusedLayer", "fuse_layers", "watch_step"]
 
@@ -57,38 +67,44 @@ class _DoesNotFit(Exception):
     """A part of a layer is not what the native call computes."""
 
 
-def _norm(module: Any) -> Norm:
-    if not isinstance(module, KRMSNorm) or not module.is_native:
+def _inner(module: nn.Module) -> nn.Module:
+    """The module of `transformers` that an operator wraps."""
+    return module.inner if isinstance(module, WrapperOperator) else module
+
+
+def _child(module: nn.Module, name: str) -> nn.Module | None:
+    return module._modules.get(name)
+
+
+def _norm(module: object) -> Norm:
+    if not isinstance(module, KRMSNorm) or module.spec is None:
         raise _DoesNotFit(f"{type(module).__name__} is not a native RMSNorm")
-    return Norm(module.weight, module.eps)
+    return Norm(module.weight, module.spec.eps)
 
 
-def _projection(module: Any) -> Projection:
+def _projection(module: object) -> Projection:
     if not isinstance(module, KTransformersLinear) or module._weight is None:
         raise _DoesNotFit(f"{type(module).__name__} is not a native linear layer")
     return Projection(module._weight, module._bias)
 
 
-def _attention(layer: Any, call: LayerCall) -> AttentionLayer:
-    module = layer.self_attn
-    module = getattr(module, "inner", module)
-    head_norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+def _attention(layer: nn.Module, call: LayerCall) -> AttentionLayer:
+    module = _inner(layer.get_submodule("self_attn"))
+    head_norms = [_child(module, name) for name in ("q_norm", "k_norm")]
     heads = [None if norm is None else _norm(norm) for norm in head_norms]
+    q, k, v, o = (_projection(_child(module, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
     if len(call.attention) != 1 or call.attention[0].has_sinks or call.attention[0].softcap:
         raise _DoesNotFit("another kind of attention")
-    angles = call.kwargs.get("position_embeddings")
+    angles, head_dim = call.kwargs.get("position_embeddings"), getattr(module, "head_dim", None)
+    if not isinstance(head_dim, int):
+        raise _DoesNotFit("heads of no size")
     if not (isinstance(angles, tuple) and len(angles) == 2 and angles[0].dtype is torch.float32):
         raise _DoesNotFit("a rotation of its own")
     try:
         return AttentionLayer(
-            (_norm(layer.input_layernorm), heads[0], heads[1]),
-            (
-                _projection(module.q_proj),
-                _projection(module.k_proj),
-                _projection(module.v_proj),
-                _projection(module.o_proj),
-            ),
-            int(module.head_dim),
+            (_norm(_child(layer, "input_layernorm")), heads[0], heads[1]),
+            (q, k, v, o),
+            head_dim,
             int(angles[0].shape[-1]),
             call.attention[0].scale,
             call.attention[0].window,
@@ -97,38 +113,36 @@ def _attention(layer: Any, call: LayerCall) -> AttentionLayer:
         raise _DoesNotFit(str(error)) from error
 
 
-def _moe(layer: Any, block: KMoEBlock) -> tuple[MoeLayer, ExpertStats]:
-    inner: Any = block.inner
-    gate, experts = inner.gate, inner.experts
-    if not isinstance(gate, KMoEGate) or gate.spec is None or gate.logit_bias is not None:
+def _moe(layer: nn.Module, block: KMoEBlock) -> tuple[MoeLayer, ExpertStats]:
+    router, experts = _child(block.inner, "gate"), _child(block.inner, "experts")
+    if not isinstance(router, KRouter) or router.spec is None or router.logit_bias is not None:
         raise _DoesNotFit("a router of its own")
     if not isinstance(experts, KTransformersExperts) or experts._kernel is None:
         raise _DoesNotFit("experts that run on torch")
-    router = RawTensor.from_tensor(gate.weight)
-    norm = _norm(layer.post_attention_layernorm)
-    stats = experts.config.expert_stats
-    return MoeLayer(norm, router, gate.spec, experts._kernel, gate.bias, _shared_experts(inner)), stats
+    weight = RawTensor.from_tensor(router.weight)
+    norm, shared = _norm(_child(layer, "post_attention_layernorm")), _shared_experts(block.inner)
+    return MoeLayer(norm, weight, router.spec, experts._kernel, router.bias, shared), experts.config.expert_stats
 
 
-def _shared_experts(block: Any) -> SharedExperts | None:
-    several, one = (getattr(block, name, None) for name in ("shared_experts", "shared_expert"))
+def _shared_experts(block: nn.Module) -> SharedExperts | None:
+    several, one = (_child(block, name) for name in ("shared_experts", "shared_expert"))
     if several is not None:
         return SharedExperts(_gated_mlp(several))
     if one is None:
         return None
-    score = _projection(block.shared_expert_gate)
+    score = _projection(_child(block, "shared_expert_gate"))
     if score.bias is not None:
         raise _DoesNotFit("a score with a bias")
     return SharedExperts(_gated_mlp(one), score.weight)
 
 
-def _gated_mlp(module: Any) -> GatedMlp:
-    inner: Any = module.inner if isinstance(module, KMLP) else module
+def _gated_mlp(module: nn.Module) -> GatedMlp:
+    inner = module.inner if isinstance(module, KMLP) else module
     if {name for name, _ in inner.named_children()} != KMLP.PARTS:
         raise _DoesNotFit("not gate, up and down")
-    act_fn = inner.act_fn
+    act_fn = inner.get_submodule("act_fn")
     activation = act_fn.spec if isinstance(act_fn, KActivation) else recognize_activation(act_fn)
-    parts = [_projection(getattr(inner, name)) for name in ("gate_proj", "up_proj", "down_proj")]
+    parts = [_projection(_child(inner, name)) for name in ("gate_proj", "up_proj", "down_proj")]
     if activation is None or any(part.bias is not None for part in parts):
         raise _DoesNotFit("biases, or an activation of its own")
     gate, up, down = (part.weight for part in parts)
@@ -145,7 +159,7 @@ class FusedLayer(nn.Module):
         self,
         layer: nn.Module,
         pool: WorkerPool,
-        buffers: Any,
+        buffers: LayerBuffers,
         attention: AttentionLayer | None,
         feed_forward: MoeLayer | MlpLayer | None,
         expert_stats: ExpertStats | None,
@@ -153,10 +167,8 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.inner, self.pool, self.memory = layer, pool, buffers
         self.attention, self.feed_forward, self.expert_stats = attention, feed_forward, expert_stats
-        attention_module: Any = layer.self_attn
-        self.layer_idx = int(getattr(attention_module, "inner", attention_module).layer_idx)
-        if hasattr(layer, "attention_type"):  # some models choose a mask by it
-            self.attention_type = layer.attention_type
+        self.layer_idx = int(_inner(layer.get_submodule("self_attn")).layer_idx)  # type: ignore[arg-type]
+        keep_attention_type(self, layer)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
@@ -188,7 +200,7 @@ class FusedLayer(nn.Module):
         self.attention.forward(rows, keys, values, step, self.pool, self.memory)
 
 
-def _fused(layer: Any, call: LayerCall, pool: WorkerPool, buffers: Any) -> FusedLayer | None:
+def _fused(layer: nn.Module, call: LayerCall, pool: WorkerPool, buffers: LayerBuffers) -> FusedLayer | None:
     """The layer with all native parts that it allows; None when there are none."""
     attention: AttentionLayer | None = None
     feed_forward: MoeLayer | MlpLayer | None = None
@@ -200,11 +212,12 @@ def _fused(layer: Any, call: LayerCall, pool: WorkerPool, buffers: Any) -> Fused
         attention = _attention(layer, call)
     except (_DoesNotFit, AttributeError) as error:
         logger.debug("layer %s keeps its attention module: %s", type(layer).__name__, error)
+    mlp = layer.get_submodule("mlp")
     try:
-        if isinstance(layer.mlp, KMoEBlock):
-            feed_forward, stats = _moe(layer, layer.mlp)
+        if isinstance(mlp, KMoEBlock):
+            feed_forward, stats = _moe(layer, mlp)
         else:
-            feed_forward = MlpLayer(_norm(layer.post_attention_layernorm), _gated_mlp(layer.mlp))
+            feed_forward = MlpLayer(_norm(_child(layer, "post_attention_layernorm")), _gated_mlp(mlp))
     except (_DoesNotFit, AttributeError, ValueError) as error:
         logger.debug("layer %s keeps its feed-forward module: %s", type(layer).__name__, error)
     if attention is None and feed_forward is None:
@@ -214,9 +227,9 @@ def _fused(layer: Any, call: LayerCall, pool: WorkerPool, buffers: Any) -> Fused
 
 def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerPool) -> bool:
     """Whether the fused layer and the modules give the same on random rows behind a random history."""
-    layer: Any = fused.inner
-    hidden = int(layer.input_layernorm.weight.shape[0])
-    rows = torch.randn(1, PROBE_ROWS, hidden, generator=torch.Generator().manual_seed(0))
+    layer = fused.inner
+    hidden = layer.get_parameter("input_layernorm.weight").shape[0]
+    rows = Draws().normal(1, PROBE_ROWS, hidden)
     window = max((asked.window for asked in call.attention), default=0)
     past = min(window + 2, _PROBE_BYTES // shape.nbytes(1))
     results = []
@@ -227,9 +240,8 @@ def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerP
     want, got = results
     if not isinstance(want, torch.Tensor):  # a tuple: the model's loop expects one
         return False
-    scale = float(want.abs().max())
-    tolerance = _TOLERANCE_BF16 if pool.has_bf16 else _TOLERANCE
-    return want.shape == got.shape and bool(((want - got).abs() <= tolerance * scale).all())
+    share = _TOLERANCE_BF16 if pool.has_bf16 else _TOLERANCE
+    return close(got, want, relative=0.0, absolute=share * float(want.abs().max()))
 
 
 class _OneLayer:
@@ -245,7 +257,9 @@ class _OneLayer:
         return self._cache.is_on_gpu(0)
 
 
-def watch_step(model: Any, shapes: list[LayerShape], pool: WorkerPool, last: int = PROBE_ROWS - 1) -> list[LayerCall]:
+def watch_step(
+    model: nn.Module, shapes: list[LayerShape], pool: WorkerPool, last: int = PROBE_ROWS - 1
+) -> list[LayerCall]:
     """What the layers of a model that is all on the CPU are handed in a step that ends with position `last`.
 
     Errors as observe_step.
@@ -267,7 +281,9 @@ def watch_step(model: Any, shapes: list[LayerShape], pool: WorkerPool, last: int
 
 
 @torch.inference_mode()
-def fuse_layers(model: Any, shapes: list[LayerShape], pool: WorkerPool, calls: list[LayerCall] | None = None) -> int:
+def fuse_layers(
+    model: nn.Module, shapes: list[LayerShape], pool: WorkerPool, calls: list[LayerCall] | None = None
+) -> int:
     """Put FusedLayers in the places of the decoder layers that allow it; returns how many.
 
     model: a loaded causal LM of `transformers`. shapes: of the cache, layer by layer. calls: of its layers in a step of

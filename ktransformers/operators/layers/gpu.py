@@ -2,16 +2,15 @@
 
 A layer of Llama's arrangement (norm, attention, add, norm, feed-forward, add) ends with an addition, the next one
 begins with a norm: a run of such layers on one GPU is one module, `LayerStack`, which hands the addends over. Whether
-a layer is arranged so is found by asking it, with stand-ins in the places of its parts. Knows modules; not what they
-compute.
+a layer is arranged so is found by asking it (`recognize/layer.py`). Knows modules; not what they compute.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from torch import nn
 from ktransformers.kernels.triton.elementwise import add_rms_norm, rms_norm
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.experts.block import Addends, KMoEBlock
+from ktransformers.operators.layers.observed import keep_attention_type, layer_list
 from ktransformers.operators.norm import KRMSNorm
+from ktransformers.operators.recognize.layer import LAYER_NORMS, recognize_layer
 
 __all__ = ["LayerStack", "stack_gpu_layers"]
 
 logger = logging.getLogger(__name__)
-
-_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,65 +35,20 @@ class _Parts:
     norms: tuple[KRMSNorm, KRMSNorm]
     attention: nn.Module
     feed_forward: nn.Module
+    in_tuple: bool  # as a LayerSpec has it
 
 
-class _StandIn(nn.Module):
-    """A part that computes something simple of its own, and keeps what keywords it was given.
-
-    in_tuple: it returns its result and something else.
-    """
-
-    def __init__(self, factor: float, *, in_tuple: bool = False):
-        super().__init__()
-        self.factor, self.in_tuple = factor, in_tuple
-        self.seen: dict[str, Any] = {}
-
-    def apply_to(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(self.factor * x)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        self.seen = kwargs
-        result = self.apply_to(hidden_states)
-        return (result, None) if self.in_tuple else result
-
-
-def _feed_forward_name(layer: nn.Module) -> str | None:
-    """The name of a layer's feed-forward part, if the layer has the usual parts and no state of its own."""
-    names = {name for name, child in layer.named_children() if child is not None}
-    others = names - {"self_attn", *_NORMS}
-    is_usual = len(others) == 1 and len(names) == 4 and not any(True for _ in layer.parameters(recurse=False))
-    return others.pop() if is_usual else None
-
-
-def _is_plain(layer: nn.Module, feed_forward: str, *, in_tuple: bool) -> bool:
-    """Whether the layer computes h = x + attention(norm(x)), h + feed_forward(norm(h)) and passes its keywords on.
-
-    in_tuple: if its feed-forward part returns its result and something else.
-    """
-    first, second, third = _StandIn(0.7), _StandIn(1.3, in_tuple=True), _StandIn(0.9)
-    fourth = _StandIn(1.7, in_tuple=in_tuple)
-    twin = copy.copy(layer)
-    twin.__dict__["_modules"] = {_NORMS[0]: first, "self_attn": second, _NORMS[1]: third, feed_forward: fourth}
-    x = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0))
-    given = {"attention_mask": None, "position_ids": object(), "position_embeddings": object(), "probe": object()}
-    try:
-        got = twin(x.clone(), past_key_values=None, use_cache=False, **given)
-    except Exception:  # noqa: BLE001 - any layer of any family may be asked, and may refuse in any way
-        return False
-    middle = x + second.apply_to(first.apply_to(x))
-    want = middle + fourth.apply_to(third.apply_to(middle))
-    passes_on = all(second.seen.get(name) is value for name, value in given.items() if name != "position_ids")
-    return isinstance(got, torch.Tensor) and got.shape == want.shape and torch.allclose(got, want) and passes_on
-
-
-def _recognize(layer: nn.Module, device: Device) -> _Parts | None:
-    name = _feed_forward_name(layer)
-    if name is None or not any(_is_plain(layer, name, in_tuple=in_tuple) for in_tuple in (False, True)):
+def _parts(layer: nn.Module, device: Device) -> _Parts | None:
+    """Of a layer of the usual arrangement whose norms run in kernels on the device; None for others."""
+    spec = recognize_layer(layer)
+    if spec is None:
         return None
-    norms = [getattr(layer, norm) for norm in _NORMS]
-    if not all(isinstance(norm, KRMSNorm) and norm.is_native and norm.device.name == device.name for norm in norms):
+    norms = [norm for norm in map(layer.get_submodule, LAYER_NORMS) if isinstance(norm, KRMSNorm)]
+    if len(norms) < 2 or any(norm.spec is None or norm.device.name != device.name for norm in norms):
         return None
-    return _Parts((norms[0], norms[1]), layer.get_submodule("self_attn"), layer.get_submodule(name))
+    return _Parts(
+        (norms[0], norms[1]), layer.get_submodule("self_attn"), layer.get_submodule(spec.feed_forward), spec.in_tuple
+    )
 
 
 class LayerStack(nn.Module):
@@ -107,7 +61,7 @@ class LayerStack(nn.Module):
         super().__init__()
         self.layers, self.device = nn.ModuleList(layers), device
         self._parts = parts
-        _keep_attention_type(self, layers[0])
+        keep_attention_type(self, layers[0])
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         use(self.device.torch_device)
@@ -118,7 +72,7 @@ class LayerStack(nn.Module):
             attended = parts.attention(*args, hidden_states=normed[None], **kwargs)
             attended = attended[0] if isinstance(attended, tuple) else attended
             normed, total = _add_norm(Addends(attended.reshape(total.shape)), total, parts.norms[1])
-            added = _feed_forward(parts.feed_forward, normed)
+            added = _feed_forward(parts, normed)
         if added is not None:
             total = total + _summed(added)
         return total.view(shape)
@@ -129,22 +83,18 @@ class _Done(nn.Module):
 
     def __init__(self, layer: nn.Module):
         super().__init__()
-        _keep_attention_type(self, layer)
+        keep_attention_type(self, layer)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
 
 
-def _keep_attention_type(module: Any, layer: Any) -> None:
-    if hasattr(layer, "attention_type"):  # some models choose a mask by it
-        module.attention_type = layer.attention_type
-
-
 def _add_norm(added: Addends | None, total: torch.Tensor, norm: KRMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm of the sum, sum) of rows [T, H] and what is to be added to them."""
+    assert norm.spec is not None
     if added is None:
-        return rms_norm(total, norm.weight, norm.eps), total
-    return add_rms_norm(added.routed, total, norm.weight, norm.eps, more=added.shared, gate=added.score)
+        return rms_norm(total, norm.weight, norm.spec.eps), total
+    return add_rms_norm(added.routed, total, norm.weight, norm.spec.eps, more=added.shared, gate=added.score)
 
 
 def _summed(added: Addends) -> torch.Tensor:
@@ -153,40 +103,36 @@ def _summed(added: Addends) -> torch.Tensor:
     return added.routed + (added.shared if added.score is None else added.shared * torch.sigmoid(added.score))
 
 
-def _feed_forward(module: nn.Module, rows: torch.Tensor) -> Addends:
+def _feed_forward(parts: _Parts, rows: torch.Tensor) -> Addends:
+    module = parts.feed_forward
     if isinstance(module, KMoEBlock) and module.device.torch_device == rows.device:
         return module.addends(rows)
     output = module(rows[None])
-    routed: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    routed: torch.Tensor = output[0] if parts.in_tuple else output
     return Addends(routed.reshape(rows.shape))
 
 
-def stack_gpu_layers(model: Any, homes: Mapping[str, Device], watch: Callable[[nn.Module, Device], None]) -> int:
+def stack_gpu_layers(model: nn.Module, homes: Mapping[str, Device], watch: Callable[[nn.Module, Device], None]) -> int:
     """Put LayerStacks in the places of a loaded model's decoder layers on GPUs; returns how many layers they compute.
 
     homes: devices of the layers by name, in order. watch: what else has to be done to a module that takes a layer's
     place on a device (hidden states are brought there).
     """
-    base = getattr(model.model, "inner", model.model)  # an operator may stand in for the layer loop
-    layers = getattr(base, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) != len(homes):
+    layers = layer_list(model)
+    if layers is None or len(layers) != len(homes):
         return 0
-    devices = list(homes.values())
-    parts = [_recognize(layer, d) if d.is_gpu else None for layer, d in zip(layers, devices, strict=True)]
-    first, count = 0, 0
-    while first < len(layers):
-        last = first
-        while last < len(layers) and parts[last] is not None and devices[last].name == devices[first].name:
-            last += 1
-        run = [part for part in parts[first:last] if part is not None]
-        if run:
-            originals = list(layers[first:last])
-            stack = LayerStack(originals, run, devices[first])
-            watch(stack, devices[first])
-            layers[first] = stack
-            for index in range(first + 1, last):
-                layers[index] = _Done(originals[index - first])
-            count += len(run)
-        first = max(last, first + 1)
+    devices, count = list(homes.values()), 0
+    parts = [_parts(layer, d) if d.is_gpu else None for layer, d in zip(layers, devices, strict=True)]
+    for _, run in groupby(range(len(layers)), key=lambda i: (parts[i] is None, devices[i].name)):
+        first, *others = run
+        usual = [part for i in (first, *others) if (part := parts[i]) is not None]
+        if not usual:
+            continue
+        stack = LayerStack([layers[i] for i in (first, *others)], usual, devices[first])
+        watch(stack, devices[first])
+        layers[first] = stack
+        for i in others:
+            layers[i] = _Done(layers[i])
+        count += len(usual)
     logger.debug("%d of %d decoder layers hand their sums to the next norm", count, len(layers))
     return count

@@ -31,6 +31,7 @@ __all__ = [
     "LayerCall",
     "check_calls",
     "decoder_layers",
+    "keep_attention_type",
     "layer_list",
     "observe_step",
     "probe_context",
@@ -41,7 +42,7 @@ _WATCHED = "ktransformers_watched"
 PROBE_ROWS = 3
 """Rows of a step in which layers are compared; one does where they are only watched."""
 
-MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Whether a query's position sees a key's position: (batch, head, query, key), as transformers' masking utilities."""
 
 
@@ -75,20 +76,26 @@ class _MaskStandIn:
         self.function = function
 
 
-def _stand_in(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> _MaskStandIn:
+def _stand_in(*args: object, mask_function: MaskFunction, **kwargs: object) -> _MaskStandIn:
     return _MaskStandIn(mask_function)
 
 
-def decoder_layers(model: Any) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a causal LM of `transformers`, in order; empty when it keeps them in another way."""
     return list(layer_list(model) or ())
 
 
-def layer_list(model: Any) -> nn.ModuleList | None:
+def layer_list(model: nn.Module) -> nn.ModuleList | None:
     """The list that a causal LM of `transformers` keeps its decoder layers in."""
     base = getattr(model, "model", None)
     layers = getattr(getattr(base, "inner", base), "layers", None)  # an operator may stand in for the layer loop
     return layers if isinstance(layers, nn.ModuleList) else None
+
+
+def keep_attention_type(stand_in: nn.Module, layer: nn.Module) -> None:
+    """Let what stands in for a layer name its kind of attention: some models choose a mask by it."""
+    if hasattr(layer, "attention_type"):
+        stand_in.attention_type = layer.attention_type
 
 
 def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: int = 0) -> ForwardContext:
@@ -111,7 +118,7 @@ def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: i
     )
 
 
-def observe_step(model: Any, run: Callable[[], object]) -> list[LayerCall]:
+def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]:
     """Watch `run`, which runs one step of `model`: one LayerCall a decoder layer, in order.
 
     Raises UnsupportedError when a layer is not called once, or attention is asked for by nobody's layer.
@@ -169,7 +176,7 @@ def _asked(query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionCall:
 
 
 @contextmanager
-def _attention_named(model: Any, function: Callable[..., Any]) -> Iterator[None]:
+def _attention_named(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """Let the model's modules find `function` as their attention, and stand-ins as masks."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -189,7 +196,7 @@ def _attention_named(model: Any, function: Callable[..., Any]) -> Iterator[None]
             config._attn_implementation = ATTENTION_NAME
 
 
-def check_calls(model: Any, calls: list[LayerCall], max_len: int) -> None:
+def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int) -> None:
     """Refuse what the cache cannot hold: attention twice in a layer, a window that only the mask knows.
 
     max_len: most positions of a sequence. Raises UnsupportedError that names the layer.
@@ -208,7 +215,7 @@ def check_calls(model: Any, calls: list[LayerCall], max_len: int) -> None:
             _check_mask(f"layer {index} ({type(layer).__name__})", call.mask, window, max_len)
 
 
-def _window_of(attention: Any) -> int:
+def _window_of(attention: object) -> int:
     """Of an operator that asks no attention function."""
     spec = attention.spec if isinstance(attention, KAttention) else None
     return 0 if spec is None else spec.window

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from ktransformers.kernels.triton import elementwise
 from ktransformers.kernels.triton.linear import gated_linear, linear_pair
-from ktransformers.kernels.triton.packing import Layout, join_rows
-from ktransformers.kernels.types import Activation, ActivationSpec
+from ktransformers.kernels.triton.relay import GpuLayout, can_join_rows, join_rows
+from ktransformers.kernels.types import Activation, ActivationSpec, OwnType
 from ktransformers.operators.device import use
-from ktransformers.operators.linear.fp8 import Fp8GpuMatrix, can_join_fp8, join_fp8
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.matrix import DenseMatrix, GpuMatrix, QuantizedMatrix
 
@@ -63,7 +61,7 @@ class ColumnsOf:
 def _quantized(modules: Sequence[nn.Module]) -> list[QuantizedMatrix] | None:
     """The matrices of linear operators on one GPU in the layout of its kernels; None if they are anything else."""
     found = [m.matrix for m in modules if isinstance(m, KTransformersLinear)]
-    quantized = [m for m in found if isinstance(m, QuantizedMatrix) and m.layout is Layout.GPU]
+    quantized = [m for m in found if isinstance(m, QuantizedMatrix) and m.layout is GpuLayout.PLANES]
     if len(quantized) < len(modules) or len({(m.cols, m.device.name) for m in quantized}) > 1:
         return None
     return quantized
@@ -75,12 +73,6 @@ def _dense(modules: Sequence[nn.Module]) -> list[DenseMatrix] | None:
     if len(dense) < len(modules) or len({(m.weight.shape[1], m.weight.device, m.weight.dtype) for m in dense}) > 1:
         return None
     return dense
-
-
-def _fp8(modules: Sequence[nn.Module]) -> list[Fp8GpuMatrix] | None:
-    found = [m.matrix for m in modules if isinstance(m, KTransformersLinear)]
-    fp8 = [m for m in found if isinstance(m, Fp8GpuMatrix)]
-    return fp8 if len(fp8) == len(modules) and can_join_fp8(fp8) else None
 
 
 def _biases(parts: Sequence[tuple[torch.Tensor | None, int]], like: torch.Tensor) -> torch.Tensor | None:
@@ -110,9 +102,9 @@ def _slices(counts: Sequence[int]) -> list[slice]:
 
 
 def _side_by_side(parts: list[QuantizedMatrix]) -> tuple[GpuMatrix, list[slice]] | None:
-    """All in one launch, and the columns of each part; None for three types."""
-    types = list(dict.fromkeys(part.qtype for part in parts))
-    if len(types) > 2:
+    """All in one launch, and the columns of each part; None for three types, or FP8 beside another."""
+    types, counts = list(dict.fromkeys(part.qtype for part in parts)), [part.rows for part in parts]
+    if len(types) > (1 if OwnType.F8_E4M3 in types else 2) or not can_join_rows(types[0], counts, parts[0].cols):
         return None
     order = sorted(range(len(parts)), key=lambda i: types.index(parts[i].qtype))
     columns = dict(zip(order, _slices([parts[i].rows for i in order]), strict=True))
@@ -131,7 +123,7 @@ class JoinedLinears:
         self.modules = tuple(modules)
         self._whole: GpuMatrix | None = None
         self._columns: list[slice] = []
-        quantized, dense, fp8 = _quantized(modules), _dense(modules), _fp8(modules)
+        quantized, dense = _quantized(modules), _dense(modules)
         if quantized is not None:
             made = _side_by_side(quantized)
             if made is not None:
@@ -140,16 +132,8 @@ class JoinedLinears:
             bias = _biases([(m.bias, m.weight.shape[0]) for m in dense], dense[0].weight)
             self._whole = DenseMatrix(torch.cat([m.weight for m in dense]), bias)
             self._columns = _slices([m.weight.shape[0] for m in dense])
-        elif fp8 is not None:
-            self._whole = join_fp8(fp8, _biases([(m.bias, m.weight.rows) for m in fp8], fp8[0].weight.data))
-            self._columns = _slices([m.weight.rows for m in fp8])
         if self._whole is not None:
             _give_away(self.modules, self._whole, self._columns)
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether one launch computes them all."""
-        return self._whole is not None
 
     def __call__(self, rows: torch.Tensor) -> list[torch.Tensor]:
         if self._whole is None:
@@ -173,7 +157,8 @@ class GatedLinears:
         self._gated: QuantizedMatrix | None = None
         self._joined: JoinedLinears | None = None
         quantized = _quantized([gate, up])
-        is_one_type = quantized is not None and quantized[0].qtype == quantized[1].qtype
+        # Blocks of FP8's scales have the rows of one side only.
+        is_one_type = quantized is not None and quantized[0].qtype == quantized[1].qtype != OwnType.F8_E4M3
         if quantized is not None and is_one_type and spec.kind is not Activation.SWIGLU_OAI:
             self._gated = _joined(quantized, interleaved=True)
             _give_away([gate, up], self._gated, [slice(0, None, 2), slice(1, None, 2)])
@@ -189,7 +174,7 @@ class GatedLinears:
         matrix = self._gated
         out = torch.empty(rows.shape[0], matrix.rows // 2, dtype=rows.dtype, device=rows.device)
         x = rows.to(matrix.device.matmul_dtype)
-        space: Any = matrix.device.linear_workspace()
+        space = matrix.device.linear_workspace()
         return gated_linear(
             x, matrix.data, matrix.qtype, matrix.rows, matrix.cols, self.spec.kind, matrix.bias, out, workspace=space
         )

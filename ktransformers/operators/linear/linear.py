@@ -11,7 +11,7 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
-from ktransformers.kernels.types import OwnType, PackedTensor, QuantType, RawTensor
+from ktransformers.kernels.types import OwnType, PackedTensor, RawTensor
 from ktransformers.operators.base import (
     Operator,
     OperatorConfig,
@@ -21,9 +21,8 @@ from ktransformers.operators.base import (
     expect_shape,
 )
 from ktransformers.operators.device import give_back
-from ktransformers.operators.linear.fp8 import Fp8GpuMatrix, fp8_gpu_nbytes, takes_fp8
-from ktransformers.operators.linear.matrix import GpuMatrix, gpu_matrix, gpu_nbytes
-from ktransformers.operators.linear.relaid import relaid, relaid_nbytes, takes_bf16, wants_bf16
+from ktransformers.operators.linear.matrix import GpuMatrix, gpu_matrix, gpu_nbytes, takes_fp8
+from ktransformers.operators.linear.packed import pack_matrix, resident_nbytes, takes_bf16, wants_bf16
 from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["KTransformersLinear"]
@@ -96,12 +95,9 @@ class KTransformersLinear(Operator):
         info = self._info(source)
         if device.is_gpu:
             shape = self.out_features, self.in_features
-            if isinstance(info.resident_type, QuantType):
-                nbytes = gpu_nbytes(info.resident_type, shape, device, self.is_dense_wanted, info.nbytes)
-            else:
-                nbytes = fp8_gpu_nbytes(*shape)
+            nbytes = gpu_nbytes(info.resident_type, shape, device, self.is_dense_wanted)
         else:
-            nbytes = relaid_nbytes(info, takes_bf16=self.takes_bf16)
+            nbytes = resident_nbytes(info, takes_bf16=self.takes_bf16)
         needs.add(device.name, info, nbytes)
         if self.has_bias:
             name = f"{self.key}.bias"
@@ -115,13 +111,11 @@ class KTransformersLinear(Operator):
         name, pool = f"{self.key}.weight", self.config.require_pool()
         self._bias = source.dense(f"{self.key}.bias") if self.has_bias else None
         is_fp8 = self._info(source).resident_type is OwnType.F8_E4M3
+        stored = source.fp8(name) if is_fp8 else source.tensor(name)
         if not self.device.is_gpu:
-            stored = source.fp8(name) if is_fp8 else source.tensor(name)
-            self._weight = relaid(stored, pool, wants_bf16=self.wants_bf16, takes_bf16=self.takes_bf16)
-        elif is_fp8:
-            self.matrix = Fp8GpuMatrix.of(source.fp8(name), self._bias, self.device)
+            self._weight = pack_matrix(stored, pool, wants_bf16=self.wants_bf16, takes_bf16=self.takes_bf16)
         else:
-            self.matrix = gpu_matrix(source.tensor(name), self._bias, self.device, pool, self.is_dense_wanted)
+            self.matrix = gpu_matrix(stored, self._bias, self.device, pool, self.is_dense_wanted)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = self.device.take(hidden_states)

@@ -14,11 +14,30 @@ from torch.nn import functional
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.linear import linear
-from ktransformers.kernels.triton.packing import GPU_TYPES, Layout, can_repack, packed_nbytes, repack
-from ktransformers.kernels.types import QuantType, RawTensor
+from ktransformers.kernels.triton.relay import (
+    FP8_COLUMNS,
+    GPU_TYPES,
+    GpuLayout,
+    can_relay,
+    layout_nbytes,
+    relay,
+    relay_fp8,
+)
+from ktransformers.kernels.types import Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
 from ktransformers.operators.device import Device
 
-__all__ = ["DenseMatrix", "GpuMatrix", "QuantizedMatrix", "dense_tensor", "gpu_matrix", "gpu_nbytes", "stays_quantized"]
+__all__ = [
+    "DenseMatrix",
+    "GpuMatrix",
+    "QuantizedMatrix",
+    "dense_tensor",
+    "gpu_layout",
+    "gpu_matrix",
+    "gpu_nbytes",
+    "relaid",
+    "stays_quantized",
+    "takes_fp8",
+]
 
 _FLOATS = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _PIECE = 1 << 26  # weights widened at once
@@ -42,10 +61,10 @@ class QuantizedMatrix:
 
     device: Device
     data: torch.Tensor
-    qtype: QuantType
+    qtype: WeightType
     rows: int
     cols: int
-    layout: Layout
+    layout: GpuLayout
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -70,17 +89,27 @@ class GpuMatrix(Protocol):
         """x [T, K] -> [T, N]."""
 
 
-def stays_quantized(qtype: QuantType, is_dense_wanted: bool) -> bool:
+def stays_quantized(qtype: WeightType, is_dense_wanted: bool) -> bool:
     """Whether a matrix of this type is multiplied as it is; others are dense on a GPU."""
-    return qtype in GPU_TYPES and not is_dense_wanted
+    return (isinstance(qtype, OwnType) or qtype in GPU_TYPES) and not is_dense_wanted
 
 
-def gpu_nbytes(qtype: QuantType, shape: tuple[int, int], device: Device, is_dense_wanted: bool, nbytes: int) -> int:
-    """Bytes on the GPU of a matrix of this shape that has `nbytes` in ggml's layout."""
+def takes_fp8(rows: int, cols: int) -> bool:
+    """Whether the kernels take an FP8 matrix of this shape; others are dense on a GPU."""
+    return cols % FP8_COLUMNS == 0 and rows * cols > 0 and fp8_nbytes(rows, cols) < 2**31
+
+
+def gpu_nbytes(qtype: WeightType, shape: tuple[int, int], device: Device, is_dense_wanted: bool) -> int:
+    """Bytes on the GPU of a matrix of this shape."""
     rows, cols = shape
     if not stays_quantized(qtype, is_dense_wanted):
         return rows * cols * device.dtype.itemsize
-    return packed_nbytes(qtype, rows, cols) if can_repack(qtype, rows, cols) else nbytes
+    return layout_nbytes(qtype, rows, cols, gpu_layout(qtype, rows, cols))
+
+
+def gpu_layout(qtype: WeightType, rows: int, cols: int) -> GpuLayout:
+    """Of matrices that rest on a GPU."""
+    return GpuLayout.PLANES if can_relay(qtype, rows, cols) else GpuLayout.ROWS
 
 
 def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.Tensor:
@@ -95,18 +124,24 @@ def dense_tensor(weight: RawTensor, device: Device, pool: WorkerPool) -> torch.T
     return out.view(weight.shape)
 
 
+def relaid(weight: RawTensor | Fp8Matrix, device: Device) -> torch.Tensor:
+    """The bytes of a matrix [N, K] on the device, in the layout that `gpu_layout` says."""
+    if isinstance(weight, Fp8Matrix):
+        return relay_fp8(weight.to(device.torch_device))
+    data = weight.data.to(device.torch_device)
+    return relay(data, weight.qtype, *weight.shape) if can_relay(weight.qtype, *weight.shape) else data
+
+
 def gpu_matrix(
-    weight: RawTensor, bias: torch.Tensor | None, device: Device, pool: WorkerPool, is_dense_wanted: bool
+    weight: RawTensor | Fp8Matrix, bias: torch.Tensor | None, device: Device, pool: WorkerPool, is_dense_wanted: bool
 ) -> GpuMatrix:
     """Bring a matrix [N, K] to a GPU. The pages of the file it was read from are given back."""
     rows, cols = weight.shape
-    if not stays_quantized(weight.qtype, is_dense_wanted):
+    if isinstance(weight, RawTensor) and not stays_quantized(weight.qtype, is_dense_wanted):
         made = DenseMatrix(dense_tensor(weight, device, pool), None if bias is None else device.take(bias))
         cpu.page_out(weight)
         return made
-    data, layout = weight.data.to(device.torch_device), Layout.GGML
-    if can_repack(weight.qtype, rows, cols):
-        data, layout = repack(data, weight.qtype, rows, cols), Layout.GPU
+    data, layout = relaid(weight, device), gpu_layout(weight.qtype, rows, cols)
     cpu.page_out(weight)
     bias = None if bias is None else bias.to(device.torch_device)
     return QuantizedMatrix(device, data, weight.qtype, rows, cols, layout, bias)

@@ -10,10 +10,11 @@ from torch import nn
 
 from ktransformers.core import Phase
 from ktransformers.kernels.types import ActivationSpec
-from ktransformers.operators.activation import activate, recognize_activation
+from ktransformers.operators.activation import activate
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import give_back
 from ktransformers.operators.linear.joined import GatedLinears
+from ktransformers.operators.recognize.activation import recognize_activation
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["KMLP"]

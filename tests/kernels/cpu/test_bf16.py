@@ -170,9 +170,9 @@ def test_re_laying_needs_instructions_and_whole_tiles() -> None:
     assert not scalar.has_bf16
     assert emulated.has_bf16
     assert not can_pack(QuantType.BF16, 64, scalar.isa)
-    with pytest.raises(ValueError, match="64 BF16 columns has no re-laid form on scalar"):
+    with pytest.raises(ValueError, match="64 BF16 columns has no packed form on scalar"):
         cpu.pack(weight, scalar)
-    with pytest.raises(ValueError, match="40 BF16 columns has no re-laid form"):
+    with pytest.raises(ValueError, match="40 BF16 columns has no packed form"):
         cpu.pack(bf16_weight(16, 40), emulated)
     packed = cpu.pack(weight, emulated)
     with pytest.raises(ValueError, match="cannot be computed with on the tier scalar"):

@@ -10,6 +10,7 @@ from gguf import quants
 from ktransformers.kernels import reference
 from ktransformers.kernels.cpu import NATIVE_TYPES, batched_linear, dequantize_rows, linear
 from ktransformers.kernels.types import QuantType, RawTensor, block_size
+from tests.support.int8_arithmetic import int8_linear, int8_tolerance
 
 TYPES = sorted(NATIVE_TYPES)
 QUANTIZED = [t for t in TYPES if t not in (QuantType.F32, QuantType.F16, QuantType.BF16)]
@@ -40,7 +41,7 @@ def test_close_to_dequantized_weights(qtype, make_weight, pool):
         bias = torch.linspace(-1, 1, 37)
         ours, oracle = linear(x, weight, pool, bias=bias), reference.linear(x, weight, bias)
         if qtype in QUANTIZED:
-            tolerance = reference.int8_tolerance(x, weight)
+            tolerance = int8_tolerance(x, weight)
         else:
             # fp32 sums of K products: no more than K + 32 roundings of the sum of magnitudes.
             magnitude = x.abs() @ reference.dequantize(weight).abs().T + 1
@@ -54,7 +55,7 @@ def test_equals_the_written_down_int8_arithmetic(qtype, make_weight, pools):
     weight, x = make_weight(qtype, 5, cols), activations(6, cols)
     x[1] *= 1e-3
     x[2, :32] = 0
-    expected = reference.int8_linear(x, weight)
+    expected = int8_linear(x, weight)
     for each in pools:
         assert torch.equal(linear(x, weight, each), expected), each
         assert torch.equal(linear(x[:2], weight, each), expected[:2]), each

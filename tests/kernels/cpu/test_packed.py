@@ -121,7 +121,7 @@ def test_experts_are_bit_equal(isa: cpu.Isa, kinds: tuple[QuantType, ...]) -> No
 
 def test_what_cannot_be_packed_is_refused() -> None:
     pool = WorkerPool(1)
-    with pytest.raises(ValueError, match="has no re-laid form"):
+    with pytest.raises(ValueError, match="has no packed form"):
         cpu.pack(RawTensor.from_tensor(torch.zeros(16, 32)), pool)
     with pytest.raises(ValueError, match="out must have shape"):
         cpu.pack(random_weight(QuantType.Q8_0, 16, 32), pool, out=torch.empty(3, dtype=torch.uint8))

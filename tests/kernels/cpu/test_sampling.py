@@ -10,13 +10,21 @@ import torch
 
 from ktransformers.core import SamplingParams
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.cpu.sampling import Pick, philox4x32, sample_rows, token_logprobs, token_weights, uniforms
+from ktransformers.kernels.cpu.sampling import Pick, philox4x32, sample_rows, token_logprobs, uniforms
+from ktransformers.kernels.extension import extension
 from tests.support import sampling_oracle as oracle
 
 TEMPERATURES = (0.0, 1e-300, 0.05, 0.6, 1.0, 3.0, 1e300)
 TOP_K = (-1, 0, 1, 2, 20, 150, 700, 10**9)
 TOP_P = (1.0, 1e-9, 0.3, 0.8, 0.95, 0.999, 1 - 1e-12)
 MIN_P = (0.0, 0.0, 1e-6, 0.05, 0.5, 1.0)
+
+
+def token_weights(logits: torch.Tensor, temperature: float, pool: WorkerPool) -> torch.Tensor:
+    """The weights that `sample_rows` counts with, fp64 [V]: exp((logit - greatest) / temperature), 0 below 2**-64."""
+    out = torch.empty(logits.shape[0], dtype=torch.float64)
+    extension._row_weights(pool.handle, logits.data_ptr(), logits.shape[0], float(temperature), out.data_ptr())
+    return out
 
 
 def make_logits(kind: str, vocab: int, rng: np.random.Generator) -> np.ndarray:

@@ -13,7 +13,7 @@ from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.cpu.topology import ThreadPlace, parse_cpu_list, thread_places
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType, RawTensor
-from ktransformers.operators.linear.relaid import relaid_experts
+from ktransformers.operators.linear.packed import pack_experts
 from ktransformers.weights.quantize import quantize
 
 
@@ -75,7 +75,7 @@ def test_equal_bits_on_any_number_of_nodes(nodes: list[int]) -> None:
         values = [torch.randn(rows, cols, generator=generator).numpy() for _ in range(experts)]
         raw.append([RawTensor(torch.from_numpy(quantize(v, kind)).reshape(-1), kind, (rows, cols)) for v in values])
     layers = [
-        MoeKernel(relaid_experts(ExpertWeights(raw[0], raw[1], raw[2]), pool), ActivationSpec(), pool)
+        MoeKernel(pack_experts(ExpertWeights(raw[0], raw[1], raw[2]), pool), ActivationSpec(), pool)
         for pool in (spread, single)
     ]
     for tokens in (1, 3, 50):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.attention import attention, workspace_size
+from ktransformers.kernels.triton.attention import attention
+from ktransformers.kernels.triton.attention_launch import workspace_numel
 
 PAGE = 16
 PAGES = 24
@@ -68,7 +69,7 @@ def test_splits_weighed_in_the_same_launch(options, device):
     check(arguments, 0.2, counters=counters, **options)
     assert not counters.any()
     out = torch.full((len(DECODE), 6, 48), float("nan"), device=device)
-    numel = workspace_size(1, 6, 2, 48, PAGES * PAGE, device)
+    numel = workspace_numel(1, 6, 2, 48, PAGES * PAGE, device)
     attention(*arguments, 0.2, counters=counters, out=out, workspace=torch.empty(2 * numel, device=device), **options)
     close = attention(*arguments, 0.2, **options)
     torch.testing.assert_close(out, close, rtol=1e-6, atol=1e-6)  # the same parts, divided before they are added
@@ -135,7 +136,7 @@ def test_strided_tensors_and_given_memory(device):
     cache = torch.zeros(k.shape[0], 5, 32, device=device)
     cache[:, :2], cache[:, 3:] = k, v
     arguments = (fused[:, 2:6, :32], cache[:, :2], cache[:, 3:], table, page, seqs.long(), lens.long())
-    numel = workspace_size(len(DECODE), 4, 2, 32, table.shape[1] * page, q.device)
+    numel = workspace_numel(len(DECODE), 4, 2, 32, table.shape[1] * page, q.device)
     workspace = torch.full((numel,), float("nan"), device=device)
     out = torch.full((len(DECODE), 4, 32), float("nan"), device=device)
     assert attention(*arguments, 0.2, out=out, workspace=workspace) is out
@@ -146,7 +147,7 @@ def test_strided_tensors_and_given_memory(device):
 
 def test_rows_take_turns_in_a_small_workspace(device):
     arguments = case(DECODE, 4, 2, 32, 32, torch.float32, device)
-    numel = workspace_size(1, 4, 2, 32, PAGES * PAGE, device)
+    numel = workspace_numel(1, 4, 2, 32, PAGES * PAGE, device)
     want = attention(*arguments, 0.2)
     for rows in (1, 3):
         assert torch.equal(attention(*arguments, 0.2, workspace=torch.empty(rows * numel, device=device)), want)

@@ -21,8 +21,8 @@ from tests.support.triton_kernels.quant_cases import (
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from ktransformers.kernels.triton import dequant, fp8, packing
-from ktransformers.kernels.triton.packing import Layout
+from ktransformers.kernels.triton import dequant, relay
+from ktransformers.kernels.triton.relay import GpuLayout
 
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
@@ -43,10 +43,10 @@ def test_ggml_layout_up_to_one_rounding(qtype, device):
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 def test_packed_layout_holds_the_same_numbers(qtype, device):
     raw, values = random_matrix(qtype, 24, 512)
-    packed = packing.repack(raw.to(device), qtype, 24, 512)
-    assert packed.shape == (packing.packed_nbytes(qtype, 24, 512),)
+    packed = relay.relay(raw.to(device), qtype, 24, 512)
+    assert packed.shape == (relay.relaid_nbytes(qtype, 24, 512),)
     assert packed.numel() <= 1.03 * raw.numel()
-    got = dequant.dequantize(packed, qtype, 24, 512, layout=Layout.GPU).cpu()
+    got = dequant.dequantize(packed, qtype, 24, 512, layout=GpuLayout.PLANES).cpu()
     # (1 + u / 256) 256 s - (256 s + m) in fp32: two roundings at 256 |s| (1 + 31 / 256) + |m|, that is below 512 |s|,
     # so 2 * 2^-24 * 512 |s| = 2^-14 |s|; |s| is at most 0.01 * 127 here (fp16 d below 0.01, 7-bit scales).
     assert (got - values).abs().max() <= 2**-14 * 1.27
@@ -57,34 +57,34 @@ def test_the_layout_of_the_cpu_kernels_holds_the_same_numbers(qtype, device):
     cols = 512 if qtype in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K) else 480
     raw, values = random_matrix(qtype, 20, cols)
     packed = pack_for_cpu(raw, qtype, 20, cols).to(device)
-    got = dequant.dequantize(packed, qtype, 20, cols, layout=Layout.CPU).cpu()
+    got = dequant.dequantize(packed, qtype, 20, cols, layout=GpuLayout.TILES).cpu()
     assert (got - values).abs().max() <= 2**-14 * 1.27  # as above
 
 
 def test_packing_of_many_matrices_is_that_of_each(device):
     raws = torch.stack([random_matrix(QuantType.Q6_K, 8, 256, seed)[0] for seed in range(3)]).to(device)
-    together = packing.repack(raws, QuantType.Q6_K, 8, 256)
+    together = relay.relay(raws, QuantType.Q6_K, 8, 256)
     assert together.shape == (3, raws[0].numel())
     for one, row in zip(raws, together, strict=True):
-        assert torch.equal(packing.repack(one, QuantType.Q6_K, 8, 256), row)
+        assert torch.equal(relay.relay(one, QuantType.Q6_K, 8, 256), row)
 
 
 def test_a_width_that_is_no_multiple_of_the_tile(device):
     raw, values = random_matrix(QuantType.Q4_0, 8, 96)
-    packed = packing.repack(raw.to(device), QuantType.Q4_0, 8, 96)
+    packed = relay.relay(raw.to(device), QuantType.Q4_0, 8, 96)
     assert torch.equal(dequant.dequantize(raw.to(device), QuantType.Q4_0, 8, 96).cpu(), values)
     assert (
-        dequant.dequantize(packed, QuantType.Q4_0, 8, 96, layout=Layout.GPU).cpu() - values
+        dequant.dequantize(packed, QuantType.Q4_0, 8, 96, layout=GpuLayout.PLANES).cpu() - values
     ).abs().max() <= 2**-14 * 0.01
 
 
 def test_refuses_what_does_not_fit(device):
     raw, _ = random_matrix(QuantType.Q4_K, 12, 256)
-    assert not packing.can_repack(QuantType.Q4_K, 12, 256)
+    assert not relay.can_relay(QuantType.Q4_K, 12, 256)
     with pytest.raises(ValueError, match="no re-laid form"):
-        packing.repack(raw, QuantType.Q4_K, 12, 256)
+        relay.relay(raw, QuantType.Q4_K, 12, 256)
     with pytest.raises(ValueError, match="whole matrices"):
-        packing.repack(raw, QuantType.Q4_K, 16, 256)
+        relay.relay(raw, QuantType.Q4_K, 16, 256)
     with pytest.raises(ValueError, match="no GPU kernel"):
         dequant.dequantize(raw, QuantType.Q2_K, 12, 256)
     with pytest.raises(ValueError, match="contiguous matrices"):
@@ -93,7 +93,7 @@ def test_refuses_what_does_not_fit(device):
         dequant.dequantize(raw.float(), QuantType.Q4_K, 12, 256)
 
 
-@pytest.mark.parametrize("layout", Layout, ids=lambda x: x.name)
+@pytest.mark.parametrize("layout", GpuLayout, ids=lambda x: x.name)
 def test_every_exponent_and_code_of_mxfp4(layout, device):
     """Exact, down to subnormal numbers of fp32 and up to the last exponent with which all fit into it."""
     codes = (np.arange(16) | np.roll(np.arange(16), 5) << 4).astype(np.uint8)
@@ -103,9 +103,9 @@ def test_every_exponent_and_code_of_mxfp4(layout, device):
     raw = torch.from_numpy(blocks.reshape(32, 8 * 17))
     values = torch.from_numpy(quants.dequantize(raw.numpy(), QuantType.MXFP4))
     data = raw.to(device)
-    if layout == Layout.GPU:
-        data = packing.repack(data, QuantType.MXFP4, 32, 256)
-    if layout == Layout.CPU:
+    if layout == GpuLayout.PLANES:
+        data = relay.relay(data, QuantType.MXFP4, 32, 256)
+    if layout == GpuLayout.TILES:
         data = pack_for_cpu(raw, QuantType.MXFP4, 32, 256).to(device)
     got = dequant.dequantize(data, QuantType.MXFP4, 32, 256, layout=layout).cpu()
     assert torch.equal(got, values)
@@ -121,16 +121,15 @@ def test_floats_as_they_lie(qtype, device):
 def test_bf16_in_the_layout_of_the_cpu_kernels(cols, device):
     raw, values = random_matrix(QuantType.BF16, 20, cols)
     data = pack_for_cpu(raw, QuantType.BF16, 20, cols).to(device)
-    assert torch.equal(dequant.dequantize(data, QuantType.BF16, 20, cols, layout=Layout.CPU).cpu(), values)
+    assert torch.equal(dequant.dequantize(data, QuantType.BF16, 20, cols, layout=GpuLayout.TILES).cpu(), values)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(136, 160), (24, 288), (20, 132)])
 def test_fp8_in_the_layout_of_the_cpu_kernels(rows, cols, device):
     matrix, values = random_fp8(rows, cols)
     data = pack_fp8_for_cpu(matrix).to(device)
-    assert torch.equal(dequant.dequantize(data, OwnType.F8_E4M3, rows, cols, layout=Layout.CPU).cpu(), values)
+    assert torch.equal(dequant.dequantize(data, OwnType.F8_E4M3, rows, cols, layout=GpuLayout.TILES).cpu(), values)
     if cols % 32 == 0:
-        packed = fp8.pack_fp8(matrix.values, matrix.scales)
-        layout = Layout.GPU if packed.packed else Layout.GGML
-        got = dequant.dequantize(packed.data.to(device), OwnType.F8_E4M3, rows, cols, layout=layout)
+        layout = GpuLayout.PLANES if relay.can_relay(OwnType.F8_E4M3, rows, cols) else GpuLayout.ROWS
+        got = dequant.dequantize(relay.relay_fp8(matrix).to(device), OwnType.F8_E4M3, rows, cols, layout=layout)
         assert torch.equal(got.cpu(), values)

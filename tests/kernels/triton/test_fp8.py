@@ -10,8 +10,11 @@ from ktransformers.kernels.triton import runtime
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from ktransformers.kernels.triton.fp8 import fp8_linear, pack_fp8
-from ktransformers.kernels.triton.linear import VECTOR_ROWS
+from ktransformers.kernels.triton.linear import VECTOR_ROWS, linear
+from ktransformers.kernels.triton.relay import GpuLayout, can_join_rows, can_relay, join_rows, relay_fp8
+from ktransformers.kernels.types import Fp8Matrix, OwnType
+
+FP8 = OwnType.F8_E4M3
 
 
 def every_number(rows, cols):
@@ -23,40 +26,41 @@ def every_number(rows, cols):
     scales = torch.rand(-(-rows // 128), -(-cols // 128), generator=generator) + 0.5
     values = weight.view(torch.float8_e4m3fn).double()
     wide = scales.repeat_interleave(128, dim=0)[:rows].repeat_interleave(128, dim=1)[:, :cols]
-    return weight.view(torch.float8_e4m3fn), scales, values * wide.double()
+    return Fp8Matrix(weight, scales), values * wide.double()
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(136, 160), (130, 160), (24, 160), (136, 96)])
 @pytest.mark.parametrize("tokens", [2, 5])
 def test_fp8_linear(rows, cols, tokens, device):
-    weight, scales, values = every_number(rows, cols)
-    matrix = pack_fp8(weight.to(device), scales.to(device))
-    assert matrix.packed == (rows % 8 == 0)
+    weight, values = every_number(rows, cols)
+    is_relaid = can_relay(FP8, rows, cols)
+    assert is_relaid == (rows % 8 == 0)
     x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).half().to(device)
     bias = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(device)
-    out = fp8_linear(x, matrix, bias, torch.empty(tokens, rows, device=device))
+    data, layout = relay_fp8(weight.to(device)), GpuLayout.PLANES if is_relaid else GpuLayout.ROWS
+    out = linear(x, data, FP8, rows, cols, bias, torch.empty(tokens, rows, device=device), layout=layout)
     exact = x.cpu().double()
     wanted = exact @ values.T + bias.cpu().double()
     # The vector path keeps fp32: sums of 160 products. The tile path rounds each weight to fp16's 11 bits.
-    tolerance = 2**-16 if matrix.packed and tokens <= VECTOR_ROWS else 2**-11 + 2**-16
+    tolerance = 2**-16 if is_relaid and tokens <= VECTOR_ROWS else 2**-11 + 2**-16
     assert ((out.cpu().double() - wanted).abs() <= tolerance * (exact.abs() @ values.abs().T) + 1e-6).all()
 
 
 def test_a_column_is_exact(device):
-    weight, scales, values = every_number(64, 32)
-    matrix = pack_fp8(weight.to(device), scales.to(device))
+    weight, values = every_number(64, 32)
     x = torch.zeros(4, 32, dtype=torch.float16, device=device)
     columns = [0, 6, 17, 31]
     x[torch.arange(4), columns] = 1
-    out = fp8_linear(x, matrix, out=torch.empty(4, 64, device=device))
+    data, out = relay_fp8(weight.to(device)), torch.empty(4, 64, device=device)
+    linear(x, data, FP8, 64, 32, out=out, layout=GpuLayout.PLANES)
     assert torch.equal(out.cpu(), values[:, columns].float().T)
 
 
 def test_refuses_what_does_not_fit():
-    weight, scales, _ = every_number(136, 160)
-    with pytest.raises(TypeError, match="float8_e4m3fn"):
-        pack_fp8(weight.float(), scales)
-    with pytest.raises(ValueError, match="scales"):
-        pack_fp8(weight, scales[:1])
+    weight, _ = every_number(136, 160)
     with pytest.raises(ValueError, match="32s"):
-        pack_fp8(weight[:, :150].contiguous(), scales)
+        relay_fp8(Fp8Matrix(weight.values[:, :148].contiguous(), weight.scales))
+    part = (relay_fp8(weight), 136)
+    with pytest.raises(ValueError, match="cannot be joined"):  # a block of scales would lie across both
+        join_rows([part, part], FP8, 160)
+    assert not can_join_rows(FP8, [128, 1 << 26], 64)

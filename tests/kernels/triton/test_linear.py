@@ -15,7 +15,7 @@ from tests.support.triton_kernels.quant_cases import TYPES, random_matrix
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from ktransformers.kernels.triton import packing
+from ktransformers.kernels.triton import relay
 from ktransformers.kernels.triton.linear import (
     VECTOR_ROWS,
     Workspace,
@@ -25,7 +25,7 @@ from ktransformers.kernels.triton.linear import (
     linear,
     linear_pair,
 )
-from ktransformers.kernels.triton.packing import Layout
+from ktransformers.kernels.triton.relay import GpuLayout
 
 # Errors are measured against sum_k |x w|. The vector kernel keeps weights in fp32 within 2^-14 |s| (test_dequant), and
 # the mean |w| of random bits is at least 2 |s|: 2^-15. The tile kernel rounds each weight to x's type, 11 bits (fp16)
@@ -44,11 +44,11 @@ def check(out, x, values, bias, tolerance):
 @pytest.mark.parametrize("tokens", [1, 3, 5])
 def test_packed_weights(qtype, tokens, device):
     raw, values = random_matrix(qtype, 72, 512)
-    weight = packing.repack(raw.to(device), qtype, 72, 512)
+    weight = relay.relay(raw.to(device), qtype, 72, 512)
     x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(1)).half().to(device)
     bias = torch.randn(72, generator=torch.Generator().manual_seed(2)).to(device)
     out = torch.full((tokens, 72), torch.nan, device=device)
-    assert linear(x, weight, qtype, 72, 512, bias, out, layout=Layout.GPU) is out
+    assert linear(x, weight, qtype, 72, 512, bias, out, layout=GpuLayout.PLANES) is out
     check(out, x, values, bias, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
 
 
@@ -65,9 +65,9 @@ def test_bf16_and_a_width_of_odd_blocks(tokens, device):
     if tokens > VECTOR_ROWS and device.type == "cpu":
         pytest.skip("the interpreter multiplies the bits of bf16 in tl.dot")
     raw, values = random_matrix(QuantType.Q8_0, 16, 352)
-    weight = packing.repack(raw.to(device), QuantType.Q8_0, 16, 352)
+    weight = relay.relay(raw.to(device), QuantType.Q8_0, 16, 352)
     x = torch.randn(tokens, 352, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
-    out = linear(x, weight, QuantType.Q8_0, 16, 352, layout=Layout.GPU)
+    out = linear(x, weight, QuantType.Q8_0, 16, 352, layout=GpuLayout.PLANES)
     assert out.dtype == torch.bfloat16
     # The result is rounded to bf16, 2^-9 of |out| <= sum |x w|; the interpreter cuts off: twice as much for both.
     check(out, x, values, None, 2 * (ROUNDED[torch.bfloat16] + 2**-9))
@@ -76,15 +76,15 @@ def test_bf16_and_a_width_of_odd_blocks(tokens, device):
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 def test_joined_matrices_are_the_matrix_of_all_rows(qtype, device):
     raws = [random_matrix(qtype, rows, 512, seed)[0].to(device) for seed, rows in enumerate((16, 24))]
-    parts = [(packing.repack(raw, qtype, len(raw), 512), len(raw)) for raw in raws]
-    whole = packing.repack(torch.cat(raws), qtype, 40, 512)
-    assert torch.equal(packing.join_rows(parts, qtype, 512), whole)
+    parts = [(relay.relay(raw, qtype, len(raw), 512), len(raw)) for raw in raws]
+    whole = relay.relay(torch.cat(raws), qtype, 40, 512)
+    assert torch.equal(relay.join_rows(parts, qtype, 512), whole)
     twice = torch.stack([raws[0], raws[0].flip(0)], dim=1).flatten(0, 1)
-    pair = [parts[0], (packing.repack(raws[0].flip(0), qtype, 16, 512), 16)]
-    joined = packing.join_rows(pair, qtype, 512, interleaved=True)
-    assert torch.equal(joined, packing.repack(twice, qtype, 32, 512))
+    pair = [parts[0], (relay.relay(raws[0].flip(0), qtype, 16, 512), 16)]
+    joined = relay.join_rows(pair, qtype, 512, interleaved=True)
+    assert torch.equal(joined, relay.relay(twice, qtype, 32, 512))
     with pytest.raises(ValueError, match="are not 24 rows"):
-        packing.join_rows(parts, qtype, 512, interleaved=True)
+        relay.join_rows(parts, qtype, 512, interleaved=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 6])
@@ -92,7 +92,7 @@ def test_joined_matrices_are_the_matrix_of_all_rows(qtype, device):
 def test_two_matrices_of_two_types_in_one_launch(tokens, cols, device):
     types, rows = (QuantType.Q4_K, QuantType.Q6_K), (40, 24)
     cases = [random_matrix(qtype, count, cols) for qtype, count in zip(types, rows, strict=True)]
-    packed = [packing.repack(case[0].to(device), *each, cols) for case, *each in zip(cases, types, rows, strict=True)]
+    packed = [relay.relay(case[0].to(device), *each, cols) for case, *each in zip(cases, types, rows, strict=True)]
     x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).half().to(device)
     bias = torch.randn(64, generator=torch.Generator().manual_seed(2)).to(device)
     space = Workspace.allocate(device, 8)
@@ -107,7 +107,7 @@ def test_two_matrices_of_two_types_in_one_launch(tokens, cols, device):
 @pytest.mark.parametrize("kind", [Activation.SILU, Activation.GELU_TANH], ids=lambda k: k.name)
 def test_gate_up_and_activation_in_one_launch(tokens, kind, device):
     raw, values = random_matrix(QuantType.Q4_K, 64, 1024)
-    weight = packing.repack(raw.to(device), QuantType.Q4_K, 64, 1024)
+    weight = relay.relay(raw.to(device), QuantType.Q4_K, 64, 1024)
     x = (torch.randn(tokens, 1024, generator=torch.Generator().manual_seed(1)) / 8).half().to(device)
     out = torch.full((tokens, 32), torch.nan, device=device)
     gated_linear(x, weight, QuantType.Q4_K, 64, 1024, kind, out=out, workspace=Workspace.allocate(device, 8))
@@ -124,15 +124,15 @@ def test_gate_up_and_activation_in_one_launch(tokens, kind, device):
 
 def test_a_row_does_not_depend_on_the_others_and_a_workspace_can_be_used_again(device):
     raw, _ = random_matrix(QuantType.Q4_K, 64, 1024)
-    weight = packing.repack(raw.to(device), QuantType.Q4_K, 64, 1024)
+    weight = relay.relay(raw.to(device), QuantType.Q4_K, 64, 1024)
     x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(1)).half().to(device)
     space = Workspace.allocate(device, 8)
-    whole = linear(x, weight, QuantType.Q4_K, 64, 1024, layout=Layout.GPU, workspace=space)
+    whole = linear(x, weight, QuantType.Q4_K, 64, 1024, layout=GpuLayout.PLANES, workspace=space)
     for row in range(4):
-        alone = linear(x[row : row + 1], weight, QuantType.Q4_K, 64, 1024, layout=Layout.GPU, workspace=space)
+        alone = linear(x[row : row + 1], weight, QuantType.Q4_K, 64, 1024, layout=GpuLayout.PLANES, workspace=space)
         assert torch.equal(alone[0], whole[row])
     assert not space.counters.any()
-    many = linear(torch.cat([x, x]), weight, QuantType.Q4_K, 64, 1024, layout=Layout.GPU, workspace=space)
+    many = linear(torch.cat([x, x]), weight, QuantType.Q4_K, 64, 1024, layout=GpuLayout.PLANES, workspace=space)
     assert torch.equal(many[:4], many[4:])
     assert not space.counters.any()
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.mla import mla_attention, mla_workspace_size
+from ktransformers.kernels.triton.attention_launch import workspace_numel
+from ktransformers.kernels.triton.mla import mla_attention
 
 PAGE, PAGES = 16, 20
 # As in test_attention: the probabilities' and the result's rounding, half a unit of 2^-11 each for fp16; here sums
@@ -53,7 +54,7 @@ def test_softcap(device):
 
 def test_given_memory_and_no_rows(device):
     q, cache, table, page, seqs, lens = case(DECODE, 4, 32, 16, torch.float32, device)
-    numel = mla_workspace_size(len(DECODE), 4, 32, table.shape[1] * page, q.device)
+    numel = workspace_numel(len(DECODE), 4, 1, 32, table.shape[1] * page, q.device)
     out = torch.full((len(DECODE), 4, 32), float("nan"), device=device)
     workspace = torch.full((numel,), float("nan"), device=device)
     want = mla_attention(q, cache, 32, table, page, seqs, lens, 0.1)

@@ -13,11 +13,11 @@ from tests.support.triton_kernels.quant_cases import pack_for_cpu, pack_fp8_for_
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from ktransformers.kernels.triton import packing
+
+from ktransformers.kernels.triton import relay
 from ktransformers.kernels.triton.align import AlignedPairs, max_blocks, moe_align
-from ktransformers.kernels.triton.fp8 import pack_fp8
-from ktransformers.kernels.triton.moe import Between, ExpertMatrices, MoeWorkspace, moe, moe_partial, moe_sum
-from ktransformers.kernels.triton.packing import Layout
+from ktransformers.kernels.triton.moe import Between, ExpertMatrices, MoeWorkspace, moe
+from ktransformers.kernels.triton.relay import GpuLayout
 
 
 def routing(tokens, top_k, num_experts, device, seed=0):
@@ -50,39 +50,37 @@ def test_align(with_slots, tokens, device):
     assert aligned.block_slots.tolist() == wanted_slots
 
 
-def make(qtype, num, rows, cols, layout, device, order):
-    """ExpertMatrices with expert e in slot order[e], and the values [num, rows, cols]."""
+def make(qtype, num, rows, cols, layout, device):
+    """ExpertMatrices and the values [num, rows, cols]."""
     if qtype is OwnType.F8_E4M3:
-        return make_fp8(num, rows, cols, layout, device, order)
+        return make_fp8(num, rows, cols, layout, device)
     raws, values = zip(*(random_matrix(qtype, rows, cols, seed) for seed in range(num)), strict=True)
-    data = torch.stack([raws[order.index(slot)] for slot in range(num)]).to(device)
-    if layout == Layout.GPU:
-        data = packing.repack(data, qtype, rows, cols)
-    if layout == Layout.CPU:
+    data = torch.stack(raws).to(device)
+    if layout == GpuLayout.PLANES:
+        data = relay.relay(data, qtype, rows, cols)
+    if layout == GpuLayout.TILES:
         data = torch.stack([pack_for_cpu(raw, qtype, rows, cols) for raw in data.cpu()]).to(device)
     return ExpertMatrices(data, qtype, rows, cols, layout), torch.stack(values).double()
 
 
-def make_fp8(num, rows, cols, layout, device, order):
+def make_fp8(num, rows, cols, layout, device):
     """As `make`."""
     matrices, values = zip(*(random_fp8(rows, cols, seed) for seed in range(num)), strict=True)
-    in_slots = [matrices[order.index(slot)] for slot in range(num)]
-    if layout == Layout.CPU:
-        data = [pack_fp8_for_cpu(one) for one in in_slots]
+    if layout == GpuLayout.TILES:
+        data = [pack_fp8_for_cpu(one) for one in matrices]
     else:
-        packed = [pack_fp8(one.values, one.scales) for one in in_slots]
-        assert packed[0].packed == (layout == Layout.GPU)
-        data = [one.data for one in packed]
+        assert relay.can_relay(OwnType.F8_E4M3, rows, cols) == (layout == GpuLayout.PLANES)
+        data = [relay.relay_fp8(one) for one in matrices]
     made = ExpertMatrices(torch.stack(data).to(device), OwnType.F8_E4M3, rows, cols, layout)
     return made, torch.stack(values).double()
 
 
-def reference(x, ids, weights, gate, up, down, skipped=()):
+def reference(x, ids, weights, gate, up, down):
     """The result and the sum of the magnitudes that went into it."""
     out, size = torch.zeros(x.shape[0], down.shape[1]).double(), torch.zeros(x.shape[0], down.shape[1]).double()
     for t, row in enumerate(x.cpu().double()):
         for j, e in enumerate(ids[t].tolist()):
-            if e < len(up) and e not in skipped:
+            if e < len(up):
                 hidden = functional.silu(gate[e] @ row) * (up[e] @ row)
                 out[t] += float(weights[t, j]) * (down[e] @ hidden)
                 # An error of the two products, relative to the sum of their magnitudes, passes through silu (slope
@@ -99,34 +97,32 @@ BF16, FP8 = (QuantType.BF16,) * 3, (OwnType.F8_E4M3,) * 3
 
 
 @pytest.mark.parametrize(
-    ("tokens", "layout", "types", "width", "inner", "with_slots"),
+    ("tokens", "layout", "types", "width", "inner"),
     [
-        (1, Layout.GPU, MIXED, 256, 256, False),
-        (3, Layout.GPU, SMALL, 96, 64, True),
-        (2, Layout.GGML, MIXED, 256, 256, True),
-        (17, Layout.GPU, SMALL, 96, 64, True),
-        (2, Layout.CPU, MIXED, 256, 256, True),
-        (2, Layout.GGML, FLOATS, 100, 72, False),
-        (3, Layout.CPU, BF16, 96, 32, True),
-        (1, Layout.GPU, FP8, 160, 160, True),
-        (17, Layout.GPU, FP8, 160, 160, False),
-        (2, Layout.CPU, FP8, 160, 136, True),
+        (1, GpuLayout.PLANES, MIXED, 256, 256),
+        (3, GpuLayout.PLANES, SMALL, 96, 64),
+        (2, GpuLayout.ROWS, MIXED, 256, 256),
+        (17, GpuLayout.PLANES, SMALL, 96, 64),
+        (2, GpuLayout.TILES, MIXED, 256, 256),
+        (2, GpuLayout.ROWS, FLOATS, 100, 72),
+        (3, GpuLayout.TILES, BF16, 96, 32),
+        (1, GpuLayout.PLANES, FP8, 160, 160),
+        (17, GpuLayout.PLANES, FP8, 160, 160),
+        (2, GpuLayout.TILES, FP8, 160, 136),
     ],
 )
-def test_experts(tokens, layout, types, width, inner, with_slots, device):
+def test_experts(tokens, layout, types, width, inner, device):
     num, top_k = 4, 2
-    order = [2, 0, 3, 1] if with_slots else [0, 1, 2, 3]
-    gate, gate_values = make(types[0], num, inner, width, layout, device, order)
-    up, up_values = make(types[1], num, inner, width, layout, device, order)
-    down, down_values = make(types[2], num, width, inner, layout, device, order)
+    gate, gate_values = make(types[0], num, inner, width, layout, device)
+    up, up_values = make(types[1], num, inner, width, layout, device)
+    down, down_values = make(types[2], num, width, inner, layout, device)
     ids, weights = routing(tokens, top_k, num, device)
     x = (torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)) * 0.02).half().to(device)
-    slots = torch.tensor([2, -1, 3, 1], dtype=torch.int32, device=device) if with_slots else None
     space = MoeWorkspace.allocate(x, top_k, num, up, down)
     out = torch.full((tokens, width), torch.nan, device=device)
     for _ in range(2):  # the second call finds the workspace as the first left it
-        moe(x, ids, weights, gate, up, down, out, expert_slots=slots, workspace=space)
-    wanted, size = reference(x, ids, weights, gate_values, up_values, down_values, (1,) if with_slots else ())
+        moe(x, ids, weights, gate, up, down, out, workspace=space)
+    wanted, size = reference(x, ids, weights, gate_values, up_values, down_values)
     # fp16: weights of three products are rounded to 11 bits (2^-11 each at most), the hidden values too, and the parts.
     assert ((out.cpu().double() - wanted).abs() <= 5 * 2**-11 * size + 1e-6).all()
     assert not space.counters.any()
@@ -140,13 +136,13 @@ def random_biases(num, inner, width, device):
     return tuple((torch.randn(num, n, generator=generator) / 2).to(device) for n in (inner, inner, width))
 
 
-def reference_oai(x, ids, weights, matrices, biases, skipped):
+def reference_oai(x, ids, weights, matrices, biases):
     """As `reference`, of gpt_oss's clamped experts with biases."""
     (gate, up, down), (gate_bias, up_bias, down_bias) = matrices, [bias.cpu().double() for bias in biases]
     out, size = torch.zeros(x.shape[0], down.shape[1]).double(), torch.zeros(x.shape[0], down.shape[1]).double()
     for t, row in enumerate(x.cpu().double()):
         for j, e in enumerate(ids[t].tolist()):
-            if e < len(up) and e not in skipped:
+            if e < len(up):
                 g = (gate[e] @ row + gate_bias[e]).clamp(max=OAI.limit)
                 u = (up[e] @ row + up_bias[e]).clamp(-OAI.limit, OAI.limit)
                 hidden = g * torch.sigmoid(OAI.alpha * g) * (u + 1)
@@ -159,29 +155,27 @@ def reference_oai(x, ids, weights, matrices, biases, skipped):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "layout", "with_slots"),
+    ("tokens", "layout"),
     [
-        (1, Layout.GPU, False),
-        (3, Layout.GPU, True),
-        (17, Layout.GPU, True),
-        (2, Layout.GGML, True),
-        (3, Layout.CPU, False),
+        (1, GpuLayout.PLANES),
+        (3, GpuLayout.PLANES),
+        (17, GpuLayout.PLANES),
+        (2, GpuLayout.ROWS),
+        (3, GpuLayout.TILES),
     ],
 )
-def test_experts_of_gpt_oss(tokens, layout, with_slots, device):
+def test_experts_of_gpt_oss(tokens, layout, device):
     """MXFP4, biases and the clamped activation. Widths are no multiples of 64; limits cut a good part of the values."""
     num, top_k, width, inner = 4, 2, 96, 32
-    order = [2, 0, 3, 1] if with_slots else [0, 1, 2, 3]
     shapes = ((inner, width), (inner, width), (width, inner))
-    made = [make(QuantType.MXFP4, num, rows, cols, layout, device, order) for rows, cols in shapes]
+    made = [make(QuantType.MXFP4, num, rows, cols, layout, device) for rows, cols in shapes]
     matrices, values = [one for one, _ in made], [value for _, value in made]
     ids, weights = routing(tokens, top_k, num, device)
     x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)).half().to(device)
-    slots = torch.tensor([2, -1, 3, 1], dtype=torch.int32, device=device) if with_slots else None
     between = Between(OAI, random_biases(num, inner, width, device))
     out = torch.full((tokens, width), torch.nan, device=device)
-    moe(x, ids, weights, *matrices, out, expert_slots=slots, between=between)
-    wanted, size = reference_oai(x, ids, weights, values, between.biases, (1,) if with_slots else ())
+    moe(x, ids, weights, *matrices, out, between=between)
+    wanted, size = reference_oai(x, ids, weights, values, between.biases)
     # Numbers of MXFP4 are numbers of fp16: what is rounded to 11 bits is hidden values and parts, once each.
     assert ((out.cpu().double() - wanted).abs() <= 2 * 2**-11 * size + 1e-6).all()
 
@@ -190,7 +184,7 @@ def test_experts_of_gpt_oss(tokens, layout, with_slots, device):
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_other_activations_without_biases(tokens, kind, device):
     shapes = ((32, 64), (32, 64), (64, 32))
-    made = [make(QuantType.Q8_0, 2, rows, cols, Layout.GPU, device, [0, 1]) for rows, cols in shapes]
+    made = [make(QuantType.Q8_0, 2, rows, cols, GpuLayout.PLANES, device) for rows, cols in shapes]
     matrices, (gate, up, down) = [one for one, _ in made], [value for _, value in made]
     x = (torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1)) / 8).half().to(device)
     ids, weights = torch.zeros(tokens, 1, dtype=torch.int32, device=device), torch.ones(tokens, 1, device=device)
@@ -222,26 +216,8 @@ def test_biases_of_experts(device):
         Between(OAI, tuple(one.half() for one in made)).check(3, 4, 8)
 
 
-def test_experts_in_turns_give_what_all_at_once_give(device):
-    gate, _ = make(SMALL[0], 4, 64, 32, Layout.CPU, device, [0, 1, 2, 3])
-    up, _ = make(SMALL[1], 4, 64, 32, Layout.CPU, device, [0, 1, 2, 3])
-    down, _ = make(SMALL[2], 4, 32, 64, Layout.CPU, device, [0, 1, 2, 3])
-    ids, weights = routing(5, 2, 4, device)
-    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).half().to(device)
-    wanted = moe(x, ids, weights, gate, up, down)
-    space = MoeWorkspace.allocate(x, 2, 4, up, down, in_turns=True)
-    for first in (0, 2):  # two slots, two turns
-        staged = [
-            ExpertMatrices(m.data[first : first + 2], m.qtype, m.rows, m.cols, m.layout) for m in (gate, up, down)
-        ]
-        slots = torch.full((4,), -1, dtype=torch.int32, device=device)
-        slots[first : first + 2] = torch.arange(2, dtype=torch.int32, device=device)
-        moe_partial(x, ids, weights, *staged, slots, space)
-    assert torch.equal(moe_sum(ids, torch.empty_like(x), space, 4), wanted)
-
-
 def test_a_token_without_experts_and_no_tokens(device):
-    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, Layout.GPU, device, [0, 1])
+    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, GpuLayout.PLANES, device)
     x = torch.ones(2, 32, dtype=torch.float16, device=device)
     ids = torch.tensor([[2, 2], [2, 7]], dtype=torch.int32, device=device)
     weights = torch.ones(2, 2, device=device)
@@ -250,14 +226,12 @@ def test_a_token_without_experts_and_no_tokens(device):
 
 
 def test_refuses_what_does_not_fit(device):
-    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, Layout.GPU, device, [0, 1])
-    narrow, _ = make(QuantType.Q4_0, 2, 32, 64, Layout.GPU, device, [0, 1])
+    matrix, _ = make(QuantType.Q4_0, 2, 32, 32, GpuLayout.PLANES, device)
+    narrow, _ = make(QuantType.Q4_0, 2, 32, 64, GpuLayout.PLANES, device)
     x = torch.ones(2, 32, dtype=torch.float16, device=device)
     ids, weights = torch.zeros(2, 2, dtype=torch.int32, device=device), torch.ones(2, 2, device=device)
     with pytest.raises(TypeError, match="int32"):
         moe(x, ids.long(), weights, matrix, matrix, matrix)
-    with pytest.raises(TypeError, match="expert_slots"):
-        moe(x, ids, weights, matrix, matrix, matrix, expert_slots=torch.zeros(2, dtype=torch.int64, device=device))
     with pytest.raises(ValueError, match=r"\[2, k\]"):
         moe(x, ids[:1], weights[:1], matrix, matrix, matrix)
     with pytest.raises(ValueError, match="down must fit"):

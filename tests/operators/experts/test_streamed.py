@@ -28,7 +28,7 @@ pytest.importorskip("triton")
 
 from ktransformers.engine.prefill import cuda_tools, open_prefill
 from ktransformers.kernels.triton.moe import Between, ExpertMatrices, moe
-from ktransformers.kernels.triton.packing import Layout
+from ktransformers.kernels.triton.relay import GpuLayout
 from ktransformers.operators.experts import streamed as expert_prefill
 from ktransformers.operators.experts.staging import HostExperts, Staging, StagingSize
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer, PrefillShape
@@ -135,7 +135,7 @@ def all_on_gpu(kernel: MoeKernel, x: torch.Tensor, ids: torch.Tensor, weights: t
         tensors = [one for one in part if isinstance(one, PackedTensor)]  # type: ignore[attr-defined]
         rows, cols = tensors[0].shape
         assert isinstance(tensors[0].qtype, QuantType)
-        return ExpertMatrices(torch.stack([one.data for one in tensors]), tensors[0].qtype, rows, cols, Layout.CPU)
+        return ExpertMatrices(torch.stack([one.data for one in tensors]), tensors[0].qtype, rows, cols, GpuLayout.TILES)
 
     parts = (kernel.weights.gate, kernel.weights.up, kernel.weights.down)
     out = torch.empty_like(x)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from ktransformers.kernels.types import Fp8Matrix
-from ktransformers.operators.linear.fp8 import Fp8GpuMatrix, can_join_fp8, fp8_gpu_nbytes, join_fp8, takes_fp8
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.types import Fp8Matrix, fp8_nbytes
+from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.linear.joined import JoinedLinears
 from ktransformers.operators.linear.linear import KTransformersLinear
+from ktransformers.operators.linear.matrix import gpu_matrix, takes_fp8
 from tests.support.agreement import prompt
 from tests.support.fake_gpus import fake_hardware
 from tests.support.fp8_models import to_fp8, write_both
@@ -18,31 +22,44 @@ from tests.support.gpu_engines import gpu_engine
 
 pytest.importorskip("triton")
 
+MakeLayer = Callable[[int, int, int], KTransformersLinear]
 
-def matrix(rows: int, cols: int, seed: int) -> Fp8GpuMatrix:
-    codes, scales, _ = to_fp8(torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)))
-    return Fp8GpuMatrix.of(Fp8Matrix(codes.view(torch.uint8), scales), None, fake_hardware().devices["cuda:0"])
+
+@pytest.fixture
+def layer() -> Iterator[MakeLayer]:
+    """A linear operator on the GPU with random FP8 weights [rows, cols] of a seed."""
+    with closing(WorkerPool(1)) as pool:
+        config = OperatorConfig(None, pool, devices=fake_hardware().devices)
+
+        def made(rows: int, cols: int, seed: int) -> KTransformersLinear:
+            module = torch.nn.Linear(cols, rows, bias=False, device="meta")
+            operator = KTransformersLinear(module, "part", config, Placement(generate_device="cuda:0"))
+            codes, scales, _ = to_fp8(torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)))
+            weight = Fp8Matrix(codes.view(torch.uint8), scales)
+            bias = torch.randn(rows, generator=torch.Generator().manual_seed(seed))
+            operator.matrix = gpu_matrix(weight, bias, operator.device, pool, is_dense_wanted=False)
+            return operator
+
+        yield made
 
 
 @pytest.mark.parametrize("tokens", [2, 20])
-def test_joined_matrices_compute_what_each_does(tokens: int) -> None:
-    parts = [matrix(256, 160, 0), matrix(128, 160, 1), matrix(40, 160, 2)]
-    device = parts[0].device
-    bias = torch.randn(424, generator=torch.Generator().manual_seed(3)).to(device.torch_device)
-    assert can_join_fp8(parts)
-    whole = join_fp8(parts, bias)
-    assert whole.weight.data.numel() == sum(part.weight.data.numel() for part in parts)
-    x = device.take(torch.randn(tokens, 160, generator=torch.Generator().manual_seed(4)))
-    each = torch.cat([part(x, torch.float32) for part in parts], dim=1) + bias
-    # A bias is added to fp32 sums, in another order perhaps where columns are split.
-    assert torch.allclose(whole(x, torch.float32), each, rtol=1e-5, atol=1e-4)
+def test_joined_matrices_compute_what_each_does(layer: MakeLayer, tokens: int) -> None:
+    parts = [layer(256, 160, 0), layer(128, 160, 1), layer(40, 160, 2)]
+    x = parts[0].device.take(torch.randn(tokens, 160, generator=torch.Generator().manual_seed(4)))
+    each = [part(x).clone() for part in parts]
+    joined = JoinedLinears(parts)
+    assert joined._whole is not None
+    # A bias is added to fp32 sums, in another order perhaps where columns are split; results are fp16.
+    for got, want in zip(joined(x), each, strict=True):
+        assert torch.allclose(got, want, rtol=2**-10, atol=1e-4)
 
 
-def test_what_cannot_be_joined() -> None:
-    assert not can_join_fp8([matrix(130, 64, 0), matrix(128, 64, 1)])  # rows in no multiple of 8
-    assert not can_join_fp8([matrix(136, 64, 0), matrix(128, 64, 1)])  # a block of scales would lie across both
-    assert not can_join_fp8([matrix(128, 64, 0), matrix(128, 96, 1)])
-    assert can_join_fp8([matrix(128, 64, 0), matrix(136, 64, 1)])
+def test_what_cannot_be_joined(layer: MakeLayer) -> None:
+    assert JoinedLinears([layer(130, 64, 0), layer(128, 64, 1)])._whole is None  # rows in no multiple of 8
+    assert JoinedLinears([layer(136, 64, 0), layer(128, 64, 1)])._whole is None  # scales would lie across both
+    assert JoinedLinears([layer(128, 64, 0), layer(128, 96, 1)])._whole is None
+    assert JoinedLinears([layer(128, 64, 0), layer(136, 64, 1)])._whole is not None
 
 
 def test_shapes_that_no_kernel_takes() -> None:
@@ -65,7 +82,7 @@ def test_a_model_in_fp8(model_type: str, tmp_path: Path) -> None:
             ]
             assert bool(linears) == (name == "fp8")
             held = {e.key: e.nbytes["cuda:0"] for e in entries if "cuda:0" in e.nbytes}
-            assert all(held[one.key] == fp8_gpu_nbytes(one.out_features, one.in_features) for one in linears)
+            assert all(held[one.key] == fp8_nbytes(one.out_features, one.in_features) for one in linears)
     errors = (logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)
     # A row whose router nearly ties may take another expert and differ by more.
     assert errors.median() <= 1e-2

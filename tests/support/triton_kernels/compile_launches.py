@@ -22,12 +22,11 @@ from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.convert import convert_rows
 from ktransformers.kernels.triton.elementwise import add_rms_norm
 from ktransformers.kernels.triton.expanded import ExpandedRun, expanded_attention, expanded_tile, tiles_of
-from ktransformers.kernels.triton.fp8 import fp8_linear, pack_fp8
 from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.moe import SILU, Between, ExpertMatrices, moe
-from ktransformers.kernels.triton.packing import Layout, can_repack, layout_nbytes
+from ktransformers.kernels.triton.relay import GpuLayout, can_relay, layout_nbytes
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, RouterSpec, route_rows
 from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType
 
@@ -92,36 +91,35 @@ def weights(qtype, rows, cols, layout, num=1):
     return torch.zeros(num, layout_nbytes(qtype, rows, cols, layout), dtype=torch.uint8)
 
 
-def call_linear(qtype, rows, cols, tokens, layout=Layout.GPU, dtype=torch.bfloat16, bias=None):
+def call_linear(qtype, rows, cols, tokens, layout=GpuLayout.PLANES, dtype=torch.bfloat16, bias=None):
     x = torch.zeros(tokens, cols, dtype=dtype)
     linear(x, weights(qtype, rows, cols, layout), qtype, rows, cols, bias, layout=layout)
 
 
 def call_pair(types, rows, cols, tokens):
     x = torch.zeros(tokens, cols, dtype=torch.bfloat16)
-    data = tuple(weights(qtype, count, cols, Layout.GPU) for qtype, count in zip(types, rows, strict=True))
+    data = tuple(weights(qtype, count, cols, GpuLayout.PLANES) for qtype, count in zip(types, rows, strict=True))
     linear_pair(x, data, types, rows, cols)
 
 
 def call_gated(qtype, rows, cols, tokens):
     x = torch.zeros(tokens, cols, dtype=torch.bfloat16)
-    gated_linear(x, weights(qtype, rows, cols, Layout.GPU), qtype, rows, cols, Activation.SILU)
+    gated_linear(x, weights(qtype, rows, cols, GpuLayout.PLANES), qtype, rows, cols, Activation.SILU)
 
 
-def call_moe(types, hidden, width, tokens, layout=Layout.GPU, num=8, top_k=4, slots=False, between=SILU):
+def call_moe(types, hidden, width, tokens, layout=GpuLayout.PLANES, num=8, top_k=4, between=SILU):
     first, second = types
     gate = ExpertMatrices(weights(first, width, hidden, layout, num), first, width, hidden, layout)
     down = ExpertMatrices(weights(second, hidden, width, layout, num), second, hidden, width, layout)
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
-    table = torch.zeros(num, dtype=torch.int32) if slots else None
-    moe(x, ids, torch.zeros(tokens, top_k), gate, gate, down, expert_slots=table, between=between)
+    moe(x, ids, torch.zeros(tokens, top_k), gate, gate, down, between=between)
 
 
-def call_gpt_oss(qtype, tokens, layout=Layout.GPU, slots=False, num=8, hidden=2880):
+def call_gpt_oss(qtype, tokens, layout=GpuLayout.PLANES, num=8, hidden=2880):
     biases = (torch.zeros(num, hidden), torch.zeros(num, hidden), torch.zeros(num, hidden))
     between = Between(ActivationSpec(Activation.SWIGLU_OAI), biases)
-    call_moe((qtype, qtype), hidden, hidden, tokens, layout, num, slots=slots, between=between)
+    call_moe((qtype, qtype), hidden, hidden, tokens, layout, num, between=between)
 
 
 def call_router(num_experts, hidden, tokens, spec):
@@ -170,8 +168,8 @@ def call_norm(hidden, tokens):
 
 
 def call_fp8(rows, cols, tokens):
-    matrix = pack_fp8(torch.zeros(rows, cols, dtype=torch.uint8), torch.zeros(-(-rows // 128), -(-cols // 128)))
-    fp8_linear(torch.zeros(tokens, cols, dtype=torch.bfloat16), matrix)
+    layout = GpuLayout.PLANES if can_relay(OwnType.F8_E4M3, rows, cols) else GpuLayout.ROWS
+    call_linear(OwnType.F8_E4M3, rows, cols, tokens, layout)
 
 
 def call_convert(rows, hidden, num=3):
@@ -207,47 +205,47 @@ def some():
     call_gated(QuantType.Q4_K, 4096, 7168, 16)
     call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 1)
     call_moe((QuantType.Q4_K, QuantType.Q8_0), 2048, 1408, 40)
-    call_moe((QuantType.Q4_0, QuantType.Q4_0), 32, 32, 1, layout=Layout.GGML, num=1, top_k=1)
-    call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 600, layout=Layout.CPU)
+    call_moe((QuantType.Q4_0, QuantType.Q4_0), 32, 32, 1, layout=GpuLayout.ROWS, num=1, top_k=1)
+    call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 600, layout=GpuLayout.TILES)
     call_gpt_oss(QuantType.MXFP4, 1)
-    call_gpt_oss(QuantType.MXFP4, 600, layout=Layout.CPU)
-    call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 4, layout=Layout.GGML)
-    call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 600, layout=Layout.CPU)
-    call_moe((OwnType.F8_E4M3, OwnType.F8_E4M3), 2048, 768, 600, layout=Layout.CPU)
+    call_gpt_oss(QuantType.MXFP4, 600, layout=GpuLayout.TILES)
+    call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 4, layout=GpuLayout.ROWS)
+    call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 600, layout=GpuLayout.TILES)
+    call_moe((OwnType.F8_E4M3, OwnType.F8_E4M3), 2048, 768, 600, layout=GpuLayout.TILES)
     call_fp8(576, 7168, 2)
 
 
 def everything():
     some()
     for qtype in TYPES:
-        for layout in Layout:
+        for layout in GpuLayout:
             for tokens in (1, 2, 3, 4, 9, 20, 50, 300):
-                if layout == Layout.GPU or tokens in (1, 300):
+                if layout == GpuLayout.PLANES or tokens in (1, 300):
                     call_linear(qtype, 768, 2048, tokens, layout)
             out = torch.empty(768, 512, dtype=torch.float16)
             dequant.dequantize(weights(qtype, 768, 512, layout), qtype, 768, 512, out, layout=layout)
     call_linear(QuantType.Q8_0, 1416, 1408, 1, bias=torch.zeros(1416))
     call_linear(QuantType.Q4_0, 1416, 1440, 30, dtype=torch.float16)
     call_linear(QuantType.Q4_K, 76032, 2048, 1)
-    assert not can_repack(QuantType.Q4_K, 2052, 256)
-    call_linear(QuantType.Q4_K, 2052, 256, 1, layout=Layout.GGML)
+    assert not can_relay(QuantType.Q4_K, 2052, 256)
+    call_linear(QuantType.Q4_K, 2052, 256, 1, layout=GpuLayout.ROWS)
     for tokens in (1, 3, 4, 16, 100):
         call_pair((QuantType.Q4_K, QuantType.Q6_K), (4608, 512), 2048, tokens)
         call_gated(QuantType.Q4_K, 4096, 7168, tokens)
     for types in ((QuantType.Q4_K, QuantType.Q6_K), (QuantType.Q5_K, QuantType.Q5_K), (QuantType.Q8_0, QuantType.Q4_0)):
         for tokens in (2, 17, 40, 100, 600):
-            call_moe(types, 512, 768, tokens, slots=True)
-        call_moe(types, 512, 768, 3, layout=Layout.GGML)
-        call_moe(types, 512, 768, 2100, layout=Layout.CPU)
+            call_moe(types, 512, 768, tokens)
+        call_moe(types, 512, 768, 3, layout=GpuLayout.ROWS)
+        call_moe(types, 512, 768, 2100, layout=GpuLayout.TILES)
     for tokens in (1, 17, 40, 600, 2100):
-        for layout in Layout:
-            call_gpt_oss(QuantType.MXFP4, tokens, layout, slots=tokens == 40)
+        for layout in GpuLayout:
+            call_gpt_oss(QuantType.MXFP4, tokens, layout)
     for tokens in (1, 17, 600, 2100):
-        for layout in Layout:
+        for layout in GpuLayout:
             call_moe((OwnType.F8_E4M3, OwnType.F8_E4M3), 2048, 768, tokens, layout)
-        for layout in (Layout.GGML, Layout.CPU):
+        for layout in (GpuLayout.ROWS, GpuLayout.TILES):
             call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, tokens, layout)
-        call_moe((QuantType.F16, QuantType.F16), 2048, 768, tokens, Layout.GGML)
+        call_moe((QuantType.F16, QuantType.F16), 2048, 768, tokens, GpuLayout.ROWS)
     for tokens in (1, 4, 16, 200):
         call_fp8(576, 7168, tokens)
         call_fp8(577, 160, tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.operators.experts.router_spec import BIAS, recognize_routing, route
+from ktransformers.operators.recognize.router import CHOICE_BIAS, recognize_router, route
 from tests.support.tiny_models import tiny_model
 
 EXPECTED = {
@@ -25,17 +25,17 @@ EXPECTED = {
 def test_recognized(model_type: str) -> None:
     mlp = tiny_model(model_type, seed=1).model.layers[-1].mlp
     gate = mlp.router if model_type == "gpt_oss" else mlp.gate
-    spec = recognize_routing(gate)
+    spec = recognize_router(gate)
     assert spec is not None
     assert (spec.scoring, spec.num_groups, spec.renormalize) == EXPECTED[model_type]
     rows = torch.randn(40, gate.hidden_dim, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         logits, weights, ids = gate(rows)
         want = torch.zeros_like(logits).scatter_(1, ids, weights.float())
-        got = route(logits, spec, gate._buffers.get(BIAS))
+        got = route(logits, spec, gate._buffers.get(CHOICE_BIAS))
     assert torch.allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
 def test_other_routers_keep_their_forward() -> None:
-    assert recognize_routing(tiny_model("phimoe", seed=1).model.layers[0].mlp.router) is None
-    assert recognize_routing(torch.nn.Linear(8, 4)) is None
+    assert recognize_router(tiny_model("phimoe", seed=1).model.layers[0].mlp.router) is None
+    assert recognize_router(torch.nn.Linear(8, 4)) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.operators.attention.gqa_spec import GqaSpec, NormPlace, recognize_gqa
+from ktransformers.operators.recognize.attention import GqaSpec, NormPlace, recognize_attention
 from tests.support.tiny_models import tiny_config
 
 
@@ -14,7 +14,7 @@ def spec_of(model_type: str, **overrides: object) -> GqaSpec | None:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides))
-    return recognize_gqa(model.model.layers[0].self_attn)
+    return recognize_attention(model.model.layers[0].self_attn)
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_clipping_is_seen() -> None:
 
 def test_others_are_left_alone() -> None:
     assert spec_of("deepseek_v3") is None  # latent attention
-    assert recognize_gqa(torch.nn.Linear(4, 4)) is None
+    assert recognize_attention(torch.nn.Linear(4, 4)) is None

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.cpu.routing import RouterSpec, route
+from ktransformers.kernels.cpu.router import RouterSpec, route
 
 
 def logits_of(tokens: int, experts: int, seed: int = 0) -> torch.Tensor:

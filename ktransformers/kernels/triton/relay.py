@@ -19,6 +19,8 @@ N rows and K columns, the planes of a matrix in their order:
            d        fp16 [K / 32, N]
     MXFP4  quants   int32 [K / 8, N]      nibbles
            scales   uint8 [K / 32, N]     exponents
+    FP8    quants   int32 [K / 4, N]      4 codes
+           scales   fp32 [K / 128, N / 128], rounded up
 
 Q4_K grows by 4 bytes in 144, Q5_K by 4 in 176 (scales unpacked from six bits to eight), the others not at all.
 N must be a multiple of 8, so that every plane begins at a multiple of 16 bytes and four rows are one aligned word.
@@ -26,71 +28,88 @@ N must be a multiple of 8, so that every plane begins at a multiple of 16 bytes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.cpu import packed_nbytes as cpu_packed_nbytes
-from ktransformers.kernels.types import OwnType, QuantType, WeightType, block_size, fp8_nbytes, row_bytes
+from ktransformers.kernels.cpu import packed_nbytes
+from ktransformers.kernels.types import (
+    FP8_BLOCK,
+    Fp8Matrix,
+    OwnType,
+    QuantType,
+    WeightType,
+    block_size,
+    fp8_nbytes,
+    row_bytes,
+)
 
 __all__ = [
+    "FP8_COLUMNS",
     "GPU_TYPES",
     "READ_TYPES",
     "ROW_MULTIPLE",
-    "Layout",
-    "can_repack",
+    "GpuLayout",
+    "can_join_rows",
+    "can_relay",
     "join_rows",
     "layout_nbytes",
-    "packed_nbytes",
-    "repack",
+    "relaid_nbytes",
+    "relay",
+    "relay_fp8",
 ]
 
-#: The block formats that the Triton kernels read; `repack` re-lays them.
+#: The block formats that the Triton kernels read; `relay` re-lays them.
 GPU_TYPES = frozenset({QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4})
 
 #: All types of matrices that they read.
 READ_TYPES: frozenset[WeightType] = GPU_TYPES | {QuantType.BF16, QuantType.F16, OwnType.F8_E4M3}
 
 
-class Layout(IntEnum):
-    """How the bytes of a matrix lie: as in the file, as `repack` leaves them, or as `cpu.pack` does."""
+class GpuLayout(IntEnum):
+    """How the bytes of a matrix that a GPU reads lie: as in the file, as `relay` leaves them, or as `cpu.pack` does.
 
-    GGML = 0
-    GPU = 1
-    CPU = 2
+    FP8 in rows is codes and then scales.
+    """
+
+    ROWS = 0
+    PLANES = 1
+    TILES = 2
 
 
 ROW_MULTIPLE = 8
+FP8_COLUMNS = 32
+"""What the columns of an FP8 matrix must be a multiple of."""
 _PIECE = 1 << 22  # weights re-laid at once
 _EXTRA = {QuantType.Q4_K: 4, QuantType.Q5_K: 4}
 
 
-def can_repack(qtype: WeightType, rows: int, cols: int) -> bool:
-    """Whether `repack` takes a matrix [rows, cols]; others are read in ggml's layout."""
-    if isinstance(qtype, OwnType) or qtype not in GPU_TYPES:
+def can_relay(qtype: WeightType, rows: int, cols: int) -> bool:
+    """Whether a matrix [rows, cols] can be re-laid; others are read in rows."""
+    if isinstance(qtype, QuantType) and qtype not in GPU_TYPES:
         return False
-    return rows % ROW_MULTIPLE == 0 and cols % block_size(qtype) == 0 and rows * cols > 0
+    unit = FP8_COLUMNS if isinstance(qtype, OwnType) else block_size(qtype)
+    return rows % ROW_MULTIPLE == 0 and cols % unit == 0 and rows * cols > 0
 
 
-def packed_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
-    """Bytes of a re-laid matrix [rows, cols]. Raises ValueError where `can_repack` is False."""
-    if isinstance(qtype, OwnType) or not can_repack(qtype, rows, cols):
+def relaid_nbytes(qtype: WeightType, rows: int, cols: int) -> int:
+    """Bytes of a re-laid matrix [rows, cols]. Raises ValueError where `can_relay` is False."""
+    if not can_relay(qtype, rows, cols):
         raise ValueError(f"a {qtype.name} matrix [{rows}, {cols}] has no re-laid form")
+    if isinstance(qtype, OwnType):
+        return fp8_nbytes(rows, cols)
     return rows * (row_bytes(qtype, cols) + cols // block_size(qtype) * _EXTRA.get(qtype, 0))
 
 
-def layout_nbytes(qtype: WeightType, rows: int, cols: int, layout: Layout) -> int:
-    """Bytes of a matrix [rows, cols] in a layout. Raises ValueError where it has no such form.
-
-    FP8 in the GPU's layout or ggml's is what fp8.py makes: packed or not, codes and then scales.
-    """
-    if isinstance(qtype, OwnType):
-        return cpu_packed_nbytes(qtype, rows, cols) if layout == Layout.CPU else fp8_nbytes(rows, cols)
-    if layout == Layout.GPU:
-        return packed_nbytes(qtype, rows, cols)
-    nbytes = row_bytes(qtype, cols) * rows  # also checks the columns
-    return cpu_packed_nbytes(qtype, rows, cols) if layout == Layout.CPU else nbytes
+def layout_nbytes(qtype: WeightType, rows: int, cols: int, layout: GpuLayout) -> int:
+    """Bytes of a matrix [rows, cols] in a layout. Raises ValueError where it has no such form."""
+    if layout == GpuLayout.PLANES:
+        return relaid_nbytes(qtype, rows, cols)
+    # Also checks the columns.
+    nbytes = fp8_nbytes(rows, cols) if isinstance(qtype, OwnType) else row_bytes(qtype, cols) * rows
+    return packed_nbytes(qtype, rows, cols) if layout == GpuLayout.TILES else nbytes
 
 
 def _words(values: Tensor, bits: int) -> Tensor:
@@ -166,14 +185,14 @@ def _planes(blocks: Tensor, qtype: QuantType) -> list[tuple[Tensor, int]]:
     return [(quants, 4), (blocks[..., :2], 2)]
 
 
-def repack(raw: Tensor, qtype: QuantType, rows: int, cols: int) -> Tensor:
+def relay(raw: Tensor, qtype: QuantType, rows: int, cols: int) -> Tensor:
     """Re-lay a matrix, or many of one shape, on the device where it is.
 
     raw: uint8, [rows * row_bytes] or any shape of that many bytes, or [E, ...] with E times as many, in ggml's layout.
-    Returns uint8 [packed_nbytes] or [E, packed_nbytes]. Works in pieces: needs about 200 MB beside the result.
+    Returns uint8 [relaid_nbytes] or [E, relaid_nbytes]. Works in pieces: needs about 200 MB beside the result.
     Raises ValueError for a size that does not fit or a matrix without a re-laid form.
     """
-    nbytes = packed_nbytes(qtype, rows, cols)
+    nbytes = relaid_nbytes(qtype, rows, cols)
     size = rows * row_bytes(qtype, cols)
     if raw.dtype != torch.uint8 or raw.numel() % size:
         raise ValueError(f"raw must be uint8 in whole matrices of {size} bytes, got {raw.dtype} {tuple(raw.shape)}")
@@ -190,7 +209,7 @@ def repack(raw: Tensor, qtype: QuantType, rows: int, cols: int) -> Tensor:
 
 
 def _write(piece: Tensor, qtype: QuantType, out: Tensor, rows: int, row: int) -> None:
-    """Re-lay rows [E, n, B, size], the first of which is number `row`, into out [E, packed_nbytes]."""
+    """Re-lay rows [E, n, B, size], the first of which is number `row`, into out [E, relaid_nbytes]."""
     count = piece.shape[1]
     at = 0
     for values, element in _planes(piece, qtype):
@@ -201,36 +220,61 @@ def _write(piece: Tensor, qtype: QuantType, out: Tensor, rows: int, row: int) ->
         at += nbytes
 
 
-#: Of each type's planes: columns that one element stands for, and bytes of an element.
-_PLANES = {
-    QuantType.Q4_K: ((8, 4), (256, 4), (32, 2)),
-    QuantType.Q5_K: ((32, 20), (256, 4), (32, 2)),
-    QuantType.Q6_K: ((16, 12), (16, 1), (256, 2)),
-    QuantType.Q4_0: ((8, 4), (32, 2)),
-    QuantType.Q8_0: ((4, 4), (32, 2)),
-    QuantType.MXFP4: ((8, 4), (32, 1)),
+def relay_fp8(weight: Fp8Matrix) -> Tensor:
+    """Re-lay an FP8 matrix on its device, K a multiple of 32; rows, then scales, where `can_relay` says no.
+
+    Weights must be finite: e4m3's NaN is read as 480. Raises ValueError for a matrix that does not fit.
+    """
+    rows, cols = weight.shape
+    if cols % FP8_COLUMNS or weight.nbytes >= 2**31:
+        raise ValueError(f"an FP8 matrix [{rows}, {cols}] needs columns in {FP8_COLUMNS}s and less than 2 GiB")
+    values, scales = weight.values, weight.scales
+    if can_relay(weight.qtype, rows, cols):
+        values, scales = values.reshape(rows, cols // 4, 4).transpose(0, 1), scales.T
+    return torch.cat([values.reshape(-1), scales.reshape(-1).view(torch.uint8)])
+
+
+#: Of each type's planes: columns that one element stands for, bytes of an element, and rows that it stands for.
+_PLANES: dict[WeightType, tuple[tuple[int, int, int], ...]] = {
+    QuantType.Q4_K: ((8, 4, 1), (256, 4, 1), (32, 2, 1)),
+    QuantType.Q5_K: ((32, 20, 1), (256, 4, 1), (32, 2, 1)),
+    QuantType.Q6_K: ((16, 12, 1), (16, 1, 1), (256, 2, 1)),
+    QuantType.Q4_0: ((8, 4, 1), (32, 2, 1)),
+    QuantType.Q8_0: ((4, 4, 1), (32, 2, 1)),
+    QuantType.MXFP4: ((8, 4, 1), (32, 1, 1)),
+    OwnType.F8_E4M3: ((4, 4, 1), (FP8_BLOCK, 4, FP8_BLOCK)),
 }
 
 
-def join_rows(parts: list[tuple[Tensor, int]], qtype: QuantType, cols: int, *, interleaved: bool = False) -> Tensor:
+def can_join_rows(qtype: WeightType, counts: Sequence[int], cols: int) -> bool:
+    """Whether re-laid matrices of so many rows can become one: no block of scales may lie across two of them."""
+    if isinstance(qtype, QuantType):
+        return True
+    return all(rows % FP8_BLOCK == 0 for rows in counts[:-1]) and fp8_nbytes(sum(counts), cols) < 2**31
+
+
+def join_rows(parts: list[tuple[Tensor, int]], qtype: WeightType, cols: int, *, interleaved: bool = False) -> Tensor:
     """Re-laid matrices of one type as one with all their rows, one part after another.
 
-    parts: (what `repack` gave, its rows). interleaved: parts of one size take turns, row by row. Raises ValueError for
-    sizes that do not fit.
+    parts: (what `relay` gave, its rows). interleaved: parts of one size take turns, row by row; not FP8. Raises
+    ValueError for sizes that do not fit.
     """
     counts = [rows for _, rows in parts]
     for data, rows in parts:
-        if data.numel() != packed_nbytes(qtype, rows, cols) or (interleaved and rows != counts[0]):
+        if data.numel() != relaid_nbytes(qtype, rows, cols) or (interleaved and rows != counts[0]):
             raise ValueError(f"{data.numel()} bytes are not {rows} rows of {cols} columns of {qtype.name}")
+    if not can_join_rows(qtype, counts, cols) or (interleaved and isinstance(qtype, OwnType)):
+        raise ValueError(f"{qtype.name} matrices of {counts} rows cannot be joined")
     planes, at = [], [0] * len(parts)
-    for columns, element in _PLANES[qtype]:
+    for columns, element, share in _PLANES[qtype]:
         # Elements of several words are planes of words, one after another: [units, words, rows].
         words, size = (element // 4, 4) if element > 4 else (1, element)
-        units = cols // columns * words
+        units = -(-cols // columns) * words
         pieces = []
         for i, (data, rows) in enumerate(parts):
-            pieces.append(data[at[i] : at[i] + units * rows * size].view(units, rows, size))
-            at[i] += units * rows * size
+            nbytes = units * -(-rows // share) * size
+            pieces.append(data[at[i] : at[i] + nbytes].view(units, -1, size))
+            at[i] += nbytes
         joined = torch.stack(pieces, dim=2).flatten(1, 2) if interleaved else torch.cat(pieces, dim=1)
         planes.append(joined.reshape(-1))
     return torch.cat(planes)

@@ -9,7 +9,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import Isa, WorkerPool
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, PackedTensor, QuantType, RawTensor
-from ktransformers.operators.linear import relaid as module
+from ktransformers.operators.linear import packed as module
 from ktransformers.weights.quantize import quantize
 
 
@@ -21,7 +21,7 @@ def test_pieces_make_the_whole(qtype: QuantType, rows: int, monkeypatch: pytest.
     pool = WorkerPool(1)
     whole = cpu.pack(weight, pool)
     monkeypatch.setattr(module, "_PIECE", 40 * weight.row_bytes)  # 32 rows at a time
-    made = module.relaid(weight, pool)
+    made = module.pack_matrix(weight, pool)
     assert isinstance(made, PackedTensor)
     assert torch.equal(made.data, whole.data)
     assert made.shape == (rows, 512)
@@ -36,7 +36,7 @@ def test_pieces_of_fp8_make_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch
     pool = WorkerPool(1)
     whole = cpu.pack_fp8(weight, pool)
     monkeypatch.setattr(module, "_PIECE", 300 * 260)  # 256 rows at a time
-    made = module.relaid(weight, pool)
+    made = module.pack_matrix(weight, pool)
     assert isinstance(made, PackedTensor)
     assert torch.equal(made.data, whole.data)
     assert made.shape == (rows, 260)
@@ -45,7 +45,7 @@ def test_pieces_of_fp8_make_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch
 
 def test_unquantized_weights_stay_where_they_are() -> None:
     weight = RawTensor.from_tensor(torch.zeros(16, 32))
-    assert module.relaid(weight, WorkerPool(1)) is weight
+    assert module.pack_matrix(weight, WorkerPool(1)) is weight
 
 
 @pytest.mark.parametrize("isa", [Isa.AMX_EMULATED, Isa.AVX512_BF16_EMULATED])
@@ -54,20 +54,20 @@ def test_bf16_is_re_laid_where_it_can_be_multiplied(isa: Isa, monkeypatch: pytes
     weight = RawTensor.from_tensor(values)
     pool, scalar = WorkerPool(1, isa), WorkerPool(1, Isa.SCALAR)
     monkeypatch.setattr(module, "_PIECE", 40 * weight.row_bytes)
-    made = module.relaid(weight, pool)
+    made = module.pack_matrix(weight, pool)
     assert isinstance(made, PackedTensor)
     assert torch.equal(made.data, cpu.pack(weight, pool).data)
-    assert module.relaid(weight, scalar) is weight
+    assert module.pack_matrix(weight, scalar) is weight
     narrow = RawTensor.from_tensor(values[:, :40])
-    assert module.relaid(narrow, pool) is narrow
-    assert module.relaid(weight, pool, takes_bf16=False) is weight
+    assert module.pack_matrix(narrow, pool) is narrow
+    assert module.pack_matrix(weight, pool, takes_bf16=False) is weight
     experts = ExpertWeights(None, [weight, weight], [RawTensor.from_tensor(values.T.contiguous())] * 2)
-    relaid = module.relaid_experts(experts, pool)
+    relaid = module.pack_experts(experts, pool)
     assert [type(part[1]) for part in (relaid.up, relaid.down)] == [
         PackedTensor,
         RawTensor,
     ]  # 100 columns: no whole tiles
-    assert module.relaid_experts(experts, pool, takes_bf16=False).up is experts.up
+    assert module.pack_experts(experts, pool, takes_bf16=False).up is experts.up
     for used in (pool, scalar):
         used.close()
 
@@ -79,9 +79,9 @@ def test_the_wish_for_bf16_comes_from_the_rule_or_the_default() -> None:
         module.wants_bf16("a.b", "fp4", "int8")
     weight = RawTensor(torch.zeros(16 * 34, dtype=torch.uint8), QuantType.Q8_0, (16, 32))
     pool = WorkerPool(1)
-    made = [module.relaid(weight, pool, wants_bf16=wish) for wish in (False, True)]
+    made = [module.pack_matrix(weight, pool, wants_bf16=wish) for wish in (False, True)]
     assert [isinstance(one, PackedTensor) and one.wants_bf16 for one in made] == [False, True]
-    relaid = module.relaid_experts(ExpertWeights(None, [weight], [weight]), pool, wants_bf16=True)
+    relaid = module.pack_experts(ExpertWeights(None, [weight], [weight]), pool, wants_bf16=True)
     assert [isinstance(part[0], PackedTensor) and part[0].wants_bf16 for part in (relaid.up, relaid.down)] == [
         True,
         True,
@@ -93,8 +93,8 @@ def test_experts_that_are_to_be_pinned_leave_their_file() -> None:
     """Those that stay as they are: copied, side by side, on pages of their own."""
     parts = [[RawTensor.from_tensor(torch.randn(rows, 48).half()) for _ in range(3)] for rows in (8, 8, 16)]
     weights, pool = ExpertWeights(*parts), WorkerPool(1)
-    assert module.relaid_experts(weights, pool).up is weights.up
-    made = module.relaid_experts(weights, pool, is_pinned=True)
+    assert module.pack_experts(weights, pool).up is weights.up
+    made = module.pack_experts(weights, pool, is_pinned=True)
     for old, new in zip(parts, (made.gate, made.up, made.down), strict=True):
         assert new is not None
         addresses = [weight.data.data_ptr() for weight in new]
@@ -117,12 +117,12 @@ def test_experts_are_re_laid_in_a_few_jobs(monkeypatch: pytest.MonkeyPatch) -> N
     weights = [whole.select(expert) for expert in range(experts)]
     pool = WorkerPool(2)
     before = pool.handle.num_jobs
-    made = module.relaid_experts(ExpertWeights(None, weights, weights), pool)
+    made = module.pack_experts(ExpertWeights(None, weights, weights), pool)
     assert pool.handle.num_jobs - before <= 4
     for at_once in (1, 7, 24):
         monkeypatch.setattr(module, "_PIECE", at_once * weights[0].nbytes)
         monkeypatch.setattr(module, "_SHARE", 1)
-        pieces = module.relaid_experts(ExpertWeights(None, weights, weights), pool)
+        pieces = module.pack_experts(ExpertWeights(None, weights, weights), pool)
         for one, other, weight in zip(made.up, pieces.up, weights, strict=True):
             assert isinstance(one, PackedTensor)
             assert isinstance(other, PackedTensor)

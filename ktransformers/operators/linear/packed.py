@@ -1,6 +1,6 @@
 """Weights in the form that the native kernels read fastest, made once while loading.
 
-A matrix that cpu.can_pack allows is re-laid (cpu.pack): quantized ones, and BF16 where it is to be multiplied in
+A matrix that cpu.can_pack allows is packed (cpu.pack): quantized ones, and BF16 where it is to be multiplied in
 bf16; so is an FP8 one (cpu.pack_fp8). Everything else stays as it is. The pages of the file that were read are given
 back, so that memory holds each weight once.
 """
@@ -30,18 +30,18 @@ from ktransformers.kernels.types import (
 )
 from ktransformers.weights.source import TensorInfo
 
-__all__ = ["relaid", "relaid_experts", "relaid_nbytes", "takes_bf16", "wants_bf16"]
+__all__ = ["pack_experts", "pack_matrix", "resident_nbytes", "takes_bf16", "wants_bf16"]
 
 _TILE_ROWS = 16
 _PRECISE = re.compile(r"(^|\.)(\w*attn|\w*attention|gate|router)(\.|$)")
 """Names of attention and routers, and of what is in them."""
 _PIECE = 32 << 20
-"""Bytes of weights that are in memory twice while they are re-laid, or, where that is more, _SHARE for each thread."""
+"""Bytes of weights that are in memory twice while they are packed, or, where that is more, _SHARE for each thread."""
 _SHARE = 8 << 20
 
 
-def relaid_nbytes(info: TensorInfo, *, takes_bf16: bool = True) -> int:
-    """Resident bytes of a matrix [N, K], or of E matrices [E, N, K], after `relaid`."""
+def resident_nbytes(info: TensorInfo, *, takes_bf16: bool = True) -> int:
+    """Resident bytes of a matrix [N, K], or of E matrices [E, N, K], after `pack_matrix`."""
     if len(info.shape) < 2 or (info.resident_type is QuantType.BF16 and not takes_bf16):
         return info.nbytes
     is_fp8 = info.resident_type is OwnType.F8_E4M3
@@ -71,11 +71,11 @@ def takes_bf16(key: str, given: str | None, default: str) -> bool:
     return chosen == "bf16"
 
 
-def relaid(
+def pack_matrix(
     weight: RawTensor | Fp8Matrix, pool: WorkerPool, *, wants_bf16: bool = False, takes_bf16: bool = True
 ) -> RawTensor | PackedTensor:
     """A matrix [N, K] as the kernels want it. wants_bf16: see PackedTensor; takes_bf16: see above."""
-    if isinstance(weight, RawTensor) and not _is_relaid(weight, pool, takes_bf16):
+    if isinstance(weight, RawTensor) and not _is_packed(weight, pool, takes_bf16):
         return weight
     rows, cols = weight.shape
     data = cpu.empty_bytes(cpu.packed_nbytes(weight.qtype, rows, cols), pool)
@@ -84,25 +84,25 @@ def relaid(
     for start in range(0, rows, step):  # piece by piece: an LM head of its own is a good part of a small model
         stop = min(start + step, rows)
         first = cpu.packed_nbytes(weight.qtype, start, cols)
-        _relay(weight.rows_slice(start, stop), pool, data[first : cpu.packed_nbytes(weight.qtype, stop, cols)])
+        _pack(weight.rows_slice(start, stop), pool, data[first : cpu.packed_nbytes(weight.qtype, stop, cols)])
     return PackedTensor(data, weight.qtype, (rows, cols), wants_bf16)
 
 
-def _is_relaid(weight: ExpertWeight, pool: WorkerPool, takes_bf16: bool) -> TypeGuard[RawTensor | Fp8Matrix]:
+def _is_packed(weight: ExpertWeight, pool: WorkerPool, takes_bf16: bool) -> TypeGuard[RawTensor | Fp8Matrix]:
     if isinstance(weight, RawTensor):
         if weight.qtype is QuantType.BF16 and not takes_bf16:
-            return False  # the re-laid form is for products of bf16 alone
+            return False  # the packed form is for products of bf16 alone
         return cpu.can_pack(weight.qtype, weight.cols, pool.isa)
     return isinstance(weight, Fp8Matrix)
 
 
-def _relay(weight: RawTensor | Fp8Matrix, pool: WorkerPool, out: torch.Tensor) -> PackedTensor:
+def _pack(weight: RawTensor | Fp8Matrix, pool: WorkerPool, out: torch.Tensor) -> PackedTensor:
     made = cpu.pack_fp8(weight, pool, out) if isinstance(weight, Fp8Matrix) else cpu.pack(weight, pool, out)
     cpu.page_out(weight)
     return made
 
 
-def _relay_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> list[PackedTensor]:
+def _packed_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> list[PackedTensor]:
     """All side by side in one buffer, several at a time."""
     rows, cols = weights[0].shape
     nbytes = cpu.packed_nbytes(weights[0].qtype, rows, cols)
@@ -110,7 +110,7 @@ def _relay_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> list[Packed
     at_once = max(max(_PIECE, _SHARE * pool.num_threads) // max(weights[0].nbytes, 1), 1)
     made = list[PackedTensor]()
     for first in range(0, len(weights), at_once):
-        some = [weight for weight in weights[first : first + at_once] if _is_relaid(weight, pool, takes_bf16=True)]
+        some = [weight for weight in weights[first : first + at_once] if _is_packed(weight, pool, takes_bf16=True)]
         made += cpu.pack_all(some, pool, buffer[first * nbytes : (first + len(some)) * nbytes])
         cpu.page_out(*some)
     assert len(made) == len(weights), "all experts of a projection share one type"
@@ -130,19 +130,19 @@ def _copied_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> Sequence[E
     return made
 
 
-def _relaid_all(
+def _projection(
     weights: Sequence[ExpertWeight] | None, pool: WorkerPool, wants_bf16: bool, takes_bf16: bool, is_pinned: bool
 ) -> Sequence[ExpertWeight] | None:
-    """One projection of all experts, side by side in one buffer if they are re-laid or pinned."""
+    """One projection of all experts, side by side in one buffer if they are packed or pinned."""
     if not weights:
         return weights
-    if not _is_relaid(weights[0], pool, takes_bf16):
+    if not _is_packed(weights[0], pool, takes_bf16):
         kept = weights if isinstance(weights, list) else weights[:]  # of what is made on demand
         return _copied_all(kept, pool) if is_pinned else kept
-    return [replace(made, wants_bf16=wants_bf16) for made in _relay_all(weights, pool)]
+    return [replace(made, wants_bf16=wants_bf16) for made in _packed_all(weights, pool)]
 
 
-def relaid_experts(
+def pack_experts(
     weights: ExpertWeights,
     pool: WorkerPool,
     *,
@@ -150,13 +150,13 @@ def relaid_experts(
     takes_bf16: bool = True,
     is_pinned: bool = False,
 ) -> ExpertWeights:
-    """The experts of one layer as the kernels want them. wants_bf16: see PackedTensor; takes_bf16: see `relaid`.
+    """The experts of one layer as the kernels want them. wants_bf16: see PackedTensor; takes_bf16: see `pack_matrix`.
 
     is_pinned: whether their memory is to be pinned for a GPU. Those that stay as they are in the memory map of a file,
     which cannot be, are then copied out of it.
     """
     gate, up, down = (
-        _relaid_all(part, pool, wants_bf16, takes_bf16, is_pinned) for part in (weights.gate, weights.up, weights.down)
+        _projection(part, pool, wants_bf16, takes_bf16, is_pinned) for part in (weights.gate, weights.up, weights.down)
     )
     assert up is not None
     assert down is not None

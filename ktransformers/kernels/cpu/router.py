@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: from a router's logits to expert ids and weights. Knows numbers, not experts.
+"""Top-k router: from a router's logits to expert ids and weights. Knows numbers, not experts.
 
 Families differ in a few switches, all of them here: softmax or sigmoid scores; a bias that moves the choice and not
 the weight (DeepSeek-V3, arXiv 2412.19437); experts in groups of which the best few may be chosen from; weights that

@@ -1,4 +1,4 @@
-"""Weights re-laid for the CPU kernels (csrc/kernels/packed.inl), read by the GPU as they are.
+"""Weights packed for the CPU kernels (csrc/kernels/packed.inl), read by the GPU as they are.
 
 Experts that rest in RAM in that form can be copied over PCIe and multiplied without another copy or a conversion. Its
 tiles of 16 rows hold words of 4 columns with the rows side by side, so reads are as wide as in the GPU's own layout;

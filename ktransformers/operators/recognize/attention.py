@@ -1,0 +1,238 @@
+"""What an attention module of grouped queries does between its projections: norms, rotation, what it asks for.
+
+Its own forward runs on made-up projections, with an attention function that records what it is given.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+
+from ktransformers.kernels.flashinfer import GqaShape
+from ktransformers.operators.recognize.norm import recognize_norm, rms_norm
+from ktransformers.operators.recognize.probe import (
+    Draws,
+    Unlike,
+    answer,
+    close,
+    first_of,
+    matching,
+    recognizer,
+    twin_of,
+)
+
+__all__ = ["GqaSpec", "NormPlace", "QueryNorms", "recognize_attention"]
+
+_PROBE = "ktransformers_probe"
+_ROWS = 3
+_SIZE = 64.0  # of made-up projections: large, so that clipping them shows
+_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+_OPTIONS = frozenset({"scaling", "sliding_window", "softcap", "dropout", "is_causal", "s_aux"})
+_NORM_NAMES = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
+
+
+class NormPlace(Enum):
+    """What the norms of queries and keys normalize."""
+
+    HEADS = "each head, before the rotation"
+    ROTATED = "each head, after it"
+    WHOLE = "all heads of a row at once, before the rotation"
+
+
+@dataclass(frozen=True, slots=True)
+class QueryNorms:
+    """RMS norms of queries and keys: the names of the two modules, and their epsilon."""
+
+    place: NormPlace
+    names: tuple[str, str]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class GqaSpec:
+    """What a module's attention needs to know.
+
+    is_interleaved: whether columns 2 i and 2 i + 1 of a head are rotated together, rather than i and i + P / 2.
+    has_sinks: whether each head has a sink, the module's parameter `sinks`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    is_interleaved: bool
+    scale: float
+    window: int
+    softcap: float
+    norms: QueryNorms | None
+    has_sinks: bool
+
+    def shape(self, dtype: torch.dtype) -> GqaShape | None:
+        """Of its attention over a cache of `dtype`; None with sinks, which a GqaShape has not."""
+        if self.has_sinks:
+            return None
+        return GqaShape(self.num_heads, self.num_kv_heads, self.head_dim, dtype, self.scale, self.window, self.softcap)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What attention was given, [1, heads, T, D] and by name, and the result that it gave."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: dict[str, object]
+    result: Tensor
+
+    def number(self, name: str) -> float:
+        value = self.options.get(name)
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+class _Fixed(nn.Module):
+    """Returns the same whatever it is given."""
+
+    def __init__(self, value: Tensor):
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value.clone()  # which the module may change in place
+
+
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, *, calls: list[_Call], **options: object
+) -> tuple[Tensor, None]:
+    result = Draws(3).normal(1, _ROWS, query.shape[1], value.shape[-1])
+    calls.append(_Call(query, key, value, {name: o for name, o in options.items() if o is not None}, result))
+    return result, None
+
+
+@recognizer("attention of grouped queries as kernels compute it")
+def recognize_attention(module: nn.Module) -> GqaSpec:
+    """What `module`'s own forward computes; None when that is something else (gates, other norms or rotations)."""
+    head_dim = getattr(module, "head_dim", None)
+    children = {name for name, child in module.named_children() if child is not None}
+    names = next((pair for pair in _NORM_NAMES if children == _PROJECTIONS | set(pair)), ())
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    if not isinstance(head_dim, int) or children != _PROJECTIONS | set(names) or not own <= {"sinks"}:
+        raise Unlike(f"it is made of {', '.join(sorted(children | own))}")
+    # Angles are given twice side by side, or once: both are usual.
+    return first_of(partial(_asked, module, head_dim, names, copies) for copies in (2, 1))
+
+
+def _asked(module: nn.Module, head_dim: int, names: tuple[str, ...], copies: int) -> GqaSpec:
+    rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    angles = Draws(1).normal(_ROWS, int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2)
+    twin, parts = _twin(module, head_dim, names)
+    call = _answer(twin, torch.cat([angles] * copies, dim=-1))
+    _check_plain(call, parts)
+    scaling = call.options.get("scaling")
+    specs = [
+        GqaSpec(
+            num_heads=call.query.shape[1],
+            num_kv_heads=call.key.shape[1],
+            head_dim=head_dim,
+            rotary_dim=2 * angles.shape[-1],
+            is_interleaved=is_interleaved,
+            scale=head_dim**-0.5 if scaling is None else call.number("scaling"),
+            window=int(call.number("sliding_window")),
+            softcap=call.number("softcap"),
+            norms=norms,
+            has_sinks="s_aux" in call.options,
+        )
+        for norms, is_interleaved in product(_possible_norms(module, head_dim, names), (False, True))
+    ]
+    given = torch.cat((call.query, call.key), dim=1)[0].transpose(0, 1)
+    return matching(given, specs, lambda spec: torch.cat([_rotated(parts, i, angles, spec) for i in (0, 1)], dim=1))
+
+
+def _possible_norms(module: nn.Module, head_dim: int, names: tuple[str, ...]) -> list[QueryNorms | None]:
+    """None alone for a module without norms. Raises Unlike for norms that are not plain RMSNorm of one epsilon."""
+    if not names:
+        return [None]
+    norms = [module.get_submodule(name) for name in names]
+    specs = {recognize_norm(norm) for norm in norms}
+    spec = specs.pop()
+    if specs or spec is None:
+        raise Unlike("its norms are not plain RMSNorm of one epsilon")
+    widths = [tuple(norm.get_parameter("weight").shape) for norm in norms]
+    heads = [(_width(module, name),) for name in ("q_proj", "k_proj")]
+    places = [NormPlace.HEADS, NormPlace.ROTATED] if widths == [(head_dim,)] * 2 else []
+    if widths == heads:
+        places.append(NormPlace.WHOLE)
+    return [QueryNorms(place, (names[0], names[1]), spec.eps) for place in places]
+
+
+def _width(module: nn.Module, name: str) -> int:
+    return int(getattr(module.get_submodule(name), "out_features", 0))
+
+
+def _twin(module: nn.Module, head_dim: int, norm_names: tuple[str, ...]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A copy of the module on made-up projections, and these: [T, heads, D], norm weights, sinks [heads]."""
+    draws, parts = Draws(), dict[str, Tensor]()
+    children: dict[str, nn.Module] = {"o_proj": nn.Identity()}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        value = draws.normal(1, _ROWS, _width(module, name), scale=_SIZE)
+        children[name], parts[name] = _Fixed(value), value.view(_ROWS, -1, head_dim)
+    for name in norm_names:
+        norm = module.get_submodule(name)
+        parts[name] = draws.positive(*norm.get_parameter("weight").shape)
+        children[name] = twin_of(norm, parameters={"weight": parts[name]})
+    sinks = {name: draws.normal(parts["q_proj"].shape[1]) for name, _ in module.named_parameters(recurse=False)}
+    config = copy.copy(vars(module)["config"])
+    config._attn_implementation = _PROBE
+    return twin_of(module, parameters=sinks, modules=children, config=config), parts | sinks
+
+
+def _answer(twin: nn.Module, angles: Tensor) -> _Call:
+    """What the twin hands to attention. Raises Unlike unless it hands on what attention gives, and calls it once."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_PROBE, _record)
+    calls, embeddings = list[_Call](), (angles.cos()[None], angles.sin()[None])
+    rows = torch.zeros(1, _ROWS, 8)
+    output = answer(lambda: twin(rows, position_embeddings=embeddings, attention_mask=None, calls=calls)[0])
+    if len(calls) != 1 or not close(output, calls[0].result.reshape(1, _ROWS, -1)):
+        raise Unlike("it calls attention otherwise than once, or changes its result")
+    return calls[0]
+
+
+def _check_plain(call: _Call, parts: dict[str, Tensor]) -> None:
+    """Raise Unlike when attention gets more than kernels know, or values or sinks other than the module's own."""
+    unknown = call.options.keys() - _OPTIONS
+    if unknown or call.number("dropout"):
+        raise Unlike(f"it hands {', '.join(sorted(unknown)) or 'dropout'} to attention")
+    if not close(call.value[0].transpose(0, 1), parts["v_proj"]):
+        raise Unlike("it changes its values")
+    sinks, given = parts.get("sinks"), call.options.get("s_aux")
+    if not (given is None if sinks is None else close(given, sinks)):
+        raise Unlike("its sinks are not its parameter")
+
+
+def _rotated(parts: dict[str, Tensor], index: int, angles: Tensor, spec: GqaSpec) -> Tensor:
+    """What attention gets of queries (index 0) or keys (1), [T, heads, D]."""
+    x, norms = parts[("q_proj", "k_proj")[index]], spec.norms
+    if norms is None:
+        return _turned(x, angles, spec.is_interleaved)
+    weight = parts[norms.names[index]]
+    if norms.place is NormPlace.ROTATED:
+        return rms_norm(_turned(x, angles, spec.is_interleaved), weight, norms.eps)
+    rows = x.flatten(1) if norms.place is NormPlace.WHOLE else x
+    return _turned(rms_norm(rows, weight, norms.eps).view(x.shape), angles, spec.is_interleaved)
+
+
+def _turned(x: Tensor, angles: Tensor, is_interleaved: bool) -> Tensor:
+    """x [T, heads, D], its first columns rotated in pairs and left where they are."""
+    half = angles.shape[-1]
+    cos, sin, turned = angles.cos()[:, None], angles.sin()[:, None], x[..., : 2 * half]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if is_interleaved else (turned[..., :half], turned[..., half:])
+    members = (a * cos - b * sin, b * cos + a * sin)
+    turned = torch.stack(members, dim=-1).flatten(-2) if is_interleaved else torch.cat(members, dim=-1)
+    return torch.cat((turned, x[..., 2 * half :]), dim=-1)

@@ -1,0 +1,68 @@
+"""Which decoder layers are arranged as in Llama: norm, attention, add, norm, feed-forward, add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, first_of, recognizer, twin_of
+
+__all__ = ["LAYER_NORMS", "LayerSpec", "recognize_layer"]
+
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """feed_forward: the name of that part; in_tuple: it returns its result and something else."""
+
+    feed_forward: str
+    in_tuple: bool
+
+
+class _StandIn(nn.Module):
+    """A part that computes something simple of its own, and keeps what keywords it was given.
+
+    in_tuple: it returns its result and something else.
+    """
+
+    def __init__(self, factor: float, *, in_tuple: bool = False):
+        super().__init__()
+        self.factor, self.in_tuple = factor, in_tuple
+        self.seen: dict[str, object] = {}
+
+    def apply_to(self, x: Tensor) -> Tensor:
+        return torch.sin(self.factor * x)
+
+    def forward(self, hidden_states: Tensor, **kwargs: object) -> Tensor | tuple[Tensor, None]:
+        self.seen = kwargs
+        result = self.apply_to(hidden_states)
+        return (result, None) if self.in_tuple else result
+
+
+@recognizer("a layer of the usual arrangement")
+def recognize_layer(layer: nn.Module) -> LayerSpec:
+    """The arrangement of `layer` if it is h = x + attention(norm(x)), h + feed_forward(norm(h)); None for others."""
+    names = {name for name, child in layer.named_children() if child is not None}
+    others = sorted(names - {"self_attn", *LAYER_NORMS})
+    if len(others) != 1 or len(names) != 4 or any(True for _ in layer.parameters(recurse=False)):
+        raise Unlike(f"it is made of {', '.join(sorted(names))}")
+    return first_of(partial(_asked, layer, others[0], in_tuple) for in_tuple in (False, True))
+
+
+def _asked(layer: nn.Module, feed_forward: str, in_tuple: bool) -> LayerSpec:
+    first, second, third = _StandIn(0.7), _StandIn(1.3, in_tuple=True), _StandIn(0.9)
+    fourth = _StandIn(1.7, in_tuple=in_tuple)
+    parts = {LAYER_NORMS[0]: first, "self_attn": second, LAYER_NORMS[1]: third, feed_forward: fourth}
+    twin, x = twin_of(layer, modules=parts), Draws().normal(1, 3, 8)
+    given = {"attention_mask": None, "position_embeddings": object(), "probe": object()}
+    got = answer(lambda: twin(x.clone(), past_key_values=None, use_cache=False, position_ids=object(), **given))
+    middle = x + second.apply_to(first.apply_to(x))
+    if not close(got, middle + fourth.apply_to(third.apply_to(middle))):
+        raise Unlike("it adds or normalizes in its own way")
+    if any(second.seen.get(name) is not value for name, value in given.items()):
+        raise Unlike("it does not hand its keywords to attention")
+    return LayerSpec(feed_forward, in_tuple)

@@ -1,0 +1,39 @@
+"""Which norms are RMSNorm (Zhang and Sennrich 2019). Some families add 1 to the weight, subtract the mean, or have no
+weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ktransformers.operators.recognize.probe import Draws, Unlike, answer, matching, recognizer, twin_of
+
+__all__ = ["NormSpec", "recognize_norm", "rms_norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """x / sqrt(mean(x^2) + eps) * weight, over the last axis."""
+
+    eps: float
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H], weight [H], in plain torch."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+@recognizer("plain RMSNorm")
+def recognize_norm(module: nn.Module) -> NormSpec:
+    """How `module` normalizes; None for another norm, or anything else."""
+    weight = getattr(module, "weight", None)
+    epsilons = [getattr(module, name, None) for name in ("variance_epsilon", "eps")]
+    specs = [NormSpec(eps) for eps in epsilons if isinstance(eps, float)]
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or any(p is not weight for p in module.parameters()):
+        raise Unlike("it holds other things than one weight")
+    draws = Draws()
+    rows, scale = draws.normal(3, len(weight)), draws.positive(len(weight))
+    got = answer(lambda: twin_of(module, parameters={"weight": scale})(rows))
+    return matching(got, specs[:1], lambda spec: rms_norm(rows, scale, spec.eps))

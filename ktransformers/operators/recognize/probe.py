@@ -1,0 +1,129 @@
+"""How a module is asked what it computes: it runs on random rows, and whichever spec gives the same numbers is its own.
+
+Names do not tell: families add 1 to a norm's weight, clamp an activation, scale what they add. So there are no family
+names here. Every recognizer is made of these parts:
+
+    module ── twin_of: made-up weights ── answer ──> its numbers ──┐
+    Draws, the same in every run                                   matching ──> spec, or None and one line in the log
+    specs ── compute: the formula in plain torch ─────────────────┘
+
+A module that raises is not what is looked for: any family's module may be asked, and may refuse in any way. Who asked
+keeps the spec; nothing is remembered by class, because modules of one class may differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Draws", "Unlike", "answer", "close", "first_of", "matching", "recognizer", "twin_of"]
+
+logger = logging.getLogger(__name__)
+
+Spec = TypeVar("Spec")
+P = ParamSpec("P")
+
+_logged = set[tuple[str, type[nn.Module]]]()
+
+
+class Unlike(Exception):
+    """A module is not what is looked for. The message says why."""
+
+
+def close(got: object, want: Tensor, *, relative: float = 1e-4, absolute: float = 1e-5) -> bool:
+    """Whether `got` is a tensor of the same shape and numbers.
+
+    The tolerance is for rounding: both compute in fp32, in another order at most. Another formula is off by a good part
+    of the numbers, which are of about 1.
+    """
+    return (
+        isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, want, rtol=relative, atol=absolute)
+    )
+
+
+class Draws:
+    """Random fp32 numbers, the same in every run."""
+
+    def __init__(self, seed: int = 0):
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=self._generator) * scale
+
+    def positive(self, *shape: int) -> Tensor:
+        """Between 0.5 and 1.5, as weights of norms are."""
+        return torch.rand(shape, generator=self._generator) + 0.5
+
+
+def twin_of(
+    module: nn.Module,
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    modules: Mapping[str, nn.Module] | None = None,
+    **attributes: object,
+) -> nn.Module:
+    """A copy of `module`, which may be on `meta`, that holds these instead of its own; None: it shares its own."""
+    twin = copy.copy(module)
+    held = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
+    twin.__dict__.update(attributes, **{name: dict(own) for name, own in held.items() if own is not None})
+    return twin
+
+
+def answer(call: Callable[[], Spec]) -> Spec:
+    """What a call of a module returns. Raises Unlike when it raises anything."""
+    try:
+        with torch.no_grad():
+            return call()
+    except Exception as error:
+        raise Unlike(f"asked, it raises {type(error).__name__}: {error}") from error
+
+
+def matching(want: object, specs: Iterable[Spec], compute: Callable[[Spec], Tensor]) -> Spec:
+    """The first spec whose numbers are `want`, a module's. Raises Unlike when there is none."""
+    for spec in specs:
+        if close(want, compute(spec)):
+            return spec
+    raise Unlike("no formula that kernels know gives its numbers")
+
+
+def first_of(ways: Iterable[Callable[[], Spec]]) -> Spec:
+    """What the first way of asking finds. Raises Unlike, for the reason of the last, when all do."""
+    reason = Unlike("there is no way to ask it")
+    for way in ways:
+        try:
+            return way()
+        except Unlike as error:
+            reason = error
+    raise reason
+
+
+def recognizer(
+    what: str, level: int = logging.INFO
+) -> Callable[[Callable[Concatenate[nn.Module, P], Spec]], Callable[Concatenate[nn.Module, P], Spec | None]]:
+    """Let a function return None where it raises Unlike, and log why, once for each class of modules.
+
+    what: the modules that it looks for, as the log names them.
+    """
+
+    def made(ask: Callable[Concatenate[nn.Module, P], Spec]) -> Callable[Concatenate[nn.Module, P], Spec | None]:
+        @functools.wraps(ask)
+        def asked(module: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> Spec | None:
+            try:
+                return ask(module, *args, **kwargs)
+            except Unlike as reason:
+                key = what, type(module)
+                if key not in _logged:
+                    _logged.add(key)
+                    logger.log(level, "%s is not %s, so its own forward runs: %s", key[1].__name__, what, reason)
+                return None
+
+        return asked
+
+    return made

@@ -1,0 +1,88 @@
+"""Which routers one kernel can stand in for: how they score, choose and weigh experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ktransformers.kernels.cpu.router import RouterSpec
+from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, matching, recognizer, twin_of
+
+__all__ = ["CHOICE_BIAS", "recognize_router", "route"]
+
+CHOICE_BIAS = "e_score_correction_bias"
+_SCORINGS: tuple[Literal["softmax", "sigmoid"], ...] = ("softmax", "sigmoid")
+_GROUP_SCORES: tuple[Literal["max", "top2"], ...] = ("max", "top2")  # the second is for groups of two and more
+_ROWS = 64
+_MOST_EXPERTS = 4096  # asking takes a matrix of as many rows and columns
+
+
+def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
+    """What the kernels compute, in plain torch: the weights as fp32 [T, E], 0 for experts that are not chosen."""
+    scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
+    choice = scores if bias is None else scores + bias
+    if spec.topk_groups < spec.num_groups:
+        groups = choice.view(len(logits), spec.num_groups, -1)
+        best = groups.amax(-1) if spec.group_score == "max" else groups.topk(2, dim=-1)[0].sum(-1)
+        is_closed = torch.ones_like(best).scatter_(1, best.topk(spec.topk_groups, dim=-1)[1], 0).bool()
+        choice = groups.masked_fill(is_closed[..., None], float("-inf")).flatten(1)
+    ids = choice.topk(spec.top_k, dim=-1)[1]
+    weights = scores.gather(1, ids)
+    if spec.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return torch.zeros_like(scores).scatter_(1, ids, weights * spec.scaling)
+
+
+@recognizer("a router that kernels compute")
+def recognize_router(module: nn.Module) -> RouterSpec:
+    """How `module` routes; None when no kernel routes so.
+
+    Its own forward runs on made-up logits: its weight is the identity. A parameter `bias` [E] must be added to the
+    logits, before anything else.
+    """
+    weight = getattr(module, "weight", None)
+    buffers = {name for name, buffer in module.named_buffers()}
+    names = {name for name, _ in module.named_parameters()}
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or any(True for _ in module.children()):
+        raise Unlike("it is not one matrix")
+    if not buffers <= {CHOICE_BIAS} or not names <= {"weight", "bias"} or len(weight) > _MOST_EXPERTS:
+        raise Unlike("it holds more than a weight and biases, or too many experts")
+    experts, draws = len(weight), Draws()
+    logits = draws.normal(_ROWS, experts, scale=2.0)
+    choice_bias = {name: draws.normal(experts, scale=0.1) for name in buffers}
+    logit_bias = {name: draws.normal(experts) for name in names - {"weight"}}
+    twin = twin_of(
+        module, parameters={"weight": torch.eye(experts), **logit_bias}, buffers=choice_bias, hidden_dim=experts
+    )
+    got_logits, want, top_k = answer(lambda: _routed(twin, logits))
+    logits = logits + sum(logit_bias.values())
+    if not close(got_logits, logits):
+        raise Unlike("its logits are not its matrix times its rows")
+    bias = choice_bias.get(CHOICE_BIAS)
+    specs = answer(lambda: list(_candidates(module, experts, top_k)))  # of counts that may fit no spec
+    return matching(want, specs, lambda spec: route(logits, spec, bias))
+
+
+def _routed(twin: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Logits, weights [T, E] as `route` gives them, and how many experts a row has."""
+    logits, weights, ids = twin(rows)
+    return logits, torch.zeros(rows.shape).scatter_(1, ids, weights.float()), ids.shape[-1]
+
+
+def _candidates(module: nn.Module, experts: int, top_k: int) -> Iterator[RouterSpec]:
+    """Every spec with the module's own numbers that the kernel can compute."""
+    named = (getattr(module, name, None) for name in ("num_group", "n_group"))
+    num_groups = next((n for n in named if isinstance(n, int) and n > 1 and experts % n == 0), 1)
+    topk_groups = getattr(module, "topk_group", None)
+    groups = {(1, 1)}
+    if num_groups > 1 and isinstance(topk_groups, int) and topk_groups <= num_groups:
+        groups.add((num_groups, topk_groups))
+    factor = getattr(module, "routed_scaling_factor", None)
+    factors = {1.0, float(factor) if isinstance(factor, (int, float)) else 1.0}
+    for (count, chosen), scaling, renormalize in product(sorted(groups, reverse=True), factors, (True, False)):
+        for group_score, scoring in product(_GROUP_SCORES[: experts // count], _SCORINGS):
+            yield RouterSpec(top_k, scoring, count, chosen, group_score, renormalize, scaling)

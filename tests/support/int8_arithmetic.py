@@ -1,0 +1,150 @@
+"""The exact arithmetic of the quantized kernels (csrc/kernels/gemm.inl), from the block layouts alone.
+
+Kernels are held to it bit for bit. Knows nothing of the extension, threads or tiers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import quants
+from torch import Tensor
+
+from ktransformers.kernels.reference import dequantize
+from ktransformers.kernels.types import QuantType, RawTensor
+
+_Bytes = npt.NDArray[np.uint8]
+_Float = npt.NDArray[np.float32]
+_Int = npt.NDArray[np.int32]
+
+_SMALL = (QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4)  # blocks of 32
+
+
+def quantize_activations(x: _Float, block: int) -> tuple[_Int, _Float]:
+    """One row of activations as int8 values [K] and fp32 scales [K / block], as the quantized kernels do it."""
+    blocks = x.astype(np.float32).reshape(-1, block)
+    amax = np.abs(blocks).max(axis=1).astype(np.float32)
+    q = np.zeros(blocks.shape, dtype=np.int32)
+    scales = np.zeros(len(blocks), dtype=np.float32)
+    for i, values in enumerate(blocks):
+        if not np.isfinite(values).all():
+            scales[i] = np.nan
+        elif amax[i] >= np.float32(1e-30):
+            scales[i] = amax[i] / np.float32(127)
+            q[i] = np.rint(values * (np.float32(127) / amax[i])).astype(np.int32)
+    return q.reshape(-1), scales
+
+
+def _half(block: _Bytes, at: int) -> np.float32:
+    return np.float32(block[at : at + 2].view(np.float16)[0])
+
+
+def _six_bit_scales(packed: _Bytes) -> tuple[list[int], list[int]]:
+    """Scales and minima of a Q4_K or Q5_K super-block, from ggml's description of the 12 bytes."""
+    scales, minima = [], []
+    for j in range(8):
+        if j < 4:
+            scales.append(int(packed[j]) & 63)
+            minima.append(int(packed[j + 4]) & 63)
+        else:
+            scales.append((int(packed[j + 4]) & 15) | ((int(packed[j - 4]) >> 6) << 4))
+            minima.append((int(packed[j + 4]) >> 4) | ((int(packed[j]) >> 6) << 4))
+    return scales, minima
+
+
+def _nibbles(packed: _Bytes) -> _Int:
+    """[n, 32] bytes to [2 n, 32]: the low nibbles of 32 bytes, then their high ones."""
+    return np.stack([packed & 15, packed >> 4], axis=1).reshape(-1, 32).astype(np.int32)
+
+
+def _k_block(block: _Bytes, qtype: QuantType) -> tuple[_Int, list[int], list[int], np.float32, np.float32]:
+    """Integer weights [sub-blocks, size], scales and minima of the sub-blocks, d and dmin of one super-block."""
+    if qtype == QuantType.Q6_K:
+        low = block[:128].reshape(2, 2, 32)
+        high = block[128:192].reshape(2, 32)
+        parts = []
+        for n in range(2):
+            for j in range(4):
+                nibble = (low[n, j % 2] >> (4 * (j // 2))) & 15
+                parts.append((nibble | (((high[n] >> (2 * j)) & 3) << 4)).astype(np.int32) - 32)
+        return (
+            np.concatenate(parts).reshape(16, 16),
+            list(block[192:208].view(np.int8)),
+            [],
+            _half(block, 208),
+            np.float32(0),
+        )
+    if qtype == QuantType.IQ4_XS:
+        upper = int(block[2:4].view(np.uint16)[0])
+        scales = [((int(block[4 + s // 2]) >> 4 * (s % 2)) & 15 | ((upper >> 2 * s) & 3) << 4) - 32 for s in range(8)]
+        codes = np.stack([block[8:].reshape(8, 16) & 15, block[8:].reshape(8, 16) >> 4], axis=1).reshape(8, 32)
+        return np.array(quants.IQ4_NL.kvalues, dtype=np.int32)[codes], scales, [], _half(block, 0), np.float32(0)
+    scales, minima = _six_bit_scales(block[4:16])
+    weights = _nibbles(block[-128:].reshape(4, 32))
+    if qtype == QuantType.Q5_K:
+        bits = (block[16:48][None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+        weights = weights + 16 * bits.astype(np.int32)
+    return weights, scales, minima, _half(block, 0), _half(block, 2)
+
+
+def _k_row(row: _Bytes, qtype: QuantType, size: int, q: _Int, scales: _Float) -> np.float32:
+    acc = np.float32(0)
+    for b, block in enumerate(row.reshape(-1, size)):
+        weights, sub_scales, minima, d, dmin = _k_block(block, qtype)
+        values = q[256 * b : 256 * (b + 1)].reshape(weights.shape)
+        isum = sum(int(s) * int((w * a).sum()) for s, w, a in zip(sub_scales, weights, values, strict=True))
+        acc = acc + (d * scales[b]) * np.float32(isum)
+        if minima:
+            msum = sum(m * int(a.sum()) for m, a in zip(minima, values, strict=True))
+            acc = acc - (dmin * scales[b]) * np.float32(msum)
+    return acc
+
+
+def _small_row(row: _Bytes, qtype: QuantType, size: int, q: _Int, scales: _Float) -> np.float32:
+    acc = np.float32(0)
+    for b, block in enumerate(row.reshape(-1, size)):
+        codes = np.concatenate([block[-16:] & 15, block[-16:] >> 4])
+        if qtype == QuantType.MXFP4:  # the table holds twice the values, so the exponent's bias is 128
+            d, weights = np.float32(2.0 ** (int(block[0]) - 128)), np.array(quants.MXFP4.kvalues, dtype=np.int32)[codes]
+        elif qtype == QuantType.Q8_0:
+            d, weights = _half(block, 0), block[2:].view(np.int8).astype(np.int32)
+        else:
+            d, weights = _half(block, 0), codes.astype(np.int32) - 8
+        isum = int((weights * q[32 * b : 32 * (b + 1)]).sum())
+        acc = acc + (d * scales[b]) * np.float32(isum)
+    return acc
+
+
+def int8_linear(x: Tensor, weight: RawTensor) -> Tensor:
+    """x [T, K] times a quantized weight [N, K], in the exact arithmetic of the kernels; bit for bit what they give.
+
+    Raises ValueError for an unquantized weight.
+    """
+    small = weight.qtype in _SMALL
+    if not small and weight.qtype not in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.IQ4_XS):
+        raise ValueError(f"int8_linear is for quantized weights, got {weight.qtype.name}")
+    block, size = (
+        (32, weight.row_bytes // (weight.cols // 32)) if small else (256, weight.row_bytes // (weight.cols // 256))
+    )
+    rows = weight.data.numpy().reshape(weight.rows, weight.row_bytes)
+    out = np.zeros((x.shape[0], weight.rows), dtype=np.float32)
+    for t in range(x.shape[0]):
+        q, scales = quantize_activations(x[t].numpy(), block)
+        for n in range(weight.rows):
+            row = _small_row if small else _k_row
+            out[t, n] = row(rows[n], weight.qtype, size, q, scales)
+    return torch.from_numpy(out)
+
+
+def int8_tolerance(x: Tensor, weight: RawTensor) -> Tensor:
+    """Largest error that int8 activations can cause, [T, N].
+
+    Each activation is off by at most half a step of its block, max|x| / 254; so an output is off by at most
+    sum_k |w[n, k]| * max|x of k's block| / 254. 5 % on top covers fp32 rounding of the two results.
+    """
+    block = 32 if weight.qtype in _SMALL else 256
+    step = x.abs().reshape(x.shape[0], -1, block).amax(-1, keepdim=True).expand(-1, -1, block).reshape(x.shape) / 254
+    return 1.05 * step @ dequantize(weight).abs().T + math.sqrt(weight.cols) * 1e-6
