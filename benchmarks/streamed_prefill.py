@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import Qwen3MoeConfig
 
 from ktransformers.config import physical_cores
 from ktransformers.engine.prefill import PrefillStream, cuda_tools, open_prefill
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.types import ActivationSpec
+from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.staging import HostExperts, StagingSize
@@ -56,7 +57,7 @@ SHAPES = {
 
 def make_kernel(shape: Shape, number: int, pool: WorkerPool) -> MoeKernel:
     layout = ExpertsLayout(shape.experts, shape.hidden, shape.inner, True, False, False, True)
-    weights = SyntheticSource({}, PretrainedConfig()).experts(f"layers.{number}.mlp.experts", layout)
+    weights = SyntheticSource({}, ModelFacts.of(Qwen3MoeConfig())).experts(f"layers.{number}.mlp.experts", layout)
     return MoeKernel(relaid_experts(weights, pool), ActivationSpec(), pool)
 
 

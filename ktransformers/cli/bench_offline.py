@@ -182,9 +182,7 @@ def _add(sums: dict[str, int], more: Mapping[str, int]) -> None:
 
 def _within_context(opened: OpenedModel, prefills: list[int], case: DecodeCase) -> list[int]:
     """The prompts that the model's context holds; the others are named on the console."""
-    from ktransformers.engine.opened import context_len_of
-
-    context = context_len_of(opened.hf_config)
+    context = opened.facts.context_len
     if context is None:
         return prefills
     if case.prompt_len + case.steps > context:
@@ -221,7 +219,7 @@ def _load(opened: OpenedModel, max_batch_size: int, expert_stats: ExpertStats) -
     gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or "no GPU"
     print(
         f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, reads {machine['read_bandwidth_gb_s']:.1f} "
-        f"GB/s; {gpus}\n{engine.model.description}, {opened.hf_config.num_hidden_layers} layers; weights "
+        f"GB/s; {gpus}\n{engine.model.description}, {opened.facts.num_layers} layers; weights "
         + ", ".join(f"{nbytes / 1e9:.2f} GB on {device}" for device, nbytes in weights.items())
         + f"; loaded in {seconds:.1f} s, RAM peak {peak / 1e9:.2f} GB"
     )
@@ -229,7 +227,7 @@ def _load(opened: OpenedModel, max_batch_size: int, expert_stats: ExpertStats) -
         "machine": machine,
         "model": {
             "description": engine.model.description,
-            "layers": opened.hf_config.num_hidden_layers,
+            "layers": opened.facts.num_layers,
             "rules": Path(engine.plan.rule_file).name,
             "weight_bytes": weights,
         },

@@ -88,8 +88,8 @@ class ReferenceEngine:
     """A loaded reference model with what is needed to feed it."""
 
     def __init__(self, opened: OpenedModel, model: Any, described: ModelDescription):
-        self.config = replace(opened.config, cache_lens=cache_len_of(opened.config, opened.hf_config))
-        self.hf_config, self.tokenizer = opened.hf_config, described.tokenizer
+        self.config = replace(opened.config, cache_lens=cache_len_of(opened.config, opened.facts))
+        self.facts, self.tokenizer = opened.facts, described.tokenizer
         is_models_limit = self.config.cache_lens == described.context_len
         self.runner = ReferenceRunner(model, self.config.cache_lens, is_models_limit)
         self.generation_defaults, self.eos_token_ids = described.generation_defaults, described.eos_token_ids

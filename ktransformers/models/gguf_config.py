@@ -16,22 +16,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf_facts import Facts, Values, rope_parameters
 from ktransformers.models.gguf_families import FAMILIES
-from ktransformers.weights.gguf import GGUFModel
-from ktransformers.weights.transcode import dequantize
 
-__all__ = ["GGUF_CONFIG_ARCHITECTURES", "config_from_gguf", "config_of_model"]
+__all__ = ["GGUF_CONFIG_ARCHITECTURES", "config_from_gguf"]
 
 GGUF_CONFIG_ARCHITECTURES: tuple[str, ...] = tuple(FAMILIES)
 """Architectures for which `--gguf_path` alone is enough."""
-
-
-def config_of_model(model: GGUFModel) -> PretrainedConfig:
-    """The config of an opened GGUF model. Raises FormatError or UnsupportedError."""
-    factors = None
-    if "rope_freqs.weight" in model.tensors:
-        factors = dequantize(model.raw("rope_freqs.weight"), "rope_freqs.weight").flatten().tolist()
-    shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
-    return config_from_gguf(model.metadata, shapes, factors)
 
 
 def config_from_gguf(

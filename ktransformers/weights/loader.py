@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from transformers import PretrainedConfig
-
 from ktransformers.errors import ConfigError, FormatError
 from ktransformers.file_kinds import is_gguf, is_safetensors, list_folder, not_weights, read_head, without_weights
+from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.gguf import gguf_files, open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.safetensors import open_safetensors
@@ -52,14 +51,14 @@ def weight_format(path: Path | str, prefer: WeightFormat | None = None) -> Weigh
 
 
 def open_source(
-    path: Path | str, hf_config: PretrainedConfig, prefer: WeightFormat | None = None
+    path: Path | str, facts: ModelFacts, prefer: WeightFormat | None = None
 ) -> GGUFSource | SafetensorsSource:
-    """Open the weights at `path` (a file or a folder) for the module tree that `hf_config` describes.
+    """Open the weights at `path` (a file or a folder) for the module tree that `facts` describe.
 
     Headers are read and checked, tensor bytes are not. `prefer` decides for a folder that holds both formats (callers
     that were given a model folder rather than a weight path prefer safetensors). Raises ConfigError, FormatError,
     UnsupportedError.
     """
     if weight_format(path, prefer) == "gguf":
-        return GGUFSource(open_gguf(path), hf_config)
-    return SafetensorsSource(open_safetensors(path), hf_config)
+        return GGUFSource(open_gguf(path), facts)
+    return SafetensorsSource(open_safetensors(path), facts)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.errors import ConfigError, FormatError
+from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.loader import open_source, weight_format
 from ktransformers.weights.safetensors_source import SafetensorsSource
@@ -18,11 +19,11 @@ def test_formats(tmp_path: Path) -> None:
     model = tiny_model("llama")
     folder = write_safetensors(model, tmp_path / "st")
     path = write_gguf(model, tmp_path / "gguf.bin")  # the name does not matter
-    assert isinstance(open_source(folder, model.config), SafetensorsSource)
-    assert isinstance(open_source(folder / "model.safetensors", model.config), SafetensorsSource)
-    assert isinstance(open_source(path, model.config), GGUFSource)
+    assert isinstance(open_source(folder, ModelFacts.of(model.config)), SafetensorsSource)
+    assert isinstance(open_source(folder / "model.safetensors", ModelFacts.of(model.config)), SafetensorsSource)
+    assert isinstance(open_source(path, ModelFacts.of(model.config)), GGUFSource)
     path = path.rename(tmp_path / "m.gguf")
-    assert isinstance(open_source(tmp_path, model.config), GGUFSource)
+    assert isinstance(open_source(tmp_path, ModelFacts.of(model.config)), GGUFSource)
 
 
 def test_folders_with_both_formats_or_none(tmp_path: Path) -> None:
@@ -32,14 +33,14 @@ def test_folders_with_both_formats_or_none(tmp_path: Path) -> None:
     write_safetensors(model, tmp_path)
     write_gguf(model, tmp_path / "m.gguf")
     with pytest.raises(FormatError, match="both GGUF and safetensors"):
-        open_source(tmp_path, model.config)
-    assert isinstance(open_source(tmp_path, model.config, prefer="safetensors"), SafetensorsSource)
-    assert isinstance(open_source(tmp_path, model.config, prefer="gguf"), GGUFSource)
+        open_source(tmp_path, ModelFacts.of(model.config))
+    assert isinstance(open_source(tmp_path, ModelFacts.of(model.config), prefer="safetensors"), SafetensorsSource)
+    assert isinstance(open_source(tmp_path, ModelFacts.of(model.config), prefer="gguf"), GGUFSource)
 
 
 def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
-        open_source(tmp_path / "none", tiny_model("llama").config)
+        open_source(tmp_path / "none", ModelFacts.of(tiny_model("llama").config))
 
 
 def test_gguf_in_a_subfolder(tmp_path: Path) -> None:
@@ -51,7 +52,7 @@ def test_gguf_in_a_subfolder(tmp_path: Path) -> None:
     write_gguf(model, folder / "m-00001-of-00001.gguf")
     for path in (tmp_path, tmp_path / "repo", folder):
         assert weight_format(path) == "gguf"
-        assert isinstance(open_source(path, model.config), GGUFSource)
+        assert isinstance(open_source(path, ModelFacts.of(model.config)), GGUFSource)
 
 
 def test_several_models_in_subfolders_are_listed(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_several_models_in_subfolders_are_listed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         write_gguf(model, tmp_path / name / "m-00001-of-00001.gguf")
     with pytest.raises(FormatError, match=r"holds 2 GGUF models \(Q4_K_M/m-00001-of-00001\.gguf, Q8_0/m-00001"):
-        open_source(tmp_path, model.config)
+        open_source(tmp_path, ModelFacts.of(model.config))
 
 
 def test_subfolders_count_where_the_folder_has_no_weights(tmp_path: Path) -> None:

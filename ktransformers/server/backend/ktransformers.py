@@ -34,14 +34,13 @@ class KTransformersBackend(SingleBackend):
             tokenizer=engine.tokenizer,
             has_prefix_cache=engine.config.prefix_cache,
         )
-        architectures = getattr(engine.hf_config, "architectures", None) or [None]
         model = ModelInfo(
             tokenizer=engine.tokenizer,
             max_len=session.max_len,
             vocab_size=engine.runner.vocab_size,
             eos_token_ids=engine.eos_token_ids,
             default_params=default_sampling_params(engine.generation_defaults, None),
-            architecture=architectures[0],
+            architecture=engine.facts.architecture,
             description=engine.description,
             is_models_limit=session.is_models_limit,
         )

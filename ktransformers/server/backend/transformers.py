@@ -26,14 +26,13 @@ class TransformersBackend(SingleBackend):
     def _load(self, progress: Progress) -> Loaded:
         check_tokenizer(self._config)
         engine = build_reference_engine(self._config, progress)
-        architectures = getattr(engine.hf_config, "architectures", None) or [None]
         model = ModelInfo(
             tokenizer=engine.tokenizer,
             max_len=engine.config.cache_lens,
             vocab_size=engine.runner.vocab_size,
             eos_token_ids=engine.eos_token_ids,
             default_params=default_sampling_params(engine.generation_defaults, None),
-            architecture=architectures[0],
+            architecture=engine.facts.architecture,
             description=engine.description,
             is_models_limit=engine.runner.is_models_limit,
         )
