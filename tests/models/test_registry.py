@@ -28,10 +28,9 @@ NAMED = {
 def test_default_rules(model_type: str) -> None:
     expected = NAMED.get(model_type, "default-dense.yaml" if model_type in DENSE_TYPES else "default-moe.yaml")
     model = meta_model(model_type)
-    assert default_rules(ModelFacts.of(model.config), model) == RULES_DIR / expected
-    assert (
-        default_rules(ModelFacts.of(model.config)) == RULES_DIR / expected
-    )  # the config's own words lead to the same file
+    facts = ModelFacts.of(model.config)
+    assert default_rules(facts, model) == RULES_DIR / expected
+    assert default_rules(facts) == RULES_DIR / expected  # the config's own words lead to the same file
 
 
 def test_low_rank_query_of_deepseek_v2() -> None:
