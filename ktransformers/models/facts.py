@@ -111,7 +111,7 @@ class ExpertFacts:
 class Quantization:
     """What the config says of quantized safetensors. block: (rows, columns) that share a scale."""
 
-    method: str
+    method: str | None
     block: tuple[int, int] | None = None
 
 
@@ -299,7 +299,7 @@ def _layers(
         head_dim = given or hidden // max(num_heads, 1)
         v_head_dim = values or head_dim
         if latent is not None and kind is not LayerKind.RECURRENT:
-            kind = LayerKind.OTHER if kind is LayerKind.OTHER else LayerKind.LATENT
+            kind = LayerKind.LATENT if kind in (LayerKind.FULL, LayerKind.SLIDING) else kind
             num_kv_heads, head_dim, v_head_dim = num_heads, latent.nope_dim + latent.rope_dim, latent.v_dim
         layers.append(LayerFacts(kind, word, num_heads, num_kv_heads, head_dim, v_head_dim, looks_back, sparse[index]))
     return tuple(layers)
@@ -384,11 +384,11 @@ def _quantization(config: _Fields) -> Quantization | None:
     said = config.raw("quantization_config")
     if not said:
         return None
-    values = said if isinstance(said, dict) else vars(said) if hasattr(said, "__dict__") else {}
-    method = values.get("quant_method")
-    if method is None:
-        return None
-    block = values.get("weight_block_size")
+    if not isinstance(said, dict) and not hasattr(said, "quant_method"):
+        raise ConfigError(f"the model's config says quantization_config {said!r:.60}; an object is needed")
+    values = said if isinstance(said, dict) else vars(said)
+    method, block = values.get("quant_method"), values.get("weight_block_size")
     if block and not (isinstance(block, list | tuple) and len(block) == 2 and all(type(one) is int for one in block)):
         raise ConfigError(f"the model's config says weight_block_size {block!r:.60}; two numbers are needed")
-    return Quantization(str(getattr(method, "value", method)), (block[0], block[1]) if block else None)
+    name = None if method is None else str(getattr(method, "value", method))
+    return Quantization(name, (block[0], block[1]) if block else None)

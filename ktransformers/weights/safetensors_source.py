@@ -50,7 +50,7 @@ _IGNORABLE = (
     re.compile(r"(.*\.)?mtp(_block)?\..*"),  # multi-token prediction: drafts tokens, no part of the model's answer
     re.compile(r".*\.(k|v)_scale"),  # of FP8 KV caches
 )
-_SUPPORTED_QUANT = ("fp8",)
+_SUPPORTED_QUANT = (None, "fp8")
 
 
 class SafetensorsSource:

@@ -198,6 +198,7 @@ class Hostile(SimpleNamespace):
         ({"max_position_embeddings": float("inf")}, "max_position_embeddings inf; a number is needed"),
         ({"rope_parameters": {"factor": -1.0}}, "scales RoPE by -1.0"),
         ({"eos_token_id": "x"}, "eos_token_id 'x'"),
+        ({"quantization_config": 4}, "quantization_config 4; an object"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, "weight_block_size 128"),
     ],
 )
