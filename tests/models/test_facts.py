@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from torch import nn
 from transformers import CONFIG_MAPPING
 
+import ktransformers
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.models.facts import ExpertFacts, LatentFacts, LayerFacts, LayerKind, ModelFacts, Quantization
 from ktransformers.models.registry import TESTED_TYPES
@@ -217,3 +219,21 @@ def test_what_is_no_decoder_of_one_config() -> None:
         ModelFacts.of(CONFIG_MAPPING["bart"]())
     with pytest.raises(UnsupportedError, match="layers of different shapes"):
         ModelFacts.of(CONFIG_MAPPING["gemma4_text"]())
+
+
+CONFIG_FIELDS = re.compile(
+    r"\b(num_local_experts|n_routed_experts|moe_num_experts|num_experts_per_tok|moe_topk|num_attention_heads|"
+    r"num_key_value_heads|max_position_embeddings|tie_word_embeddings|num_nextn_predict_layers|layer_types|"
+    r"rope_interleave|get_text_config)\b"
+)
+
+
+def test_nobody_else_asks_a_config() -> None:
+    """A family that says known things under another name, or by layer, is a change in one file."""
+    package = Path(ktransformers.__file__).parent
+    asking = {
+        f"{path.relative_to(package)}: {found[0]}"
+        for path in package.rglob("*.py")
+        if (found := CONFIG_FIELDS.search(path.read_text())) and path.parent.name != "models"
+    }
+    assert asking == {"engine/opened.py: get_text_config"}
