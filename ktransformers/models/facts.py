@@ -28,7 +28,7 @@ _EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediat
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _IS_MOE = ("is_moe", "enable_moe_block")  # of families that count experts in dense models too
-_EXTENDED_BY_FACTOR = frozenset({"linear", "dynamic"})
+_EXTENDED_BY_FACTOR = ("linear", "dynamic")
 
 
 class LayerKind(StrEnum):
@@ -369,8 +369,9 @@ def _context_len(config: _Fields) -> int | None:
     rope = config.raw("rope_parameters")
     rope = rope if isinstance(rope, dict) else {}
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    original = original if isinstance(original, int | float) else 0
     if positions and isinstance(factor, int | float):
-        largest = max(positions, original if isinstance(original, int | float) else 0)
+        largest = max(positions, original)
         if not 0 < factor * largest <= MAX_POSITIONS:
             raise ConfigError(f"the model's config scales RoPE by {factor!r:.60}, which no model does")
         if rope.get("rope_type") == "yarn" and original:

@@ -162,6 +162,11 @@ def test_lists_with_a_number_for_each_layer() -> None:
     assert ModelFacts.of(tiny_config("llama")).top_k() == 0
 
 
+def test_scaled_rotations_of_a_wrong_type_extend_nothing() -> None:
+    rope = {"factor": 2.0, "rope_type": ["linear"], "original_max_position_embeddings": "128"}
+    assert ModelFacts.of(hostile(rope_parameters=rope)).context_len == 512
+
+
 def test_quantization_and_ties() -> None:
     said = {"quant_method": "fp8", "weight_block_size": [128, 64]}
     facts = ModelFacts.of(tiny_config("qwen3_moe", quantization_config=said, tie_word_embeddings=True))
@@ -175,6 +180,11 @@ class Hostile(SimpleNamespace):
 
     def get_text_config(self, decoder: bool = False) -> Hostile:
         return self
+
+
+def hostile(**values: object) -> Any:
+    plain = {"hidden_size": 64, "vocab_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return Hostile(**{"model_type": "x", "max_position_embeddings": 512, **plain, **values})
 
 
 @pytest.mark.parametrize(
@@ -205,11 +215,9 @@ class Hostile(SimpleNamespace):
     ],
 )
 def test_hostile_values_are_refused_by_name(values: dict[str, object], why: str) -> None:
-    plain = {"hidden_size": 64, "vocab_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
-    plain["max_position_embeddings"] = 512
     with pytest.raises(ConfigError, match=why):
-        ModelFacts.of(Hostile(model_type="x", **{**plain, **values}))
-    facts = ModelFacts.of(Hostile(model_type="x", **plain))
+        ModelFacts.of(hostile(**values))
+    facts = ModelFacts.of(hostile())
     assert facts.layers == (LayerFacts(FULL, "full_attention", 4, 4, 16, 16),) * 2
     assert not facts.is_of_transformers
 
