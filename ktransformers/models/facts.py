@@ -281,7 +281,11 @@ def _check_supported(config: _Fields) -> None:
 def _layers(
     config: _Fields, num_layers: int, latent: LatentFacts | None, experts: ExpertFacts | None
 ) -> tuple[LayerFacts, ...]:
-    heads = config.numbers(num_layers, "num_attention_heads_per_layer", "num_attention_heads") or (0,) * num_layers
+    heads = config.numbers(num_layers, "num_attention_heads_per_layer", "num_attention_heads")
+    if heads is None:  # of a family without attention
+        heads = (0,) * num_layers
+    elif not any(heads):
+        raise _absurd("num_attention_heads", 0)
     kv_heads = config.numbers(num_layers, "num_key_value_heads") or heads
     given, values = config.find("head_dim"), config.find("v_head_dim")
     hidden, window = config.number("hidden_size"), config.find("sliding_window", most=MAX_POSITIONS) or None

@@ -195,6 +195,7 @@ def hostile(**values: object) -> Any:
         ({"vocab_size": "many"}, "vocab_size 'many'; a number is needed"),
         ({"num_hidden_layers": 1 << 20}, "num_hidden_layers 1048576, which no model has"),
         ({"num_hidden_layers": True}, "num_hidden_layers True; a number is needed"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0, which no model has"),
         ({"num_attention_heads": -4}, "num_attention_heads -4, which no model has"),
         ({"num_key_value_heads": [2]}, "num_key_value_heads for 1 layers, and 2 layers"),
         ({"num_key_value_heads": [2, "x"]}, "num_key_value_heads 'x'; a number is needed"),
