@@ -24,7 +24,7 @@ from ktransformers.bench.offline_runs import DecodeCase, OfflineRuns, slots_need
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import PagedEngine, build_paged_engine, plan_model
-from ktransformers.engine.opened import OpenedModel, context_len_of, open_model, open_synthetic
+from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.errors import ConfigError
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.operators.base import ExpertStats
@@ -145,7 +145,7 @@ def _add(sums: dict[str, int], more: Mapping[str, int]) -> None:
 
 def _within_context(opened: OpenedModel, prefills: list[int], case: DecodeCase) -> list[int]:
     """The prompts that the model's context holds; the others are named on the console."""
-    context = context_len_of(opened.hf_config)
+    context = opened.facts.context_len
     if context is None:
         return prefills
     if case.prompt_len + case.steps > context:
@@ -177,7 +177,7 @@ def _load(
         "machine": machine_facts(engine.pool),
         "model": {
             "description": engine.model.description,
-            "layers": opened.hf_config.num_hidden_layers,
+            "layers": opened.facts.num_layers,
             "rules": Path(engine.plan.rule_file).name,
             "weight_bytes": {device: nbytes for device, nbytes in engine.plan.weight_bytes.items() if nbytes},
         },

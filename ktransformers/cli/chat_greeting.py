@@ -49,6 +49,5 @@ def describe_machine(use_cuda: bool | None) -> str:
 def describe_model(engine: Engine) -> str:
     """What was loaded, in one line: its file, its family, its cache."""
     path = engine.config.gguf_path or engine.config.model_path
-    family = getattr(engine.hf_config, "model_type", None)
-    name = (path.name or str(path)) if path is not None else engine.description
-    return f"{name}{f' ({family})' if family else ''}, {engine.runner.max_len:,} tokens of context"
+    name = engine.description if path is None else f"{path.name or path} ({engine.facts.model_type})"
+    return f"{name}, {engine.runner.max_len:,} tokens of context"

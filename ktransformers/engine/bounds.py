@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktransformers.errors import ConfigError, KTransformersError, TensorMismatchError
-from ktransformers.weights.source import WeightSource
+from ktransformers.models.facts import ModelFacts
+from ktransformers.weights.source import TensorInfo, WeightSource
 
-__all__ = ["check_config_values", "check_experts", "check_layers", "check_parameters"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["check_config_values", "check_layers", "check_parameters"]
 
 MAX_NUMBER = 1 << 53  # more is no count, and no float
 MAX_COUNT = 1 << 16
@@ -18,8 +22,6 @@ MAX_DEPTH = 64
 SMALL = 1 << 20  # elements of a tensor that may be wrong here: the plan names all such tensors together
 SOME_LAYERS = 100  # that may be missing: the plan names what is
 PACKED = 8  # weights in an element: safetensors may hold blocks as bytes
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 _COUNTED = re.compile(r"(layers?|labels|experts|heads|blocks|interval|depth|streams|codebooks|groups?)$")
 
 
@@ -44,29 +46,15 @@ def check_config_values(values: Mapping[str, Any], where: str) -> None:
                 raise ConfigError(f"{where} says {key!a:.60} {shown}, which no model has")
 
 
-def check_layers(hf_config: Any, shapes: Sequence[Sequence[int]]) -> None:
+def check_layers(facts: ModelFacts, shapes: Sequence[Sequence[int]]) -> None:
     """Refuse more layers than the files have tensors. shapes: of all tensors. Raises TensorMismatchError."""
-    layers = getattr(hf_config, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > max(len(shapes), SOME_LAYERS):
-        raise TensorMismatchError(f"the model's config says {layers} layers, but the files hold {len(shapes)} tensors")
+    if facts.num_layers > max(len(shapes), SOME_LAYERS):
+        raise TensorMismatchError(
+            f"the model's config says {facts.num_layers} layers, but the files hold {len(shapes)} tensors"
+        )
 
 
-def check_experts(hf_config: Any) -> None:
-    """Refuse a token's experts that are none, or more than there are. Raises ConfigError."""
-    counts = {name: getattr(hf_config, name, None) for name in _EXPERTS}
-    experts = next((count for count in counts.values() if isinstance(count, int)), None)
-    if not experts:
-        return
-    for name in _CHOSEN:
-        chosen = getattr(hf_config, name, None)
-        if any(
-            isinstance(one, int) and not 0 < one <= experts
-            for one in (chosen if isinstance(chosen, list) else [chosen])
-        ):
-            raise ConfigError(f"the model's config says {name} {chosen!r:.60}, but there are {experts} experts")
-
-
-def check_parameters(model: Any, source: WeightSource, shapes: Sequence[Sequence[int]]) -> None:
+def check_parameters(model: nn.Module, source: WeightSource, shapes: Sequence[Sequence[int]]) -> None:
     """Refuse a skeleton with a parameter that is larger than what the files hold for it. Raises TensorMismatchError.
 
     Small ones pass: what is wrong with them is said together with all others by the plan. shapes: of all tensors.
@@ -88,7 +76,7 @@ def check_parameters(model: Any, source: WeightSource, shapes: Sequence[Sequence
             )
 
 
-def _find(source: WeightSource, name: str) -> Any:
+def _find(source: WeightSource, name: str) -> TensorInfo | None:
     try:
         return source.find(name)
     except KTransformersError:  # the plan says so, with everything else

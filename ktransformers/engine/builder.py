@@ -21,14 +21,7 @@ from ktransformers.engine.attention import settle_attention
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.graphs import GraphBackend
 from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers, settle_homes
-from ktransformers.engine.opened import (
-    ModelDescription,
-    OpenedModel,
-    context_len_of,
-    describe_model,
-    longest_sequence,
-    open_model,
-)
+from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.planning import Hardware, Planner
 from ktransformers.engine.prefill import stream_prefill
@@ -40,6 +33,7 @@ from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.compiling import compiles, loading, rehearsal
+from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.attention.rope import KRotaryEmbedding, settle_rotations
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
@@ -48,7 +42,6 @@ from ktransformers.operators.layers.gpu import stack_gpu_layers
 from ktransformers.operators.layers.observed import PROBE_ROWS, LayerCall, check_calls, observe_step, probe_context
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.plan import Plan
-from ktransformers.optimize.streaming import experts_per_token
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = [
@@ -84,7 +77,7 @@ class Engine:
     """A loaded model with what is needed to feed it. tokenizer has no vocabulary when the model's files carry none."""
 
     config: EngineConfig
-    hf_config: Any
+    facts: ModelFacts
     plan: Plan
     runner: StaticRunner
     tokenizer: Tokenizer
@@ -120,9 +113,9 @@ class PagedEngine:
         self.pool.close()
 
 
-def cache_len_of(config: EngineConfig, hf_config: Any) -> int:
+def cache_len_of(config: EngineConfig, facts: ModelFacts) -> int:
     """Tokens of a static cache: what the user says, else up to DEFAULT_CACHE_LEN; never more than the model takes."""
-    context = context_len_of(hf_config)
+    context = facts.context_len
     wanted = config.cache_lens or DEFAULT_CACHE_LEN
     if context is None or wanted <= context:
         return wanted
@@ -139,7 +132,7 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     """
     opened = opened or open_model(config)
     hardware = hardware or Hardware.detect(opened.config)
-    num_slots = cache_len_of(opened.config, opened.hf_config)
+    num_slots = cache_len_of(opened.config, opened.facts)
     return Planner(opened, None, lambda plan, shapes: num_slots).settle(hardware)[0].plan
 
 
@@ -167,7 +160,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
     hardware = hardware or Hardware.detect(opened.config)
     opened.config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
     with loading(), _new_pool(opened.config.cpu_infer) as pool:
-        max_len = cache_len_of(opened.config, opened.hf_config)
+        max_len = cache_len_of(opened.config, opened.facts)
         planned, hardware = Planner(opened, pool, lambda plan, shapes: max_len).settle(hardware)
         plan, shapes = planned.plan, planned.shapes
         plan.check_fits()
@@ -183,7 +176,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
         runner.decode = prepare(runner, runner.cache, max_batch_size=1, num_pages=1)
     return Engine(
         config=replace(opened.config, cache_lens=max_len, chunk_size=planned.chunk_size),
-        hf_config=opened.hf_config,
+        facts=opened.facts,
         plan=plan,
         runner=runner,
         tokenizer=model.tokenizer,
@@ -221,7 +214,7 @@ def build_paged_engine(
         plan.check_fits()
         model = describe_model(opened)
         _say_prefill(plan, pool)
-        longest = longest_sequence(opened.hf_config, num_pages * page_size)
+        longest = opened.facts.longest_sequence(num_pages * page_size)
         layout = _load(opened, plan, longest, progress)
         _arrange_layers(opened, plan, shapes, pool, layout, longest)
         settle_attention(plan, opened.config.attention_backend, page_size)
@@ -254,7 +247,7 @@ def _num_pages(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], page_s
     asked = opened.config.cache_lens
     if asked:
         return -(-asked // page_size)
-    num_tokens = cache_len_of(opened.config, opened.hf_config) * max_batch_size
+    num_tokens = cache_len_of(opened.config, opened.facts) * max_batch_size
     fitting = min(
         int(PAGED_SHARE * max(plan.capacity.get(place, 0) - plan.weight_bytes.get(place, 0), 0) / nbytes)
         for place, nbytes in PagedCache.size_by_place(shapes, 1).items()
@@ -308,7 +301,7 @@ class _Decoding:
             if compiles():
                 operators = self.plan.operators.values()
                 counts = {op.layout.num_experts for op in operators if isinstance(op, KTransformersExperts)}
-                top_k = experts_per_token(self.opened.hf_config) or 0
+                top_k = self.opened.facts.top_k()
                 extent = Extent(self.chunk_size, max_batch_size, num_pages, max(counts, default=0), top_k)
                 decode = steps(None) if can_pad else None
                 rehearse(runner, cache, decode, extent, lambda done, total: report(done, total, COMPILING))
@@ -359,7 +352,7 @@ def _first_step(
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         logger.debug("the first step failed", exc_info=True)
         raise UnsupportedError(
-            f"model type {opened.hf_config.model_type} does not run here: its first step fails with "
+            f"model type {opened.facts.model_type} does not run here: its first step fails with "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         ) from error
     finally:

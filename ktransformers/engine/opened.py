@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.bounds import check_experts, check_layers, check_parameters
-from ktransformers.engine.skeleton import build_skeleton, load_hf_config
+from ktransformers.engine.bounds import check_layers, check_parameters
+from ktransformers.engine.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
 from ktransformers.file_kinds import wrong_start
-from ktransformers.models.gguf_config import config_of_model
+from ktransformers.models.facts import ModelFacts, token_ids
+from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
@@ -24,14 +25,17 @@ from ktransformers.weights.safetensors import open_safetensors
 from ktransformers.weights.safetensors_source import SafetensorsSource
 from ktransformers.weights.source import WeightSource
 from ktransformers.weights.synthetic import SyntheticSource
+from ktransformers.weights.transcode import dequantize
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
     "ModelDescription",
     "OpenedModel",
-    "context_len_of",
+    "config_of_model",
     "describe_model",
     "folder_without_tokenizer",
-    "longest_sequence",
     "open_model",
     "open_synthetic",
 ]
@@ -56,12 +60,16 @@ class ModelDescription:
 
 @dataclass(slots=True)
 class OpenedModel:
-    """The model's files, opened, and the skeleton that they will fill. files: those with weights, which get mapped."""
+    """The model's files, opened, and the skeleton that they will fill. files: those with weights, which get mapped.
+
+    hf_config: for transformers' own modules; everything else asks `facts`.
+    """
 
     config: EngineConfig
-    hf_config: Any
+    hf_config: PretrainedConfig
+    facts: ModelFacts
     gguf: GGUFModel | None
-    model: Any
+    model: PreTrainedModel
     source: WeightSource
     files: tuple[Path, ...] = ()
 
@@ -74,17 +82,17 @@ def open_model(config: EngineConfig) -> OpenedModel:
     hf_config = _hf_config(config, gguf, path)
     stored = None if gguf is not None else open_safetensors(path)
     shapes = [tensor.shape for tensor in (gguf or stored).tensors.values()]  # type: ignore[union-attr]
-    check_layers(hf_config, shapes)
-    check_experts(hf_config)
+    facts = _facts_of(hf_config, config.trust_remote_code)
+    check_layers(facts, shapes)
     model = build_skeleton(hf_config, config.trust_remote_code)
     source: WeightSource
     if gguf is not None:
-        source, files = GGUFSource(gguf, model.config), [file.path for file in gguf.files]
+        source, files = GGUFSource(gguf, facts), [file.path for file in gguf.files]
     else:
         assert stored is not None
-        source, files = SafetensorsSource(stored, model.config), [file.path for file in stored.files]
+        source, files = SafetensorsSource(stored, facts), [file.path for file in stored.files]
     check_parameters(model, source, shapes)
-    return OpenedModel(config, model.config, gguf, model, source, tuple(files))
+    return OpenedModel(config, model.config, facts, gguf, model, source, tuple(files))
 
 
 def _weights_of(config: EngineConfig) -> tuple[Path, WeightFormat]:
@@ -107,7 +115,7 @@ def folder_without_tokenizer(config: EngineConfig) -> Path | None:
     return None if has_tokenizer_files(folder) else folder
 
 
-def open_synthetic(config: EngineConfig, hf_config: Any) -> OpenedModel:
+def open_synthetic(config: EngineConfig, hf_config: PretrainedConfig) -> OpenedModel:
     """A model of `hf_config` with random weights, which are made when operators load them. config names no files.
 
     Raises ConfigError or UnsupportedError.
@@ -115,12 +123,29 @@ def open_synthetic(config: EngineConfig, hf_config: Any) -> OpenedModel:
     if config.model_path is not None or config.gguf_path is not None:
         raise ConfigError("random weights come from no files: leave the model's path out")
     config = config.resolved(needs_model=False)
-    model = build_skeleton(hf_config)
+    facts, model = _facts_of(hf_config), build_skeleton(hf_config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return OpenedModel(config, model.config, None, model, SyntheticSource(shapes, model.config))
+    return OpenedModel(config, model.config, facts, None, model, SyntheticSource(shapes, facts))
 
 
-def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Any:
+def _facts_of(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> ModelFacts:
+    """Raises ConfigError, or UnsupportedError for what cannot run whatever its weights are."""
+    check_model_type(str(hf_config.model_type), trust_remote_code)
+    facts = ModelFacts.of(hf_config)
+    check_kinds(facts)
+    return facts
+
+
+def config_of_model(model: GGUFModel) -> PretrainedConfig:
+    """The config of an opened GGUF model. Raises FormatError or UnsupportedError."""
+    factors = None
+    if "rope_freqs.weight" in model.tensors:
+        factors = dequantize(model.raw("rope_freqs.weight"), "rope_freqs.weight").flatten().tolist()
+    shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
+    return config_from_gguf(model.metadata, shapes, factors)
+
+
+def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> PretrainedConfig:
     """--model_path's config.json, else what the GGUF's metadata say, else the config.json beside the weights."""
     folder = config.model_path
     if gguf is not None and (folder is None or (folder == path and not (folder / "config.json").is_file())):
@@ -132,50 +157,18 @@ def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Any:
     return load_hf_config(folder, config.trust_remote_code).get_text_config(decoder=True)
 
 
-MAX_POSITIONS = 1 << 40
-_EXTENDED_BY_FACTOR = frozenset({"linear", "dynamic"})
-
-
-def context_len_of(hf_config: Any) -> int | None:
-    """Most tokens of one sequence that a model was made for; None when its config does not say.
-
-    max_position_embeddings, or more where RoPE is scaled: some configs count the scaling in it, others do not.
-    """
-    positions = getattr(hf_config, "max_position_embeddings", 0) or 0
-    if not isinstance(positions, int | float) or not 0 <= positions <= MAX_POSITIONS:
-        raise ConfigError(f"the model's config says max_position_embeddings {positions!r:.60}, which no model has")
-    positions = int(positions)
-    rope = getattr(hf_config, "rope_parameters", None)
-    rope = rope if isinstance(rope, dict) else {}
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    if positions and isinstance(factor, (int, float)):
-        largest = max(positions, original if isinstance(original, int | float) else 0)
-        if not 0 < factor * largest <= MAX_POSITIONS:
-            raise ConfigError(f"the model's config scales RoPE by {factor!r:.60}, which no model does")
-        if rope.get("rope_type") == "yarn" and original:
-            positions = max(positions, int(original * factor))
-        elif rope.get("rope_type") in _EXTENDED_BY_FACTOR and not original:
-            positions = int(positions * factor)
-    return positions or None
-
-
-def longest_sequence(hf_config: Any, num_slots: int) -> int:
-    """Most positions of one sequence: all slots of the cache, or what the model was made for."""
-    return min(context_len_of(hf_config) or num_slots, num_slots)
-
-
 def describe_model(opened: OpenedModel) -> ModelDescription:
     """The facts of an opened model, its tokenizer loaded. Raises ConfigError."""
     tokenizer, defaults = _load_tokenizer(opened), _generation_defaults(opened)
-    architectures = getattr(opened.hf_config, "architectures", None)
+    facts = opened.facts
     return ModelDescription(
         tokenizer=tokenizer,
-        vocab_size=int(opened.hf_config.vocab_size),
-        context_len=context_len_of(opened.hf_config),
-        eos_token_ids=_eos_token_ids(opened, defaults, tokenizer),
+        vocab_size=facts.vocab_size,
+        context_len=facts.context_len,
+        eos_token_ids=_eos_token_ids(facts, defaults, tokenizer),
         generation_defaults=defaults,
-        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
-        description=f"{opened.hf_config.model_type}, {opened.source.describe()}",
+        architecture=facts.architecture,
+        description=f"{facts.model_type}, {opened.source.describe()}",
     )
 
 
@@ -215,15 +208,6 @@ def _generation_defaults(opened: OpenedModel) -> dict[str, Any]:
     return {name: values[name] for name in known if values.get(name) is not None}
 
 
-def _eos_token_ids(opened: OpenedModel, defaults: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+def _eos_token_ids(facts: ModelFacts, defaults: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids that end an answer, by the generation config, the model's config and the tokenizer together."""
-    ids: set[int] = set()
-    for value in (defaults.get("eos_token_id"), getattr(opened.hf_config, "eos_token_id", None)):
-        several = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(one, int) and not isinstance(one, bool) for one in several):
-            raise ConfigError(
-                f"the model's config says eos_token_id {value!r:.60}; a token's number is needed, or a list"
-            )
-        ids.update(several)
-    ids.update(tokenizer.eos_token_ids)
-    return tuple(sorted(ids))
+    return tuple(sorted({*token_ids(defaults.get("eos_token_id")), *facts.eos_token_ids, *tokenizer.eos_token_ids}))

@@ -57,6 +57,7 @@ def _look_ahead(opened: OpenedModel, hardware: Hardware, name: str | None) -> Ou
     summary = summarize(
         planned.plan,
         opened.model,
+        facts=opened.facts,
         name=name or _name_of(opened),
         shapes=planned.shapes,
         cache_tokens=planned.num_slots,
@@ -74,13 +75,13 @@ def _look_ahead(opened: OpenedModel, hardware: Hardware, name: str | None) -> Ou
 
 
 def _plan(opened: OpenedModel, hardware: Hardware) -> tuple[Planned, Hardware]:
-    num_slots = cache_len_of(opened.config, opened.hf_config)
+    num_slots = cache_len_of(opened.config, opened.facts)
     return Planner(opened, None, lambda plan, shapes: num_slots).settle(hardware)
 
 
 def _name_of(opened: OpenedModel) -> str:
     path = opened.config.gguf_path or opened.config.model_path
-    return opened.hf_config.model_type if path is None else path.resolve().name
+    return opened.facts.model_type if path is None else path.resolve().name
 
 
 def _disk_bytes(opened: OpenedModel) -> int | None:

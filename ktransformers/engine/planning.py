@@ -15,7 +15,7 @@ from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.engine.attention import choose_attention, expansion_nbytes
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
-from ktransformers.engine.opened import OpenedModel, longest_sequence
+from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.prefill import PrefillTools, cuda_tools
 from ktransformers.engine.skeleton import cache_shapes
 from ktransformers.kernels.cpu import WorkerPool
@@ -165,24 +165,24 @@ class Planner:
         opened = self.opened
         plan, shapes = self._weights(hardware, transfer, None)
         num_slots = self.num_slots(plan, shapes)
-        chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.hf_config)
+        chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.facts)
         extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
         used = sorted({entry.placement.generate_device for entry in plan.entries})
-        step = step_nbytes(opened.hf_config, chunk_size)
+        step = step_nbytes(opened.facts, chunk_size)
         gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]
         if gpus:
             expansion = expansion_nbytes(plan, opened.config.attention_backend)
             extra["workspace"] = {
                 gpu.name: max(gpu.workspace_nbytes(), step) + expansion.get(gpu.name, 0) for gpu in gpus
             }
-        tables = _rope_tables(plan, longest_sequence(opened.hf_config, num_slots))
+        tables = _rope_tables(plan, opened.facts.longest_sequence(num_slots))
         if tables:
             extra["rope table"] = tables
         flash = choose_attention(plan, opened.config.attention_backend).nbytes(plan)
         if flash:
             extra["flashinfer"] = flash
         plan = replace(plan, extra_bytes=extra)
-        plan, streamings = with_streaming(plan, plan_streaming(plan, opened.source, opened.hf_config, chunk_size))
+        plan, streamings = with_streaming(plan, plan_streaming(plan, opened.source, opened.facts, chunk_size))
         filling = Filling()
         if opened.config.optimize_config_path is None and gpus:
             filling = experts_for_gpus(plan, opened.source)
@@ -198,16 +198,16 @@ class Planner:
         opened = self.opened
         config, model = opened.config, opened.model
         if not self._rules:  # read once: what it logs is said once
-            path = config.optimize_config_path or default_rules(opened.hf_config, model)
+            path = config.optimize_config_path or default_rules(opened.facts, model)
             self._rules.append(load_rules(path, config.trust_rules))
         (rules,) = self._rules
-        is_unused = ignorable_tensors(model)
+        is_unused = ignorable_tensors(model, opened.facts)
         quant = None if config.cpu_quant is None else QuantType[config.cpu_quant.upper()]
         plan = make_plan(
             model,
             rules,
             operator_config=OperatorConfig(
-                opened.hf_config,
+                opened.facts,
                 self.pool,
                 quant,
                 config.cpu_prefill,
@@ -223,7 +223,7 @@ class Planner:
             transfer=transfer,
         )
         homes = [plan.devices[home.device] for home in plan.homes]
-        return plan, cache_shapes(model, plan.operators, homes or None)
+        return plan, cache_shapes(model, opened.facts, plan.operators, homes or None)
 
 
 def _rope_tables(plan: Plan, longest: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
@@ -23,9 +23,13 @@ from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels import reference
 from ktransformers.kernels.types import ExpertWeight, Fp8Matrix, PackedTensor, RawTensor
+from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.tied import TiedSource, tied_names
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
 
 __all__ = ["ReferenceEngine", "ReferenceRunner", "build_reference_engine"]
 
@@ -35,14 +39,14 @@ logger = logging.getLogger(__name__)
 class ReferenceRunner:
     """A SequenceRunner over a causal LM of `transformers` and its DynamicCache."""
 
-    def __init__(self, model: Any, max_len: int, is_models_limit: bool = False):
+    def __init__(self, model: PreTrainedModel, max_len: int, is_models_limit: bool = False):
         self._model, self.max_len, self.is_models_limit = model, max_len, is_models_limit
         self.vocab_size = int(model.config.vocab_size)
         self._ids: list[int] = []  # in the cache, by position
         self._is_intact = True  # a step that failed left some layers longer than others
         self._cache = self._new_cache()
 
-    def _new_cache(self) -> Any:
+    def _new_cache(self) -> DynamicCache:
         from transformers import DynamicCache
 
         return DynamicCache(config=self._model.config)
@@ -86,13 +90,13 @@ class ReferenceRunner:
 class ReferenceEngine:
     """A loaded reference model with what is needed to feed it."""
 
-    def __init__(self, opened: OpenedModel, model: Any, described: ModelDescription):
+    def __init__(self, opened: OpenedModel, model: PreTrainedModel, described: ModelDescription):
         self.config = replace(
             opened.config,
-            cache_lens=cache_len_of(opened.config, opened.hf_config),
+            cache_lens=cache_len_of(opened.config, opened.facts),
             chunk_size=opened.config.chunk_size or DEFAULT_CHUNK_SIZE,
         )
-        self.hf_config, self.tokenizer = opened.hf_config, described.tokenizer
+        self.facts, self.tokenizer = opened.facts, described.tokenizer
         is_models_limit = self.config.cache_lens == described.context_len
         self.runner = ReferenceRunner(model, self.config.cache_lens, is_models_limit)
         self.generation_defaults, self.eos_token_ids = described.generation_defaults, described.eos_token_ids
@@ -115,7 +119,7 @@ def build_reference_engine(config: EngineConfig, progress: Progress | None = Non
     return ReferenceEngine(opened, model.eval(), described)
 
 
-def _check_fits(model: Any) -> None:
+def _check_fits(model: PreTrainedModel) -> None:
     needed = 4 * sum(parameter.numel() for parameter in model.parameters())
     free = detect_machine().available_bytes
     if needed > free:
@@ -125,11 +129,11 @@ def _check_fits(model: Any) -> None:
         )
 
 
-def _attention(model: Any) -> str:
+def _attention(model: PreTrainedModel) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
-def _from_safetensors(opened: OpenedModel) -> Any:
+def _from_safetensors(opened: OpenedModel) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     path = opened.config.gguf_path or opened.config.model_path
@@ -147,7 +151,7 @@ def _from_safetensors(opened: OpenedModel) -> Any:
         raise ConfigError(f"transformers cannot load {folder}: {reason_of(error)}") from error
 
 
-def _from_gguf(opened: OpenedModel, progress: Progress | None) -> Any:
+def _from_gguf(opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
     """The skeleton with `transformers`' own attention, filled with what the file's blocks dequantize to."""
     model = opened.model
     model.set_attn_implementation(_attention(model))
@@ -155,9 +159,8 @@ def _from_gguf(opened: OpenedModel, progress: Progress | None) -> Any:
     names = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
     total = 4 * sum(model.state_dict(keep_vars=True)[name].numel() for name in names)
     done = 0
-    experts = {key: module for key, module in model.named_modules() if _is_experts(module)}
-    for key, module in experts.items():
-        done += _fill_experts(module, key, source)
+    for key in routed_experts(model):
+        done += _fill_experts(model.get_submodule(key), key, source)
         names = [name for name in names if not name.startswith(f"{key}.")]
         if progress is not None:
             progress(done, total, key)
@@ -170,10 +173,6 @@ def _from_gguf(opened: OpenedModel, progress: Progress | None) -> Any:
             progress(done, total, name)
     restore_buffers(model)
     return model
-
-
-def _is_experts(module: Any) -> bool:
-    return isinstance(getattr(module, "down_proj", None), torch.nn.Parameter) and module.down_proj.dim() == 3
 
 
 def _set(module: Any, name: str, value: torch.Tensor) -> int:

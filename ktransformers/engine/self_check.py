@@ -34,6 +34,7 @@ from ktransformers.engine.taps import Taps, Trace, model_layers, tapped, watched
 from ktransformers.engine.twin import StoredWeights, build_twin, routed_experts
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import is_tested
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.layers.cpu import FusedLayer
@@ -80,14 +81,14 @@ def check_model(
     which names the module that differs.
     """
     config = opened.config
-    if is_tested(opened.hf_config) or not config.self_check:
+    if is_tested(opened.facts) or not config.self_check:
         return
     if config.model_path is None and config.gguf_path is None:
         return  # random weights, which are measured and answer nothing
-    started, kind = time.monotonic(), opened.hf_config.model_type
+    started, kind = time.monotonic(), opened.facts.model_type
     ours = _Ours(opened.model, shapes, pool, layout)
     try:
-        check = _Check(opened, plan, ours, _num_rows(opened.hf_config, calls, max_len), max_len)
+        check = _Check(opened, plan, ours, _num_rows(opened.facts, calls, max_len), max_len)
         found = check.run()
     except _TwinFails as error:
         logger.warning(
@@ -106,10 +107,10 @@ def check_model(
     )
 
 
-def _num_rows(hf_config: Any, calls: Sequence[LayerCall], max_len: int) -> int:
+def _num_rows(facts: ModelFacts, calls: Sequence[LayerCall], max_len: int) -> int:
     """Some more than the largest window."""
     windows = [asked.window for call in calls for asked in call.attention]
-    windows += [getattr(hf_config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
+    windows += [layer.window or 0 for layer in facts.layers]
     window = max((size for size in windows if isinstance(size, int) and size <= _MOST_ROWS), default=0)
     return max(min(max(window + _BEYOND, _LEAST_ROWS), max_len), 2)
 

@@ -13,6 +13,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.generate import GenerateConfig, PrefillProgress, SequenceRunner, prefill_and_generate
+from ktransformers.models.facts import ModelFacts
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Session", "SessionEngine", "common_prefix_len"]
@@ -56,8 +57,8 @@ class SessionEngine(Protocol):
         ...
 
     @property
-    def hf_config(self) -> Any:
-        """The model's own."""
+    def facts(self) -> ModelFacts:
+        """Of the model."""
         ...
 
     @property

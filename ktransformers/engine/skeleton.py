@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,19 +17,30 @@ from ktransformers.cache.static import LayerShape
 from ktransformers.engine.bounds import check_config_values
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
+from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.models.registry import OTHER_NAMES
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.device import CPU, Device
 
-__all__ = ["build_skeleton", "cache_shapes", "load_hf_config", "restore_buffers"]
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = [
+    "build_skeleton",
+    "cache_shapes",
+    "check_kinds",
+    "check_model_type",
+    "load_hf_config",
+    "restore_buffers",
+]
 
 logger = logging.getLogger(__name__)
 
-_SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_SUPPORTED_KINDS = frozenset({LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT})
 
 
-def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> Any:
+def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """The config of the model in folder `model_path`. Raises ConfigError when there is none or it is broken."""
     from transformers import AutoConfig
 
@@ -78,43 +89,35 @@ def _read_config_file(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     raise UnsupportedError(f"{path}: transformers {__version__} does not know model_type {model_type!r:.60}; {hint}")
 
 
-def _config_as(model_type: str, values: Mapping[str, Any]) -> Any:
+def _config_as(model_type: str, values: Mapping[str, Any]) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING
 
     kept = {name: value for name, value in values.items() if name not in ("model_type", "auto_map")}
     return CONFIG_MAPPING[model_type].from_dict(kept)
 
 
-def _check_supported(hf_config: Any, trust_remote_code: bool) -> None:
+def check_model_type(model_type: str, trust_remote_code: bool) -> None:
+    """Raises UnsupportedError for what is no causal language model of transformers, unless it brings its own code."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if hf_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
-        raise UnsupportedError(f"model type {hf_config.model_type} is no language model that answers in text")
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        value = getattr(hf_config, name, None)
-        if isinstance(value, int) and not 0 < value < 1 << 31:
-            raise ConfigError(f"the model's config says {name} {value}, which no model has")
-    layer_types = set(getattr(hf_config, "layer_types", None) or ())
-    other = sorted(layer_types - _SUPPORTED_LAYER_TYPES)
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
+        raise UnsupportedError(f"model type {model_type} is no language model that answers in text")
+
+
+def check_kinds(facts: ModelFacts) -> None:
+    """Raises UnsupportedError for kinds of layers that have no cache here."""
+    other = sorted({layer.word for layer in facts.layers if layer.kind not in _SUPPORTED_KINDS})
     if other:
         raise UnsupportedError(
-            f"model type {hf_config.model_type} has layers of type {', '.join(map(str, other))}; "
-            f"supported are {', '.join(sorted(_SUPPORTED_LAYER_TYPES))}"
+            f"model type {facts.model_type} has layers of type {', '.join(other)}; "
+            f"supported are {', '.join(sorted(_SUPPORTED_KINDS))}"
         )
-    if getattr(hf_config, "is_heterogeneous", False):  # of transformers: configs of its own for some layers
-        raise UnsupportedError(
-            f"model type {hf_config.model_type} has layers of different shapes (a config for each layer), which is not "
-            "supported"
-        )
-    if getattr(hf_config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"model type {hf_config.model_type} is an encoder-decoder, only decoders are supported")
 
 
-def build_skeleton(hf_config: Any, trust_remote_code: bool = False) -> Any:
+def build_skeleton(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """A causal LM of `transformers` on `meta`, in fp32, whose attention is ours. Raises UnsupportedError."""
     from transformers import AutoModelForCausalLM
 
-    _check_supported(hf_config, trust_remote_code)
     register_attention()
     try:
         with torch.device("meta"):
@@ -131,7 +134,7 @@ def build_skeleton(hf_config: Any, trust_remote_code: bool = False) -> Any:
     return model.eval()
 
 
-def restore_buffers(model: Any) -> None:
+def restore_buffers(model: PreTrainedModel) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies and the like) and that are still on `meta`.
 
     `transformers` recomputes them in `_init_weights`; modules that also hold parameters have no such buffers in any
@@ -163,7 +166,7 @@ def _is_meta(tensor: torch.Tensor | None) -> bool:
 
 
 def cache_shapes(
-    model: Any, operators: Mapping[str, nn.Module], homes: Sequence[Device] | None = None
+    model: nn.Module, facts: ModelFacts, operators: Mapping[str, nn.Module], homes: Sequence[Device] | None = None
 ) -> list[LayerShape]:
     """The cache that each layer needs, in the order of layer_idx; `operators` are the planned ones by key.
 
@@ -181,18 +184,17 @@ def cache_shapes(
         if isinstance(operator, KMLAAttention):
             shapes[layer_idx] = LayerShape(1, operator.rank + operator.rope_dim, operator.rank, is_latent=True)
         else:
-            shapes[layer_idx] = _expanded_shape(module, key)
-    if sorted(shapes) != list(range(model.config.num_hidden_layers)):
-        raise UnsupportedError(
-            f"model type {model.config.model_type}: attention found for layers {sorted(shapes)} only"
-        )
+            num_kv_heads = facts.layers[layer_idx].num_kv_heads if layer_idx < facts.num_layers else 0
+            shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)
+    if sorted(shapes) != list(range(facts.num_layers)):
+        raise UnsupportedError(f"model type {facts.model_type}: attention found for layers {sorted(shapes)} only")
     places = [CPU] * len(shapes) if homes is None else homes
     return [
         replace(shapes[i], place=home.name, device=home.torch_device, dtype=home.dtype) for i, home in enumerate(places)
     ]
 
 
-def _expanded_shape(module: Any, key: str) -> LayerShape:
+def _expanded_shape(module: Any, key: str, num_kv_heads: int) -> LayerShape:
     if hasattr(module, "qk_head_dim"):  # latent attention in its expanded form
         return LayerShape(module.num_heads, module.qk_head_dim, module.v_head_dim)
     head_dim = getattr(module, "head_dim", None)
@@ -202,5 +204,4 @@ def _expanded_shape(module: Any, key: str) -> LayerShape:
     if isinstance(k_proj, nn.Linear) and isinstance(v_proj, nn.Linear):
         kv_heads = k_proj.out_features // head_dim
         return LayerShape(kv_heads, head_dim, v_proj.out_features // kv_heads)
-    config = module.config  # projections are fused: the config's own words count
-    return LayerShape(getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_dim, head_dim)
+    return LayerShape(num_kv_heads, head_dim, head_dim)  # projections are fused: the config's words count

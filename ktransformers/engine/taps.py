@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["ModuleCall", "Taps", "Trace", "model_layers", "tapped", "watched"]
 
@@ -82,7 +85,7 @@ def tapped(layers: Sequence[nn.Module], taps: Taps) -> Iterator[None]:
             del layer.forward
 
 
-def model_layers(model: Any) -> list[nn.Module]:
+def model_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers of a causal LM, wherever its family keeps them. Raises LookupError."""
     count = int(model.config.num_hidden_layers)
     for module in model.modules():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from ktransformers.kernels.types import (
     WeightType,
     block_size,
 )
+from ktransformers.models import registry
 from ktransformers.operators.experts.routed import KTransformersExperts, read_layout
 from ktransformers.operators.experts.router import KRouter
 from ktransformers.operators.wrapper import WrapperOperator
@@ -42,6 +43,9 @@ from ktransformers.weights.experts import BlockScaledMatrix
 from ktransformers.weights.quantize import quantize
 from ktransformers.weights.source import ExpertsLayout, WeightSource
 from ktransformers.weights.transcode import dequantize
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["StoredWeights", "build_twin", "routed_experts"]
 
@@ -53,7 +57,7 @@ _LARGE = 1 << 26
 """Multiplications of a product that is worth handing to threads."""
 
 
-def build_twin(hf_config: Any, trust_remote_code: bool = False) -> Any:
+def build_twin(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The causal LM of `hf_config` on meta, with transformers' own eager attention and experts.
 
     Raises what transformers raises, and UnsupportedError for buffers that cannot be computed.
@@ -74,12 +78,8 @@ def build_twin(hf_config: Any, trust_remote_code: bool = False) -> Any:
 
 def routed_experts(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertsLayout]]:
     """The modules that hold fused experts, by name."""
-    found = {}
-    for key, module in model.named_modules():
-        down = module._parameters.get("down_proj")
-        if down is not None and down.dim() == 3:
-            found[key] = (module, read_layout(module, key))
-    return found
+    found = {key: model.get_submodule(key) for key in registry.routed_experts(model)}
+    return {key: (module, read_layout(module, key)) for key, module in found.items()}
 
 
 def _facts() -> frozenset[Any]:

@@ -1,1 +1,1 @@
-"""Facts per Hugging Face `model_type` where families differ, and the rule file that each gets by default."""
+"""What a model is: facts in types out of its config, what is particular to families, and configs made from GGUF."""

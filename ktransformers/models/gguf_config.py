@@ -14,24 +14,13 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf_facts import Facts, Values, rope_parameters
 from ktransformers.models.gguf_families import FAMILIES
-from ktransformers.weights.gguf import GGUFModel
-from ktransformers.weights.transcode import dequantize
+from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
 
-__all__ = ["GGUF_CONFIG_ARCHITECTURES", "config_from_gguf", "config_of_model"]
+__all__ = ["GGUF_CONFIG_ARCHITECTURES", "config_from_gguf"]
 
 GGUF_CONFIG_ARCHITECTURES: tuple[str, ...] = tuple(FAMILIES)
 """Architectures for which `--gguf_path` alone is enough."""
-
-
-def config_of_model(model: GGUFModel) -> PretrainedConfig:
-    """The config of an opened GGUF model. Raises FormatError or UnsupportedError."""
-    factors = None
-    if "rope_freqs.weight" in model.tensors:
-        factors = dequantize(model.raw("rope_freqs.weight"), "rope_freqs.weight").flatten().tolist()
-    shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
-    return config_from_gguf(model.metadata, shapes, factors)
 
 
 def config_from_gguf(
@@ -44,16 +33,16 @@ def config_from_gguf(
     rope_factors: the values of `rope_freqs.weight`, where the file has it. Raises FormatError for values that are
     missing, absurd or contradict the tensors, UnsupportedError for architectures and features that are not known here.
     """
-    facts = Facts(metadata, tensor_shapes)
-    family = FAMILIES.get(facts.arch)
+    gguf = Metadata(metadata, tensor_shapes)
+    family = FAMILIES.get(gguf.arch)
     if family is None:
         raise UnsupportedError(
-            f"no config can be made from GGUF files of architecture {facts.arch!r:.60} "
+            f"no config can be made from GGUF files of architecture {gguf.arch!r:.60} "
             f"(only of {', '.join(FAMILIES)}); pass --model_path, a folder with the model's original config.json"
         )
-    common = _common(facts)  # first: it holds the number of layers against the tensors
-    model_type, specific = family(facts)
-    values: Values = {**common, "rope_parameters": rope_parameters(facts, rope_factors), **specific}
+    common = _common(gguf)  # first: it holds the number of layers against the tensors
+    model_type, specific = family(gguf)
+    values: Values = {**common, "rope_parameters": rope_parameters(gguf, rope_factors), **specific}
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     try:
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
@@ -63,32 +52,32 @@ def config_from_gguf(
     return config
 
 
-def _common(facts: Facts) -> Values:
-    embedding = facts.shapes.get("token_embd.weight")
+def _common(gguf: Metadata) -> Values:
+    embedding = gguf.shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
         raise FormatError(
             "the GGUF file has no token_embd.weight; it holds no language model, or its first shard is missing"
         )
-    layers = facts.layers
-    blocks = {int(match[1]) for name in facts.shapes if (match := re.match(r"blk\.(\d{1,9})\.", name))}
+    layers = gguf.layers
+    blocks = {int(match[1]) for name in gguf.shapes if (match := re.match(r"blk\.(\d{1,9})\.", name))}
     if not 0 < layers <= len(blocks) or not set(range(layers)) <= blocks:
         raise FormatError(f"the metadata say {layers} layers, but the file has tensors of {len(blocks)}")
-    hidden = facts.int("embedding_length")
+    hidden = gguf.int("embedding_length")
     if hidden != embedding[1]:
-        raise FormatError(f"{facts.arch}.embedding_length is {hidden}, but token_embd.weight is {embedding[1]} wide")
-    heads = facts.int("attention.head_count")
+        raise FormatError(f"{gguf.arch}.embedding_length is {hidden}, but token_embd.weight is {embedding[1]} wide")
+    heads = gguf.int("attention.head_count")
     values: Values = {
         "vocab_size": embedding[0],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": facts.find_int("attention.head_count_kv", 1) or heads,
-        "max_position_embeddings": facts.int("context_length"),
-        "rms_norm_eps": facts.float("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in facts.shapes,
-        **_token_ids(facts.metadata, embedding[0]),
+        "num_key_value_heads": gguf.find_int("attention.head_count_kv", 1) or heads,
+        "max_position_embeddings": gguf.int("context_length"),
+        "rms_norm_eps": gguf.float("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in gguf.shapes,
+        **_token_ids(gguf.metadata, embedding[0]),
     }
-    if (inner := facts.find_int("feed_forward_length", 1)) is not None:
+    if (inner := gguf.find_int("feed_forward_length", 1)) is not None:
         values["intermediate_size"] = inner
     return values
 

@@ -1,6 +1,6 @@
-"""Which rule file a model gets when none is given, and which stored tensors it may leave unread.
+"""What is particular to families: rule files, other names, and which stored tensors a model may leave unread.
 
-Knows configs, not files of weights. Families that need nothing special are not listed: they get the default files.
+Knows facts and modules, not files of weights. Families that need nothing special are not listed.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from ktransformers.errors import ConfigError
+from ktransformers.models.facts import ModelFacts
 from ktransformers.shipped_rules import RULES_DIR
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 __all__ = [
     "FAMILIES",
@@ -22,31 +24,59 @@ __all__ = [
     "RULES_DIR",
     "TESTED_TYPES",
     "Family",
+    "UpstreamNames",
     "default_rules",
-    "has_experts",
+    "family_of",
     "ignorable_tensors",
     "is_tested",
+    "routed_experts",
 ]
 
 
 @dataclass(frozen=True, slots=True)
+class UpstreamNames:
+    """What upstream calls a family. module: in modeling_MODULE; prefixes: of class names, upstream's and ours."""
+
+    module: str
+    prefixes: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
-    """Facts of one model_type. rules: the file in RULES_DIR; rules_without_q_lora: the one for a full-rank query."""
+    """What is particular to one model_type.
 
-    rules: str
+    rules: the file in RULES_DIR, None for a default one; rules_without_q_lora: the one for a full-rank query.
+    gguf_arch: whose tensor names safetensors have that upstream's scripts merged. expert_type: of published experts.
+    old_segments: of modules' names, that of transformers 5 and the older one in checkpoints and rule files.
+    """
+
+    rules: str | None = None
     rules_without_q_lora: str | None = None
+    gguf_arch: str | None = None
+    expert_type: str | None = None
+    old_segments: tuple[str, str] | None = None
+    upstream: UpstreamNames | None = None
 
+
+_SPARSE_BLOCK = ("mlp", "block_sparse_moe")
 
 FAMILIES: Mapping[str, Family] = {
-    "deepseek_v2": Family("DeepSeek-V2-Chat.yaml", rules_without_q_lora="DeepSeek-V2-Lite-Chat.yaml"),
-    "deepseek_v3": Family("DeepSeek-V3-Chat.yaml"),
+    "deepseek_v2": Family(
+        "DeepSeek-V2-Chat.yaml", "DeepSeek-V2-Lite-Chat.yaml", "deepseek2", upstream=UpstreamNames("deepseek")
+    ),
+    "deepseek_v3": Family("DeepSeek-V3-Chat.yaml", gguf_arch="deepseek2", upstream=UpstreamNames("deepseekv3")),
     "dots1": Family("Dots1.yaml"),
     "ernie4_5_moe": Family("Ernie4_5_Moe.yaml"),
-    "glm4_moe": Family("Glm4Moe.yaml"),
-    "hunyuan_v1_moe": Family("Hunyuan-A13B.yaml"),
-    "mixtral": Family("Mixtral.yaml"),
-    "qwen2_moe": Family("Qwen2-57B-A14B-Instruct.yaml"),
-    "qwen3_moe": Family("Qwen3Moe-ktransformers.yaml"),
+    "glm4_moe": Family("Glm4Moe.yaml", gguf_arch="glm4moe"),
+    "gpt_oss": Family(expert_type="MXFP4"),
+    "hunyuan_v1_moe": Family(
+        "Hunyuan-A13B.yaml", upstream=UpstreamNames("hunyuan", prefixes=("HunYuan", "HunYuanMoEV1"))
+    ),
+    "minimax_m2": Family(old_segments=_SPARSE_BLOCK),
+    "mixtral": Family("Mixtral.yaml", old_segments=_SPARSE_BLOCK),
+    "phimoe": Family(old_segments=_SPARSE_BLOCK),
+    "qwen2_moe": Family("Qwen2-57B-A14B-Instruct.yaml", gguf_arch="qwen2moe"),
+    "qwen3_moe": Family("Qwen3Moe-ktransformers.yaml", gguf_arch="qwen3moe"),
 }
 
 OTHER_NAMES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
@@ -62,41 +92,40 @@ TESTED_TYPES = frozenset(
 """Model types whose logits tests/models compares with transformers'; others are compared while loading."""
 
 
-def is_tested(hf_config: Any) -> bool:
+def family_of(model_type: str) -> Family:
+    """What is particular to `model_type`; nothing for most."""
+    return FAMILIES.get(model_type, Family())
+
+
+def is_tested(facts: ModelFacts) -> bool:
     """Whether tests cover the family: one of transformers' own configs, in the list."""
-    return hf_config.model_type in TESTED_TYPES and type(hf_config).__module__.startswith("transformers.")
+    return facts.is_of_transformers and facts.model_type in TESTED_TYPES
 
 
-# The names under which configs of transformers say how many routed experts a layer has.
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-
-def default_rules(hf_config: Any, model: nn.Module | None = None) -> Path:
+def default_rules(facts: ModelFacts, model: nn.Module | None = None) -> Path:
     """The rule file for a model without one of its own.
 
     model, when it is at hand (on meta), tells whether there are experts; otherwise the config's words count.
     """
-    family = FAMILIES.get(hf_config.model_type)
-    if family is None:
-        return RULES_DIR / ("default-moe.yaml" if has_experts(hf_config, model) else "default-dense.yaml")
-    is_full_rank = getattr(hf_config, "q_lora_rank", None) is None
+    family = family_of(facts.model_type)
+    if family.rules is None:
+        has_experts = facts.experts is not None if model is None else bool(routed_experts(model))
+        return RULES_DIR / ("default-moe.yaml" if has_experts else "default-dense.yaml")
+    is_full_rank = facts.latent is not None and facts.latent.q_rank is None
     return RULES_DIR / (family.rules_without_q_lora if is_full_rank and family.rules_without_q_lora else family.rules)
 
 
-def has_experts(hf_config: Any, model: nn.Module | None = None) -> bool:
-    """Whether some layer routes tokens to experts: a module with 3-D down_proj, or a config that counts experts."""
-    if model is not None:
-        return any(_holds_experts(module) for module in model.modules())
-    counts = (getattr(hf_config, name, None) for name in _NUM_EXPERTS)
-    return any(isinstance(count, int) and count > 1 for count in counts)
+def routed_experts(model: nn.Module) -> dict[str, int]:
+    """{experts module: number of experts}, by the fused 3-D parameters that transformers >= 5 keeps them in."""
+    found = {}
+    for key, module in model.named_modules():
+        down = module._parameters.get("down_proj")
+        if down is not None and down.dim() == 3:
+            found[key] = int(down.shape[0])
+    return found
 
 
-def _holds_experts(module: nn.Module) -> bool:
-    down = module._parameters.get("down_proj")
-    return down is not None and down.dim() == 3
-
-
-def ignorable_tensors(model: Any) -> Callable[[str], bool]:
+def ignorable_tensors(model: PreTrainedModel, facts: ModelFacts) -> Callable[[str], bool]:
     """Tells which stored tensors `model` (a causal LM of transformers) does without, by their names in the files.
 
     These are what its class declares (`_keys_to_ignore_on_load_unexpected`), layers for multi-token prediction after
@@ -106,11 +135,7 @@ def ignorable_tensors(model: Any) -> Callable[[str], bool]:
     patterns = [re.compile(pattern) for pattern in declared]
     patterns.append(re.compile(r"rotary_emb\.inv_freq$"))
     layer = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
-    first = int(model.config.num_hidden_layers)
-    following = getattr(model.config, "num_nextn_predict_layers", None) or 0
-    if not isinstance(following, int):
-        raise ConfigError(f"the model's config says num_nextn_predict_layers {following!r:.60}; a number is needed")
-    extra = range(first, first + following)
+    extra = range(facts.num_layers, facts.num_layers + facts.num_prediction_layers)
 
     def is_ignorable(name: str) -> bool:
         found = layer.search(name)

@@ -19,6 +19,7 @@ from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.core import Phase
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
+from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Device, Devices
 from ktransformers.weights.source import TensorInfo, WeightSource
 
@@ -87,7 +88,7 @@ class ExpertStats:
 class OperatorConfig:
     """What all operators of one model share. pool is None while only planning."""
 
-    hf_config: Any
+    facts: ModelFacts
     pool: WorkerPool | None = None
     cpu_quant: QuantType | None = None
     cpu_prefill: str = CPU_PREFILLS[0]

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from ktransformers.models.registry import FAMILIES, family_of
 from ktransformers.operators.base import Operator
 
 __all__ = [
@@ -143,8 +144,7 @@ _UNDRIVEN = (
 
 _KNOWN_PACKAGES = frozenset({"ktransformers", "transformers", "torch"})  # that run here anyway
 
-_MODEL_MODULES = {"deepseek": "deepseek_v2", "deepseekv3": "deepseek_v3", "hunyuan": "hunyuan_v1_moe"}
-_MODEL_PREFIXES = {"hunyuan_v1_moe": ("HunYuan", "HunYuanMoEV1")}  # of class names: upstream's, that of transformers
+_MODEL_MODULES = {family.upstream.module: name for name, family in FAMILIES.items() if family.upstream is not None}
 _ROPE_VARIANT = re.compile(r"(Linear|LinearScaling|DynamicNTKScaling|DynamicNTKAlpha|Yarn)(?=RotaryEmbedding$)")
 
 
@@ -218,7 +218,8 @@ def _upstream_model_class(name: str) -> type:
     family = _MODEL_MODULES.get(family, family)
     module_name = f"transformers.models.{family}.modeling_{family}"
     classes = {cls.__name__: cls for cls in _module_classes(_import_module(module_name), module_name)}
-    theirs, ours = _MODEL_PREFIXES.get(family, ("", ""))
+    upstream = family_of(family).upstream
+    theirs, ours = upstream.prefixes if upstream is not None else ("", "")
     found = _find_upstream_class(ours + parts[1].removeprefix(theirs), classes)
     if found is None:
         known = (f"{MODELS_PREFIX}{parts[0]}.{known}" for known in classes)
@@ -297,21 +298,13 @@ def _import_attribute(name: str) -> Any:
         raise NameProblem(f"there is no {name}{nearest(name, known)}") from error
 
 
-_LEGACY_SEGMENTS = {
-    # family: (segment in transformers 5, segment in checkpoints and older code)
-    "mixtral": ("mlp", "block_sparse_moe"),
-    "phimoe": ("mlp", "block_sparse_moe"),
-    "minimax_m2": ("mlp", "block_sparse_moe"),
-}
-
-
 def legacy_names(model_type: str, key: str, pattern: str) -> tuple[str, ...]:
     """The names under which a rule's regex `pattern` is tried on module `key`.
 
     A pattern that uses a family's older segment means the older name: a lookahead that excludes
     `block_sparse_moe.gate` must not be fooled by a second try under the new name.
     """
-    new, old = _LEGACY_SEGMENTS.get(model_type, ("", ""))
+    new, old = family_of(model_type).old_segments or ("", "")
     if not old or old not in pattern:
         return (key,)
     older = ".".join(old if part == new else part for part in key.split("."))

@@ -7,7 +7,6 @@ parent, whether or not that parent is replaced too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from ktransformers.weights.source import WeightSource
 __all__ = ["apply_plan", "load_plan"]
 
 
-def apply_plan(model: Any, plan: Plan) -> None:
+def apply_plan(model: nn.Module, plan: Plan) -> None:
     """Put the plan's operators in the places of their modules. `model` must be the one that was planned."""
     # Parents are looked up before anything moves: afterwards a key leads through operators.
     parents = {key: model.get_submodule(key.rpartition(".")[0]) for key in plan.operators}
@@ -39,7 +38,7 @@ def apply_plan(model: Any, plan: Plan) -> None:
 
 
 def load_plan(
-    model: Any,
+    model: nn.Module,
     plan: Plan,
     source: WeightSource,
     on_progress: Callable[[int, str], None] = lambda nbytes_loaded, key: None,

@@ -18,12 +18,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ktransformers.cache.paged import LayerShape
+from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.plan import Plan, PlanEntry
 
-__all__ = ["DecodeReads", "LayerReads", "decode_reads", "routed_experts"]
+__all__ = ["DecodeReads", "LayerReads", "decode_reads"]
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _SHARED = re.compile(r"\.shared_(?:expert|mlp)")
@@ -85,18 +85,8 @@ class DecodeReads:
         return 1 / seconds if seconds else None
 
 
-def routed_experts(model: Any) -> dict[str, int]:
-    """{experts module: number of experts}, by the fused 3-D parameters that transformers >= 5 keeps them in."""
-    found = {}
-    for key, module in model.named_modules():
-        down = module._parameters.get("down_proj")
-        if down is not None and down.dim() == 3:
-            found[key] = int(down.shape[0])
-    return found
-
-
 def decode_reads(
-    plan: Plan, experts: Mapping[str, int], top_k: Mapping[str, int], shapes: Sequence[LayerShape], hf_config: Any
+    plan: Plan, experts: Mapping[str, int], top_k: Mapping[str, int], shapes: Sequence[LayerShape], facts: ModelFacts
 ) -> DecodeReads:
     """By the bytes that are resident. experts, top_k: how many each experts module has, and how many a token takes."""
     layers: dict[int, LayerReads] = {}
@@ -111,7 +101,7 @@ def decode_reads(
                 continue
         for device, nbytes in entry.nbytes.items():
             part[device] = part.get(device, 0.0) + nbytes * share
-    return DecodeReads(tuple(layers.values()), tuple(shapes), _windows(hf_config, len(shapes)))
+    return DecodeReads(tuple(layers.values()), tuple(shapes), tuple(layer.window for layer in facts.layers))
 
 
 def layer_of(entry: PlanEntry) -> int:
@@ -123,11 +113,3 @@ def layer_of(entry: PlanEntry) -> int:
 def is_embedding(entry: PlanEntry) -> bool:
     """Whether the module is a table of which a token reads one row."""
     return entry.hf_class.endswith("Embedding") and layer_of(entry) == _OUTSIDE
-
-
-def _windows(hf_config: Any, num_layers: int) -> tuple[int | None, ...]:
-    """Of each layer. A family that has a sliding window in some layers says which ones in layer_types."""
-    window, types = getattr(hf_config, "sliding_window", None), getattr(hf_config, "layer_types", None)
-    if not isinstance(window, int) or not types:
-        return (None,) * num_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types[:num_layers])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from torch import nn
 
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.rules import Rules
@@ -28,18 +29,25 @@ class Home:
 class Homes:
     """The homes of a model's layers under some rules, on a machine. transfer: used where no rule has a transfer_map."""
 
-    def __init__(self, model: Any, rules: Rules, machine: Machine, transfer: Mapping[int, str] | None = None):
-        self._machine, self._model_type = machine, str(model.config.model_type)
+    def __init__(
+        self,
+        model: nn.Module,
+        model_type: str,
+        rules: Rules,
+        machine: Machine,
+        transfer: Mapping[int, str] | None = None,
+    ):
+        self._machine = machine
         attention: dict[int, str] = {
             int(module.layer_idx): key
             for key, module in model.named_modules()
             if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "scaling")
         }
-        self._transfer = _transfer_map(model, rules, self._model_type) or transfer or {}
+        self._transfer = _transfer_map(model, rules, model_type) or transfer or {}
         self._layer_of = {key.rpartition(".")[0]: layer for layer, key in attention.items()}
         self.layers: dict[int, Home] = {}
         for layer, key in sorted(attention.items()):
-            rule = rules.first_match(key, model.get_submodule(key), self._model_type)
+            rule = rules.first_match(key, model.get_submodule(key), model_type)
             named = {} if rule is None else rule.devices
             wanted = named.get("generate_device", named.get("prefill_device", self.default_device(key)))
             self.layers[layer] = Home(key.rpartition(".")[0], self.resolve(wanted, key))
@@ -71,7 +79,7 @@ class Homes:
         return self._machine.default_device if layer is None else self.resolve(self._machine.default_device[:4], key)
 
 
-def _transfer_map(model: Any, rules: Rules, model_type: str) -> Mapping[int, str]:
+def _transfer_map(model: nn.Module, rules: Rules, model_type: str) -> Mapping[int, str]:
     """{first layer: device} of the first module whose rule gives one; "cuda:1" in its full form."""
     if not any(rule.kwargs.get("transfer_map") for rule in rules.rules):
         return {}

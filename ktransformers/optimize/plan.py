@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
@@ -138,7 +137,7 @@ class Plan:
 
 
 def make_plan(
-    model: Any,
+    model: nn.Module,
     rules: Rules,
     *,
     operator_config: OperatorConfig,
@@ -158,17 +157,18 @@ def make_plan(
     A rule that decides nothing is a logged warning; with strict, an error. Raises RuleError, UnsupportedError, and
     TensorMismatchError naming tensors that are missing, left over or of the wrong shape.
     """
-    homes = Homes(model, rules, machine, transfer)
+    model_type = operator_config.facts.model_type
+    homes = Homes(model, model_type, rules, machine, transfer)
     planner = _Planner(model, rules, operator_config, source, machine, moved or {}, homes)
     planner.visit(model, "", None)
     planner.report_fallback()
-    unmatched = explain_unmatched(model, rules, {entry.key: entry.rule for entry in planner.entries})
+    unmatched = explain_unmatched(model, model_type, rules, {entry.key: entry.rule for entry in planner.entries})
     _report_unmatched(unmatched, rules.file, strict)
     shared = _shared_modules(planner.entries, planner.tied)
     entries = _count_once(planner.entries, shared)
     _check_tensors(planner.problems, entries, source, ignorable or source.ignorable)
     return Plan(
-        model_type=planner.model_type,
+        model_type=model_type,
         rule_file=rules.file,
         machine=machine,
         entries=tuple(entries),
@@ -188,7 +188,7 @@ class _Planner:
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         rules: Rules,
         config: OperatorConfig,
         source: WeightSource,
@@ -198,7 +198,7 @@ class _Planner:
     ):
         self.moved, self.homes = moved, homes
         self.rules, self.config, self.machine = rules, config, machine
-        self.model_type = str(model.config.model_type)
+        self.model_type = config.facts.model_type
         self.tied = tied_names(model)
         self.source: WeightSource = TiedSource(source, self.tied)
         self.entries: list[PlanEntry] = []

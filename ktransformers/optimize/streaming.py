@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ktransformers.config import DEFAULT_CHUNK_SIZE
+from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.staging import StagingSize
 from ktransformers.operators.experts.streamed import PrefillShape
@@ -23,7 +23,6 @@ __all__ = [
     "STAGING",
     "Streaming",
     "chunk_size_for",
-    "experts_per_token",
     "plan_streaming",
     "step_nbytes",
     "with_streaming",
@@ -65,40 +64,23 @@ class Streaming:
         return self.shape.max_rows * self.shape.hidden_size * 12
 
 
-def experts_per_token(hf_config: Any, layer: int | None = None) -> int:
-    """Of the layer of that number where the config has a number for each; 0 when the config does not say."""
-    names = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
-    found = [getattr(hf_config, name, None) for name in names]
-    if layer is not None:
-        found = [one[layer] if isinstance(one, list) and layer < len(one) else one for one in found]
-    return next((value for value in found if isinstance(value, int)), 0)
-
-
-def step_nbytes(hf_config: Any, num_rows: int) -> int:
+def step_nbytes(facts: ModelFacts, num_rows: int) -> int:
     """Bytes that the activations of a step of so many rows take on a GPU, generously: values of 2 bytes."""
-
-    def number(name: str) -> int:
-        value = getattr(hf_config, name, None)
-        return value if isinstance(value, int) else 0
-
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    if number("kv_lora_rank"):  # absorbed latent attention: queries, their latent form, and the results
-        rank, rope = number("kv_lora_rank"), number("qk_rope_head_dim")
-        of_head = 2 * (number("qk_nope_head_dim") + rope) + 2 * rank + rope + 2 * number("v_head_dim")
-    else:
-        of_head = 4 * (number("head_dim") or hidden // max(heads, 1))
-    of_row = 8 * hidden + heads * of_head + 3 * number("intermediate_size")
+    of_heads = max(layer.num_heads * 2 * (layer.head_dim + layer.v_head_dim) for layer in facts.layers)
+    if facts.latent is not None:  # absorbed: the latent form of queries and results beside
+        of_heads += facts.num_heads * (2 * facts.latent.rank + facts.latent.rope_dim)
+    of_row = 8 * facts.hidden_size + of_heads + 3 * facts.intermediate_size
     return num_rows * of_row * 2
 
 
-def chunk_size_for(asked: int, plan: Plan, hf_config: Any) -> int:
+def chunk_size_for(asked: int, plan: Plan, facts: ModelFacts) -> int:
     """Most tokens of a prefill step: what is asked for, or else more on a GPU than on the CPU alone, as far as
     activations leave room; the weights that a step reads, over PCIe perhaps, cost the same for all its tokens."""
     gpus = {home.device for home in plan.homes if plan.devices[home.device].is_gpu}
     if asked or not gpus:
         return asked or DEFAULT_CHUNK_SIZE
     free = min(plan.capacity.get(gpu, 0) for gpu in gpus)
-    fitting = (size for size in _CHUNK_SIZES if step_nbytes(hf_config, size) <= _SHARE_OF_STEP * free)
+    fitting = (size for size in _CHUNK_SIZES if step_nbytes(facts, size) <= _SHARE_OF_STEP * free)
     return next(fitting, DEFAULT_CHUNK_SIZE)
 
 
@@ -126,9 +108,9 @@ def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidat
     return found
 
 
-def plan_streaming(plan: Plan, source: WeightSource, hf_config: Any, chunk_size: int) -> tuple[Streaming, ...]:
+def plan_streaming(plan: Plan, source: WeightSource, facts: ModelFacts, chunk_size: int) -> tuple[Streaming, ...]:
     """What is streamed to each GPU beside what `plan` holds there; nothing where there is too little room."""
-    top_k, made = experts_per_token(hf_config), list[Streaming]()
+    top_k, made = facts.top_k(), list[Streaming]()
     for device, found in _candidates(plan, source).items() if top_k else ():
         layouts = [one.operator.layout for one in found]
         shape = PrefillShape(

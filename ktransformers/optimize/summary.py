@@ -9,12 +9,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ktransformers.cache.paged import LayerShape
-from ktransformers.optimize.decode_bound import DecodeReads, decode_reads, is_embedding, layer_of, routed_experts
+from ktransformers.models.facts import ModelFacts
+from ktransformers.models.registry import routed_experts
+from ktransformers.optimize.decode_bound import DecodeReads, decode_reads, is_embedding, layer_of
 from ktransformers.optimize.plan import Plan, PlanEntry
-from ktransformers.optimize.streaming import experts_per_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["EXTRA_PARTS", "PARTS", "ModelSize", "Part", "Summary", "parts_of", "size_of", "summarize"]
 
@@ -78,8 +82,9 @@ class Summary:
 
 def summarize(
     plan: Plan,
-    model: Any,
+    model: PreTrainedModel,
     *,
+    facts: ModelFacts,
     name: str,
     shapes: Sequence[LayerShape],
     cache_tokens: int,
@@ -88,29 +93,31 @@ def summarize(
 ) -> Summary:
     """model: the one that was planned, on meta. shapes: of each layer's cache."""
     experts = routed_experts(model)
-    top_k = _top_k(experts, plan.entries, model.config)
+    top_k = _top_k(experts, plan.entries, facts)
     return Summary(
         name=name,
         family=plan.model_type,
-        size=size_of(model, experts, top_k),
+        size=size_of(model, facts, experts, top_k),
         disk_bytes=disk_bytes,
         memory_bytes=sum(plan.weight_bytes.values()),
-        context_len=int(getattr(model.config, "max_position_embeddings", 0) or 0) or None,
+        context_len=facts.context_len,
         cache_tokens=cache_tokens,
         chunk_size=chunk_size,
         parts=parts_of(plan, experts),
-        reads=decode_reads(plan, experts, top_k, shapes, model.config),
+        reads=decode_reads(plan, experts, top_k, shapes, facts),
     )
 
 
-def _top_k(experts: Mapping[str, int], entries: Iterable[PlanEntry], hf_config: Any) -> dict[str, int]:
+def _top_k(experts: Mapping[str, int], entries: Iterable[PlanEntry], facts: ModelFacts) -> dict[str, int]:
     """Experts of a token by experts module; all of them where the config does not say, which is never too few."""
     numbers = {entry.key: layer_of(entry) for entry in entries if entry.key in experts}
-    asked = {key: experts_per_token(hf_config, layer) for key, layer in numbers.items()}
+    asked = {key: facts.top_k(layer) for key, layer in numbers.items()}
     return {key: asked.get(key, 0) or count for key, count in experts.items()}
 
 
-def size_of(model: Any, experts: Mapping[str, int], top_k: Mapping[str, int]) -> ModelSize:
+def size_of(
+    model: PreTrainedModel, facts: ModelFacts, experts: Mapping[str, int], top_k: Mapping[str, int]
+) -> ModelSize:
     """Counted on the modules; see ModelSize."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     sizes = {name: tensor.numel() for name, tensor in model.named_parameters() if name not in tied}
@@ -125,7 +132,7 @@ def size_of(model: Any, experts: Mapping[str, int], top_k: Mapping[str, int]) ->
     return ModelSize(
         parameters=total,
         active=round(active),
-        layers=int(model.config.num_hidden_layers),
+        layers=facts.num_layers,
         experts=max(experts.values(), default=0),
         top_k=max(top_k.values(), default=0),
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
+from torch import nn
 
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
@@ -13,7 +13,7 @@ from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo,
 __all__ = ["TiedSource", "tied_names"]
 
 
-def tied_names(model: Any) -> dict[str, str]:
+def tied_names(model: nn.Module) -> dict[str, str]:
     """{name that need not be stored: name whose tensor it is}, as `transformers` worked it out for this config."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -23,14 +22,15 @@ class UnmatchedRule:
     message: str
 
 
-def explain_unmatched(model: Any, rules: Rules, decided: Mapping[str, int | None]) -> tuple[UnmatchedRule, ...]:
+def explain_unmatched(
+    model: nn.Module, model_type: str, rules: Rules, decided: Mapping[str, int | None]
+) -> tuple[UnmatchedRule, ...]:
     """The rules that decided for no module. decided: {visited module: number of the rule that decided, or None}."""
     used = set(decided.values())
     idle = [rule for rule in rules.rules if rule.number not in used]
     if not idle:
         return ()
     modules = list(model.named_modules())
-    model_type = str(model.config.model_type)
     return tuple(UnmatchedRule(rule.number, rule.line, _reason(rule, modules, model_type, decided)) for rule in idle)
 
 

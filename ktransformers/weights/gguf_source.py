@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PretrainedConfig
 
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.cpu.pages import page_out
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, row_bytes
+from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.experts import RawMatrix, check_expert_shape, expert_info, load_matrices
 from ktransformers.weights.gguf import GGUFModel
 from ktransformers.weights.names import Change, GGUFNames, Stored, ignorable_gguf
@@ -45,13 +45,13 @@ class _Projection:
 
 
 class GGUFSource:
-    """WeightSource over one GGUF model (all of its shards). config is the HF config of the module tree."""
+    """WeightSource over one GGUF model (all of its shards). facts are those of the module tree."""
 
-    def __init__(self, model: GGUFModel, config: PretrainedConfig):
+    def __init__(self, model: GGUFModel, facts: ModelFacts):
         self._model = model
         self._tensors = model.tensors
-        self._config = config.get_text_config()
-        self._names = GGUFNames(model.architecture, self._config, self._tensors)
+        self._facts = facts
+        self._names = GGUFNames(model.architecture, facts, self._tensors)
         self._report_transcoding()
 
     def describe(self) -> str:
@@ -69,7 +69,7 @@ class GGUFSource:
 
     def ignorable(self, stored_name: str) -> bool:
         """Whether a stored tensor that no module asked for may be left over."""
-        return ignorable_gguf(stored_name, self._tensors, int(self._config.num_hidden_layers))
+        return ignorable_gguf(stored_name, self._tensors, self._facts.num_layers)
 
     def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
         """The bytes of a stored tensor in its mapped file."""
@@ -188,16 +188,16 @@ class GGUFSource:
                 )
             return (sum(other[0] for other in shapes), *shape[1:])
         if stored.change is Change.KV_B_FROM_PARTS:
-            k_b, v_b = self._k_b_shape(), self._v_b_shape()
+            k_b, v_b = self._kv_b_shapes()
             return (k_b[0] * (k_b[2] + v_b[1]), k_b[1])
         if stored.change is Change.UNPERMUTE_ROWS and shape[0] % (2 * stored.heads):
             raise TensorMismatchError(
                 f"tensor {stored.names[0]!r} has {shape[0]} rows, no multiple of 2 x {stored.heads} heads"
             )
         if name.endswith("self_attn.k_b_proj.weight"):
-            return self._reshaped(stored.names[0], shape, self._k_b_shape())
+            return self._reshaped(stored.names[0], shape, self._kv_b_shapes()[0])
         if name.endswith("self_attn.v_b_proj.weight"):
-            return self._reshaped(stored.names[0], shape, self._v_b_shape())
+            return self._reshaped(stored.names[0], shape, self._kv_b_shapes()[1])
         if name.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")) and len(shape) == 1:
             return (1, *shape)
         return shape
@@ -208,16 +208,13 @@ class GGUFSource:
             raise TensorMismatchError(f"tensor {stored!r} has the shape {list(shape)}; the model needs {list(wanted)}")
         return wanted
 
-    def _k_b_shape(self) -> tuple[int, int, int]:
-        c = self._config
-        return (int(c.num_attention_heads), int(c.kv_lora_rank), int(c.qk_nope_head_dim))
-
-    def _v_b_shape(self) -> tuple[int, int, int]:
-        c = self._config
-        return (int(c.num_attention_heads), int(c.v_head_dim), int(c.kv_lora_rank))
+    def _kv_b_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        heads, latent = self._facts.num_heads, self._facts.latent
+        assert latent is not None  # kv_b_proj is a module of latent attention
+        return (heads, latent.rank, latent.nope_dim), (heads, latent.v_dim, latent.rank)
 
     def _kv_b(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
-        shapes = (self._k_b_shape(), self._v_b_shape())
+        shapes = self._kv_b_shapes()
         parts = [
             dequantize(self._model.raw(name), name, dtype).reshape(
                 self._reshaped(name, self._tensors[name].shape, shape)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 
-from transformers import PretrainedConfig
-
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import QuantType, RawTensor, row_bytes
+from ktransformers.models.facts import ModelFacts
+from ktransformers.models.registry import FAMILIES, family_of
 from ktransformers.weights.checkpoint_names import Origin
 from ktransformers.weights.experts import RawMatrix, check_expert_shape
 from ktransformers.weights.names import GGUFNames
@@ -24,13 +24,6 @@ from ktransformers.weights.transcode import resident_type, transcode
 
 __all__ = ["MergedExperts", "MergedTensors"]
 
-_ARCHITECTURES = {
-    "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
-    "glm4_moe": "glm4moe",
-    "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
-}
 _FLOATS = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16}
 _TYPE_BYTES = frozenset({"I64", "I32", "U8", "U32", "U64", "I16", "U16", "I8"})
 
@@ -50,19 +43,18 @@ class MergedExperts:
 class MergedTensors:
     """The GGUF names in one model's safetensors files."""
 
-    def __init__(self, model: SafetensorsModel, config: PretrainedConfig):
+    def __init__(self, model: SafetensorsModel, facts: ModelFacts):
         self._model, self._tensors = model, model.tensors
-        arch = _ARCHITECTURES.get(str(config.model_type))
+        arch = family_of(facts.model_type).gguf_arch
         if arch is None:
-            raise UnsupportedError(
-                f"safetensors with GGUF's names are read for {', '.join(_ARCHITECTURES)}, not for {config.model_type}"
-            )
-        self._names = GGUFNames(arch, config, self._tensors)
+            known = ", ".join(name for name, family in FAMILIES.items() if family.gguf_arch is not None)
+            raise UnsupportedError(f"safetensors with GGUF's names are read for {known}, not for {facts.model_type}")
+        self._names = GGUFNames(arch, facts, self._tensors)
 
     @classmethod
-    def of(cls, model: SafetensorsModel, config: PretrainedConfig) -> MergedTensors | None:
+    def of(cls, model: SafetensorsModel, facts: ModelFacts) -> MergedTensors | None:
         """None for files whose tensors have other names."""
-        return cls(model, config) if any(name.startswith("blk.") for name in model.tensors) else None
+        return cls(model, facts) if any(name.startswith("blk.") for name in model.tensors) else None
 
     def find(self, name: str) -> Origin | None:
         """How the parameter `name` is made; None when it is not stored under a GGUF name."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 import gguf
-from transformers import PretrainedConfig
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.models.facts import ModelFacts
 
 __all__ = ["ARCHITECTURES", "ArchFacts", "Change", "GGUFNames", "Stored", "ignorable_gguf"]
 
@@ -120,19 +120,19 @@ def ignorable_gguf(name: str, stored: Container[str], num_layers: int) -> bool:
 
 
 class GGUFNames:
-    """The names of one model: `arch` is the file's `general.architecture`, `config` the HF (text) config."""
+    """The names of one model: `arch` is the file's `general.architecture`, `facts` are the model's."""
 
-    def __init__(self, arch: str, config: PretrainedConfig, stored: Container[str]):
+    def __init__(self, arch: str, facts: ModelFacts, stored: Container[str]):
         if arch not in ARCHITECTURES or arch not in _ARCH_IDS:
             raise UnsupportedError(
                 f"GGUF files of architecture {arch!r:.60} are not supported: how their tensors differ from the "
                 f"Hugging Face model is not known here. Known are {', '.join(sorted(ARCHITECTURES))}. "
                 "The model's safetensors files may work."
             )
-        self.facts = ARCHITECTURES[arch]
+        self._arch = ARCHITECTURES[arch]
         self._stored = stored
-        self._config = config
-        self._map = gguf.get_tensor_name_map(_ARCH_IDS[arch], max(int(config.num_hidden_layers), 1))
+        self._facts = facts
+        self._map = gguf.get_tensor_name_map(_ARCH_IDS[arch], facts.num_layers)
 
     def find(self, name: str) -> Stored | None:
         """The tensors that HF's parameter or buffer `name` is made of, or None when the file has none."""
@@ -142,13 +142,13 @@ class GGUFNames:
         if name.endswith("self_attn.kv_b_proj.weight"):
             parts = tuple(self._direct(name.replace("kv_b_proj", part)) for part in ("k_b_proj", "v_b_proj"))
             if parts[0] is not None and parts[1] is not None:
-                return Stored((parts[0], parts[1]), Change.KV_B_FROM_PARTS, int(self._config.num_attention_heads))
+                return Stored((parts[0], parts[1]), Change.KV_B_FROM_PARTS, self._facts.num_heads)
         if name.endswith("shared_mlp.input_linear.weight"):  # granitemoeshared keeps gate and up in one matrix
             block = self.block(name)
             names = tuple(f"{block}ffn_{part}_shexp.weight" for part in ("gate", "up"))
             if all(part in self._stored for part in names):
                 return Stored(names, Change.CONCAT_ROWS)
-        if name == "lm_head.weight" and getattr(self._config, "tie_word_embeddings", False):
+        if name == "lm_head.weight" and self._facts.is_tied:
             return self.find("model.embed_tokens.weight")
         return None
 
@@ -170,12 +170,11 @@ class GGUFNames:
         return None
 
     def _changed(self, name: str, stored: str) -> Stored:
-        if self.facts.permuted_qk and name.endswith(_PERMUTED):
-            heads = self._config.num_attention_heads
-            if ".k_proj." in name:
-                heads = getattr(self._config, "num_key_value_heads", None) or heads
-            return Stored((stored,), Change.UNPERMUTE_ROWS, int(heads))
-        if self.facts.norm_plus_one and name.endswith("norm.weight"):
+        if self._arch.permuted_qk and name.endswith(_PERMUTED):
+            layer = self._facts.layers[int(_LAYER.findall(name)[0])]
+            heads = layer.num_kv_heads if ".k_proj." in name else layer.num_heads
+            return Stored((stored,), Change.UNPERMUTE_ROWS, heads)
+        if self._arch.norm_plus_one and name.endswith("norm.weight"):
             return Stored((stored,), Change.SUBTRACT_ONE)
         return Stored((stored,))
 

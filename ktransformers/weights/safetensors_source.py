@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
-from transformers import PretrainedConfig
 
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import (
@@ -22,6 +21,7 @@ from ktransformers.kernels.types import (
     WeightType,
     row_bytes,
 )
+from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.checkpoint_names import CheckpointNames, Origin
 from ktransformers.weights.experts import (
     BlockScaledMatrix,
@@ -54,23 +54,21 @@ _SUPPORTED_QUANT = (None, "fp8")
 
 
 class SafetensorsSource:
-    """WeightSource over the safetensors files of one model. config is the HF config of the module tree."""
+    """WeightSource over the safetensors files of one model. facts are those of the module tree."""
 
-    def __init__(self, model: SafetensorsModel, config: PretrainedConfig):
-        quantization = getattr(config, "quantization_config", None) or {}
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        if method is not None and str(getattr(method, "value", method)) not in _SUPPORTED_QUANT:
+    def __init__(self, model: SafetensorsModel, facts: ModelFacts):
+        quantization = facts.quantization
+        if quantization is not None and quantization.method not in _SUPPORTED_QUANT:
             raise UnsupportedError(
-                f"safetensors quantized with {str(method)!r:.40} are not supported; use the model's BF16 or FP8 "
-                "safetensors, or a GGUF of it"
+                f"safetensors quantized with {quantization.method!r:.40} are not supported; use the model's BF16 or "
+                "FP8 safetensors, or a GGUF of it"
             )
         self._model = model
         self._tensors = model.tensors
-        self._config = config.get_text_config()
-        self._names = CheckpointNames(str(config.model_type), self._tensors)
-        self._merged = MergedTensors.of(model, self._config)
-        block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-        self._block = (int(block[0]), int(block[1])) if block else (128, 128)
+        self._facts = facts
+        self._names = CheckpointNames(facts.model_type, self._tensors)
+        self._merged = MergedTensors.of(model, facts)
+        self._block = (None if quantization is None else quantization.block) or (128, 128)
         self._log_fp8()
 
     def describe(self) -> str:
@@ -91,11 +89,10 @@ class SafetensorsSource:
         """Whether a stored tensor that no module asked for may be left over."""
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", stored_name)
         if layer is not None:  # layers for multi-token prediction follow the model's own
-            first = int(self._config.num_hidden_layers)
-            extra = int(getattr(self._config, "num_nextn_predict_layers", None) or 0)
-            if first <= int(layer[1]) < first + extra:
+            first = self._facts.num_layers
+            if first <= int(layer[1]) < first + self._facts.num_prediction_layers:
                 return True
-        if stored_name.endswith("lm_head.weight") and getattr(self._config, "tie_word_embeddings", False):
+        if stored_name.endswith("lm_head.weight") and self._facts.is_tied:
             return True
         return any(pattern.fullmatch(stored_name) for pattern in _IGNORABLE)
 
@@ -192,7 +189,7 @@ class SafetensorsSource:
         origin = self._names.find(name)
         if origin is None and self._merged is not None:
             origin = self._merged.find(name)
-        if origin is None and name == "lm_head.weight" and getattr(self._config, "tie_word_embeddings", False):
+        if origin is None and name == "lm_head.weight" and self._facts.is_tied:
             return self._names.find("model.embed_tokens.weight")
         return origin
 

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PretrainedConfig
 
 from ktransformers.config import physical_cores
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes, type_size
+from ktransformers.models.facts import ModelFacts
+from ktransformers.models.registry import family_of
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 from ktransformers.weights.transcode import dequantize
 
@@ -55,7 +56,7 @@ class _Mixture:
 
 
 _Q4_K_M = _Mixture(QuantType.Q4_K, QuantType.Q6_K, QuantType.Q4_K, QuantType.Q6_K)
-_MIXTURES = {"gpt_oss": _Mixture(QuantType.Q8_0, QuantType.Q8_0, QuantType.MXFP4, QuantType.MXFP4)}
+_MIXTURES = {"MXFP4": _Mixture(QuantType.Q8_0, QuantType.Q8_0, QuantType.MXFP4, QuantType.MXFP4)}
 
 _U8 = npt.NDArray[np.uint8]
 
@@ -101,17 +102,18 @@ class SyntheticSource:
     """WeightSource over nothing but names and shapes.
 
     shapes: of every parameter and persistent buffer of the module tree, by Hugging Face name; experts' fused parameters
-    may be among them and are not looked at. config: the model's, for the split form of latent attention's kv_b_proj.
+    may be among them and are not looked at. facts: the model's, for the split form of latent attention's kv_b_proj.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], config: PretrainedConfig):
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], facts: ModelFacts):
         self._shapes = {name: tuple(shape) for name, shape in shapes.items() if ".experts." not in name}
-        self._model_type = config.model_type
-        self._mixture = _MIXTURES.get(config.model_type, _Q4_K_M)
+        self._model_type = facts.model_type
+        self._mixture = _MIXTURES.get(family_of(facts.model_type).expert_type or "", _Q4_K_M)
         for name in [name for name in self._shapes if name.endswith(_KV_B)]:
-            prefix, heads, rank = name.removesuffix(_KV_B), config.num_attention_heads, config.kv_lora_rank
-            self._shapes[f"{prefix}.self_attn.k_b_proj.weight"] = (heads, rank, config.qk_nope_head_dim)
-            self._shapes[f"{prefix}.self_attn.v_b_proj.weight"] = (heads, config.v_head_dim, rank)
+            prefix, heads, latent = name.removesuffix(_KV_B), facts.num_heads, facts.latent
+            assert latent is not None  # kv_b_proj is a module of latent attention
+            self._shapes[f"{prefix}.self_attn.k_b_proj.weight"] = (heads, latent.rank, latent.nope_dim)
+            self._shapes[f"{prefix}.self_attn.v_b_proj.weight"] = (heads, latent.v_dim, latent.rank)
 
     def describe(self) -> str:
         """One line for the console."""

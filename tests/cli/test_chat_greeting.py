@@ -41,5 +41,5 @@ def test_the_model() -> None:
     engine = scripted_engine(reply)
     assert describe_model(engine) == "fake, 4,096 tokens of context"
     engine.config = replace(engine.config, gguf_path=Path("/models/m.gguf"))
-    engine.hf_config = SimpleNamespace(model_type="qwen3_moe")
+    engine.facts = SimpleNamespace(model_type="qwen3_moe")
     assert describe_model(engine) == "m.gguf (qwen3_moe), 4,096 tokens of context"

@@ -11,10 +11,10 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import build_engine
 from ktransformers.engine.llm import LLM
-from ktransformers.engine.opened import context_len_of
 from ktransformers.engine.reference import build_reference_engine
 from ktransformers.engine.session import Session
 from ktransformers.errors import ContextLengthError
+from ktransformers.models.facts import ModelFacts
 from ktransformers.server.backend.base import ModelInfo
 from tests.support.tiny_models import tiny_config, tiny_model, write_safetensors
 
@@ -45,14 +45,11 @@ def rope(**values: Any) -> dict[str, Any]:
     ],
 )
 def test_context_of_a_config(values: dict[str, Any], context: int) -> None:
-    assert context_len_of(tiny_config("llama", **values)) == context
+    assert ModelFacts.of(tiny_config("llama", **values)).context_len == context
 
 
 def test_a_config_that_does_not_say() -> None:
-    class Config:
-        pass
-
-    assert context_len_of(Config()) is None
+    assert ModelFacts.of(tiny_config("llama", max_position_embeddings=0)).context_len is None
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ktransformers.engine.opened import config_of_model
 from ktransformers.errors import FormatError, KTransformersError, UnsupportedError
-from ktransformers.models.gguf_config import config_from_gguf, config_of_model
+from ktransformers.models.facts import ModelFacts
+from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from tests.support.gguf_presets import deepseek_v3, preset
@@ -50,7 +52,7 @@ def test_config_comes_back(model_type: str, tmp_path: Path) -> None:
     tokens = torch.arange(3, 40)[None]
     with torch.no_grad():
         assert torch.equal(rebuilt(tokens).logits, model(tokens).logits)
-    check_whole_model(GGUFSource(opened, config), rebuilt)
+    check_whole_model(GGUFSource(opened, ModelFacts.of(config)), rebuilt)
 
 
 def test_deepseek_v3() -> None:
@@ -165,7 +167,7 @@ def test_llama3_rope_is_inferred_from_the_factors(factor: float, tmp_path: Path)
     opened = open_gguf(path)
     got = config_of_model(opened)
     assert got.rope_parameters == wanted
-    check_whole_model(GGUFSource(opened, got), random_model(config))
+    check_whole_model(GGUFSource(opened, ModelFacts.of(got)), random_model(config))
 
 
 def test_other_factors_are_refused(tmp_path: Path) -> None:

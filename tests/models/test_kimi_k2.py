@@ -13,6 +13,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import build_engine
 from ktransformers.engine.skeleton import load_hf_config
 from ktransformers.errors import ConfigError
+from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.models.registry import RULES_DIR, default_rules
 from ktransformers.tokenizer.tokenizer import load_tokenizer
@@ -83,7 +84,7 @@ def test_the_models_own_python_files_are_not_wanted(tmp_path: Path) -> None:
     for is_trusted in (False, True):
         config = load_hf_config(tmp_path, trust_remote_code=is_trusted)
         assert (config.model_type, config.num_hidden_layers) == ("deepseek_v3", 2)
-        assert default_rules(config) == RULES_DIR / "DeepSeek-V3-Chat.yaml"
+        assert default_rules(ModelFacts.of(config)) == RULES_DIR / "DeepSeek-V3-Chat.yaml"
 
 
 def test_gguf_of_the_published_size() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import FAMILIES, RULES_DIR, default_rules, ignorable_tensors
 from tests.support.fake_operators import meta_model
 from tests.support.tiny_models import DENSE_TYPES, MOE_TYPES, tiny_config
@@ -25,13 +28,14 @@ NAMED = {
 def test_default_rules(model_type: str) -> None:
     expected = NAMED.get(model_type, "default-dense.yaml" if model_type in DENSE_TYPES else "default-moe.yaml")
     model = meta_model(model_type)
-    assert default_rules(model.config, model) == RULES_DIR / expected
-    assert default_rules(model.config) == RULES_DIR / expected  # the config's own words lead to the same file
+    facts = ModelFacts.of(model.config)
+    assert default_rules(facts, model) == RULES_DIR / expected
+    assert default_rules(facts) == RULES_DIR / expected  # the config's own words lead to the same file
 
 
 def test_low_rank_query_of_deepseek_v2() -> None:
     config = tiny_config("deepseek_v2", q_lora_rank=64)
-    assert default_rules(config) == RULES_DIR / "DeepSeek-V2-Chat.yaml"
+    assert default_rules(ModelFacts.of(config)) == RULES_DIR / "DeepSeek-V2-Chat.yaml"
 
 
 def test_files_exist() -> None:
@@ -42,7 +46,7 @@ def test_files_exist() -> None:
 
 def test_layers_for_multi_token_prediction_are_ignorable() -> None:
     model = meta_model("deepseek_v3", layers=2, num_nextn_predict_layers=1)
-    is_ignorable = ignorable_tensors(model)
+    is_ignorable = ignorable_tensors(model, ModelFacts.of(model.config))
     assert is_ignorable("model.layers.2.eh_proj.weight")
     assert is_ignorable("blk.2.nextn.eh_proj.weight")
     assert not is_ignorable("model.layers.1.mlp.gate.weight")
@@ -50,10 +54,15 @@ def test_layers_for_multi_token_prediction_are_ignorable() -> None:
     assert is_ignorable("model.layers.61.eh_proj.weight")  # declared by the class
 
 
+def _ignorable(model_type: str) -> Callable[[str], bool]:
+    model = meta_model(model_type)
+    return ignorable_tensors(model, ModelFacts.of(model.config))
+
+
 def test_declared_and_derived_tensors_are_ignorable() -> None:
-    is_ignorable = ignorable_tensors(meta_model("ernie4_5_moe"))
+    is_ignorable = _ignorable("ernie4_5_moe")
     assert is_ignorable("model.mtp_block.0.mlp.down_proj.weight")
-    is_ignorable = ignorable_tensors(meta_model("llama"))
+    is_ignorable = _ignorable("llama")
     assert is_ignorable("model.layers.0.self_attn.rotary_emb.inv_freq")
     assert not is_ignorable("model.layers.2.mlp.up_proj.weight")
     assert not is_ignorable("model.norm.weight")

@@ -16,6 +16,7 @@ from ktransformers.cli.plan import add_parser, plan_config
 from ktransformers.config import EngineConfig
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.errors import ConfigError
+from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.machine import Machine
 from tests.support.fake_operators import MACHINE, FakeSource, meta_model
 
@@ -38,7 +39,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], list[Eng
         def open_model(config: EngineConfig) -> OpenedModel:
             seen.append(config)
             model = meta_model("llama")
-            return OpenedModel(config, model.config, None, model, FakeSource(model))
+            return OpenedModel(config, model.config, ModelFacts.of(model.config), None, model, FakeSource(model))
 
         monkeypatch.setattr("ktransformers.engine.opened.open_model", open_model)
         monkeypatch.setattr("ktransformers.engine.planning.detect_machine", lambda: machine)

@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 from ktransformers.engine.skeleton import build_skeleton, restore_buffers
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import default_rules
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.optimize.apply import apply_plan, load_plan
@@ -29,13 +30,14 @@ def test_bytes_are_those_of_the_checkpoint(model_type: str, is_tied: bool, tmp_p
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         stored = sum(4 * file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - not a mapping
     skeleton = build_skeleton(tiny_model(model_type, tie_word_embeddings=is_tied).config)
-    source = SafetensorsSource(open_safetensors(tmp_path), skeleton.config)
+    facts = ModelFacts.of(skeleton.config)
+    source = SafetensorsSource(open_safetensors(tmp_path), facts)
     pool = WorkerPool(1)
     try:
         plan = make_plan(
             skeleton,
-            load_rules(default_rules(skeleton.config, skeleton)),
-            operator_config=OperatorConfig(skeleton.config, pool),
+            load_rules(default_rules(facts, skeleton)),
+            operator_config=OperatorConfig(facts, pool),
             source=source,
             machine=MACHINE,
             strict=True,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ktransformers.cache.paged import LayerShape
+from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.decode_bound import DecodeReads, LayerReads
 from ktransformers.optimize.summary import ModelSize, Part, Summary, summarize
 from tests.support.fake_operators import EXPERTS_RULE, meta_model, plan_with
@@ -23,7 +24,16 @@ def summary_of(model_type: str = "qwen3_moe", **config_values: object) -> Summar
     model = meta_model(model_type, **config_values)
     shapes = [LayerShape(2, 32, 32)] * 2
     plan = plan_with(model, EXPERTS_RULE, extra_bytes={"kv cache": {"cpu": 4096}, "workspace": {"cpu": 5}})
-    return summarize(plan, model, name="x", shapes=shapes, cache_tokens=8, chunk_size=4, disk_bytes=None)
+    return summarize(
+        plan,
+        model,
+        facts=ModelFacts.of(model.config),
+        name="x",
+        shapes=shapes,
+        cache_tokens=8,
+        chunk_size=4,
+        disk_bytes=None,
+    )
 
 
 def test_parameters() -> None:

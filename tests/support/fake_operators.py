@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor
+from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, expect_shape
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.optimize.machine import Machine
@@ -177,7 +178,7 @@ def plan_with(model: Any, rules: str | Rules, source: Any = None, machine: Machi
     return make_plan(
         model,
         parse_rules(rules, trust=True) if isinstance(rules, str) else rules,
-        operator_config=OperatorConfig(model.config),
+        operator_config=OperatorConfig(ModelFacts.of(model.config)),
         source=source or FakeSource(model),
         machine=machine,
         **options,

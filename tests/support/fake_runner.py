@@ -130,7 +130,7 @@ class FakeEngine:
     config: EngineConfig = field(default_factory=lambda: EngineConfig(chunk_size=16, max_new_tokens=200))
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     description: str = "fake"
-    hf_config: Any = None
+    facts: Any = None
     plan: Any = None
     is_closed: bool = False
 

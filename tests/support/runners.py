@@ -10,6 +10,7 @@ from ktransformers.cache.static import StaticCache
 from ktransformers.engine.runner import StaticRunner
 from ktransformers.engine.skeleton import build_skeleton, cache_shapes, restore_buffers
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import default_rules
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.operators.layers.cpu import fuse_layers
@@ -23,17 +24,18 @@ from tests.support.dict_source import DictSource
 def runner_of(model: torch.nn.Module, max_len: int = 64) -> StaticRunner:
     state = dict(model.state_dict())
     skeleton = build_skeleton(copy.deepcopy(model.config))
+    facts = ModelFacts.of(skeleton.config)
     pool, source = WorkerPool(1), DictSource(state)
     plan = make_plan(
         skeleton,
-        load_rules(default_rules(skeleton.config, skeleton)),
-        operator_config=OperatorConfig(skeleton.config, pool),
+        load_rules(default_rules(facts, skeleton)),
+        operator_config=OperatorConfig(facts, pool),
         source=source,
         machine=detect_machine(),
         strict=True,
         ignorable=lambda name: name in plan_ties(skeleton),
     )
-    shapes = cache_shapes(skeleton, dict(plan.operators))
+    shapes = cache_shapes(skeleton, facts, dict(plan.operators))
     apply_plan(skeleton, plan)
     restore_buffers(skeleton)
     load_plan(skeleton, plan, source)

@@ -12,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as T
 
 from ktransformers.errors import TensorMismatchError, UnsupportedError
+from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.quantize import quantize
@@ -24,7 +25,7 @@ from tests.support.tiny_models import MODEL_TYPES, MOE_TYPES, tiny_model
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_tensor_is_found_and_equal(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type)
-    source = GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf")), model.config)
+    source = GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf")), ModelFacts.of(model.config))
     check_whole_model(source, model)
     assert "GGUF" in source.describe()
 
@@ -52,7 +53,7 @@ def test_every_tensor_of_other_families(model_type: str, tmp_path: Path) -> None
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.mul_(1024).round_().div_(1024)  # so that adding and subtracting 1 is exact
-    check_whole_model(GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf")), model.config), model)
+    check_whole_model(GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf")), ModelFacts.of(model.config)), model)
 
 
 @pytest.mark.parametrize("experts", ["single", "gate_up"])
@@ -60,7 +61,8 @@ def test_every_tensor_of_other_families(model_type: str, tmp_path: Path) -> None
 def test_experts_in_other_layouts(model_type: str, experts: str, tmp_path: Path) -> None:
     model = tiny_model(model_type)
     check_whole_model(
-        GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf", experts=experts)), model.config), model
+        GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf", experts=experts)), ModelFacts.of(model.config)),
+        model,
     )
 
 
@@ -69,17 +71,17 @@ def test_shards_and_folder(tmp_path: Path) -> None:
     first = write_gguf(model, tmp_path / "m.gguf", shard_max_tensors=9)
     assert first.name.startswith("m-00001-of-0000")
     for path in (first, tmp_path, sorted(tmp_path.iterdir())[-1]):
-        check_whole_model(GGUFSource(open_gguf(path), model.config), model)
+        check_whole_model(GGUFSource(open_gguf(path), ModelFacts.of(model.config)), model)
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
 def test_mla_split_and_whole(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type)
-    whole = GGUFSource(open_gguf(write_gguf(model, tmp_path / "whole.gguf", kv_b="whole")), model.config)
+    whole = GGUFSource(open_gguf(write_gguf(model, tmp_path / "whole.gguf", kv_b="whole")), ModelFacts.of(model.config))
     check_whole_model(whole, model)
     key = "model.layers.1.self_attn."
     assert whole.find(key + "k_b_proj.weight") is None
-    split = GGUFSource(open_gguf(write_gguf(model, tmp_path / "split.gguf")), model.config)
+    split = GGUFSource(open_gguf(write_gguf(model, tmp_path / "split.gguf")), ModelFacts.of(model.config))
     c = model.config
     kv_b = model.state_dict()[key + "kv_b_proj.weight"].reshape(c.num_attention_heads, -1, c.kv_lora_rank)
     k_b, v_b = split.tensor(key + "k_b_proj.weight"), split.tensor(key + "v_b_proj.weight")
@@ -94,7 +96,7 @@ def test_mla_split_and_whole(model_type: str, tmp_path: Path) -> None:
 def test_quantized_rows_are_unpermuted_without_dequantizing(qtype: T, tmp_path: Path) -> None:
     """The blocks that come back are those that quantizing the unpermuted matrix gives."""
     model = tiny_model("mixtral", hidden=256)
-    source = GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf", qtype, qtype)), model.config)
+    source = GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf", qtype, qtype)), ModelFacts.of(model.config))
     plain = model.state_dict()
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"):
         raw = source.tensor(name)
@@ -113,7 +115,7 @@ def test_quantized_rows_are_unpermuted_without_dequantizing(qtype: T, tmp_path: 
 def test_native_types_are_views_of_the_map(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", hidden=256)
     opened = open_gguf(write_gguf(model, tmp_path / "m.gguf", T.Q4_K, T.Q6_K))
-    source = GGUFSource(opened, model.config)
+    source = GGUFSource(opened, ModelFacts.of(model.config))
     start = opened.files[0].data.data_ptr()
     end = start + opened.files[0].data.numel()
     weights = source.experts("model.layers.0.mlp.experts", layout_of(model, "model.layers.0.mlp.experts"))
@@ -124,11 +126,11 @@ def test_native_types_are_views_of_the_map(tmp_path: Path) -> None:
 def test_tied_embeddings(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", tie_word_embeddings=True)
     opened = open_gguf(write_gguf(model, tmp_path / "m.gguf"))
-    info = GGUFSource(opened, model.config).find("lm_head.weight")
+    info = GGUFSource(opened, ModelFacts.of(model.config)).find("lm_head.weight")
     assert info is not None
     assert info.stored_names == ("token_embd.weight",)
     model.config.tie_word_embeddings = False
-    assert GGUFSource(opened, model.config).find("lm_head.weight") is None
+    assert GGUFSource(opened, ModelFacts.of(model.config)).find("lm_head.weight") is None
 
 
 @pytest.mark.parametrize("model_type", MOE_TYPES[:3])
@@ -137,7 +139,7 @@ def test_quantize_while_loading(model_type: str, tmp_path: Path) -> None:
     key = "model.layers.1.mlp.experts"
     layout = layout_of(model, key)
     opened = open_gguf(write_gguf(model, tmp_path / "m.gguf", T.BF16))
-    source = GGUFSource(opened, model.config)
+    source = GGUFSource(opened, ModelFacts.of(model.config))
     info, weights = source.find_experts(key, layout, T.Q4_K), source.experts(key, layout, T.Q4_K)
     assert info is not None
     for part in ("gate", "up", "down"):
@@ -145,7 +147,7 @@ def test_quantize_while_loading(model_type: str, tmp_path: Path) -> None:
         assert getattr(info, part).resident_type is T.Q4_K
         for raw, matrix in zip(getattr(weights, part), wanted, strict=True):
             assert (raw.data.numpy() == quantize(matrix.numpy(), T.Q4_K).reshape(-1)).all()
-    quantized = GGUFSource(open_gguf(write_gguf(model, tmp_path / "q.gguf", T.Q8_0)), model.config)
+    quantized = GGUFSource(open_gguf(write_gguf(model, tmp_path / "q.gguf", T.Q8_0)), ModelFacts.of(model.config))
     stays = quantized.find_experts(key, layout, T.Q4_K)
     assert stays is not None
     assert stays.up.resident_type is T.Q8_0
@@ -153,7 +155,7 @@ def test_quantize_while_loading(model_type: str, tmp_path: Path) -> None:
 
 def test_missing_and_wrong_tensors_are_named(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe")
-    source = GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf")), model.config)
+    source = GGUFSource(open_gguf(write_gguf(model, tmp_path / "m.gguf")), ModelFacts.of(model.config))
     assert source.find("model.layers.0.nothing.weight") is None
     with pytest.raises(TensorMismatchError, match=r"model\.layers\.7\.self_attn\.q_proj\.weight"):
         source.tensor("model.layers.7.self_attn.q_proj.weight")
@@ -171,14 +173,14 @@ def test_unknown_architecture_is_refused(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.close()
     with pytest.raises(UnsupportedError, match="mamba"):
-        GGUFSource(open_gguf(tmp_path / "m.gguf"), tiny_model("llama").config)
+        GGUFSource(open_gguf(tmp_path / "m.gguf"), ModelFacts.of(tiny_model("llama").config))
 
 
 def test_transcoding_is_said_once_per_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("qwen3_moe")
     opened = open_gguf(write_gguf(model, tmp_path / "m.gguf", T.Q5_0, T.Q4_1))
     with caplog.at_level(logging.WARNING):
-        GGUFSource(opened, model.config)
+        GGUFSource(opened, ModelFacts.of(model.config))
     assert [record.getMessage() for record in caplog.records] == [
         "10 tensors of type Q4_1 are held as F32 (same values, more bytes)",
         "6 tensors of type Q5_0 are held as Q8_0 (same values, more bytes)",
@@ -193,4 +195,4 @@ def test_types_that_are_no_weights_are_refused_by_name(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(UnsupportedError, match=r"blk\.0\.attn_q\.weight.*I32"):
-        GGUFSource(open_gguf(tmp_path / "m.gguf"), tiny_model("llama").config)
+        GGUFSource(open_gguf(tmp_path / "m.gguf"), ModelFacts.of(tiny_model("llama").config))

@@ -13,6 +13,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import QuantType
+from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.safetensors import open_safetensors
@@ -80,7 +81,7 @@ def merged(tmp_path: Path) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
 
 
 def source_of(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Tensor]) -> SafetensorsSource:
-    return SafetensorsSource(open_safetensors(write_merged(model, folder, tensors)), model.config)
+    return SafetensorsSource(open_safetensors(write_merged(model, folder, tensors)), ModelFacts.of(model.config))
 
 
 def test_fp8_with_block_scales_beside_blocks(

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as T
 from ktransformers.errors import FormatError, TensorMismatchError, UnsupportedError
 from ktransformers.kernels import reference
 from ktransformers.kernels.types import OwnType
+from ktransformers.models.facts import ModelFacts
 from ktransformers.weights import experts
 from ktransformers.weights.quantize import quantize
 from ktransformers.weights.safetensors import open_safetensors
@@ -26,7 +27,7 @@ EXPERTS, INNER, HIDDEN = 4, 160, 192  # no multiples of FP8's blocks of 128
 
 
 def open_model(folder: Path, config: object) -> SafetensorsSource:
-    return SafetensorsSource(open_safetensors(folder), config)
+    return SafetensorsSource(open_safetensors(folder), ModelFacts.of(config))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -73,7 +74,7 @@ def test_bf16_in_several_files(model_type: str, tmp_path: Path) -> None:
 def test_bf16_matrices_are_views_of_the_map(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe").to(torch.bfloat16)
     opened = open_safetensors(write_safetensors(model, tmp_path))
-    source = SafetensorsSource(opened, model.config)
+    source = SafetensorsSource(opened, ModelFacts.of(model.config))
     start = opened.files[0].data.data_ptr()
     end = start + opened.files[0].data.numel()
     key = expert_keys(model)[0]
@@ -195,7 +196,7 @@ def test_fp8_with_block_scales(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 def test_fp8_matrices_are_views_of_the_map(tmp_path: Path) -> None:
     fp8_experts(tmp_path)
     opened = open_safetensors(tmp_path)
-    source = SafetensorsSource(opened, tiny_model("qwen3_moe").config)
+    source = SafetensorsSource(opened, ModelFacts.of(tiny_model("qwen3_moe").config))
     start = opened.files[0].data.data_ptr()
     weights = source.experts("model.layers.0.mlp.experts", ExpertsLayout(EXPERTS, HIDDEN, INNER))
     matrices = [*weights.gate, *weights.up, *weights.down, source.fp8("model.layers.0.self_attn.q_proj.weight")]

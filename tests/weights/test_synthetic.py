@@ -14,6 +14,7 @@ from transformers import Qwen3MoeConfig
 from ktransformers.engine.skeleton import build_skeleton
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.types import QuantType, RawTensor
+from ktransformers.models.facts import ModelFacts
 from ktransformers.weights import synthetic
 from ktransformers.weights.source import ExpertsLayout
 from ktransformers.weights.synthetic import SyntheticSource, random_blocks
@@ -24,7 +25,9 @@ KEY = "model.layers.0.mlp.experts"
 
 
 def source_of(**shapes: tuple[int, ...]) -> SyntheticSource:
-    return SyntheticSource({name.replace("__", "."): shape for name, shape in shapes.items()}, Qwen3MoeConfig())
+    return SyntheticSource(
+        {name.replace("__", "."): shape for name, shape in shapes.items()}, ModelFacts.of(Qwen3MoeConfig())
+    )
 
 
 def decoded(raw: RawTensor) -> np.ndarray:
@@ -61,7 +64,9 @@ def test_blocks_have_zero_mean_and_the_spread_of_their_parts(qtype: QuantType, n
 
 def test_gpt_oss_has_biases_and_mxfp4() -> None:
     config = tiny_config("gpt_oss")
-    source = SyntheticSource({"lm_head.weight": (8, 256), "model.layers.0.self_attn.o_proj.weight": (8, 256)}, config)
+    source = SyntheticSource(
+        {"lm_head.weight": (8, 256), "model.layers.0.self_attn.o_proj.weight": (8, 256)}, ModelFacts.of(config)
+    )
     assert {source.tensor(name).qtype for name in source.stored_names()} == {QuantType.Q8_0}
     layout = ExpertsLayout(num_experts=6, hidden_size=96, intermediate_size=32, has_bias=True)
     info, weights = source.find_experts(KEY, layout), source.experts(KEY, layout)
@@ -134,7 +139,7 @@ def test_a_tensor_follows_from_its_name_alone(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_types(name: str, shape: tuple[int, ...], qtype: QuantType) -> None:
-    source = SyntheticSource({name: shape}, Qwen3MoeConfig())
+    source = SyntheticSource({name: shape}, ModelFacts.of(Qwen3MoeConfig()))
     info, raw = source.find(name), source.tensor(name)
     assert info is not None
     assert (raw.qtype, raw.shape, raw.nbytes) == (qtype, shape, info.nbytes)
@@ -153,7 +158,7 @@ def test_vectors_and_embeddings() -> None:
 def test_latent_attention_has_both_forms_of_kv_b_proj() -> None:
     config = tiny_config("deepseek_v3", hidden=256)
     model = build_skeleton(config)
-    source = SyntheticSource({name: tuple(t.shape) for name, t in model.state_dict().items()}, config)
+    source = SyntheticSource({name: tuple(t.shape) for name, t in model.state_dict().items()}, ModelFacts.of(config))
     prefix = "model.layers.1.self_attn"
     shapes = {part: source.find(f"{prefix}.{part}_proj.weight") for part in ("kv_b", "k_b", "v_b")}
     assert {part: info and info.shape for part, info in shapes.items()} == {

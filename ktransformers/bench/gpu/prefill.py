@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import Qwen3MoeConfig
 
 from ktransformers.bench.gpu.device import require_gpu
 from ktransformers.bench.machine import machine_facts, shown_machine
@@ -24,6 +24,7 @@ from ktransformers.engine.prefill import PrefillStream, PrefillTools, cuda_tools
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.types import ActivationSpec
+from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.staging import HostExperts, StagingSize
@@ -72,7 +73,7 @@ SHAPES = {
 def make_kernel(shape: Shape, number: int, pool: WorkerPool) -> MoeKernel:
     """A layer of experts with random weights; another number has others."""
     layout = ExpertsLayout(shape.experts, shape.hidden, shape.inner, True, False, False, True)
-    weights = SyntheticSource({}, PretrainedConfig()).experts(f"layers.{number}.mlp.experts", layout)
+    weights = SyntheticSource({}, ModelFacts.of(Qwen3MoeConfig())).experts(f"layers.{number}.mlp.experts", layout)
     return MoeKernel(pack_experts(weights, pool), ActivationSpec(), pool)
 
 

@@ -278,7 +278,8 @@ class KMLAAttention(WrapperOperator):
         if isinstance(position_embeddings, torch.Tensor):
             return *context.derived(position_embeddings, _real_parts), True
         cos, sin = (part[0, :, : self.rope_dim // 2] for part in position_embeddings)
-        return cos, sin, bool(getattr(self.inner.config, "rope_interleave", True))
+        latent = self.config.facts.latent
+        return cos, sin, latent is None or latent.is_interleaved
 
     def _query(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, pool: cpu.WorkerPool

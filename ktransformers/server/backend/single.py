@@ -35,14 +35,13 @@ class Loaded:
     @classmethod
     def of(cls, engine: SessionEngine, close: Callable[[], None]) -> Loaded:
         """All of it from an engine of one sequence."""
-        architectures = getattr(engine.hf_config, "architectures", None) or [None]
         model = ModelInfo(
             tokenizer=engine.tokenizer,
             max_len=engine.runner.max_len,
             vocab_size=engine.runner.vocab_size,
             eos_token_ids=engine.eos_token_ids,
             default_params=default_sampling_params(engine.generation_defaults, None),
-            architecture=architectures[0],
+            architecture=engine.facts.architecture,
             description=engine.description,
             is_models_limit=engine.runner.is_models_limit,
         )

@@ -10,13 +10,13 @@ import numpy as np
 
 from ktransformers.errors import FormatError, UnsupportedError
 
-__all__ = ["Facts", "Values", "rope_parameters"]
+__all__ = ["Metadata", "Values", "rope_parameters"]
 
 MAX_COUNT = 1 << 31
 Values = dict[str, object]
 
 
-class Facts:
+class Metadata:
     """Checked access to one file's metadata (keys of the architecture without its prefix) and tensor shapes."""
 
     def __init__(self, metadata: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]):
@@ -28,6 +28,7 @@ class Facts:
         self.shapes = shapes
 
     def raw(self, key: str) -> object:
+        """What the file says, unchecked; None when it does not."""
         return self.metadata.get(f"{self.arch}.{key}")
 
     @property
@@ -59,12 +60,14 @@ class Facts:
         return value
 
     def int(self, key: str, least: int = 1) -> int:
+        """A count that the file must have."""
         value = self.find_int(key, least)
         if value is None:
             raise FormatError(f"the GGUF file lacks {self.arch}.{key}; pass --model_path with the model's config.json")
         return value
 
     def find_float(self, key: str) -> float | None:
+        """A finite number, or None when the file does not say."""
         value = self.raw(key)
         if value is None:
             return None
@@ -74,6 +77,7 @@ class Facts:
         return float(f"{value:.7g}")
 
     def float(self, key: str, default: float | None = None) -> float:
+        """A finite number that the file must have, unless there is a default."""
         value = self.find_float(key)
         value = default if value is None else value
         if value is None:
@@ -81,6 +85,7 @@ class Facts:
         return value
 
     def bool(self, key: str, default: bool) -> bool:
+        """What is true or false."""
         value = self.raw(key)
         if value is None:
             return default
@@ -89,43 +94,43 @@ class Facts:
         return value
 
 
-def rope_parameters(facts: Facts, factors: Sequence[float] | None) -> Values:
+def rope_parameters(gguf: Metadata, factors: Sequence[float] | None) -> Values:
     """The `rope_parameters` of transformers 5."""
-    if facts.has(r"rope_factors_(long|short)\.weight"):
+    if gguf.has(r"rope_factors_(long|short)\.weight"):
         raise UnsupportedError(
             "longrope from a GGUF file is not supported; pass --model_path with the model's config.json"
         )
-    rope: Values = {"rope_type": "default", "rope_theta": facts.float("rope.freq_base", 10000.0)}
-    kind = facts.raw("rope.scaling.type")
+    rope: Values = {"rope_type": "default", "rope_theta": gguf.float("rope.freq_base", 10000.0)}
+    kind = gguf.raw("rope.scaling.type")
     if kind is not None and not isinstance(kind, str):
-        raise FormatError(f"{facts.arch}.rope.scaling.type is no text but {type(kind).__name__}")
+        raise FormatError(f"{gguf.arch}.rope.scaling.type is no text but {type(kind).__name__}")
     if kind == "linear":
-        rope |= {"rope_type": "linear", "factor": facts.float("rope.scaling.factor")}
+        rope |= {"rope_type": "linear", "factor": gguf.float("rope.scaling.factor")}
     elif kind == "yarn":
-        rope |= _yarn(facts)
+        rope |= _yarn(gguf)
     elif kind not in (None, "none"):
         raise UnsupportedError(f"rope scaling {kind!r:.40} is not supported; pass --model_path with the config")
-    if "rope_freqs.weight" in facts.shapes:
+    if "rope_freqs.weight" in gguf.shapes:
         if rope["rope_type"] != "default" or factors is None:
             raise UnsupportedError("rope_freqs.weight beside rope scaling is not supported; pass --model_path")
         rope |= _llama3_rope(factors, float(str(rope["rope_theta"])))
     return rope
 
 
-def _yarn(facts: Facts) -> Values:
+def _yarn(gguf: Metadata) -> Values:
     rope: Values = {
         "rope_type": "yarn",
-        "factor": facts.float("rope.scaling.factor"),
-        "original_max_position_embeddings": facts.int("rope.scaling.original_context_length"),
-        "beta_fast": facts.float("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": facts.float("rope.scaling.yarn_beta_slow", 1.0),
+        "factor": gguf.float("rope.scaling.factor"),
+        "original_max_position_embeddings": gguf.int("rope.scaling.original_context_length"),
+        "beta_fast": gguf.float("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": gguf.float("rope.scaling.yarn_beta_slow", 1.0),
     }
-    if (multiplier := facts.find_float("rope.scaling.yarn_log_multiplier")) is not None:
+    if (multiplier := gguf.find_float("rope.scaling.yarn_log_multiplier")) is not None:
         # The converter writes 0.1 * mscale_all_dim. It does not write mscale, which is equal in every published model;
         # then the two cancel in the rotary tables and only the attention scale is left.
         mscale = float(f"{multiplier * 10:.6g}")
         rope |= {"mscale": mscale, "mscale_all_dim": mscale}
-    elif (attention := facts.find_float("rope.scaling.yarn_attn_factor")) is not None:
+    elif (attention := gguf.find_float("rope.scaling.yarn_attn_factor")) is not None:
         rope["attention_factor"] = attention
     return rope
 

@@ -1,0 +1,399 @@
+"""What a model is, read once from its Hugging Face config: layers, heads, windows, experts, lengths, ends.
+
+The only module that knows under which names families say these things, and the one place where missing, absurd or
+wrongly typed values are refused, by the name of their field. Knows no files and no modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from ktransformers.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["ExpertFacts", "LatentFacts", "LayerFacts", "LayerKind", "ModelFacts", "Quantization", "token_ids"]
+
+MAX_LAYERS = 1 << 16
+MAX_NUMBER = (1 << 31) - 1
+MAX_POSITIONS = 1 << 40
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+_EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_IS_MOE = ("is_moe", "enable_moe_block")  # of families that count experts in dense models too
+_EXTENDED_BY_FACTOR = ("linear", "dynamic")
+
+
+class LayerKind(StrEnum):
+    """How a layer brings positions together, and so what it keeps of them.
+
+    Not closed: a family with something new adds a member, the words for it to `_KINDS`, and a cache. OTHER is what is
+    not known here; `LayerFacts.word` says how the config calls it.
+    """
+
+    FULL = "full_attention"
+    SLIDING = "sliding_attention"
+    CHUNKED = "chunked_attention"
+    LATENT = "latent_attention"  # keys and values out of one vector for all heads (DeepSeek's MLA)
+    RECURRENT = "recurrent"  # a state of one size, however long the sequence
+    OTHER = "other"
+
+
+_KINDS = {
+    "full_attention": LayerKind.FULL,
+    "attention": LayerKind.FULL,
+    "sliding_attention": LayerKind.SLIDING,
+    "chunked_attention": LayerKind.CHUNKED,
+    "linear_attention": LayerKind.RECURRENT,
+    "mamba": LayerKind.RECURRENT,
+    "conv": LayerKind.RECURRENT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """One decoder layer. word: what the config calls its kind. window: most positions it looks back, None for all.
+
+    head_dim, v_head_dim: of a key and of a value, as the attention function gets them.
+    """
+
+    kind: LayerKind
+    word: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None = None
+    has_experts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentFacts:
+    """Attention over latents. rank, q_rank: of the latent and of the query's, None for queries projected at once.
+
+    A head has nope_dim elements without rotation and rope_dim with, rotated by neighbours where is_interleaved.
+    """
+
+    rank: int
+    q_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    is_interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFacts:
+    """Routed experts. top_k: how many a token takes, by layer; 0 where the config does not say.
+
+    shared_intermediate_size: of the experts that every token takes, all together; 0 without.
+    """
+
+    num_experts: int
+    top_k: tuple[int, ...]
+    intermediate_size: int
+    shared_intermediate_size: int = 0
+
+    @property
+    def max_top_k(self) -> int:
+        """Of the layer that takes most."""
+        return max(self.top_k)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What the config says of quantized safetensors. block: (rows, columns) that share a scale."""
+
+    method: str | None
+    block: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A causal language model, by its config alone.
+
+    architecture: the class in its config.json. is_of_transformers: whether that config is a class of transformers.
+    intermediate_size: of the widest dense layer, 0 when the config does not say.
+    num_prediction_layers: for multi-token prediction, stored behind the model's own layers.
+    context_len: most tokens of one sequence that the model was made for; None when the config does not say.
+    eos_token_ids: those that the config names.
+    """
+
+    model_type: str
+    architecture: str | None
+    is_of_transformers: bool
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[LayerFacts, ...]
+    num_prediction_layers: int = 0
+    latent: LatentFacts | None = None
+    experts: ExpertFacts | None = None
+    is_tied: bool = False
+    context_len: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    quantization: Quantization | None = None
+
+    @classmethod
+    def of(cls, hf_config: PretrainedConfig) -> ModelFacts:
+        """The facts in a config, of its text model where it has several.
+
+        Raises ConfigError, which names the field, and UnsupportedError for what is no decoder of one config.
+        """
+        config = _Fields(hf_config.get_text_config(decoder=True))
+        _check_supported(config)
+        num_layers = config.number("num_hidden_layers", most=MAX_LAYERS)
+        latent, experts = _latent(config), _experts(config, num_layers)
+        architectures = config.raw("architectures")
+        return cls(
+            model_type=str(config.raw("model_type")),
+            architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
+            is_of_transformers=type(config.of).__module__.startswith("transformers."),
+            vocab_size=config.number("vocab_size"),
+            hidden_size=config.number("hidden_size"),
+            intermediate_size=max(config.numbers(num_layers, "intermediate_size") or (0,)),
+            layers=_layers(config, num_layers, latent, experts),
+            num_prediction_layers=config.find("num_nextn_predict_layers") or 0,
+            latent=latent,
+            experts=experts,
+            is_tied=bool(config.raw("tie_word_embeddings")),
+            context_len=_context_len(config),
+            eos_token_ids=token_ids(config.raw("eos_token_id")),
+            quantization=_quantization(config),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, without those of multi-token prediction."""
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """Of the layer that has most."""
+        return max(layer.num_heads for layer in self.layers)
+
+    def top_k(self, layer: int | None = None) -> int:
+        """Experts of a token in that layer, or in the one that takes most; 0 when the config does not say."""
+        if self.experts is None or (layer is not None and layer >= self.num_layers):
+            return 0
+        return self.experts.max_top_k if layer is None else self.experts.top_k[layer]
+
+    def longest_sequence(self, num_slots: int) -> int:
+        """Most positions of one sequence: all slots of the cache, or what the model was made for."""
+        return min(self.context_len or num_slots, num_slots)
+
+
+class _Fields:
+    """Checked access to one config. `of` may be any class: configs come with their model's own code, too."""
+
+    def __init__(self, of: PretrainedConfig):
+        self.of = of
+
+    def raw(self, name: str) -> object:
+        return getattr(self.of, name, None)
+
+    def first(self, names: Sequence[str]) -> str | None:
+        """The first of these fields that says something."""
+        return next((name for name in names if self.raw(name) is not None), None)
+
+    def number(self, name: str, most: int = MAX_NUMBER) -> int:
+        """A count of at least 1 that every model has."""
+        value = self.find(name, most=most)
+        if value is None:
+            raise ConfigError(f"the model's config says no {name}")
+        if value == 0:
+            raise _absurd(name, 0)
+        return value
+
+    def find(self, *names: str, most: int = MAX_NUMBER) -> int | None:
+        """What the first of these fields says that says something."""
+        name = self.first(names)
+        return None if name is None else _count(name, self.raw(name), most)
+
+    def numbers(self, num_layers: int, *names: str) -> tuple[int, ...] | None:
+        """By layer, from a field with one number for all or a list with one for each; none of a layer is 0."""
+        name = self.first(names)
+        if name is None:
+            return None
+        value = self.raw(name)
+        if not isinstance(value, list | tuple):
+            return (_count(name, value, MAX_NUMBER),) * num_layers
+        return tuple(_count(name, one or 0, MAX_NUMBER) for one in self._of_layers(name, value, num_layers))
+
+    def words(self, num_layers: int, *names: str) -> tuple[str, ...] | None:
+        """By layer, from a list of names."""
+        name = self.first(names)
+        value = None if name is None else self.raw(name)
+        if name is None or not value:
+            return None
+        if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+            raise ConfigError(f"the model's config says {name} {value!r:.60}; a list of names is needed")
+        return tuple(str(one) for one in self._of_layers(name, value, num_layers))
+
+    def _of_layers(self, name: str, value: Sequence[object], num_layers: int) -> Sequence[object]:
+        if len(value) < num_layers:
+            raise ConfigError(f"the model's config has {name} for {len(value)} layers, and {num_layers} layers")
+        return value[:num_layers]
+
+
+def _absurd(name: str, value: object) -> ConfigError:
+    return ConfigError(f"the model's config says {name} {value!r:.60}, which no model has")
+
+
+def _count(name: str, value: object, most: int) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"the model's config says {name} {value!r:.60}; a number is needed")
+    if not 0 <= value <= most:
+        raise _absurd(name, value)
+    return value
+
+
+def token_ids(value: object) -> tuple[int, ...]:
+    """The ids in what a config says as eos_token_id: none, one or a list. Raises ConfigError."""
+    several = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in several):
+        raise ConfigError(f"the model's config says eos_token_id {value!r:.60}; a token's number is needed, or a list")
+    return tuple(several)
+
+
+def _check_supported(config: _Fields) -> None:
+    model_type = config.raw("model_type")
+    if config.raw("is_heterogeneous"):  # of transformers: configs of its own for some layers
+        raise UnsupportedError(
+            f"model type {model_type} has layers of different shapes (a config for each layer), which is not supported"
+        )
+    if config.raw("is_encoder_decoder"):
+        raise UnsupportedError(f"model type {model_type} is an encoder-decoder, only decoders are supported")
+
+
+# -- layers
+
+
+def _layers(
+    config: _Fields, num_layers: int, latent: LatentFacts | None, experts: ExpertFacts | None
+) -> tuple[LayerFacts, ...]:
+    heads = config.numbers(num_layers, "num_attention_heads_per_layer", "num_attention_heads")
+    if heads is None:  # of a family without attention
+        heads = (0,) * num_layers
+    elif not any(heads):
+        raise _absurd("num_attention_heads", 0)
+    kv_heads = config.numbers(num_layers, "num_key_value_heads") or heads
+    given, values = config.find("head_dim"), config.find("v_head_dim")
+    hidden, window = config.number("hidden_size"), config.find("sliding_window", most=MAX_POSITIONS) or None
+    if config.raw("use_sliding_window") is False:
+        window = None
+    words = config.words(num_layers, "layer_types", "layers_block_type")
+    if words is None:
+        words = ("full_attention" if window is None else "sliding_attention",) * num_layers
+    sparse = _with_experts(config, num_layers) if experts is not None else (False,) * num_layers
+    layers = []
+    for index, word in enumerate(words):
+        kind = _KINDS.get(word, LayerKind.OTHER)
+        looks_back = window if kind is LayerKind.SLIDING else None
+        num_heads, num_kv_heads = heads[index], kv_heads[index] or heads[index]
+        head_dim = given or hidden // max(num_heads, 1)
+        v_head_dim = values or head_dim
+        if latent is not None and kind is not LayerKind.RECURRENT:
+            kind = LayerKind.LATENT if kind in (LayerKind.FULL, LayerKind.SLIDING) else kind
+            num_kv_heads, head_dim, v_head_dim = num_heads, latent.nope_dim + latent.rope_dim, latent.v_dim
+        layers.append(LayerFacts(kind, word, num_heads, num_kv_heads, head_dim, v_head_dim, looks_back, sparse[index]))
+    return tuple(layers)
+
+
+def _latent(config: _Fields) -> LatentFacts | None:
+    rank = config.find("kv_lora_rank")
+    if not rank:
+        return None
+    return LatentFacts(
+        rank=rank,
+        q_rank=config.find("q_lora_rank") or None,
+        nope_dim=config.number("qk_nope_head_dim"),
+        rope_dim=config.number("qk_rope_head_dim"),
+        v_dim=config.number("v_head_dim"),
+        is_interleaved=bool(getattr(config.of, "rope_interleave", True)),
+    )
+
+
+# -- experts
+
+
+def _experts(config: _Fields, num_layers: int) -> ExpertFacts | None:
+    counts = config.numbers(num_layers, *_NUM_EXPERTS)
+    num_experts = max(counts or (0,))
+    if num_experts <= 1 or any(config.raw(name) is False for name in _IS_MOE):
+        return None
+    for name in _TOP_K:
+        chosen = config.numbers(num_layers, name)
+        if chosen is not None and not all(0 < one <= num_experts for one in chosen):
+            said = config.raw(name)
+            raise ConfigError(f"the model's config says {name} {said!r:.60}, but there are {num_experts} experts")
+    width = max(config.numbers(num_layers, *_EXPERT_WIDTH) or (0,))
+    shared = config.numbers(num_layers, *_SHARED_WIDTH)
+    if shared is None:
+        shared = tuple(width * count for count in config.numbers(num_layers, *_NUM_SHARED) or (0,))
+    top_k = config.numbers(num_layers, *_TOP_K) or (0,) * num_layers
+    return ExpertFacts(num_experts, top_k, width, max(shared))
+
+
+def _with_experts(config: _Fields, num_layers: int) -> tuple[bool, ...]:
+    """Which layers route tokens to experts, where not all of them do."""
+    words = config.words(num_layers, "mlp_layer_types")
+    if words is not None:
+        return tuple(word != "dense" for word in words)
+    listed, dense = config.raw("moe_layers"), config.raw("mlp_only_layers")
+    if isinstance(listed, list):
+        return tuple(index in listed for index in range(num_layers))
+    dense = dense if isinstance(dense, list) else []
+    first = config.find("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index") or 0
+    end = config.raw("moe_layer_end_index")
+    last = end if isinstance(end, int) and end >= 0 else num_layers - 1
+    step = config.find("decoder_sparse_step", "moe_layer_interval", "expert_layer_period") or 1
+    offset = config.find("expert_layer_offset")
+    offset = step - 1 if offset is None else offset
+    return tuple(
+        first <= index <= last and index not in dense and index % step == offset for index in range(num_layers)
+    )
+
+
+# -- the rest
+
+
+def _context_len(config: _Fields) -> int | None:
+    """max_position_embeddings, or more where RoPE is scaled: some configs count the scaling in it, others do not."""
+    positions = config.find("max_position_embeddings", most=MAX_POSITIONS) or 0
+    rope = config.raw("rope_parameters")
+    rope = rope if isinstance(rope, dict) else {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    original = original if isinstance(original, int | float) else 0
+    if positions and isinstance(factor, int | float):
+        largest = max(positions, original)
+        if not 0 < factor * largest <= MAX_POSITIONS:
+            raise ConfigError(f"the model's config scales RoPE by {factor!r:.60}, which no model does")
+        if rope.get("rope_type") == "yarn" and original:
+            positions = max(positions, int(original * factor))
+        elif rope.get("rope_type") in _EXTENDED_BY_FACTOR and not original:
+            positions = int(positions * factor)
+    return positions or None
+
+
+def _quantization(config: _Fields) -> Quantization | None:
+    said = config.raw("quantization_config")
+    if not said:
+        return None
+    if not isinstance(said, dict) and not hasattr(said, "quant_method"):
+        raise ConfigError(f"the model's config says quantization_config {said!r:.60}; an object is needed")
+    values = said if isinstance(said, dict) else vars(said)
+    method, block = values.get("quant_method"), values.get("weight_block_size")
+    if block and not (isinstance(block, list | tuple) and len(block) == 2 and all(type(one) is int for one in block)):
+        raise ConfigError(f"the model's config says weight_block_size {block!r:.60}; two numbers are needed")
+    name = None if method is None else str(getattr(method, "value", method))
+    return Quantization(name, (block[0], block[1]) if block else None)
