@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.optimize.fakes import meta_model
 from torch import nn
 from transformers import CONFIG_MAPPING
 
@@ -17,6 +16,7 @@ from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.models.facts import ExpertFacts, LatentFacts, LayerFacts, LayerKind, ModelFacts, Quantization
 from ktransformers.models.registry import TESTED_TYPES
 from ktransformers.models.synthetic_shapes import find_shape
+from tests.support.fake_operators import meta_model
 from tests.support.tiny_models import MODEL_TYPES, UNROTATED_TYPES, WINDOWED_TYPES, tiny_config
 
 FAMILIES = sorted({*MODEL_TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *TESTED_TYPES})
