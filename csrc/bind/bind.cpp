@@ -1,5 +1,5 @@
-// The Python face of the kernels: with bind_*.cpp the only code that knows Python. Pointers cross as integers; ktransformers/kernels/
-// native.py checks shapes, types and ranges, and keeps every tensor alive during a call.
+// The Python face of the kernels: bind/ is the only code that knows Python. Pointers cross as integers; ktransformers/kernels/
+// checks shapes, types and ranges, and keeps every tensor alive during a call.
 #include "bind/bind.h"
 
 #include <nanobind/stl/array.h>
@@ -13,10 +13,16 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "bind/args.h"
+#include "ops/attention.h"
+#include "ops/limits.h"
+#include "ops/linear.h"
+#include "ops/rows.h"
+#include "ops/stream.h"
+#include "ops/transcode.h"
 #include "runtime/allocations.h"
 #include "runtime/pages.h"
-#include "runtime/stream.h"
-#include "ops/transcode.h"
+#include "tiers/isa.h"
 
 namespace nb = nanobind;
 
@@ -65,8 +71,6 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("num_nodes", &kt::WorkerPool::num_nodes)
       .def_prop_ro("num_bound", &kt::WorkerPool::num_bound)
       .def_prop_ro("num_jobs", &kt::WorkerPool::num_jobs)
-      .def_prop_ro("num_threads", &kt::WorkerPool::num_threads)
-      .def_prop_ro("isa", [](const kt::WorkerPool& self) { return std::string(self.kernels().name); })
       .def("close", &kt::WorkerPool::close, nb::call_guard<nb::gil_scoped_release>())
       // For tests: runs `count` tasks, of which number `failing` throws.
       .def("_run_failing",
@@ -269,7 +273,7 @@ NB_MODULE(_native, m) {
   m.def("quant_types", [] {
     nb::dict types;
     for (const kt::QTypeInfo& info : kt::qtype_infos())
-      if (info.type != kt::QType::FP8_BLOCK) types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
+      if (info.type != kt::QType::F8_E4M3) types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
     return types;
   });
   m.def("activation_kinds", [] {
@@ -291,9 +295,10 @@ NB_MODULE(_native, m) {
     return layouts;
   });
   m.attr("MANY_TOKENS") = kt::kManyTokens;
-  m.attr("MANY_PAIRS") = kt::kManyPairs;
   m.attr("BF16_COLS") = kt::kBf16Cols;
-  m.attr("FP8_BLOCK") = static_cast<int>(kt::QType::FP8_BLOCK);
+  m.attr("F8_E4M3") = static_cast<int>(kt::QType::F8_E4M3);
+  m.attr("FP8_BLOCK") = kt::kFp8Block;
+  m.attr("TILE_ROWS") = kt::kTileRows;
   m.attr("MAX_THREADS") = kt::kMaxThreads;
   m.def("num_allocations", &kt::num_allocations);
   bind_pool(m);

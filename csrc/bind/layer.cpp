@@ -7,6 +7,7 @@
 
 #include <tuple>
 
+#include "bind/args.h"
 #include "ops/layer.h"
 
 namespace nb = nanobind;

@@ -7,6 +7,7 @@
 
 #include <array>
 
+#include "bind/args.h"
 #include "ops/sampling.h"
 
 namespace nb = nanobind;

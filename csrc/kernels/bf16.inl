@@ -184,7 +184,7 @@ template <class Task> inline void with_steps(QType type, const Task& task) {
     case QType::Q8_0: return task(Steps32<PackedQ8_0>{});
     case QType::Q4_0: return task(Steps32<PackedQ4_0>{});
     case QType::MXFP4: return task(Steps32<PackedMXFP4>{});
-    case QType::FP8_BLOCK: return task(StepsFp8{});
+    case QType::F8_E4M3: return task(StepsFp8{});
     default: return;  // make_packed refuses the others
   }
 }

@@ -450,7 +450,7 @@ void tile(const TileArgs& a) {
     case QType::Q6_K: return q256_tile<FormatQ6K>(a);
     case QType::IQ4_XS:
     case QType::MXFP4: return relaid_tile(a);
-    case QType::FP8_BLOCK: return;  // make_weight refuses it
+    case QType::F8_E4M3: return;  // make_weight refuses it
   }
 }
 

@@ -445,7 +445,7 @@ void packed_tile(const TileArgs& a) {
     case QType::Q5_K: return packed256_tile<PackedQ5K>(a);
     case QType::Q6_K: return packed256_tile<PackedQ6K>(a);
     case QType::IQ4_XS: return in_few_parts<FewSigned>(a);
-    case QType::FP8_BLOCK: return fp8_tile(a);
+    case QType::F8_E4M3: return fp8_tile(a);
     default: return;  // make_packed refuses the others
   }
 }

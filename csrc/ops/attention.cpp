@@ -1,9 +1,10 @@
 // Attention over a worker pool: which rows and heads go together, and whether spans of one row run in parallel.
 // The arithmetic and its order are attention.inl's; nothing here changes a result.
+#include "ops/attention.h"
+
 #include <algorithm>
 #include <stdexcept>
-
-#include "ops/ops.h"
+#include <string>
 
 namespace kt {
 namespace {

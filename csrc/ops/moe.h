@@ -2,7 +2,7 @@
 #pragma once
 #include <vector>
 
-#include "ops/ops.h"
+#include "ops/weights.h"
 
 namespace kt {
 

@@ -15,7 +15,7 @@
 
 #include <signal.h>
 
-#include "tiers/isa.h"
+#include "runtime/types.h"
 
 namespace kt {
 
@@ -76,12 +76,10 @@ class WorkerPool {
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
-  int num_threads() const { return num_threads_; }
   int num_nodes() const { return places_.back().node + 1; }
   int num_bound() const { return num_bound_.load(); }
   // Jobs handed to the threads so far; those that the caller did alone do not count.
   uint64_t num_jobs() const { return posted_.load(); }
-  const KernelTable& kernels() const { return kernels_; }
 
   // For this long (from now; 0: not longer than usual) threads without work do not go to sleep: a job is coming.
   void keep_awake(std::chrono::nanoseconds time);

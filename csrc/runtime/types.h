@@ -8,11 +8,11 @@
 
 namespace kt {
 
-// ggml's type numbers (ggml.h, enum ggml_type), exported to Python by bind.cpp. FP8_BLOCK, which ggml does not have, lies
+// ggml's type numbers (ggml.h, enum ggml_type), exported to Python by bind.cpp. F8_E4M3, which ggml does not have, lies
 // outside their range; it exists in re-laid form only (fp8.inl).
 enum class QType : int32_t {
   F32 = 0, F16 = 1, Q4_0 = 2, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_XS = 23, BF16 = 30, MXFP4 = 39,
-  FP8_BLOCK = 1000
+  F8_E4M3 = 1000
 };
 
 enum class ActKind : int32_t { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2 = 4, Sigmoid = 5, SwigluOai = 6 };

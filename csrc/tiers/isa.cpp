@@ -88,7 +88,7 @@ const std::vector<QTypeInfo>& qtype_infos() {
       {QType::Q8_0, "Q8_0", 32, 34, ActForm::Q32},    {QType::Q4_K, "Q4_K", 256, 144, ActForm::Q256},
       {QType::Q5_K, "Q5_K", 256, 176, ActForm::Q256}, {QType::Q6_K, "Q6_K", 256, 210, ActForm::Q256},
       {QType::IQ4_XS, "IQ4_XS", 256, 136, ActForm::Q256}, {QType::MXFP4, "MXFP4", 32, 17, ActForm::Q32},
-      {QType::FP8_BLOCK, "FP8_BLOCK", 4, 4, ActForm::Float},
+      {QType::F8_E4M3, "F8_E4M3", 4, 4, ActForm::Float},
   };
   return infos;
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.errors import ConfigError, KernelError
-from ktransformers.kernels.quant import OwnType, PackedTensor, QuantType, RawTensor, block_size, type_size
+from ktransformers.kernels.quant import FP8_BLOCK, OwnType, PackedTensor, QuantType, RawTensor, block_size, type_size
 from ktransformers.kernels.topology import ThreadPlace, thread_places
 
 try:
@@ -51,7 +51,7 @@ def _native_types() -> frozenset[QuantType]:
                 f"ktransformers._native and the gguf package disagree about {name}: reinstall ktransformers"
             )
         types.add(qtype)
-    if extension.FP8_BLOCK != OwnType.F8_E4M3:
+    if (extension.F8_E4M3, extension.FP8_BLOCK) != (OwnType.F8_E4M3, FP8_BLOCK):
         raise KernelError("ktransformers._native is of another version: reinstall ktransformers")
     return frozenset(types)
 

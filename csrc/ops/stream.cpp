@@ -1,5 +1,5 @@
 // See stream.h.
-#include "runtime/stream.h"
+#include "ops/stream.h"
 
 #include <algorithm>
 #include <chrono>
