@@ -13,7 +13,8 @@ using Address = uintptr_t;
 template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
 
 inline Layout layout_of(int layout) {
-  if (layout < 0 || layout > static_cast<int>(Layout::TilesBf16)) throw std::invalid_argument("unknown layout " + std::to_string(layout));
+  if (layout < 0 || layout > static_cast<int>(Layout::TilesBf16))
+    throw std::invalid_argument("unknown layout " + std::to_string(layout));
   return static_cast<Layout>(layout);
 }
 

@@ -33,11 +33,13 @@ ActRows Activations::form_of(QType type) const {
 
 void Activations::quantize(QType type, ActRows& out) {
   const QuantizedRows made = quantized_rows(session_, type, rows_, cols_);
-  for_rows(session_, rows_, rows_per_task(cols_), [&](int64_t r) { made.quantize(session_.kernels(), x_ + r * float_.ldx, r, 0, cols_); });
+  for_rows(session_, rows_, rows_per_task(cols_),
+           [&](int64_t r) { made.quantize(session_.kernels(), x_ + r * float_.ldx, r, 0, cols_); });
   out = made.view();
 }
 
-void QuantizedRows::quantize(const KernelTable& kernels, const float* x, int64_t row, int64_t first, int64_t count) const {
+void QuantizedRows::quantize(const KernelTable& kernels, const float* x, int64_t row, int64_t first,
+                             int64_t count) const {
   const int64_t at = row * (cols / block) + first / block;
   kernels.quantize_row(form, x, count, q + row * cols + first, d + at, sums + at * sums_per_block);
 }
@@ -49,8 +51,14 @@ ActRows QuantizedRows::view() const {
 
 QuantizedRows quantized_rows(WorkerPool::Session& session, QType type, int64_t rows, int64_t cols) {
   const ActForm form = form_for(type);
-  const int64_t block = form == ActForm::Q32 ? 32 : 256, per_block = form == ActForm::Q32 ? 1 : kSumsPerSuper, blocks = rows * (cols / block);
-  return {form, block, per_block, cols, session.scratch<int8_t>(rows * cols), session.scratch<float>(blocks),
+  const int64_t block = form == ActForm::Q32 ? 32 : 256, per_block = form == ActForm::Q32 ? 1 : kSumsPerSuper,
+                blocks = rows * (cols / block);
+  return {form,
+          block,
+          per_block,
+          cols,
+          session.scratch<int8_t>(rows * cols),
+          session.scratch<float>(blocks),
           session.scratch<int16_t>(blocks * per_block)};
 }
 
@@ -58,7 +66,8 @@ namespace {
 
 constexpr int64_t kPiece = 256;  // columns
 
-void copy_piece(const ActRows& act, ActForm form, const TokenGroup& group, int64_t piece, int64_t cols, const TokenBlocks& out) {
+void copy_piece(const ActRows& act, ActForm form, const TokenGroup& group, int64_t piece, int64_t cols,
+                const TokenBlocks& out) {
   const int64_t width = std::min(kPiece, cols - piece * kPiece), blocks = width / 32;
   for (int64_t t = 0; t < group.count; ++t) {
     const int64_t row = group.ids != nullptr ? group.ids[t] : group.first + t, to = piece * out.rows + t;
@@ -75,7 +84,8 @@ void copy_piece(const ActRows& act, ActForm form, const TokenGroup& group, int64
 
 }  // namespace
 
-Span<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, QType type, int64_t cols, Span<TokenGroup> groups) {
+Span<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, QType type, int64_t cols,
+                              Span<TokenGroup> groups) {
   const ActForm form = form_for(type);
   const int least = session.kernels().min_block_tokens;
   if (least == 0 || form == ActForm::Float) return {};
@@ -117,7 +127,8 @@ void round_blocks(WorkerPool::Session& session, const float* x, int64_t ldx, int
     uint16_t* out = to.bf16 + first * to.rows;
     for (int64_t t = 0; t < group.count; ++t) {
       const int64_t row = group.ids != nullptr ? group.ids[t] : group.first + t;
-      session.kernels().round_bf16(x + row * ldx + first, kBf16Cols, steps, kBf16Cols, out + t * kBf16Cols, to.rows * kBf16Cols);
+      session.kernels().round_bf16(x + row * ldx + first, kBf16Cols, steps, kBf16Cols, out + t * kBf16Cols,
+                                   to.rows * kBf16Cols);
     }
   });
 }

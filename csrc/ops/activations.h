@@ -32,10 +32,11 @@ struct TokenGroup {
 
 // The activations of each group as TokenBlocks, if the tier's kernels for `type` want them; otherwise empty.
 // A group that is too small for them has rows 0.
-Span<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, QType type, int64_t cols, Span<TokenGroup> groups);
+Span<TokenBlocks> make_blocks(WorkerPool::Session& session, const ActRows& act, QType type, int64_t cols,
+                              Span<TokenGroup> groups);
 
-// Room for each group's activations rounded to bf16 (TokenBlocks::bf16), cols a multiple of 32; round_blocks fills it from
-// fp32 rows.
+// Room for each group's activations rounded to bf16 (TokenBlocks::bf16), cols a multiple of 32; round_blocks fills it
+// from fp32 rows.
 Span<TokenBlocks> bf16_room(WorkerPool::Session& session, int64_t cols, Span<TokenGroup> groups);
 void round_blocks(WorkerPool::Session& session, const float* x, int64_t ldx, int64_t cols, Span<TokenGroup> groups,
                   Span<TokenBlocks> blocks);

@@ -12,7 +12,6 @@
 namespace kt {
 namespace {
 
-
 float* at_least(std::vector<float>& buffer, int64_t count) {
   if (buffer.size() < static_cast<size_t>(count)) buffer.resize(static_cast<size_t>(count));
   return buffer.data();
@@ -20,7 +19,8 @@ float* at_least(std::vector<float>& buffer, int64_t count) {
 
 void add_rows(WorkerPool& pool, float* x, const float* y, int64_t rows, int64_t cols) {
   WorkerPool::Session session(pool);
-  for_rows(session, rows, kRowsPerTask, [&](int64_t r) { session.kernels().add_row(x + r * cols, y + r * cols, cols); });
+  for_rows(session, rows, kRowsPerTask,
+           [&](int64_t r) { session.kernels().add_row(x + r * cols, y + r * cols, cols); });
 }
 
 void norm_rows(WorkerPool& pool, const NormSpec& norm, const float* x, int64_t rows, int64_t cols, float* out) {
@@ -28,14 +28,15 @@ void norm_rows(WorkerPool& pool, const NormSpec& norm, const float* x, int64_t r
 }
 
 // Norms of heads and rotation; keys and values to their slots.
-void place_heads(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* q, float* k, const float* v) {
+void place_heads(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* q, float* k,
+                 const float* v) {
   const int64_t dim = block.head_dim, kv_width = block.num_kv_heads * dim;
   WorkerPool::Session session(pool);
   const KernelTable& kernels = session.kernels();
   for_rows(session, step.rows, kRowsPerTask, [&](int64_t row) {
     if (step.slots[row] < 0 || step.slots[row] >= step.num_slots)
-      throw std::out_of_range("row " + std::to_string(row) + " goes to slot " + std::to_string(step.slots[row]) + " of a cache of " +
-                              std::to_string(step.num_slots));
+      throw std::out_of_range("row " + std::to_string(row) + " goes to slot " + std::to_string(step.slots[row]) +
+                              " of a cache of " + std::to_string(step.num_slots));
     const float *cos = step.cos + row * block.rotary_dims, *sin = step.sin + row * block.rotary_dims;
     const auto prepare = [&](float* heads, int64_t count, const NormSpec& norm) {
       for (float* head = heads; head < heads + count * dim; head += dim) {
@@ -52,14 +53,17 @@ void place_heads(WorkerPool& pool, const AttentionBlock& block, const AttentionS
 
 }  // namespace
 
-void attention_block(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* x, LayerBuffers& buffers) {
-  const int64_t rows = step.rows, hidden = block.o.rows, width = block.num_heads * block.head_dim, kv_width = block.num_kv_heads * block.head_dim;
+void attention_block(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* x,
+                     LayerBuffers& buffers) {
+  const int64_t rows = step.rows, hidden = block.o.rows, width = block.num_heads * block.head_dim,
+                kv_width = block.num_kv_heads * block.head_dim;
   float* normed = at_least(buffers.a, rows * std::max(hidden, width));
   float* q = at_least(buffers.b, rows * (width + 2 * kv_width));
   float *k = q + rows * width, *v = k + rows * kv_width;
   float* out = at_least(buffers.c, rows * hidden);
   norm_rows(pool, block.input, x, rows, hidden, normed);
-  linear_parts(pool, normed, rows, {{block.q, block.q_bias, q}, {block.k, block.k_bias, k}, {block.v, block.v_bias, v}});
+  linear_parts(pool, normed, rows,
+               {{block.q, block.q_bias, q}, {block.k, block.k_bias, k}, {block.v, block.v_bias, v}});
   place_heads(pool, block, step, q, k, v);
   AttentionArgs a{};
   a.q = q;

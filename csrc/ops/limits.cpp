@@ -23,7 +23,8 @@ double read_bandwidth(WorkerPool& pool, const uint8_t* data, int64_t bytes, int 
 
 namespace {
 
-double register_peak(WorkerPool::Session& session, int64_t (*multiply)(int64_t, int32_t*), int64_t rounds, int repeats) {
+double register_peak(WorkerPool::Session& session, int64_t (*multiply)(int64_t, int32_t*), int64_t rounds,
+                     int repeats) {
   double best = 0;
   for (int r = 0; r < repeats; ++r) {
     std::atomic<int64_t> operations{0};
@@ -47,7 +48,9 @@ double int8_peak(WorkerPool& pool, int repeats) {
 
 double bf16_peak(WorkerPool& pool, int repeats) {
   WorkerPool::Session session(pool);
-  return session.kernels().multiply_bf16 == nullptr ? 0 : register_peak(session, session.kernels().multiply_bf16, 20000, repeats);
+  return session.kernels().multiply_bf16 == nullptr
+             ? 0
+             : register_peak(session, session.kernels().multiply_bf16, 20000, repeats);
 }
 
 }  // namespace kt

@@ -14,11 +14,13 @@ constexpr int64_t kTokenChunk = 128;  // accumulators of a chunk: 128 * 16 float
 // Lanes are rows of the weight: turns a tile's accumulators into rows of the output.
 void store_tile(const float* acc, int64_t tokens, int64_t lanes, const float* bias, float* out, int64_t ldo) {
   for (int64_t t = 0; t < tokens; ++t)
-    for (int64_t r = 0; r < lanes; ++r) out[t * ldo + r] = bias != nullptr ? acc[t * 16 + r] + bias[r] : acc[t * 16 + r];
+    for (int64_t r = 0; r < lanes; ++r)
+      out[t * ldo + r] = bias != nullptr ? acc[t * 16 + r] + bias[r] : acc[t * 16 + r];
 }
 
 struct TokenChunks {
-  explicit TokenChunks(int64_t tokens) : size(std::min(tokens, kTokenChunk)), count(size > 0 ? (tokens + size - 1) / size : 0) {}
+  explicit TokenChunks(int64_t tokens)
+      : size(std::min(tokens, kTokenChunk)), count(size > 0 ? (tokens + size - 1) / size : 0) {}
   int64_t size, count;
 };
 
@@ -40,7 +42,8 @@ void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initial
   const TokenChunks split(tokens);
   const int64_t chunk = split.size, chunks = split.count;
   const Span<TokenGroup> token_groups = session.span<TokenGroup>(chunks);
-  for (int64_t i = 0; i < chunks; ++i) token_groups[i] = {nullptr, i * chunk, static_cast<int>(std::min(chunk, tokens - i * chunk))};
+  for (int64_t i = 0; i < chunks; ++i)
+    token_groups[i] = {nullptr, i * chunk, static_cast<int>(std::min(chunk, tokens - i * chunk))};
   int64_t tasks = 0;
   Span<TokenBlocks> bf16_blocks;  // parts read the same activations
   for (const LinearPart& part : parts) {
@@ -62,7 +65,8 @@ void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initial
     if (is_bf16 || part.weight.tile_bytes == 0) continue;
     const ActRows rows = act.form_of(part.weight.type);
     for (const PartTasks& other : jobs)
-      if (job.blocks.empty() && !other.is_bf16 && act.form_of(other.part->weight.type).q == rows.q) job.blocks = other.blocks;
+      if (job.blocks.empty() && !other.is_bf16 && act.form_of(other.part->weight.type).q == rows.q)
+        job.blocks = other.blocks;
     if (job.blocks.empty()) job.blocks = make_blocks(session, rows, part.weight.type, part.weight.cols, token_groups);
   }
   session.run(tasks, [&](int64_t task) {
@@ -88,7 +92,8 @@ void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initial
     for (int j = 0; j < count; ++j) {
       const int64_t first = (tile + j) * kTileRows;
       store_tile(acc[j], args[j].num_tokens, std::min<int64_t>(kTileRows, weight.rows - first),
-                 job.part->bias != nullptr ? job.part->bias + first : nullptr, job.part->out + token * weight.rows + first, weight.rows);
+                 job.part->bias != nullptr ? job.part->bias + first : nullptr,
+                 job.part->out + token * weight.rows + first, weight.rows);
     }
   });
 }
@@ -97,7 +102,8 @@ void linear(WorkerPool& pool, const float* x, int64_t tokens, const WeightView& 
   linear_parts(pool, x, tokens, {{weight, bias, out}});
 }
 
-void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight, float* out) {
+void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight,
+                    float* out) {
   WorkerPool::Session session(pool);
   const int64_t rows = weight.rows / std::max<int64_t>(batch, 1), ldo = batch * rows;
   // Row t * batch + b of the activations is token t of matrix b.
@@ -110,7 +116,8 @@ void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ba
     int32_t ids[kTokenChunk];
     const int64_t b = i / per_matrix, j = i % per_matrix;
     const int64_t first = j / chunks.count * kTileRows, token = j % chunks.count * chunks.size;
-    const WeightView matrix = {weight.type, weight.data + b * rows * weight.row_bytes, rows, weight.cols, weight.row_bytes, 0, false};
+    const WeightView matrix = {
+        weight.type, weight.data + b * rows * weight.row_bytes, rows, weight.cols, weight.row_bytes, 0, false};
     TileArgs args{};
     args.type = weight.type;
     point_rows(matrix, first, args.rows);
@@ -121,7 +128,8 @@ void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t ba
     args.token_ids = ids;
     args.acc = acc;
     run_tiles(session.kernels(), &args, 1);
-    store_tile(acc, args.num_tokens, std::min<int64_t>(kTileRows, rows - first), nullptr, out + token * ldo + b * rows + first, ldo);
+    store_tile(acc, args.num_tokens, std::min<int64_t>(kTileRows, rows - first), nullptr,
+               out + token * ldo + b * rows + first, ldo);
   });
 }
 

@@ -19,6 +19,7 @@ struct LinearPart {
 void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initializer_list<LinearPart> parts);
 
 // out[t, b, n] = sum_k x[t, b, k] weight[b, n, k]; x and out contiguous.
-void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight, float* out);
+void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight,
+                    float* out);
 
 }  // namespace kt

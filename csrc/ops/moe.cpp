@@ -35,7 +35,8 @@ struct SortedPairs {
   int64_t chunks = 0;
 };
 
-SortedPairs sort_pairs(WorkerPool::Session& session, const int64_t* ids, int64_t tokens, int64_t top_k, int64_t num_experts) {
+SortedPairs sort_pairs(WorkerPool::Session& session, const int64_t* ids, int64_t tokens, int64_t top_k,
+                       int64_t num_experts) {
   SortedPairs r;
   const Span<int64_t> next = session.span<int64_t>(num_experts + 1);
   std::fill(next.begin(), next.end(), 0);
@@ -64,7 +65,10 @@ SortedPairs sort_pairs(WorkerPool::Session& session, const int64_t* ids, int64_t
 }
 
 // Chunk number `i` of all groups: its expert, its first pair and how many there are.
-struct PairChunk { int64_t expert, first; int count; };
+struct PairChunk {
+  int64_t expert, first;
+  int count;
+};
 
 PairChunk chunk_at(const SortedPairs& r, int64_t i) {
   const auto after = std::upper_bound(r.groups.begin(), r.groups.end(), i,
@@ -123,19 +127,22 @@ const float* bias_at(const ExpertProjection& p, int64_t expert, int64_t row) {
 // Whether activations are quantized for weights of `type`.
 bool is_quantized(QType type) { return qtype_info(type).form != ActForm::Float; }
 
-constexpr int64_t kFusedTiles = 16;                     // 256 columns of the intermediate rows: a block of any type
-constexpr int64_t kStreamBytes = int64_t{16} << 20;     // outputs of this size do not stay in caches
+constexpr int64_t kFusedTiles = 16;                  // 256 columns of the intermediate rows: a block of any type
+constexpr int64_t kStreamBytes = int64_t{16} << 20;  // outputs of this size do not stay in caches
 
-constexpr int64_t kMergedTokens = 32;                   // up to here whoever finishes a part of the output combines it
+constexpr int64_t kMergedTokens = 32;  // up to here whoever finishes a part of the output combines it
 
-// How many tasks of each part of a job are left. Who finishes the last one sees what all of them wrote and goes on with the
-// part, instead of a job of its own for that: handing a job over costs microseconds.
+// How many tasks of each part of a job are left. Who finishes the last one sees what all of them wrote and goes on with
+// the part, instead of a job of its own for that: handing a job over costs microseconds.
 class Countdown {
  public:
-  Countdown(WorkerPool::Session& session, int64_t parts, int64_t tasks) : left_(session.scratch<std::atomic<int64_t>>(parts)) {
+  Countdown(WorkerPool::Session& session, int64_t parts, int64_t tasks)
+      : left_(session.scratch<std::atomic<int64_t>>(parts)) {
     for (int64_t i = 0; i < parts; ++i) new (left_ + i) std::atomic<int64_t>(tasks);
   }
-  bool finishes(int64_t part, int64_t tasks) const { return left_[part].fetch_sub(tasks, std::memory_order_acq_rel) == tasks; }
+  bool finishes(int64_t part, int64_t tasks) const {
+    return left_[part].fetch_sub(tasks, std::memory_order_acq_rel) == tasks;
+  }
 
  private:
   std::atomic<int64_t>* left_;
@@ -144,9 +151,15 @@ class Countdown {
 // One call of the layer for one chunk of tokens.
 class MoeRun {
  public:
-  MoeRun(WorkerPool::Session& session, const ExpertProjection& gate, const ExpertProjection& up, const ExpertProjection& down,
-         const ActSpec& act, const SortedPairs& sorted)
-      : session_(session), kernels_(session.kernels()), gate_(gate), up_(up), down_(down), act_(act), sorted_(sorted),
+  MoeRun(WorkerPool::Session& session, const ExpertProjection& gate, const ExpertProjection& up,
+         const ExpertProjection& down, const ActSpec& act, const SortedPairs& sorted)
+      : session_(session),
+        kernels_(session.kernels()),
+        gate_(gate),
+        up_(up),
+        down_(down),
+        act_(act),
+        sorted_(sorted),
         has_gate_(!gate.experts.empty()),
         is_grouped_(!sorted.groups.empty() && sorted.token.count >= kGroupedTokens * sorted.groups.count) {}
 
@@ -160,7 +173,8 @@ class MoeRun {
     const int64_t fused = sorted_.chunks * (up_.rows / (kFusedTiles * kTileRows));
     if (uses_bf16(kernels_, down_.type, down_.layout, down_.cols, is_many))
       run_up_bf16();
-    else if (down_.is_packed() && is_quantized(down_.type) && is_grouped_ && session_.num_nodes() == 1 && fused >= 4 * session_.num_threads())
+    else if (down_.is_packed() && is_quantized(down_.type) && is_grouped_ && session_.num_nodes() == 1 &&
+             fused >= 4 * session_.num_threads())
       run_up_fused();
     else
       run_up();
@@ -201,7 +215,8 @@ class MoeRun {
   }
 
   // Tiles tile .. tile + count - 1 of up and gate for a chunk, activated: acc[j], 16 columns of each token.
-  void up_tiles(const PairChunk& c, int64_t chunk, int64_t tile, int count, float (*acc)[kPairChunk * kTileRows]) const {
+  void up_tiles(const PairChunk& c, int64_t chunk, int64_t tile, int count,
+                float (*acc)[kPairChunk * kTileRows]) const {
     TileArgs args[kTileGroup] = {};
     for (int j = 0; j < count; ++j) {
       args[j] = tile_args(up_.view(c.expert), tile + j, up_input_.rows, c.count, acc[j]);
@@ -226,7 +241,8 @@ class MoeRun {
   void run_up() {
     const int64_t width = up_.rows;
     float* intermediate = session_.scratch<float>(pairs() * width);
-    const TileTasks tasks((width + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, sorted_.chunks, session_.num_nodes());
+    const TileTasks tasks((width + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, sorted_.chunks,
+                          session_.num_nodes());
     // With few tokens, whoever finishes the last tile of an expert quantizes its rows.
     const bool is_merged = !is_grouped_ && is_quantized(down_.type);
     const QuantizedRows rows = is_merged ? quantized_rows(session_, down_.type, pairs(), width) : QuantizedRows{};
@@ -241,7 +257,8 @@ class MoeRun {
         copy_rows(acc[j], c.count, lanes, intermediate + c.first * width + first, width);
       }
       if (is_merged && left.finishes(task.chunk, task.count))
-        for (int64_t pair = c.first; pair < c.first + c.count; ++pair) rows.quantize(kernels_, intermediate + pair * width, pair, 0, width);
+        for (int64_t pair = c.first; pair < c.first + c.count; ++pair)
+          rows.quantize(kernels_, intermediate + pair * width, pair, 0, width);
     });
     if (is_merged) {
       take_down_rows(rows.view());
@@ -254,7 +271,8 @@ class MoeRun {
 
   void take_down_rows(const ActRows& rows) {
     down_input_.rows = rows;
-    if (down_.is_packed()) down_input_.blocks = make_blocks(session_, rows, down_.type, down_.cols, token_groups(session_, sorted_, false));
+    if (down_.is_packed())
+      down_input_.blocks = make_blocks(session_, rows, down_.type, down_.cols, token_groups(session_, sorted_, false));
   }
 
   // Rounds at once what the down projection reads.
@@ -286,7 +304,8 @@ class MoeRun {
       for (int64_t at = 0; at < cols; at += kTileGroup / 2 * kTileRows) {
         const int count = static_cast<int>(std::min<int64_t>(kTileGroup / 2, (cols - at + kTileRows - 1) / kTileRows));
         up_tiles(c, i / per_chunk, (first + at) / kTileRows, count, acc);
-        for (int j = 0; j < count; ++j) copy_rows(acc[j], c.count, kTileRows, activated[0] + at + j * kTileRows, columns);
+        for (int j = 0; j < count; ++j)
+          copy_rows(acc[j], c.count, kTileRows, activated[0] + at + j * kTileRows, columns);
       }
       for (int t = 0; t < c.count; ++t) rows.quantize(kernels_, activated[t], c.first + t, first, cols);
     });
@@ -296,8 +315,10 @@ class MoeRun {
   void run_down(bool is_merged) {
     const int64_t hidden = down_.rows;
     outputs_ = session_.scratch<float>(pairs() * hidden);
-    const bool is_streamed = pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
-    const TileTasks tasks((hidden + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup : 1, sorted_.chunks, session_.num_nodes());
+    const bool is_streamed =
+        pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
+    const TileTasks tasks((hidden + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup : 1, sorted_.chunks,
+                          session_.num_nodes());
     const Countdown left(session_, tasks.tiles, sorted_.chunks);
     session_.run_on_nodes(tasks.ends, [&](int64_t i) {
       alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
@@ -361,15 +382,17 @@ Moe::Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActS
   const size_t experts = up_.experts.size();
   if (experts == 0 || down_.experts.size() != experts || (!gate_.experts.empty() && gate_.experts.size() != experts))
     throw std::invalid_argument("gate, up and down must have the same number of experts, at least one");
-  if (down_.cols != up_.rows || down_.rows != up_.cols || (!gate_.experts.empty() && (gate_.rows != up_.rows || gate_.cols != up_.cols)))
+  if (down_.cols != up_.rows || down_.rows != up_.cols ||
+      (!gate_.experts.empty() && (gate_.rows != up_.rows || gate_.cols != up_.cols)))
     throw std::invalid_argument("expert shapes must be gate [I, H], up [I, H], down [H, I]");
-  for (const ExpertProjection* p : {&gate_, &up_, &down_})
-    make_view(p->type, nullptr, p->rows, p->cols, p->layout);
+  for (const ExpertProjection* p : {&gate_, &up_, &down_}) make_view(p->type, nullptr, p->rows, p->cols, p->layout);
 }
 
-void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights, int64_t top_k,
-                  float* out) const {
-  if (top_k > kMaxTopK) throw std::invalid_argument("top_k is " + std::to_string(top_k) + ", at most " + std::to_string(kMaxTopK) + " can be combined");
+void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights,
+                  int64_t top_k, float* out) const {
+  if (top_k > kMaxTopK)
+    throw std::invalid_argument("top_k is " + std::to_string(top_k) + ", at most " + std::to_string(kMaxTopK) +
+                                " can be combined");
   for (int64_t i = 0; i < tokens * top_k; ++i)
     if (ids[i] < 0 || ids[i] > num_experts())
       throw std::out_of_range("topk_ids[" + std::to_string(i / top_k) + ", " + std::to_string(i % top_k) + "] is " +
@@ -383,8 +406,8 @@ void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_
   }
 }
 
-void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids, const float* weights,
-                        int64_t top_k, float* out) const {
+void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids,
+                        const float* weights, int64_t top_k, float* out) const {
   const SortedPairs sorted = sort_pairs(session, ids, tokens, top_k, num_experts());
   MoeRun(session, gate_, up_, down_, act_, sorted).run(x, tokens, weights, top_k, out);
 }

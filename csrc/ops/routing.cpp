@@ -15,8 +15,11 @@ constexpr float kLowest = -std::numeric_limits<float>::infinity();
 struct RouteMemory {
   static int64_t bytes(int64_t experts) { return experts * static_cast<int64_t>(3 * sizeof(float) + 2); }
   RouteMemory(char* p, int64_t experts)
-      : scores(reinterpret_cast<float*>(p)), choice(scores + experts), best(choice + experts),
-        is_taken(reinterpret_cast<bool*>(best + experts)), is_kept(is_taken + experts) {}
+      : scores(reinterpret_cast<float*>(p)),
+        choice(scores + experts),
+        best(choice + experts),
+        is_taken(reinterpret_cast<bool*>(best + experts)),
+        is_kept(is_taken + experts) {}
 
   float *scores, *choice;
   float* best;  // of each group; there are no more groups than experts
@@ -49,8 +52,8 @@ void keep_groups(const RouterSpec& spec, int64_t experts, const RouteMemory& m) 
     if (!m.is_kept[e / size]) m.choice[e] = kLowest;
 }
 
-void route_row(const KernelTable& kernels, const RouterSpec& spec, const float* logits, const float* bias, int64_t experts,
-               const RouteMemory& m, int64_t* ids, float* weights) {
+void route_row(const KernelTable& kernels, const RouterSpec& spec, const float* logits, const float* bias,
+               int64_t experts, const RouteMemory& m, int64_t* ids, float* weights) {
   if (spec.is_sigmoid)
     kernels.activate({ActKind::Sigmoid, 0, 0}, nullptr, logits, experts, m.scores);
   else
@@ -77,15 +80,16 @@ void route_row(const KernelTable& kernels, const RouterSpec& spec, const float* 
 
 }  // namespace
 
-void route(WorkerPool& pool, const RouterSpec& spec, const float* logits, const float* bias, int64_t tokens, int64_t experts,
-           int64_t* ids, float* weights) {
+void route(WorkerPool& pool, const RouterSpec& spec, const float* logits, const float* bias, int64_t tokens,
+           int64_t experts, int64_t* ids, float* weights) {
   WorkerPool::Session session(pool);
   const int64_t size = (RouteMemory::bytes(experts) + 63) / 64 * 64;
   char* of_threads = session.scratch<char>(session.num_threads() * size);
   session.run((tokens + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t i, int thread) {
     const RouteMemory memory(of_threads + thread * size, experts);
     for (int64_t t = i * kRowsPerTask; t < std::min(tokens, (i + 1) * kRowsPerTask); ++t)
-      route_row(session.kernels(), spec, logits + t * experts, bias, experts, memory, ids + t * spec.top_k, weights + t * spec.top_k);
+      route_row(session.kernels(), spec, logits + t * experts, bias, experts, memory, ids + t * spec.top_k,
+                weights + t * spec.top_k);
   });
 }
 

@@ -17,7 +17,9 @@ template <class Task> void for_rows(WorkerPool::Session& session, int64_t rows, 
 constexpr int64_t kRowsPerTask = 8;
 constexpr int64_t kElementsPerTask = 8192;
 // Several short rows make one task.
-inline int64_t rows_per_task(int64_t cols) { return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(cols, 1)); }
+inline int64_t rows_per_task(int64_t cols) {
+  return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(cols, 1));
+}
 
 void dequantize_rows(WorkerPool& pool, const WeightView& weight, const int64_t* ids, int64_t count, float* out);
 

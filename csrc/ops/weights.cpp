@@ -15,7 +15,8 @@ namespace {
 const QTypeInfo& checked_info(QType type, int64_t rows, int64_t cols) {
   const QTypeInfo& info = qtype_info(type);
   if (rows < 0 || cols < 0 || cols % info.block != 0)
-    throw std::invalid_argument("weight of " + std::to_string(rows) + " rows and " + std::to_string(cols) + " columns cannot be " + info.name);
+    throw std::invalid_argument("weight of " + std::to_string(rows) + " rows and " + std::to_string(cols) +
+                                " columns cannot be " + info.name);
   return info;
 }
 
@@ -28,7 +29,8 @@ WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t co
 }
 
 void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows) {
-  for (int64_t r = 0; r < kTileRows; ++r) rows[r] = weight.data + std::min(first + r, weight.rows - 1) * weight.row_bytes;
+  for (int64_t r = 0; r < kTileRows; ++r)
+    rows[r] = weight.data + std::min(first + r, weight.rows - 1) * weight.row_bytes;
 }
 
 int64_t packed_tile_bytes(QType type, int64_t cols) {
@@ -43,7 +45,8 @@ int64_t packed_tile_bytes(QType type, int64_t cols) {
     case QType::IQ4_XS: return head + blocks * 2176;
     case QType::MXFP4: return (blocks * 16 + 63) / 64 * 64 + blocks * 256;
     case QType::BF16:
-      if (cols % kBf16Cols != 0) throw std::invalid_argument("BF16 has a re-laid form for multiples of 32 columns only");
+      if (cols % kBf16Cols != 0)
+        throw std::invalid_argument("BF16 has a re-laid form for multiples of 32 columns only");
       return cols * 2 * kTileRows;
     case QType::F8_E4M3: return ((cols + kFp8Block - 1) / kFp8Block * 4 + 63) / 64 * 64 + cols * 16;
     default: throw std::invalid_argument(std::string(info.name) + " has no re-laid form");
@@ -66,7 +69,8 @@ bool uses_bf16(const KernelTable& kernels, QType type, Layout layout, int64_t co
   if (layout == Layout::Rows) return false;
   if (kernels.bf16_tiles == nullptr) {
     if (type == QType::BF16)
-      throw std::invalid_argument(std::string("re-laid BF16 weights cannot be computed with on the tier ") + kernels.name + ", which has no products of bf16");
+      throw std::invalid_argument(std::string("re-laid BF16 weights cannot be computed with on the tier ") +
+                                  kernels.name + ", which has no products of bf16");
     return false;
   }
   return type == QType::BF16 || (layout == Layout::TilesBf16 && is_many && cols % kBf16Cols == 0);
@@ -78,11 +82,13 @@ constexpr int64_t kPackTask = 512 << 10;  // bytes that a task reads: enough to 
 constexpr int64_t kHugePage = 2 << 20;
 constexpr int64_t kAloneOnPages = 4 * kHugePage;  // bytes of output per thread from which on few pages have two writers
 
-// Calls task(matrix, first tile, tiles) for groups of tiles of `count` equal matrices. A node's tasks are neighbours, and
-// so is what a thread writes, matrices being side by side: the thread that writes a page first decides on which node it
-// lies, and threads that meet in a huge page that is not there yet would each take one and clear it.
-template <class Task> void for_tiles(WorkerPool::Session& session, int64_t count, int64_t tiles, int64_t read_bytes, const Task& task) {
-  const TileTasks tasks(tiles, std::max<int64_t>(1, kPackTask / std::max<int64_t>(read_bytes, 1)), count, session.num_nodes());
+// Calls task(matrix, first tile, tiles) for groups of tiles of `count` equal matrices. A node's tasks are neighbours,
+// and so is what a thread writes, matrices being side by side: the thread that writes a page first decides on which
+// node it lies, and threads that meet in a huge page that is not there yet would each take one and clear it.
+template <class Task>
+void for_tiles(WorkerPool::Session& session, int64_t count, int64_t tiles, int64_t read_bytes, const Task& task) {
+  const TileTasks tasks(tiles, std::max<int64_t>(1, kPackTask / std::max<int64_t>(read_bytes, 1)), count,
+                        session.num_nodes());
   session.run_on_nodes(tasks.ends, [&](int64_t i) {
     const TileTasks::Task at = tasks.at(i);
     task(at.chunk, at.tile, at.count);
@@ -94,7 +100,10 @@ void touch_pages(WorkerPool::Session& session, uint8_t* out, int64_t bytes) {
   if (session.num_nodes() > 1 || session.num_threads() == 1 || bytes >= kAloneOnPages * session.num_threads()) return;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(out), first = (begin + kHugePage - 1) / kHugePage * kHugePage;
   const int64_t pages = (static_cast<int64_t>(begin - first) + bytes) / kHugePage;  // whole ones; others are small
-  if (pages > 0) session.run(pages, [&](int64_t i) { *reinterpret_cast<volatile uint8_t*>(first + static_cast<uintptr_t>(i * kHugePage)) = 0; });
+  if (pages > 0)
+    session.run(pages, [&](int64_t i) {
+      *reinterpret_cast<volatile uint8_t*>(first + static_cast<uintptr_t>(i * kHugePage)) = 0;
+    });
 }
 
 }  // namespace

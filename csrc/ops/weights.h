@@ -15,7 +15,7 @@ struct WeightView {
   QType type;
   const uint8_t* data;
   int64_t rows, cols, row_bytes;
-  int64_t tile_bytes = 0;  // of a re-laid matrix (packed.inl): 16 rows; 0: rows in block layout
+  int64_t tile_bytes = 0;   // of a re-laid matrix (packed.inl): 16 rows; 0: rows in block layout
   bool wants_bf16 = false;  // Layout::TilesBf16
 };
 

@@ -29,19 +29,24 @@ constexpr int64_t kMinScratch = int64_t{1} << 20;
 constexpr int64_t kKeepScratch = int64_t{256} << 20;
 constexpr int64_t kHugePage = int64_t{2} << 20;
 
-// Large blocks ask for huge pages: rows of intermediate results are far apart, so that each would need a page of its own.
+// Large blocks ask for huge pages: rows of intermediate results are far apart, so that each would need a page of its
+// own.
 char* allocate(int64_t bytes) {
   const bool is_large = bytes >= 2 * kHugePage;
   const int64_t align = is_large ? kHugePage : 64;
   note_allocation();
-  char* p = static_cast<char*>(std::aligned_alloc(static_cast<size_t>(align), static_cast<size_t>((bytes + align - 1) / align * align)));
+  char* p = static_cast<char*>(
+      std::aligned_alloc(static_cast<size_t>(align), static_cast<size_t>((bytes + align - 1) / align * align)));
 #if defined(MADV_HUGEPAGE)
-  if (p != nullptr && is_large) static_cast<void>(madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE));  // a wish only
+  if (p != nullptr && is_large)
+    static_cast<void>(madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE));  // a wish only
 #endif
   return p;
 }
 
-constexpr uint64_t make_range(int64_t first, int64_t end) { return static_cast<uint64_t>(first) << 32 | static_cast<uint64_t>(end); }
+constexpr uint64_t make_range(int64_t first, int64_t end) {
+  return static_cast<uint64_t>(first) << 32 | static_cast<uint64_t>(end);
+}
 constexpr int64_t range_first(uint64_t range) { return static_cast<int64_t>(range >> 32); }
 constexpr int64_t range_end(uint64_t range) { return static_cast<int64_t>(range & 0xffffffffu); }
 constexpr int64_t kMaxTasks = int64_t{1} << 31;  // of one hand-over
@@ -59,7 +64,8 @@ constexpr unsigned kFloatMode = 0;
 #endif
 
 int64_t steady_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 template <class Done> bool spin_until(const Done& done) {
@@ -94,7 +100,8 @@ void WorkerPool::FreeDeleter::operator()(void* p) const { std::free(p); }
 namespace {
 
 // Calls share(thread, first, end) for every thread.
-template <class Share> void share_out(const int64_t* ends, int num_nodes, const std::vector<ThreadPlace>& places, const Share& share) {
+template <class Share>
+void share_out(const int64_t* ends, int num_nodes, const std::vector<ThreadPlace>& places, const Share& share) {
   // One range of tasks is for all threads, whatever their nodes.
   const auto belongs = [&](size_t thread, int node) { return num_nodes == 1 || places[thread].node == node; };
   int64_t first = 0;
@@ -103,14 +110,16 @@ template <class Share> void share_out(const int64_t* ends, int num_nodes, const 
     size_t last = thread;
     while (last < places.size() && belongs(last, node)) ++last;
     const auto count = static_cast<int64_t>(last - thread), tasks = ends[node] - first;
-    for (int64_t i = 0; i < count; ++i, ++thread) share(thread, first + tasks * i / count, first + tasks * (i + 1) / count);
+    for (int64_t i = 0; i < count; ++i, ++thread)
+      share(thread, first + tasks * i / count, first + tasks * (i + 1) / count);
     first = ends[node];
   }
 }
 
 }  // namespace
 
-std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends, const std::vector<ThreadPlace>& places) {
+std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends,
+                                                     const std::vector<ThreadPlace>& places) {
   std::vector<std::pair<int64_t, int64_t>> shares;
   share_out(ends.data(), static_cast<int>(ends.size()), places,
             [&](size_t, int64_t first, int64_t end) { shares.emplace_back(first, end); });
@@ -192,9 +201,7 @@ void WorkerPool::close() {
   closed_ = true;
   stop_.store(true);
   posted_.fetch_add(1);
-  {
-    const std::lock_guard<std::mutex> sleep_lock(sleep_->mutex);
-  }
+  { const std::lock_guard<std::mutex> sleep_lock(sleep_->mutex); }
   sleep_->wake.notify_all();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
@@ -203,7 +210,8 @@ void WorkerPool::close() {
 
 WorkerPool::Session::Session(WorkerPool& pool) : pool_(pool) {
   if (getpid() != pool.owner_pid_)
-    throw std::runtime_error("this WorkerPool was made before fork() and has no threads here: make a new one in the child");
+    throw std::runtime_error(
+        "this WorkerPool was made before fork() and has no threads here: make a new one in the child");
   lock_ = std::unique_lock<std::mutex>(pool.call_mutex_);
   if (pool.closed_) throw std::runtime_error("this WorkerPool is closed: make a new one");
   pool.block_ = 0;
@@ -252,8 +260,8 @@ bool WorkerPool::take(Slot& slot, int64_t& task) {
   return false;
 }
 
-// Takes the back half of the longest range of this node, or else of any, runs its first task, and leaves the rest in the slot of `thread`. The slot of
-// a thread without tasks is empty, and nobody else fills it.
+// Takes the back half of the longest range of this node, or else of any, runs its first task, and leaves the rest in
+// the slot of `thread`. The slot of a thread without tasks is empty, and nobody else fills it.
 bool WorkerPool::steal(int thread, int64_t& task) {
   const int node = places_[static_cast<size_t>(thread)].node;
   for (;;) {

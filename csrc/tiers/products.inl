@@ -1,5 +1,5 @@
-// What multiplies weights. Included by a tier file after its SIMD layer; all of it has internal linkage, so that no function
-// compiled with one tier's flags (see CMakeLists.txt) can stand in for another tier's.
+// What multiplies weights. Included by a tier file after its SIMD layer; all of it has internal linkage, so that no
+// function compiled with one tier's flags (see CMakeLists.txt) can stand in for another tier's.
 #include "kernels/math.inl"
 #include "kernels/quant.inl"
 #include "kernels/gemm.inl"

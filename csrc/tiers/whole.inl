@@ -11,9 +11,29 @@
 namespace {
 
 constexpr KernelTable whole_tier(const char* name) {
-  return {name, 0, quantize_row, tile, packed_tiles, pack_tile, pack_fp8_tile, dequantize_row, rms_norm_row,
-          softmax_row, rotate_row, add_row, activate, combine_row, attention_span, attention_merge, attention_finish,
-          block_maxima, token_weights, weight_sums, tokens_from, read_lines, multiply_registers};
+  return {name,
+          0,
+          quantize_row,
+          tile,
+          packed_tiles,
+          pack_tile,
+          pack_fp8_tile,
+          dequantize_row,
+          rms_norm_row,
+          softmax_row,
+          rotate_row,
+          add_row,
+          activate,
+          combine_row,
+          attention_span,
+          attention_merge,
+          attention_finish,
+          block_maxima,
+          token_weights,
+          weight_sums,
+          tokens_from,
+          read_lines,
+          multiply_registers};
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// A tier with tile registers for the products of many tokens with re-laid weights, and of bf16. Included by a tier file after
-// its SIMD layers.
+// A tier with tile registers for the products of many tokens with re-laid weights, and of bf16. Included by a tier file
+// after its SIMD layers.
 #include "tiers/products.inl"
 
 #include "kernels/amx.inl"
