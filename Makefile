@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 CSRC := $(shell find csrc -type f 2>/dev/null)
 SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(CSRC)
 
-.PHONY: chat serve test lint bench format clean help
+.PHONY: chat serve test lint bench format sanitize clean help
 
 help:
 	@echo "make chat    chat with the bundled model (installs everything into $(VENV) first:"
@@ -18,6 +18,7 @@ help:
 	@echo "make serve   serve the bundled model over HTTP"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, clang-format, mypy --strict, import layers"
+	@echo "make sanitize  the tests of the kernels with AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench   measure the native kernels on this machine"
 
 chat: $(VENV)/.installed
@@ -43,6 +44,10 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
+
+sanitize: $(VENV)/.installed-dev
+	tools/sanitize/run.sh $(BIN)/python address $(ARGS)
+	tools/sanitize/run.sh $(BIN)/python thread $(ARGS)
 
 # Everything an install prints goes to stderr, so that `make -s chat` leaves stdout to the answers.
 $(VENV)/.installed: $(SOURCES)

@@ -19,6 +19,9 @@
 #if defined(KT_X86)
 #include <immintrin.h>
 #endif
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace kt {
 namespace {
@@ -43,6 +46,17 @@ char* allocate(int64_t bytes) {
 #endif
   return p;
 }
+
+// Scratch memory that nobody has asked for, which AddressSanitizer is told of; there a gap follows each part.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int64_t kGap = 64;
+void forbid(void* p, int64_t bytes) { __asan_poison_memory_region(p, static_cast<size_t>(bytes)); }
+void allow(void* p, int64_t bytes) { __asan_unpoison_memory_region(p, static_cast<size_t>(bytes)); }
+#else
+constexpr int64_t kGap = 0;
+void forbid(void*, int64_t) {}
+void allow(void*, int64_t) {}
+#endif
 
 constexpr uint64_t make_range(int64_t first, int64_t end) {
   return static_cast<uint64_t>(first) << 32 | static_cast<uint64_t>(end);
@@ -216,6 +230,7 @@ WorkerPool::Session::Session(WorkerPool& pool) : pool_(pool) {
   if (pool.closed_) throw std::runtime_error("this WorkerPool is closed: make a new one");
   pool.block_ = 0;
   pool.used_ = 0;
+  for (const auto& block : pool.blocks_) forbid(block.first.get(), block.second);
   caller_mode_ = set_float_mode(kFloatMode);
 }
 
@@ -233,8 +248,8 @@ WorkerPool::Session::~Session() {
   }
 }
 
-void* WorkerPool::scratch(int64_t bytes) {
-  bytes = (bytes + 63) / 64 * 64;
+void* WorkerPool::scratch(int64_t wanted) {
+  const int64_t bytes = (wanted + 63) / 64 * 64 + kGap;
   while (block_ < blocks_.size() && used_ + bytes > blocks_[block_].second) {
     ++block_;
     used_ = 0;
@@ -244,9 +259,11 @@ void* WorkerPool::scratch(int64_t bytes) {
     char* p = allocate(size);
     if (p == nullptr) throw std::bad_alloc();
     blocks_.emplace_back(p, size);
+    forbid(p, size);
     used_ = 0;
   }
   void* result = blocks_[block_].first.get() + used_;
+  allow(result, wanted);
   used_ += bytes;
   return result;
 }
