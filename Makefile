@@ -7,16 +7,18 @@ export PYTHON TORCH TORCH_INDEX CONSTRAINTS
 # Test processes side by side; each may start threads and servers of its own.
 JOBS ?= 2
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(shell find csrc -type f 2>/dev/null)
+CSRC := $(shell find csrc -type f 2>/dev/null)
+SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(CSRC)
 
-.PHONY: chat serve test lint bench format clean help
+.PHONY: chat serve test lint bench format sanitize clean help
 
 help:
 	@echo "make chat    chat with the bundled model (installs everything into $(VENV) first:"
 	@echo "             5.6 GB with CUDA where there is an NVIDIA GPU, 1.2 GB without; TORCH=cpu or TORCH=cuda says which)"
 	@echo "make serve   serve the bundled model over HTTP"
 	@echo "make test    run the tests"
-	@echo "make lint    ruff, mypy --strict, import layers"
+	@echo "make lint    ruff, clang-format, mypy --strict, import layers"
+	@echo "make sanitize  the tests of the kernels with AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench   measure the native kernels on this machine"
 
 chat: $(VENV)/.installed
@@ -31,6 +33,7 @@ test: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -40,6 +43,11 @@ bench: $(VENV)/.installed
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
+
+sanitize: $(VENV)/.installed-dev
+	tools/sanitize/run.sh $(BIN)/python address $(ARGS)
+	tools/sanitize/run.sh $(BIN)/python thread $(ARGS)
 
 # Everything an install prints goes to stderr, so that `make -s chat` leaves stdout to the answers.
 $(VENV)/.installed: $(SOURCES)

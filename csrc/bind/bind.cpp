@@ -1,5 +1,5 @@
-// The Python face of the kernels: with bind_*.cpp the only code that knows Python. Pointers cross as integers; ktransformers/kernels/
-// native.py checks shapes, types and ranges, and keeps every tensor alive during a call.
+// The Python face of the kernels: bind/ is the only code that knows Python. Pointers cross as integers;
+// ktransformers/kernels/ checks shapes, types and ranges, and keeps every tensor alive during a call.
 #include "bind/bind.h"
 
 #include <nanobind/stl/array.h>
@@ -13,10 +13,16 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "bind/args.h"
+#include "ops/attention.h"
+#include "ops/limits.h"
+#include "ops/linear.h"
+#include "ops/rows.h"
+#include "ops/stream.h"
+#include "ops/transcode.h"
 #include "runtime/allocations.h"
 #include "runtime/pages.h"
-#include "runtime/stream.h"
-#include "ops/transcode.h"
+#include "tiers/isa.h"
 
 namespace nb = nanobind;
 
@@ -51,126 +57,154 @@ std::vector<kt::ThreadPlace> thread_places(const std::vector<Place>& places) {
 }
 
 void bind_pool(nb::module_& m) {
-  m.def("share_tasks",
-        [](const std::vector<int64_t>& ends, const std::vector<Place>& places) {
-          return kt::share_tasks(ends, thread_places(places));
-        },
-        nb::arg("ends"), nb::arg("places"));
+  m.def(
+      "share_tasks",
+      [](const std::vector<int64_t>& ends, const std::vector<Place>& places) {
+        return kt::share_tasks(ends, thread_places(places));
+      },
+      nb::arg("ends"), nb::arg("places"));
   nb::class_<kt::WorkerPool>(m, "WorkerPool")
-      .def("__init__",
-           [](kt::WorkerPool* self, const std::vector<Place>& places, const std::string& isa) {
-             new (self) kt::WorkerPool(thread_places(places), kt::tier_by_name(isa));
-           },
-           nb::arg("places"), nb::arg("isa"))
+      .def(
+          "__init__",
+          [](kt::WorkerPool* self, const std::vector<Place>& places, const std::string& isa) {
+            new (self) kt::WorkerPool(thread_places(places), kt::tier_by_name(isa));
+          },
+          nb::arg("places"), nb::arg("isa"))
       .def_prop_ro("num_nodes", &kt::WorkerPool::num_nodes)
       .def_prop_ro("num_bound", &kt::WorkerPool::num_bound)
       .def_prop_ro("num_jobs", &kt::WorkerPool::num_jobs)
-      .def_prop_ro("num_threads", &kt::WorkerPool::num_threads)
-      .def_prop_ro("isa", [](const kt::WorkerPool& self) { return std::string(self.kernels().name); })
       .def("close", &kt::WorkerPool::close, nb::call_guard<nb::gil_scoped_release>())
       // For tests: runs `count` tasks, of which number `failing` throws.
-      .def("_run_failing",
-           [](kt::WorkerPool& self, int64_t count, int64_t failing) {
-             kt::WorkerPool::Session session(self);
-             session.run(count, [failing](int64_t i) {
-               if (i == failing) throw std::runtime_error("task " + std::to_string(i) + " failed");
-             });
-           },
-           nb::arg("count"), nb::arg("failing"), nb::call_guard<nb::gil_scoped_release>());
+      .def(
+          "_run_failing",
+          [](kt::WorkerPool& self, int64_t count, int64_t failing) {
+            kt::WorkerPool::Session session(self);
+            session.run(count, [failing](int64_t i) {
+              if (i == failing) throw std::runtime_error("task " + std::to_string(i) + " failed");
+            });
+          },
+          nb::arg("count"), nb::arg("failing"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 void bind_linear(nb::module_& m) {
-  m.def("linear",
-        [](kt::WorkerPool& pool, Address x, int64_t tokens, Address weight, int type, int layout, int64_t rows, int64_t cols,
-           Address bias, Address out) {
-          kt::linear(pool, at<const float>(x), tokens, weight_at(weight, type, rows, cols, layout), at<const float>(bias), at<float>(out));
-        },
-        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("weight"), nb::arg("type"), nb::arg("layout"), nb::arg("rows"),
-        nb::arg("cols"), nb::arg("bias"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("packed_tile_bytes", [](int type, int64_t cols) { return kt::packed_tile_bytes(static_cast<kt::QType>(type), cols); },
-        nb::arg("type"), nb::arg("cols"));
-  m.def("pack",
-        [](kt::WorkerPool& pool, const std::vector<Address>& weights, int type, int64_t rows, int64_t cols, Address out) {
-          std::vector<const uint8_t*> pointers;
-          for (Address weight : weights) pointers.push_back(at<const uint8_t>(weight));
-          kt::pack(pool, weight_at(0, type, rows, cols), pointers.data(), static_cast<int64_t>(pointers.size()), at<uint8_t>(out));
-        },
-        nb::arg("pool"), nb::arg("weights"), nb::arg("type"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"),
-        nb::call_guard<nb::gil_scoped_release>());
-  m.def("pack_fp8",
-        [](kt::WorkerPool& pool, const std::vector<std::pair<Address, Address>>& weights, int64_t rows, int64_t cols, Address out) {
-          std::vector<kt::Fp8View> views;
-          for (const auto& weight : weights) views.push_back({at<const uint8_t>(weight.first), at<const float>(weight.second)});
-          kt::pack_fp8(pool, views.data(), static_cast<int64_t>(views.size()), rows, cols, at<uint8_t>(out));
-        },
-        nb::arg("pool"), nb::arg("weights"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("transcode",
-        [](int type, Address blocks, int64_t count, Address out) { kt::transcode(type, at<const uint8_t>(blocks), count, at<uint8_t>(out)); },
-        nb::arg("type"), nb::arg("blocks"), nb::arg("count"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("read_ahead", [](Address data, int64_t bytes) { kt::read_ahead(at<const uint8_t>(data), bytes); }, nb::arg("data"),
-        nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "linear",
+      [](kt::WorkerPool& pool, Address x, int64_t tokens, Address weight, int type, int layout, int64_t rows,
+         int64_t cols, Address bias, Address out) {
+        kt::linear(pool, at<const float>(x), tokens, weight_at(weight, type, rows, cols, layout), at<const float>(bias),
+                   at<float>(out));
+      },
+      nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("weight"), nb::arg("type"), nb::arg("layout"),
+      nb::arg("rows"), nb::arg("cols"), nb::arg("bias"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "packed_tile_bytes",
+      [](int type, int64_t cols) { return kt::packed_tile_bytes(static_cast<kt::QType>(type), cols); }, nb::arg("type"),
+      nb::arg("cols"));
+  m.def(
+      "pack",
+      [](kt::WorkerPool& pool, const std::vector<Address>& weights, int type, int64_t rows, int64_t cols, Address out) {
+        std::vector<const uint8_t*> pointers;
+        for (Address weight : weights) pointers.push_back(at<const uint8_t>(weight));
+        kt::pack(pool, weight_at(0, type, rows, cols), pointers.data(), static_cast<int64_t>(pointers.size()),
+                 at<uint8_t>(out));
+      },
+      nb::arg("pool"), nb::arg("weights"), nb::arg("type"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"),
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "pack_fp8",
+      [](kt::WorkerPool& pool, const std::vector<std::pair<Address, Address>>& weights, int64_t rows, int64_t cols,
+         Address out) {
+        std::vector<kt::Fp8View> views;
+        for (const auto& weight : weights)
+          views.push_back({at<const uint8_t>(weight.first), at<const float>(weight.second)});
+        kt::pack_fp8(pool, views.data(), static_cast<int64_t>(views.size()), rows, cols, at<uint8_t>(out));
+      },
+      nb::arg("pool"), nb::arg("weights"), nb::arg("rows"), nb::arg("cols"), nb::arg("out"),
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "transcode",
+      [](int type, Address blocks, int64_t count, Address out) {
+        kt::transcode(type, at<const uint8_t>(blocks), count, at<uint8_t>(out));
+      },
+      nb::arg("type"), nb::arg("blocks"), nb::arg("count"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "read_ahead", [](Address data, int64_t bytes) { kt::read_ahead(at<const uint8_t>(data), bytes); },
+      nb::arg("data"), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
   m.def("trim_heap", &kt::trim_heap, nb::call_guard<nb::gil_scoped_release>());
-  m.def("batched_linear",
-        [](kt::WorkerPool& pool, Address x, int64_t tokens, int64_t batch, Address weight, int type, int64_t rows, int64_t cols,
-           Address out) {
-          kt::batched_linear(pool, at<const float>(x), tokens, batch, weight_at(weight, type, batch * rows, cols), at<float>(out));
-        },
-        nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("batch"), nb::arg("weight"), nb::arg("type"), nb::arg("rows"),
-        nb::arg("cols"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("dequantize_rows",
-        [](kt::WorkerPool& pool, Address weight, int type, int64_t rows, int64_t cols, Address ids, int64_t count, Address out) {
-          for (int64_t i = 0; i < count; ++i)
-            if (at<const int64_t>(ids)[i] < 0 || at<const int64_t>(ids)[i] >= rows)
-              throw std::out_of_range("ids[" + std::to_string(i) + "] is " + std::to_string(at<const int64_t>(ids)[i]) +
-                                      ", but the weight has " + std::to_string(rows) + " rows");
-          kt::dequantize_rows(pool, weight_at(weight, type, rows, cols), at<const int64_t>(ids), count, at<float>(out));
-        },
-        nb::arg("pool"), nb::arg("weight"), nb::arg("type"), nb::arg("rows"), nb::arg("cols"), nb::arg("ids"), nb::arg("count"),
-        nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "batched_linear",
+      [](kt::WorkerPool& pool, Address x, int64_t tokens, int64_t batch, Address weight, int type, int64_t rows,
+         int64_t cols, Address out) {
+        kt::batched_linear(pool, at<const float>(x), tokens, batch, weight_at(weight, type, batch * rows, cols),
+                           at<float>(out));
+      },
+      nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("batch"), nb::arg("weight"), nb::arg("type"),
+      nb::arg("rows"), nb::arg("cols"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "dequantize_rows",
+      [](kt::WorkerPool& pool, Address weight, int type, int64_t rows, int64_t cols, Address ids, int64_t count,
+         Address out) {
+        for (int64_t i = 0; i < count; ++i)
+          if (at<const int64_t>(ids)[i] < 0 || at<const int64_t>(ids)[i] >= rows)
+            throw std::out_of_range("ids[" + std::to_string(i) + "] is " + std::to_string(at<const int64_t>(ids)[i]) +
+                                    ", but the weight has " + std::to_string(rows) + " rows");
+        kt::dequantize_rows(pool, weight_at(weight, type, rows, cols), at<const int64_t>(ids), count, at<float>(out));
+      },
+      nb::arg("pool"), nb::arg("weight"), nb::arg("type"), nb::arg("rows"), nb::arg("cols"), nb::arg("ids"),
+      nb::arg("count"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 void bind_rows(nb::module_& m) {
-  m.def("read_bandwidth",
-        [](kt::WorkerPool& pool, Address data, int64_t bytes, int repeats) {
-          return kt::read_bandwidth(pool, at<const uint8_t>(data), bytes, repeats);
-        },
-        nb::arg("pool"), nb::arg("data"), nb::arg("bytes"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "read_bandwidth",
+      [](kt::WorkerPool& pool, Address data, int64_t bytes, int repeats) {
+        return kt::read_bandwidth(pool, at<const uint8_t>(data), bytes, repeats);
+      },
+      nb::arg("pool"), nb::arg("data"), nb::arg("bytes"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
   m.def("int8_peak", &kt::int8_peak, nb::arg("pool"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
   m.def("bf16_peak", &kt::bf16_peak, nb::arg("pool"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("rms_norm",
-        [](kt::WorkerPool& pool, Address x, Address weight, int64_t rows, int64_t cols, float eps, Address out) {
-          kt::rms_norm(pool, at<const float>(x), at<const float>(weight), rows, cols, eps, at<float>(out));
-        },
-        nb::arg("pool"), nb::arg("x"), nb::arg("weight"), nb::arg("rows"), nb::arg("cols"), nb::arg("eps"), nb::arg("out"),
-        nb::call_guard<nb::gil_scoped_release>());
-  m.def("activate",
-        [](kt::WorkerPool& pool, int kind, float alpha, float limit, Address gate, Address up, int64_t count, Address out) {
-          kt::activate(pool, act_spec(kind, alpha, limit), at<const float>(gate), at<const float>(up), count, at<float>(out));
-        },
-        nb::arg("pool"), nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"), nb::arg("gate"), nb::arg("up"), nb::arg("count"),
-        nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "rms_norm",
+      [](kt::WorkerPool& pool, Address x, Address weight, int64_t rows, int64_t cols, float eps, Address out) {
+        kt::rms_norm(pool, at<const float>(x), at<const float>(weight), rows, cols, eps, at<float>(out));
+      },
+      nb::arg("pool"), nb::arg("x"), nb::arg("weight"), nb::arg("rows"), nb::arg("cols"), nb::arg("eps"),
+      nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "activate",
+      [](kt::WorkerPool& pool, int kind, float alpha, float limit, Address gate, Address up, int64_t count,
+         Address out) {
+        kt::activate(pool, act_spec(kind, alpha, limit), at<const float>(gate), at<const float>(up), count,
+                     at<float>(out));
+      },
+      nb::arg("pool"), nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"), nb::arg("gate"), nb::arg("up"),
+      nb::arg("count"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 void bind_moe(nb::module_& m) {
   nb::class_<kt::Moe>(m, "Moe")
-      .def("__init__",
-           [](kt::Moe* self, const ProjectionTuple& gate, const ProjectionTuple& up, const ProjectionTuple& down, int kind,
-              float alpha, float limit) {
-             new (self) kt::Moe(projection(gate), projection(up), projection(down), act_spec(kind, alpha, limit));
-           },
-           nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"))
-      .def("forward",
-           [](const kt::Moe& self, kt::WorkerPool& pool, Address x, int64_t tokens, Address ids, Address weights, int64_t top_k,
-              Address out) {
-             self.forward(pool, at<const float>(x), tokens, at<const int64_t>(ids), at<const float>(weights), top_k, at<float>(out));
-           },
-           nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("ids"), nb::arg("weights"), nb::arg("top_k"), nb::arg("out"),
-           nb::call_guard<nb::gil_scoped_release>());
+      .def(
+          "__init__",
+          [](kt::Moe* self, const ProjectionTuple& gate, const ProjectionTuple& up, const ProjectionTuple& down,
+             int kind, float alpha, float limit) {
+            new (self) kt::Moe(projection(gate), projection(up), projection(down), act_spec(kind, alpha, limit));
+          },
+          nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"))
+      .def(
+          "forward",
+          [](const kt::Moe& self, kt::WorkerPool& pool, Address x, int64_t tokens, Address ids, Address weights,
+             int64_t top_k, Address out) {
+            self.forward(pool, at<const float>(x), tokens, at<const int64_t>(ids), at<const float>(weights), top_k,
+                         at<float>(out));
+          },
+          nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("ids"), nb::arg("weights"), nb::arg("top_k"),
+          nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 // addresses: hidden, ids, weights, out, num_tokens, word or 0; sizes: tokens at most, experts per token, hidden size;
 // kinds: whether hidden is bf16, ids are int64, out is bf16.
-kt::StreamBuffers stream_buffers(const std::vector<Address>& addresses, const std::vector<int64_t>& sizes, const std::vector<bool>& kinds) {
+kt::StreamBuffers stream_buffers(const std::vector<Address>& addresses, const std::vector<int64_t>& sizes,
+                                 const std::vector<bool>& kinds) {
   if (addresses.size() != 6 || sizes.size() != 3 || kinds.size() != 3)
     throw std::invalid_argument("an ExpertStream wants 6 addresses, 3 sizes and 3 kinds");
   kt::StreamBuffers b;
@@ -191,14 +225,21 @@ kt::StreamBuffers stream_buffers(const std::vector<Address>& addresses, const st
 
 void bind_stream(nb::module_& m) {
   nb::class_<kt::ExpertStream>(m, "ExpertStream")
-      .def("__init__",
-           [](kt::ExpertStream* self, kt::WorkerPool& pool, const std::vector<Address>& addresses, const std::vector<int64_t>& sizes,
-              const std::vector<bool>& kinds) { new (self) kt::ExpertStream(pool, stream_buffers(addresses, sizes, kinds)); },
-           nb::arg("pool"), nb::arg("addresses"), nb::arg("sizes"), nb::arg("kinds"), nb::keep_alive<1, 2>())
+      .def(
+          "__init__",
+          [](kt::ExpertStream* self, kt::WorkerPool& pool, const std::vector<Address>& addresses,
+             const std::vector<int64_t>& sizes, const std::vector<bool>& kinds) {
+            new (self) kt::ExpertStream(pool, stream_buffers(addresses, sizes, kinds));
+          },
+          nb::arg("pool"), nb::arg("addresses"), nb::arg("sizes"), nb::arg("kinds"), nb::keep_alive<1, 2>())
       .def("add_layer", &kt::ExpertStream::add_layer, nb::arg("moe"), nb::keep_alive<1, 2>())
       .def("word_of", &kt::ExpertStream::word_of, nb::arg("layer"), nb::arg("rows"), nb::arg("is_padded"))
-      .def("call_of", [](kt::ExpertStream& self, uint32_t word) { return reinterpret_cast<Address>(self.call_of(word)); }, nb::arg("word"))
-      .def_prop_ro_static("submit_address", [](nb::handle) { return reinterpret_cast<Address>(&kt::ExpertStream::submit); })
+      .def(
+          "call_of",
+          [](kt::ExpertStream& self, uint32_t word) { return reinterpret_cast<Address>(self.call_of(word)); },
+          nb::arg("word"))
+      .def_prop_ro_static("submit_address",
+                          [](nb::handle) { return reinterpret_cast<Address>(&kt::ExpertStream::submit); })
       .def_prop_ro_static("wait_address", [](nb::handle) { return reinterpret_cast<Address>(&kt::ExpertStream::wait); })
       .def("expect", &kt::ExpertStream::expect, nb::arg("count"))
       .def("check", &kt::ExpertStream::check)
@@ -211,46 +252,47 @@ void bind_stream(nb::module_& m) {
       .def_prop_ro("busy_seconds", &kt::ExpertStream::busy_seconds);
 }
 
-// sizes: rows, heads, kv heads, dim_k, dim_v, slots of the cache; strides: q row, q head, k slot, k head, v slot, v head,
-// all in elements; table: rows, columns, stride of the block table, page size.
+// sizes: rows, heads, kv heads, dim_k, dim_v, slots of the cache; strides: q row, q head, k slot, k head, v slot, v
+// head, all in elements; table: rows, columns, stride of the block table, page size.
 void bind_attention(nb::module_& m) {
-  m.def("attention",
-        [](kt::WorkerPool& pool, Address q, Address k, Address v, Address out, const std::array<int64_t, 6>& sizes,
-           const std::array<int64_t, 6>& strides, Address block_table, const std::array<int64_t, 4>& table, Address seq_ids,
-           Address kv_lens, float scale, float softcap, int64_t window, Address sinks) {
-          kt::AttentionArgs a{};
-          a.q = at<const float>(q);
-          a.k = at<const float>(k);
-          a.v = at<const float>(v);
-          a.out = at<float>(out);
-          a.num_rows = sizes[0];
-          a.num_heads = static_cast<int>(sizes[1]);
-          a.num_kv_heads = static_cast<int>(sizes[2]);
-          a.dim_k = static_cast<int>(sizes[3]);
-          a.dim_v = static_cast<int>(sizes[4]);
-          a.q_row = strides[0];
-          a.q_head = strides[1];
-          a.k_slot = strides[2];
-          a.k_head = strides[3];
-          a.v_slot = strides[4];
-          a.v_head = strides[5];
-          a.block_table = at<const int32_t>(block_table);
-          a.num_slots = sizes[5];
-          a.num_seqs = table[0];
-          a.max_pages = table[1];
-          a.table_stride = table[2];
-          a.page_size = table[3];
-          a.seq_ids = at<const int32_t>(seq_ids);
-          a.kv_lens = at<const int32_t>(kv_lens);
-          a.scale = scale;
-          a.softcap = softcap;
-          a.window = window;
-          a.sinks = at<const float>(sinks);
-          kt::attention(pool, a);
-        },
-        nb::arg("pool"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"), nb::arg("sizes"), nb::arg("strides"),
-        nb::arg("block_table"), nb::arg("table"), nb::arg("seq_ids"), nb::arg("kv_lens"),
-        nb::arg("scale"), nb::arg("softcap"), nb::arg("window"), nb::arg("sinks"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "attention",
+      [](kt::WorkerPool& pool, Address q, Address k, Address v, Address out, const std::array<int64_t, 6>& sizes,
+         const std::array<int64_t, 6>& strides, Address block_table, const std::array<int64_t, 4>& table,
+         Address seq_ids, Address kv_lens, float scale, float softcap, int64_t window, Address sinks) {
+        kt::AttentionArgs a{};
+        a.q = at<const float>(q);
+        a.k = at<const float>(k);
+        a.v = at<const float>(v);
+        a.out = at<float>(out);
+        a.num_rows = sizes[0];
+        a.num_heads = static_cast<int>(sizes[1]);
+        a.num_kv_heads = static_cast<int>(sizes[2]);
+        a.dim_k = static_cast<int>(sizes[3]);
+        a.dim_v = static_cast<int>(sizes[4]);
+        a.q_row = strides[0];
+        a.q_head = strides[1];
+        a.k_slot = strides[2];
+        a.k_head = strides[3];
+        a.v_slot = strides[4];
+        a.v_head = strides[5];
+        a.block_table = at<const int32_t>(block_table);
+        a.num_slots = sizes[5];
+        a.num_seqs = table[0];
+        a.max_pages = table[1];
+        a.table_stride = table[2];
+        a.page_size = table[3];
+        a.seq_ids = at<const int32_t>(seq_ids);
+        a.kv_lens = at<const int32_t>(kv_lens);
+        a.scale = scale;
+        a.softcap = softcap;
+        a.window = window;
+        a.sinks = at<const float>(sinks);
+        kt::attention(pool, a);
+      },
+      nb::arg("pool"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"), nb::arg("sizes"), nb::arg("strides"),
+      nb::arg("block_table"), nb::arg("table"), nb::arg("seq_ids"), nb::arg("kv_lens"), nb::arg("scale"),
+      nb::arg("softcap"), nb::arg("window"), nb::arg("sinks"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace
@@ -269,7 +311,8 @@ NB_MODULE(_native, m) {
   m.def("quant_types", [] {
     nb::dict types;
     for (const kt::QTypeInfo& info : kt::qtype_infos())
-      if (info.type != kt::QType::FP8_BLOCK) types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
+      if (info.type != kt::QType::F8_E4M3)
+        types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
     return types;
   });
   m.def("activation_kinds", [] {
@@ -291,9 +334,10 @@ NB_MODULE(_native, m) {
     return layouts;
   });
   m.attr("MANY_TOKENS") = kt::kManyTokens;
-  m.attr("MANY_PAIRS") = kt::kManyPairs;
   m.attr("BF16_COLS") = kt::kBf16Cols;
-  m.attr("FP8_BLOCK") = static_cast<int>(kt::QType::FP8_BLOCK);
+  m.attr("F8_E4M3") = static_cast<int>(kt::QType::F8_E4M3);
+  m.attr("FP8_BLOCK") = kt::kFp8Block;
+  m.attr("TILE_ROWS") = kt::kTileRows;
   m.attr("MAX_THREADS") = kt::kMaxThreads;
   m.def("num_allocations", &kt::num_allocations);
   bind_pool(m);

@@ -1,34 +1,6 @@
-// What the files that know Python share.
+// The parts of the module.
 #pragma once
 #include <nanobind/nanobind.h>
-
-#include <stdexcept>
-#include <string>
-
-#include "ops/ops.h"
-
-namespace kt {
-
-using Address = uintptr_t;
-
-template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
-
-inline Layout layout_of(int layout) {
-  if (layout < 0 || layout > static_cast<int>(Layout::TilesBf16)) throw std::invalid_argument("unknown layout " + std::to_string(layout));
-  return static_cast<Layout>(layout);
-}
-
-inline WeightView weight_at(Address data, int type, int64_t rows, int64_t cols, int layout = 0) {
-  return make_view(static_cast<QType>(type), at<const uint8_t>(data), rows, cols, layout_of(layout));
-}
-
-inline ActSpec act_spec(int kind, float alpha, float limit) {
-  if (kind < 0 || kind > static_cast<int>(ActKind::SwigluOai))
-    throw std::invalid_argument("unknown activation kind " + std::to_string(kind));
-  return {static_cast<ActKind>(kind), alpha, limit};
-}
-
-}  // namespace kt
 
 void bind_layer(nanobind::module_& m);     // layer.cpp
 void bind_sampling(nanobind::module_& m);  // sampling.cpp

@@ -7,6 +7,7 @@
 
 #include <tuple>
 
+#include "bind/args.h"
 #include "ops/layer.h"
 
 namespace nb = nanobind;
@@ -28,89 +29,120 @@ kt::WeightView weight_of(const WeightTuple& t) {
 }
 kt::NormSpec norm_of(const NormTuple& t) { return {at<const float>(std::get<0>(t)), std::get<1>(t)}; }
 kt::RouterSpec router_of(const RouterTuple& t) {
-  return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t), std::get<4>(t), std::get<5>(t), std::get<6>(t)};
+  return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t),
+          std::get<4>(t), std::get<5>(t), std::get<6>(t)};
 }
 
 }  // namespace
 
 void bind_layer(nb::module_& m) {
   nb::class_<kt::LayerBuffers>(m, "LayerBuffers").def(nb::init<>());
-  m.def("route",
-        [](kt::WorkerPool& pool, const RouterTuple& spec, Address logits, Address bias, int64_t tokens, int64_t experts, Address ids,
-           Address weights) {
-          kt::route(pool, router_of(spec), at<const float>(logits), at<const float>(bias), tokens, experts, at<int64_t>(ids), at<float>(weights));
-        },
-        nb::arg("pool"), nb::arg("spec"), nb::arg("logits"), nb::arg("bias"), nb::arg("tokens"), nb::arg("experts"), nb::arg("ids"),
-        nb::arg("weights"), nb::call_guard<nb::gil_scoped_release>());
-  // norms: input, query, key; weights: q, k, v, o, and their biases; sizes: heads, KV heads, head dim, rotary dims, window
+  m.def(
+      "route",
+      [](kt::WorkerPool& pool, const RouterTuple& spec, Address logits, Address bias, int64_t tokens, int64_t experts,
+         Address ids, Address weights) {
+        kt::route(pool, router_of(spec), at<const float>(logits), at<const float>(bias), tokens, experts,
+                  at<int64_t>(ids), at<float>(weights));
+      },
+      nb::arg("pool"), nb::arg("spec"), nb::arg("logits"), nb::arg("bias"), nb::arg("tokens"), nb::arg("experts"),
+      nb::arg("ids"), nb::arg("weights"), nb::call_guard<nb::gil_scoped_release>());
+  // norms: input, query, key; weights: q, k, v, o, and their biases; sizes: heads, KV heads, head dim, rotary dims,
+  // window
   nb::class_<kt::AttentionBlock>(m, "AttentionBlock")
-      .def("__init__",
-           [](kt::AttentionBlock* self, const std::vector<NormTuple>& norms, const std::vector<WeightTuple>& weights,
-              const std::vector<Address>& biases, const std::vector<int64_t>& sizes, float scale) {
-             if (norms.size() != 3 || weights.size() != 4 || biases.size() != 4 || sizes.size() != 5)
-               throw std::invalid_argument("AttentionBlock wants 3 norms, 4 weights, 4 biases and 5 sizes");
-             new (self) kt::AttentionBlock{norm_of(norms[0]), norm_of(norms[1]), norm_of(norms[2]), weight_of(weights[0]),
-                                           weight_of(weights[1]), weight_of(weights[2]), weight_of(weights[3]),
-                                           at<const float>(biases[0]), at<const float>(biases[1]), at<const float>(biases[2]),
-                                           at<const float>(biases[3]), sizes[0], sizes[1], sizes[2], sizes[3], scale, sizes[4]};
-           },
-           nb::arg("norms"), nb::arg("weights"), nb::arg("biases"), nb::arg("sizes"), nb::arg("scale"))
+      .def(
+          "__init__",
+          [](kt::AttentionBlock* self, const std::vector<NormTuple>& norms, const std::vector<WeightTuple>& weights,
+             const std::vector<Address>& biases, const std::vector<int64_t>& sizes, float scale) {
+            if (norms.size() != 3 || weights.size() != 4 || biases.size() != 4 || sizes.size() != 5)
+              throw std::invalid_argument("AttentionBlock wants 3 norms, 4 weights, 4 biases and 5 sizes");
+            new (self) kt::AttentionBlock{norm_of(norms[0]),
+                                          norm_of(norms[1]),
+                                          norm_of(norms[2]),
+                                          weight_of(weights[0]),
+                                          weight_of(weights[1]),
+                                          weight_of(weights[2]),
+                                          weight_of(weights[3]),
+                                          at<const float>(biases[0]),
+                                          at<const float>(biases[1]),
+                                          at<const float>(biases[2]),
+                                          at<const float>(biases[3]),
+                                          sizes[0],
+                                          sizes[1],
+                                          sizes[2],
+                                          sizes[3],
+                                          scale,
+                                          sizes[4]};
+          },
+          nb::arg("norms"), nb::arg("weights"), nb::arg("biases"), nb::arg("sizes"), nb::arg("scale"))
       // sizes: rows, rows and columns and stride of the block table, page size, slots
-      .def("forward",
-           [](const kt::AttentionBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, Address x, Address cos, Address sin,
-              Address keys, Address values, Address slots, Address block_table, Address seq_ids, Address kv_lens,
-              const std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>& sizes) {
-             kt::AttentionStep step{};
-             step.rows = std::get<0>(sizes);
-             step.cos = at<const float>(cos);
-             step.sin = at<const float>(sin);
-             step.keys = at<float>(keys);
-             step.values = at<float>(values);
-             step.slots = at<const int64_t>(slots);
-             step.block_table = at<const int32_t>(block_table);
-             step.num_seqs = std::get<1>(sizes);
-             step.max_pages = std::get<2>(sizes);
-             step.table_stride = std::get<3>(sizes);
-             step.page_size = std::get<4>(sizes);
-             step.num_slots = std::get<5>(sizes);
-             step.seq_ids = at<const int32_t>(seq_ids);
-             step.kv_lens = at<const int32_t>(kv_lens);
-             kt::attention_block(pool, self, step, at<float>(x), buffers);
-           },
-           nb::arg("pool"), nb::arg("buffers"), nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("keys"), nb::arg("values"),
-           nb::arg("slots"), nb::arg("block_table"), nb::arg("seq_ids"), nb::arg("kv_lens"), nb::arg("sizes"),
-           nb::call_guard<nb::gil_scoped_release>());
+      .def(
+          "forward",
+          [](const kt::AttentionBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, Address x, Address cos,
+             Address sin, Address keys, Address values, Address slots, Address block_table, Address seq_ids,
+             Address kv_lens, const std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>& sizes) {
+            kt::AttentionStep step{};
+            step.rows = std::get<0>(sizes);
+            step.cos = at<const float>(cos);
+            step.sin = at<const float>(sin);
+            step.keys = at<float>(keys);
+            step.values = at<float>(values);
+            step.slots = at<const int64_t>(slots);
+            step.block_table = at<const int32_t>(block_table);
+            step.num_seqs = std::get<1>(sizes);
+            step.max_pages = std::get<2>(sizes);
+            step.table_stride = std::get<3>(sizes);
+            step.page_size = std::get<4>(sizes);
+            step.num_slots = std::get<5>(sizes);
+            step.seq_ids = at<const int32_t>(seq_ids);
+            step.kv_lens = at<const int32_t>(kv_lens);
+            kt::attention_block(pool, self, step, at<float>(x), buffers);
+          },
+          nb::arg("pool"), nb::arg("buffers"), nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("keys"),
+          nb::arg("values"), nb::arg("slots"), nb::arg("block_table"), nb::arg("seq_ids"), nb::arg("kv_lens"),
+          nb::arg("sizes"), nb::call_guard<nb::gil_scoped_release>());
   // shared: gate, up, down of the shared experts, or none; then what they are scored by, or none
   nb::class_<kt::MoeBlock>(m, "MoeBlock")
-      .def("__init__",
-           [](kt::MoeBlock* self, const NormTuple& norm, const WeightTuple& router, Address bias, const RouterTuple& spec,
-              const kt::Moe& experts, const std::vector<WeightTuple>& shared, int kind, float alpha, float limit) {
-             if (!shared.empty() && shared.size() != 3 && shared.size() != 4)
-               throw std::invalid_argument("shared experts have 3 weights, or 4 with a score");
-             kt::MoeBlock block{norm_of(norm), weight_of(router), at<const float>(bias), router_of(spec), &experts, {}};
-             if (!shared.empty())
-               block.shared = {true, weight_of(shared[0]), weight_of(shared[1]), weight_of(shared[2]), kt::act_spec(kind, alpha, limit),
-                               shared.size() == 4, {}};
-             if (shared.size() == 4) block.shared.score = weight_of(shared[3]);
-             new (self) kt::MoeBlock(block);
-           },
-           nb::arg("norm"), nb::arg("router"), nb::arg("bias"), nb::arg("spec"), nb::arg("experts"), nb::arg("shared"), nb::arg("kind"),
-           nb::arg("alpha"), nb::arg("limit"), nb::keep_alive<1, 6>())
-      .def("forward",
-           [](const kt::MoeBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, int64_t rows, Address x, Address ids) {
-             kt::moe_block(pool, self, rows, at<float>(x), at<int64_t>(ids), buffers);
-           },
-           nb::arg("pool"), nb::arg("buffers"), nb::arg("rows"), nb::arg("x"), nb::arg("ids"), nb::call_guard<nb::gil_scoped_release>());
+      .def(
+          "__init__",
+          [](kt::MoeBlock* self, const NormTuple& norm, const WeightTuple& router, Address bias,
+             const RouterTuple& spec, const kt::Moe& experts, const std::vector<WeightTuple>& shared, int kind,
+             float alpha, float limit) {
+            if (!shared.empty() && shared.size() != 3 && shared.size() != 4)
+              throw std::invalid_argument("shared experts have 3 weights, or 4 with a score");
+            kt::MoeBlock block{norm_of(norm), weight_of(router), at<const float>(bias), router_of(spec), &experts, {}};
+            if (!shared.empty())
+              block.shared = {true,
+                              weight_of(shared[0]),
+                              weight_of(shared[1]),
+                              weight_of(shared[2]),
+                              kt::act_spec(kind, alpha, limit),
+                              shared.size() == 4,
+                              {}};
+            if (shared.size() == 4) block.shared.score = weight_of(shared[3]);
+            new (self) kt::MoeBlock(block);
+          },
+          nb::arg("norm"), nb::arg("router"), nb::arg("bias"), nb::arg("spec"), nb::arg("experts"), nb::arg("shared"),
+          nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"), nb::keep_alive<1, 6>())
+      .def(
+          "forward",
+          [](const kt::MoeBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, int64_t rows, Address x,
+             Address ids) { kt::moe_block(pool, self, rows, at<float>(x), at<int64_t>(ids), buffers); },
+          nb::arg("pool"), nb::arg("buffers"), nb::arg("rows"), nb::arg("x"), nb::arg("ids"),
+          nb::call_guard<nb::gil_scoped_release>());
   nb::class_<kt::MlpBlock>(m, "MlpBlock")
-      .def("__init__",
-           [](kt::MlpBlock* self, const NormTuple& norm, const WeightTuple& gate, const WeightTuple& up, const WeightTuple& down, int kind,
-              float alpha, float limit) {
-             new (self) kt::MlpBlock{norm_of(norm), weight_of(gate), weight_of(up), weight_of(down), kt::act_spec(kind, alpha, limit)};
-           },
-           nb::arg("norm"), nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"))
-      .def("forward",
-           [](const kt::MlpBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, int64_t rows, Address x) {
-             kt::mlp_block(pool, self, rows, at<float>(x), buffers);
-           },
-           nb::arg("pool"), nb::arg("buffers"), nb::arg("rows"), nb::arg("x"), nb::call_guard<nb::gil_scoped_release>());
+      .def(
+          "__init__",
+          [](kt::MlpBlock* self, const NormTuple& norm, const WeightTuple& gate, const WeightTuple& up,
+             const WeightTuple& down, int kind, float alpha, float limit) {
+            new (self) kt::MlpBlock{norm_of(norm), weight_of(gate), weight_of(up), weight_of(down),
+                                    kt::act_spec(kind, alpha, limit)};
+          },
+          nb::arg("norm"), nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("kind"), nb::arg("alpha"),
+          nb::arg("limit"))
+      .def(
+          "forward",
+          [](const kt::MlpBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, int64_t rows, Address x) {
+            kt::mlp_block(pool, self, rows, at<float>(x), buffers);
+          },
+          nb::arg("pool"), nb::arg("buffers"), nb::arg("rows"), nb::arg("x"), nb::call_guard<nb::gil_scoped_release>());
 }

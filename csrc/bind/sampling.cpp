@@ -7,6 +7,7 @@
 
 #include <array>
 
+#include "bind/args.h"
 #include "ops/sampling.h"
 
 namespace nb = nanobind;
@@ -15,46 +16,53 @@ using kt::Address;
 using kt::at;
 
 void bind_sampling(nb::module_& m) {
-  m.def("philox4x32",
-        [](std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
-          uint32_t words[4] = {counter[0], counter[1], counter[2], counter[3]}, keys[2] = {key[0], key[1]};
-          kt::philox4x32(words, keys);
-          return std::array<uint32_t, 4>{words[0], words[1], words[2], words[3]};
-        },
-        nb::arg("counter"), nb::arg("key"));
+  m.def(
+      "philox4x32",
+      [](std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
+        uint32_t words[4] = {counter[0], counter[1], counter[2], counter[3]}, keys[2] = {key[0], key[1]};
+        kt::philox4x32(words, keys);
+        return std::array<uint32_t, 4>{words[0], words[1], words[2], words[3]};
+      },
+      nb::arg("counter"), nb::arg("key"));
   m.def("uniform_at", &kt::uniform_at, nb::arg("seed"), nb::arg("position"));
-  // Of each row: the addresses of its raw and its adjusted logits, then temperature, top_p, min_p and the uniform number.
-  m.def("sample_rows",
-        [](kt::WorkerPool& pool, const std::vector<std::array<Address, 2>>& logits, const std::vector<std::array<double, 4>>& settings,
-           const std::vector<int64_t>& top_k, int64_t vocab) {
-          if (logits.size() != settings.size() || logits.size() != top_k.size()) throw std::invalid_argument("rows and settings differ in number");
-          std::vector<kt::SampleRow> rows;
-          for (size_t i = 0; i < logits.size(); ++i) {
-            const auto& [temperature, top_p, min_p, uniform] = settings[i];
-            rows.push_back({at<const float>(logits[i][0]), at<const float>(logits[i][1]), temperature, top_p, min_p, uniform, top_k[i]});
-          }
-          std::vector<kt::SamplePick> picks;
-          {
-            const nb::gil_scoped_release released;
-            picks = kt::sample_rows(pool, rows, vocab);
-          }
-          std::vector<std::pair<int64_t, int64_t>> out;
-          for (const kt::SamplePick& pick : picks) out.emplace_back(pick.token, pick.bad);
-          return out;
-        },
-        nb::arg("pool"), nb::arg("logits"), nb::arg("settings"), nb::arg("top_k"), nb::arg("vocab"));
-  m.def("token_logprobs",
-        [](kt::WorkerPool& pool, Address logits, int64_t rows, int64_t vocab, Address ids, int64_t count, Address out, Address top_ids,
-           Address top) {
-          kt::token_logprobs(pool, at<const float>(logits), rows, vocab, at<const int64_t>(ids), count, at<float>(out), at<int64_t>(top_ids),
-                             at<float>(top));
-        },
-        nb::arg("pool"), nb::arg("logits"), nb::arg("rows"), nb::arg("vocab"), nb::arg("ids"), nb::arg("count"), nb::arg("out"),
-        nb::arg("top_ids"), nb::arg("top"), nb::call_guard<nb::gil_scoped_release>());
+  // Of each row: the addresses of its raw and its adjusted logits, then temperature, top_p, min_p and the uniform
+  // number.
+  m.def(
+      "sample_rows",
+      [](kt::WorkerPool& pool, const std::vector<std::array<Address, 2>>& logits,
+         const std::vector<std::array<double, 4>>& settings, const std::vector<int64_t>& top_k, int64_t vocab) {
+        if (logits.size() != settings.size() || logits.size() != top_k.size())
+          throw std::invalid_argument("rows and settings differ in number");
+        std::vector<kt::SampleRow> rows;
+        for (size_t i = 0; i < logits.size(); ++i) {
+          const auto& [temperature, top_p, min_p, uniform] = settings[i];
+          rows.push_back({at<const float>(logits[i][0]), at<const float>(logits[i][1]), temperature, top_p, min_p,
+                          uniform, top_k[i]});
+        }
+        std::vector<kt::SamplePick> picks;
+        {
+          const nb::gil_scoped_release released;
+          picks = kt::sample_rows(pool, rows, vocab);
+        }
+        std::vector<std::pair<int64_t, int64_t>> out;
+        for (const kt::SamplePick& pick : picks) out.emplace_back(pick.token, pick.bad);
+        return out;
+      },
+      nb::arg("pool"), nb::arg("logits"), nb::arg("settings"), nb::arg("top_k"), nb::arg("vocab"));
+  m.def(
+      "token_logprobs",
+      [](kt::WorkerPool& pool, Address logits, int64_t rows, int64_t vocab, Address ids, int64_t count, Address out,
+         Address top_ids, Address top) {
+        kt::token_logprobs(pool, at<const float>(logits), rows, vocab, at<const int64_t>(ids), count, at<float>(out),
+                           at<int64_t>(top_ids), at<float>(top));
+      },
+      nb::arg("pool"), nb::arg("logits"), nb::arg("rows"), nb::arg("vocab"), nb::arg("ids"), nb::arg("count"),
+      nb::arg("out"), nb::arg("top_ids"), nb::arg("top"), nb::call_guard<nb::gil_scoped_release>());
   // For tests.
-  m.def("_row_weights",
-        [](kt::WorkerPool& pool, Address logits, int64_t vocab, double temperature, Address out) {
-          kt::row_weights(pool, at<const float>(logits), vocab, temperature, at<double>(out));
-        },
-        nb::arg("pool"), nb::arg("logits"), nb::arg("vocab"), nb::arg("temperature"), nb::arg("out"));
+  m.def(
+      "_row_weights",
+      [](kt::WorkerPool& pool, Address logits, int64_t vocab, double temperature, Address out) {
+        kt::row_weights(pool, at<const float>(logits), vocab, temperature, at<double>(out));
+      },
+      nb::arg("pool"), nb::arg("logits"), nb::arg("vocab"), nb::arg("temperature"), nb::arg("out"));
 }

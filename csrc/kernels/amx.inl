@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int kTileTokens = 16;    // rows of a tile
+constexpr int kTileTokens = 16;     // rows of a tile
 constexpr int kMinTileTokens = 10;  // fewer are faster without tiles
 
 // Tokens in tiles of equal height: 17 are 9 + 8, for a tile costs what its height is.
@@ -40,9 +40,7 @@ struct TileScales {
 };
 
 // Two tiles of sums, low and high, or of two blocks.
-struct TileSums {
-  alignas(64) int32_t v[2][kTileTokens * 16];
-};
+struct TileSums { alignas(64) int32_t v[2][kTileTokens * 16]; };
 
 // Registers 0 and 1, or 2 and 3, to memory.
 inline void store_sums(int set, TileSums& sums) {
@@ -66,10 +64,11 @@ struct TileItem {
   }
 };
 
-// Products of one item after the other, in three stages, so that neither the units for tiles nor those for vectors wait:
-// item n is multiplied, the sums of item n - 1 are stored, those of item n - 2 are added to the accumulators. All of it
-// goes in four steps, turn by turn, for the processor looks ahead no further than that.
-template <class Multiply, class Add> inline void pipeline(int weights, int token_tiles, const Multiply& multiply, const Add& add) {
+// Products of one item after the other, in three stages, so that neither the units for tiles nor those for vectors
+// wait: item n is multiplied, the sums of item n - 1 are stored, those of item n - 2 are added to the accumulators. All
+// of it goes in four steps, turn by turn, for the processor looks ahead no further than that.
+template <class Multiply, class Add>
+inline void pipeline(int weights, int token_tiles, const Multiply& multiply, const Add& add) {
   TileSums sums[2];
   TileItem item, adding;
   const int items = weights * token_tiles;
@@ -94,8 +93,8 @@ struct TokenRange {
   }
 };
 
-// Asks for the weights that come next, some lines in every step: a core has few requests for memory under way at a time,
-// and would wait for them if all were made at once.
+// Asks for the weights that come next, some lines in every step: a core has few requests for memory under way at a
+// time, and would wait for them if all were made at once.
 struct NextLines {
   const uint8_t *at, *end;
   int64_t per_step;
@@ -146,7 +145,8 @@ template <class P> inline void split_step(wb w, const PlaneScale<P>& scale, Tile
 
 // Steps 16 g + I and 16 g + 8 + I and the following ones of the same sub-blocks, see packed_group.
 template <class P, int I, int N>
-inline void split_lines(const uint8_t* p, int g, const PlaneScale<P>& first, const PlaneScale<P>& second, TilePlanes& planes) {
+inline void split_lines(const uint8_t* p, int g, const PlaneScale<P>& first, const PlaneScale<P>& second,
+                        TilePlanes& planes) {
   if constexpr (I < N) {
     const wb line = load_wb(p + P::lines + 64 * (8 * g + I));
     const wb low = P::template low<I>(p, g, line), high = P::template high<I>(p, g, line);
@@ -167,7 +167,8 @@ template <class P> inline void split_group(const uint8_t* p, int g, TilePlanes& 
   }
 }
 
-template <class P> inline void split_planes(const uint8_t* packed, const uint8_t* p, int64_t b, TilePlanes& planes, TileScales& scales) {
+template <class P>
+inline void split_planes(const uint8_t* packed, const uint8_t* p, int64_t b, TilePlanes& planes, TileScales& scales) {
   for (int g = 0; g < 4; ++g) split_group<P>(p, g, planes);
   store(scales.d, P::F::has_min ? load_f16(p) : block_d(packed, b));
   if constexpr (P::F::has_min) {
@@ -204,7 +205,8 @@ template <class P> inline void multiply_planes(int set, const TilePlanes& planes
 
 // Adds one super-block to the accumulators of tokens first .. end - 1, whose sums begin at row `at`.
 template <class P>
-inline void add_planes(const TileScales& scales, const TokenPiece& rows, int first, int end, int at, const TileSums& sums, float* acc) {
+inline void add_planes(const TileScales& scales, const TokenPiece& rows, int first, int end, int at,
+                       const TileSums& sums, float* acc) {
   using F = typename P::F;
   const vf d = load(scales.d), dmin = F::has_min ? load(scales.dmin) : zero();
   vi m[4];
@@ -231,7 +233,8 @@ inline void add_planes(const TileScales& scales, const TokenPiece& rows, int fir
 }
 
 // Super-block b of `count` tiles of weights of one type.
-template <class P> void amx256_block(const TileArgs* a, int count, const TokenPiece& rows, const TokenTiles& tiles, int64_t b) {
+template <class P>
+void amx256_block(const TileArgs* a, int count, const TokenPiece& rows, const TokenTiles& tiles, int64_t b) {
   const int64_t blocks = a->k / 256, head = P::F::has_min ? 0 : head_bytes(blocks), at = head + b * P::bytes;
   TilePlanes planes[2];
   TileScales scales[4];  // an item's are read two items later
@@ -242,15 +245,17 @@ template <class P> void amx256_block(const TileArgs* a, int count, const TokenPi
       const uint8_t* block = a[i].packed + at;
       split_planes<P>(a[i].packed, block, b, planes[i & 1], scales[i & 3]);
       tiles_see_memory();
-      next = b + 1 < blocks ? NextLines(block + P::bytes, P::bytes, 4 * tiles.count)
-                            : NextLines(following_tile(a, count, i, head + blocks * P::bytes), head + P::bytes, 4 * tiles.count);
+      next = b + 1 < blocks
+                 ? NextLines(block + P::bytes, P::bytes, 4 * tiles.count)
+                 : NextLines(following_tile(a, count, i, head + blocks * P::bytes), head + P::bytes, 4 * tiles.count);
     }
     multiply_planes<P>(set, planes[i & 1], rows.q + item.token * tiles.height, step);
     next.fetch();
   };
   const auto add = [&](TileItem item, const TileSums& sums, int step) {
     const TokenRange tokens(tiles, item.token, step, a->num_tokens);
-    add_planes<P>(scales[item.weight & 3], rows, tokens.first, tokens.end, tokens.first - item.token * tiles.height, sums, a[item.weight].acc);
+    add_planes<P>(scales[item.weight & 3], rows, tokens.first, tokens.end, tokens.first - item.token * tiles.height,
+                  sums, a[item.weight].acc);
   };
   pipeline(count, tiles.count, multiply, add);
 }
@@ -295,8 +300,8 @@ template <bool SIGNED> inline void multiply_blocks(int set, const uint8_t* w0, c
 
 // Adds blocks j and, if has_second, j + 1 of the piece.
 template <class P>
-inline void add_blocks(vf d0, vf d1, bool has_second, const TokenPiece& rows, int j, TokenRange tokens, const TileSums& sums, int at,
-                       float* acc) {
+inline void add_blocks(vf d0, vf d1, bool has_second, const TokenPiece& rows, int j, TokenRange tokens,
+                       const TileSums& sums, int at, float* acc) {
   const int32_t *sum0 = sums.v[0] + 16 * at, *sum1 = sums.v[1] + 16 * at;
   for (int t = tokens.first; t < tokens.end; ++t, sum0 += 16, sum1 += 16) {
     vf total = load(acc + 16 * t);
@@ -322,7 +327,8 @@ void amx32_blocks(const TileArgs& a, const TokenPiece& rows, const TokenTiles& t
   NextLines next(p + count * P::bytes, 8 * P::bytes, (count + 1) / 2 * tiles.count * 4);
   const auto multiply = [&](TileItem item, int set, int step) {
     const int j = 2 * item.weight, second = j + 1 < count ? j + 1 : j;
-    if (step == 0) multiply_blocks<P::is_tile_signed>(set, lines[j], lines[second], rows.q[item.token * tiles.height] + 32 * j);
+    if (step == 0)
+      multiply_blocks<P::is_tile_signed>(set, lines[j], lines[second], rows.q[item.token * tiles.height] + 32 * j);
     next.fetch();
   };
   const auto add = [&](TileItem item, const TileSums& sums, int step) {

@@ -3,8 +3,8 @@
 // What one query sees, whatever else is in the call (positions are absolute, ranges are those of the query alone):
 //   for every span of 512 positions that it reaches, ascending:  m = -inf, l = 0, o = 0, then
 //     for every tile of 64 positions that it reaches, ascending:
-//       s[j] = scale * (q . k[j]), for every chunk of 128 dimensions: c = 0; for d ascending: c = fma(k[j][d], q[d], c);
-//              sum = sum + c
+//       s[j] = scale * (q . k[j]), for every chunk of 128 dimensions: c = 0;
+//              for d ascending: c = fma(k[j][d], q[d], c); sum = sum + c
 //       s[j] = softcap * tanh(s[j] / softcap) if asked
 //       m' = max(m, max_j s[j]);  a = exp(m - m');  p[j] = exp(s[j] - m')
 //       l = l * a + tree_sum(p);  o = o * a;  for j ascending: o = fma(p[j], v[j], o)
@@ -46,7 +46,8 @@ inline QueryRange visible(const AttentionArgs& a, int64_t row, int64_t begin, in
 }
 
 // Finds K and V rows of positions [lo, hi) of the tile at `tile`; the others repeat one of them, to be masked later.
-inline void find_rows(const AttentionArgs& a, const AttentionSpan& span, int64_t tile, int64_t lo, int64_t hi, SpanState& st) {
+inline void find_rows(const AttentionArgs& a, const AttentionSpan& span, int64_t tile, int64_t lo, int64_t hi,
+                      SpanState& st) {
   const int32_t* table = a.block_table + a.seq_ids[span.first_row] * a.table_stride;
   for (int64_t p = lo; p < hi; ++p) {
     const int64_t slot = static_cast<int64_t>(table[p / a.page_size]) * a.page_size + p % a.page_size;
@@ -91,7 +92,8 @@ template <int C> inline void key_kernel(const float* w, const float* const* q, i
   for (int c = 0; c < C; ++c) store(scores + c * 16, add(load(scores + c * 16), s[c]));
 }
 
-template <int C> void score_queries(const SpanState& st, const KeyStage& stage, int first, int cols, float* scores, int i) {
+template <int C>
+void score_queries(const SpanState& st, const KeyStage& stage, int first, int cols, float* scores, int i) {
   for (; i + C <= st.count; i += C) {
     const float* x[C];
     for (int c = 0; c < C; ++c) x[c] = st.q[i + c] + first;
@@ -112,7 +114,8 @@ inline void score_sub_tile(const AttentionArgs& a, SpanState& st, int sub, KeySt
 }
 
 // Turns the scores of query i into probabilities in place, updates its maximum and sum, rescales its output.
-inline void softmax_step(const AttentionArgs& a, SpanState& st, int i, int lo, int hi, float* max, float* sum, float* out) {
+inline void softmax_step(const AttentionArgs& a, SpanState& st, int i, int lo, int hi, float* max, float* sum,
+                         float* out) {
   vf s[kSubTiles];
   for (int sub = 0; sub < kSubTiles; ++sub) {
     vf x = mul(set1(a.scale), load(st.scores[sub][i]));
@@ -134,13 +137,12 @@ inline void softmax_step(const AttentionArgs& a, SpanState& st, int i, int lo, i
 
 // 16 dimensions of the values of a tile, [position][dimension]. Copied, because rows of a cache lie a power of two
 // apart and would push one another out of the first-level cache.
-struct ValueStage {
-  alignas(64) float v[kPositionTile * 16];
-};
+struct ValueStage { alignas(64) float v[kPositionTile * 16]; };
 
 // out[c] = fma(p[c][j], v[j], out[c]) for j in [lo, hi), ascending, for `width` <= 16 dimensions.
 template <int C>
-inline void add_values(const SpanState& st, const ValueStage& values, int i, int lo, int hi, int width, int stride, float* out) {
+inline void add_values(const SpanState& st, const ValueStage& values, int i, int lo, int hi, int width, int stride,
+                       float* out) {
   if (lo >= hi) return;
   vf acc[C];
 #pragma GCC unroll 16
@@ -162,7 +164,8 @@ inline void add_values(const SpanState& st, const ValueStage& values, int i, int
 
 // Queries side by side where all of them see the position, one by one before and after.
 template <int C>
-void add_values_of_queries(const SpanState& st, const ValueStage& values, int64_t tile, int width, int stride, float* out, int i) {
+void add_values_of_queries(const SpanState& st, const ValueStage& values, int64_t tile, int width, int stride,
+                           float* out, int i) {
   for (; i + C <= st.count; i += C) {
     int lo[C], hi[C], joint_lo = 0, joint_hi = kPositionTile;
     for (int c = 0; c < C; ++c) {
@@ -174,10 +177,12 @@ void add_values_of_queries(const SpanState& st, const ValueStage& values, int64_
     }
     if (joint_hi < joint_lo) joint_hi = joint_lo;
     for (int c = 0; c < C; ++c)
-      add_values<1>(st, values, i + c, lo[c], hi[c] < joint_lo ? hi[c] : joint_lo, width, stride, out + (i + c) * stride);
+      add_values<1>(st, values, i + c, lo[c], hi[c] < joint_lo ? hi[c] : joint_lo, width, stride,
+                    out + (i + c) * stride);
     add_values<C>(st, values, i, joint_lo, joint_hi, width, stride, out + i * stride);
     for (int c = 0; c < C; ++c)
-      add_values<1>(st, values, i + c, lo[c] > joint_hi ? lo[c] : joint_hi, hi[c], width, stride, out + (i + c) * stride);
+      add_values<1>(st, values, i + c, lo[c] > joint_hi ? lo[c] : joint_hi, hi[c], width, stride,
+                    out + (i + c) * stride);
   }
   if constexpr (C > 1) add_values_of_queries<fewer(C)>(st, values, tile, width, stride, out, i);
 }
@@ -187,7 +192,8 @@ void add_values_of_tile(const SpanState& st, int64_t tile, int lo, int hi, int d
   ValueStage values;
   for (int d = 0; d < dim_v; d += 16) {
     const int width = dim_v - d < 16 ? dim_v - d : 16;
-    for (int j = lo; j < hi; ++j) store(values.v + j * 16, width == 16 ? load(st.v[j] + d) : load_n(st.v[j] + d, width));
+    for (int j = lo; j < hi; ++j)
+      store(values.v + j * 16, width == 16 ? load(st.v[j] + d) : load_n(st.v[j] + d, width));
     add_values_of_queries<kQueryTokens>(st, values, tile, width, dim_v, out + d, 0);
   }
 }
@@ -221,8 +227,8 @@ void attention_span(const AttentionArgs& a, const AttentionSpan& span, float* ma
     for (int i = 0; i < st.count; ++i) {
       const int64_t from = st.range[i].lo - tile, to = st.range[i].hi - tile;
       if (from >= kPositionTile || to <= 0 || from >= to) continue;
-      softmax_step(a, st, i, static_cast<int>(from > 0 ? from : 0), static_cast<int>(to < kPositionTile ? to : kPositionTile),
-                   maxima + i, sums + i, out + i * a.dim_v);
+      softmax_step(a, st, i, static_cast<int>(from > 0 ? from : 0),
+                   static_cast<int>(to < kPositionTile ? to : kPositionTile), maxima + i, sums + i, out + i * a.dim_v);
     }
     add_values_of_tile(st, tile, static_cast<int>(lo - tile), static_cast<int>(hi - tile), a.dim_v, out);
   }

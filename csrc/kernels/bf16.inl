@@ -1,12 +1,12 @@
-// Weights as bf16, 16 rows and 32 columns at a time: how each re-laid type is unpacked into them, and how activations are
-// rounded. Included by a tier file after fp8.inl and simd_bf16_*.h, before bf16_tiles.inl or bf16_vector.inl, which
+// Weights as bf16, 16 rows and 32 columns at a time: how each re-laid type is unpacked into them, and how activations
+// are rounded. Included by a tier file after fp8.inl and simd_bf16_*.h, before bf16_tiles.inl or bf16_vector.inl, which
 // multiply. An opt-in for quantized types (TokenBlocks::bf16); BF16 weights have no other form when re-laid.
 //
-// A step is 32 columns of 16 rows: 16 lines of 64 bytes, line i being columns 2 i and 2 i + 1 of row r in its words 2 r and
-// 2 r + 1. BF16 weights are re-laid as k / 32 of them, k a multiple of 32.
+// A step is 32 columns of 16 rows: 16 lines of 64 bytes, line i being columns 2 i and 2 i + 1 of row r in its words 2 r
+// and 2 r + 1. BF16 weights are re-laid as k / 32 of them, k a multiple of 32.
 //
-// Unpacked weights are w (1 + 1 / 384) in fp32, cut to bf16: cheaper than rounding and nearly as good. What is added is 1/3
-// to 2/3 of the last place, so that numbers of bf16 stay what they are and errors have no sign on average.
+// Unpacked weights are w (1 + 1 / 384) in fp32, cut to bf16: cheaper than rounding and nearly as good. What is added is
+// 1/3 to 2/3 of the last place, so that numbers of bf16 stay what they are and errors have no sign on average.
 //
 // Errors (the exact w, x, and the largest scale times value or minimum M of a row):
 //   activations |xb - x| <= 2^-8 |x|; BF16 weights none
@@ -41,10 +41,12 @@ inline void store_bytes(wb values, const Affine& f, uint16_t* out) {
 struct FloatTable {
   alignas(64) float v[16];
   constexpr FloatTable(const int8_t* values, int offset) : v() {
-    for (int i = 0; i < 16; ++i) v[i] = values != nullptr ? static_cast<float>(values[i]) : static_cast<float>(i - offset);
+    for (int i = 0; i < 16; ++i)
+      v[i] = values != nullptr ? static_cast<float>(values[i]) : static_cast<float>(i - offset);
   }
 };
-constexpr FloatTable kNibbleFloats(nullptr, 0), kQ4_0Floats(nullptr, 8), kIq4Floats(kIq4Values, 0), kMxfp4Floats(kMxfp4Values, 0);
+constexpr FloatTable kNibbleFloats(nullptr, 0), kQ4_0Floats(nullptr, 8), kIq4Floats(kIq4Values, 0),
+    kMxfp4Floats(kMxfp4Values, 0);
 
 // ---- sources of steps: where a step's bytes are, and what it is as bf16 ----
 
@@ -149,8 +151,8 @@ template <class S> inline const uint8_t* step_at(const uint8_t* packed, int64_t 
   return packed + S::head(k) + step * S::step_bytes;
 }
 
-// Asks for the bytes of a step that lies ahead of one that is unpacked (or, of BF16, will be multiplied a panel later), in
-// `following` where the tile has ended.
+// Asks for the bytes of a step that lies ahead of one that is unpacked (or, of BF16, will be multiplied a panel later),
+// in `following` where the tile has ended.
 template <class S> constexpr int64_t kAheadSteps = S::is_direct ? 8 : 12;
 template <class S> inline void prefetch_step(const uint8_t* packed, const uint8_t* following, int64_t k, int64_t step) {
   const int64_t ahead = step + kAheadSteps<S>, steps = k / kBf16Cols;
@@ -184,7 +186,7 @@ template <class Task> inline void with_steps(QType type, const Task& task) {
     case QType::Q8_0: return task(Steps32<PackedQ8_0>{});
     case QType::Q4_0: return task(Steps32<PackedQ4_0>{});
     case QType::MXFP4: return task(Steps32<PackedMXFP4>{});
-    case QType::FP8_BLOCK: return task(StepsFp8{});
+    case QType::F8_E4M3: return task(StepsFp8{});
     default: return;  // make_packed refuses the others
   }
 }
@@ -192,9 +194,7 @@ template <class Task> inline void with_steps(QType type, const Task& task) {
 constexpr int kPanelSteps = 8;  // 256 columns are unpacked at a time
 
 // Two tiles of weights, 256 columns of each.
-struct Panel {
-  alignas(64) uint16_t w[2][kPanelSteps][16 * kBf16Cols];
-};
+struct Panel { alignas(64) uint16_t w[2][kPanelSteps][16 * kBf16Cols]; };
 
 // Columns of a panel.
 inline int panel_steps(int64_t k, int64_t panel) {

@@ -1,13 +1,15 @@
 // Products of bf16 in tile registers. Included by a tier file after bf16.inl, amx.inl.
 //
 // An output's operations are the same for any number of tokens and on any split: for every 32 columns, ascending, one
-// TDPBF16PS. Its definition (Intel's manual) makes that two chains of 16 fused multiplications from zero, over the even and
-// over the odd columns; their sum is added to the output. So a product passes at most 16 + 1 + k / 32 roundings in fp32.
+// TDPBF16PS. Its definition (Intel's manual) makes that two chains of 16 fused multiplications from zero, over the even
+// and over the odd columns; their sum is added to the output. So a product passes at most 16 + 1 + k / 32 roundings in
+// fp32.
 
 namespace {
 
 // Up to two tiles of weights times up to two tiles of tokens, 32 columns: registers 2 t + w.
-template <int NW, int NT> inline void dot_step(const uint16_t* w0, const uint16_t* w1, const uint16_t* x0, const uint16_t* x1) {
+template <int NW, int NT>
+inline void dot_step(const uint16_t* w0, const uint16_t* w1, const uint16_t* x0, const uint16_t* x1) {
   tiles_see_memory();
   KT_TILE_LOAD(4, x0, 64);
   KT_TILE_LOAD(6, w0, 64);
@@ -47,8 +49,8 @@ template <int NW, int NT> inline void store_outputs(const TileArgs* a, int row, 
   tiles_see_memory();
 }
 
-// Makes the next panel bit by bit, between the products of the present one: the processor does both at a time, but looks
-// ahead a few hundred operations only.
+// Makes the next panel bit by bit, between the products of the present one: the processor does both at a time, but
+// looks ahead a few hundred operations only.
 template <class S, int NW> struct Unpacking {
   const TileArgs* a;
   const uint8_t* following[NW];
@@ -96,8 +98,8 @@ inline void multiply_panel(const TileArgs* a, const TokenTiles& tiles, int tile,
   if (turns > 1 || (panel + 1) * kPanelSteps * kBf16Cols >= a->k) store_outputs<NW, NT>(a, row, height);
 }
 
-// `runs` times NW tiles of one type from number `first` on, panel after panel. For weights that need no unpacking the next
-// panel is only asked for.
+// `runs` times NW tiles of one type from number `first` on, panel after panel. For weights that need no unpacking the
+// next panel is only asked for.
 template <class S, int NW> void multiply_run(const TileArgs* all, int first, int runs, const Following& following) {
   const TokenTiles tiles(all->num_tokens);
   const int panels = static_cast<int>((all->k / kBf16Cols + kPanelSteps - 1) / kPanelSteps);

@@ -1,4 +1,5 @@
-// Products of bf16 in vector registers, for machines with AVX512-BF16 and without AMX. Included by a tier file after bf16.inl.
+// Products of bf16 in vector registers, for machines with AVX512-BF16 and without AMX. Included by a tier file after
+// bf16.inl.
 //
 // An output's operations are the same for any number of tokens and on any split: for every two columns, ascending, one
 // VDPBF16PS: two products of bf16 added to the output, the odd column's first, each sum rounded once (processors that
@@ -9,7 +10,8 @@ namespace {
 constexpr int kBf16Tokens = 6;  // times two tiles of weights: as many sums as hide the latency, and fit in registers
 
 // C tokens from t on: adds one panel to acc.
-template <int NW, int C> inline void add_panel(const TileArgs* a, const uint16_t* const* weights, int64_t panel, int t) {
+template <int NW, int C>
+inline void add_panel(const TileArgs* a, const uint16_t* const* weights, int64_t panel, int t) {
   const int steps = panel_steps(a->k, panel);
   const int64_t rows = a->blocks->rows;
   const uint16_t* x = a->blocks->bf16 + (panel * kPanelSteps * rows + t) * kBf16Cols;
@@ -34,7 +36,8 @@ template <int NW, int C> inline void add_panel(const TileArgs* a, const uint16_t
     for (int c = 0; c < C; ++c) store(a[w].acc + 16 * (t + c), sums[w][c]);
 }
 
-template <int NW, int C> inline void add_panel_tokens(const TileArgs* a, const uint16_t* const* weights, int64_t panel, int t) {
+template <int NW, int C>
+inline void add_panel_tokens(const TileArgs* a, const uint16_t* const* weights, int64_t panel, int t) {
   for (; t + C <= a->num_tokens; t += C) add_panel<NW, C>(a, weights, panel, t);
   if constexpr (C > 1) add_panel_tokens<NW, C - 1>(a, weights, panel, t);
 }
@@ -52,7 +55,8 @@ struct VectorProducts {
   }
 
   // Panel p of a tile, in place or unpacked in `room`.
-  template <class S> static const uint16_t* panel_of(const TileArgs& a, const uint8_t* following, int64_t p, uint16_t* room) {
+  template <class S>
+  static const uint16_t* panel_of(const TileArgs& a, const uint8_t* following, int64_t p, uint16_t* room) {
     const int64_t first = p * kPanelSteps;
     for (int s = 0; s < panel_steps(a.k, p); ++s) {
       if constexpr (!S::is_direct) S::unpack(a.packed, a.k, first + s, room + s * 16 * kBf16Cols);

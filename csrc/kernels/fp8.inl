@@ -1,13 +1,13 @@
-// FP8 weights (e4m3fn: sign, 4 exponent bits with bias 7, 3 bits; no infinities, all ones is NaN) with one fp32 scale per
-// 128 rows and 128 columns, as DeepSeek-V3's safetensors hold them, times fp32 activations as they are.
+// FP8 weights (e4m3fn: sign, 4 exponent bits with bias 7, 3 bits; no infinities, all ones is NaN) with one fp32 scale
+// per 128 rows and 128 columns, as DeepSeek-V3's safetensors hold them, times fp32 activations as they are.
 // Included by a tier file after packed.inl, whose tiles of 16 rows these are; computed with in re-laid form only.
 //
 // A tile of 16 rows and k columns (k a multiple of 4) is a head of one fp32 number per 128 columns, padded to 64 bytes:
 // 256 times the scale, or NaN where one of the 16 x 128 codes is NaN; then lines of 64 bytes, 4 consecutive columns of
 // 16 rows: 32 bytes of row r's first and second column at 2 r and 2 r + 1, then 32 bytes of its third and fourth.
 //
-// A code with its exponent and fraction moved into those of a half is the value / 256, subnormals included; fp16 to fp32 is
-// exact, so w below is exact and the head's factor makes up for it. Scales from 2^120 on overflow.
+// A code with its exponent and fraction moved into those of a half is the value / 256, subnormals included; fp16 to
+// fp32 is exact, so w below is exact and the head's factor makes up for it. Scales from 2^120 on overflow.
 //
 // Every output sees these operations in this order, in every tier, for any number of tokens, on any split, for every
 // 128 columns (the last block may be shorter), with 4 sums s[0..3]:
@@ -28,7 +28,9 @@ inline vf fp8_scale(const uint8_t* tile, int64_t block) {
   std::memcpy(&scale, tile + 4 * block, 4);
   return set1(scale);
 }
-inline vf fp8_total(vf acc, vf scale, vf s0, vf s1, vf s2, vf s3) { return add(acc, mul(scale, add(add(s0, s1), add(s2, s3)))); }
+inline vf fp8_total(vf acc, vf scale, vf s0, vf s1, vf s2, vf s3) {
+  return add(acc, mul(scale, add(add(s0, s1), add(s2, s3))));
+}
 
 // C tokens from t on, straight from the lines: weights stay in registers, sums of C tokens beside them.
 template <int C> void fp8_few(const TileArgs& a, int t) {
@@ -70,9 +72,7 @@ template <int C> void fp8_few(const TileArgs& a, int t) {
 }
 
 // 128 columns as fp32, the four sums' columns apart: [column % 4][column / 4][row].
-struct Fp8Stage {
-  alignas(64) float w[4][kFp8Cols / 4][16];
-};
+struct Fp8Stage { alignas(64) float w[4][kFp8Cols / 4][16]; };
 
 inline const uint8_t* stage_fp8(const uint8_t* p, int cols, Fp8Stage& st) {
   for (int i = 0; i < cols / 4; ++i, p += 64) {
@@ -88,8 +88,8 @@ inline const uint8_t* stage_fp8(const uint8_t* p, int cols, Fp8Stage& st) {
   return p;
 }
 
-// Some of the four sums at a time, of C tokens: as many independent chains as the units for fma need, and no more than there
-// are registers.
+// Some of the four sums at a time, of C tokens: as many independent chains as the units for fma need, and no more than
+// there are registers.
 template <int C> void fp8_tokens(const TileArgs& a, const Fp8Stage& st, int64_t block, int t) {
   constexpr int J = C >= 4 ? 1 : C >= 2 ? 2 : 4;
   const int steps = fp8_cols(a.k, block) / 4;

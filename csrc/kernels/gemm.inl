@@ -52,7 +52,8 @@ template <QType TYPE> inline v8 load_up_to_8(const uint8_t* p, int n) {
 template <QType TYPE> void stage_float(const uint8_t* const* rows, int64_t first, int cols, FloatStage& st) {
   constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
   for (int r = 0; r < 8; ++r)
-    for (int c = 0; c < cols; c += 8) store8(st.w + stage_at(r, c), load_up_to_8<TYPE>(rows[r] + (first + c) * bytes, cols - c));
+    for (int c = 0; c < cols; c += 8)
+      store8(st.w + stage_at(r, c), load_up_to_8<TYPE>(rows[r] + (first + c) * bytes, cols - c));
 }
 
 // The 8 rows that are staged next: fetched bit by bit while the tokens of the present ones are at work.
@@ -82,7 +83,8 @@ void float_tokens(const TileArgs& a, const FloatStage& st, int64_t first, int co
 }
 
 // 4 rows times one token, without a stage.
-template <QType TYPE> inline void float_few4(const uint8_t* const* rows, int64_t first, const float* x, int cols, v8* s) {
+template <QType TYPE>
+inline void float_few4(const uint8_t* const* rows, int64_t first, const float* x, int cols, v8* s) {
   constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
   const uint8_t* p[4];
   v8 sum[4];
@@ -114,8 +116,8 @@ template <QType TYPE> void float_few(const TileArgs& a, const uint8_t* const* ro
       for (int r = 0; r < 8; r += 4) {
         count = 0;
         for (int64_t first = start; first < a.k && count < kFewChunks; first += kFloatCols, ++count)
-          float_few4<TYPE>(rows + r, first, x + first, static_cast<int>(a.k - first < kFloatCols ? a.k - first : kFloatCols),
-                           s[count] + r);
+          float_few4<TYPE>(rows + r, first, x + first,
+                           static_cast<int>(a.k - first < kFloatCols ? a.k - first : kFloatCols), s[count] + r);
       }
       for (int c = 0; c < count; ++c) reduce8_add(s[c], acc + t * 16);
     }
@@ -135,7 +137,8 @@ template <QType TYPE> void float_tile(const TileArgs& a) {
       stage_float<TYPE>(a.rows + 8 * half, first, cols, st);
       const int64_t next_first = half == 0 ? first : first + kFloatCols;
       const int lines = static_cast<int>((a.k - next_first < kFloatCols ? a.k - next_first : kFloatCols) * bytes / 64);
-      NextRows next = {lines > 0 ? a.rows + 8 * (1 - half) : nullptr, next_first * bytes, lines, 8 * lines / a.num_tokens + 1, 0};
+      NextRows next = {lines > 0 ? a.rows + 8 * (1 - half) : nullptr, next_first * bytes, lines,
+                       8 * lines / a.num_tokens + 1, 0};
       float_tokens<kFloatTokens>(a, st, first, cols, a.acc + 8 * half, next, 0);
     }
 }
@@ -242,9 +245,10 @@ template <class F, int C> void q32_tokens(const TileArgs& a, const QuantStage& s
   if constexpr (C > 1) q32_tokens<F, fewer(C)>(a, st, block, count, t);
 }
 
-// Sixteen rows are sixteen streams, more than the hardware prefetcher follows: on an AMD Zen 3 core this raised a K-quant
-// matrix that is not in the caches from 3.2 to about 5 (Q6_K) and from 6.3 to about 8.5 GB/s (Q4_K). Asks for the `bytes` that stand kAhead behind `offset` in each row, or,
-// past the row's end, in the rows of the next tile. A prefetch of an address that is not mapped does nothing.
+// Sixteen rows are sixteen streams, more than the hardware prefetcher follows: on an AMD Zen 3 core this raised a
+// K-quant matrix that is not in the caches from 3.2 to about 5 (Q6_K) and from 6.3 to about 8.5 GB/s (Q4_K). Asks for
+// the `bytes` that stand kAhead behind `offset` in each row, or, past the row's end, in the rows of the next tile. A
+// prefetch of an address that is not mapped does nothing.
 constexpr int64_t kAhead = 1536;
 inline void prefetch_rows(const TileArgs& a, int64_t offset, int64_t bytes, int64_t row_bytes) {
   const int64_t stride = a.rows[1] - a.rows[0];
@@ -317,10 +321,10 @@ template <class F> void stage_q256(const uint8_t* const* rows, int64_t block, Qu
   interleave(unpacked, kTileCols, st.w);
 }
 
-// Whether sums in int16 begin with what the offset of Q6_K makes of them, instead of zero. |w y01 + w y23| <= 2 * 63 * 127 fits
-// in an int16, the sum of 4 steps does not; but that of (w - 32) y does, for 4 * 2 * 32 * 127 = 32512, and int16 sums wrap
-// around. So the sum begins with -32 times that of the activations, is exact after 4 steps (a sub-block), whatever it was
-// in between, and needs no minimum.
+// Whether sums in int16 begin with what the offset of Q6_K makes of them, instead of zero. |w y01 + w y23| <= 2 * 63 *
+// 127 fits in an int16, the sum of 4 steps does not; but that of (w - 32) y does, for 4 * 2 * 32 * 127 = 32512, and
+// int16 sums wrap around. So the sum begins with -32 times that of the activations, is exact after 4 steps (a
+// sub-block), whatever it was in between, and needs no minimum.
 template <class F> constexpr bool kIsCentred = kNarrowSums && !F::has_min;
 
 template <class F> constexpr int steps_of_sum() {
@@ -330,7 +334,8 @@ template <class F> constexpr int steps_of_sum() {
 }
 
 // pairs: see ActForm::Q256; read when the format is centred.
-template <class F, int C> inline void dot256(const QuantStage& st, const int8_t* const* y, const int16_t* const* pairs, vi* total) {
+template <class F, int C>
+inline void dot256(const QuantStage& st, const int8_t* const* y, const int16_t* const* pairs, vi* total) {
   constexpr int sub_steps = 64 / F::subs, steps = steps_of_sum<F>();
 #pragma GCC unroll 16
   for (int c = 0; c < C; ++c) total[c] = set1i(0);
@@ -450,7 +455,7 @@ void tile(const TileArgs& a) {
     case QType::Q6_K: return q256_tile<FormatQ6K>(a);
     case QType::IQ4_XS:
     case QType::MXFP4: return relaid_tile(a);
-    case QType::FP8_BLOCK: return;  // make_weight refuses it
+    case QType::F8_E4M3: return;  // make_weight refuses it
   }
 }
 

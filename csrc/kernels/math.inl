@@ -1,5 +1,6 @@
 // Elementary functions on 16 lanes. Every tier runs this very sequence of operations, so results are equal bit for bit.
-// Included by a tier file after its SIMD layer. Errors below were measured against float64 (tests/kernels/test_rows.py).
+// Included by a tier file after its SIMD layer. Errors below were measured against float64
+// (tests/kernels/test_rows.py).
 
 namespace {
 
@@ -32,7 +33,8 @@ inline vf exp_(vf x) {
 
 inline vf abs_(vf x) { return from_bits(andi(bits(x), set1i(0x7fffffff))); }
 inline vf copy_sign(vf magnitude, vf sign) {
-  return from_bits(ori(andi(bits(magnitude), set1i(0x7fffffff)), andi(bits(sign), set1i(static_cast<int32_t>(0x80000000u)))));
+  return from_bits(
+      ori(andi(bits(magnitude), set1i(0x7fffffff)), andi(bits(sign), set1i(static_cast<int32_t>(0x80000000u)))));
 }
 
 inline vf sigmoid(vf x) { return div(set1(1.0f), add(set1(1.0f), exp_(sub(zero(), x)))); }

@@ -1,8 +1,8 @@
-// Super-blocks of 256 for a few tokens in a tier that sums products in int16 (simd/avx2.h). Included after packed.inl, whose
-// form and results these are; what differs is how few instructions it takes with 16 registers:
+// Super-blocks of 256 for a few tokens in a tier that sums products in int16 (simd/avx2.h). Included after packed.inl,
+// whose form and results these are; what differs is how few instructions it takes with 16 registers:
 //
-// - The low nibbles of 8 lines are multiplied first, then the high ones, so that the sums of four tokens, the weights of a
-//   step and the products fit in registers. A line is read twice, the second time from the first-level cache.
+// - The low nibbles of 8 lines are multiplied first, then the high ones, so that the sums of four tokens, the weights
+//   of a step and the products fit in registers. A line is read twice, the second time from the first-level cache.
 // - Q6_K is centred (kIsCentred in gemm.inl).
 
 namespace {
@@ -28,7 +28,8 @@ inline void narrow_half(const uint8_t* p, int g, const int8_t* const* y, const i
   if constexpr (I < 8) {
     uacc sum[C];
 #pragma GCC unroll 16
-    for (int c = 0; c < C; ++c) sum[c] = kIsCentred<F> ? uacc_pair(pairs[c] + 2 * (4 * g + (IS_HIGH ? 2 : 0) + I / 4)) : uacc_zero();
+    for (int c = 0; c < C; ++c)
+      sum[c] = kIsCentred<F> ? uacc_pair(pairs[c] + 2 * (4 * g + (IS_HIGH ? 2 : 0) + I / 4)) : uacc_zero();
     narrow_lines<P, C, IS_HIGH, I, I + steps>(p, g, y, sum);
     // Sub-blocks 2 g and 2 g + 1 of 8 steps, or 4 g + I / 4 and 4 g + 2 + I / 4 of 4 steps.
     const vi pair = load_scales<P>(p, sub_steps == 8 ? g : 2 * g + (IS_HIGH ? 1 : 0));
@@ -68,7 +69,8 @@ template <class P, int C> void narrow256_few(const TileArgs& a, int t) {
       vi low = set1i(0);
       if constexpr (F::has_min)
         for (int j = 0; j < 4; ++j) low = pair_dot(low, load_minima<P>(p, j), sums[c] + 2 * j);
-      store(acc + 16 * c, add_super<F>(load(acc + 16 * c), d, F::has_min ? load_f16(p + 32) : zero(), set1(da[c][b]), total[c], low));
+      store(acc + 16 * c,
+            add_super<F>(load(acc + 16 * c), d, F::has_min ? load_f16(p + 32) : zero(), set1(da[c][b]), total[c], low));
       y[c] += 256;
       sums[c] += kSumsPerSuper;
       pairs[c] += kSumsPerSuper;

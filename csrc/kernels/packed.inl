@@ -1,5 +1,5 @@
 // Weights re-laid for tiles of 16 rows, so that a step reads one stream and needs no shuffles: what a tile of gemm.inl
-// stages, in the bytes of the file. Included by a tier file after gemm.inl; the results are those of gemm.inl, bit by bit.
+// stages, in the bytes of the file. Included by a tier file after gemm.inl; results are those of gemm.inl, bit by bit.
 //
 // A tile of 16 rows and k columns is, after a head of 16 halves d for every block (padded to 64 bytes; K-quants with a
 // minimum have none), its blocks in order. A *line* is 64 bytes: 4 consecutive columns (a *step*) of 16 rows.
@@ -91,7 +91,8 @@ template <class P> constexpr int kGroupLines = static_cast<int>((P::bytes / 64 +
 template <class P, int I, int PARTS> inline void prefetch_ahead(const uint8_t* p, int g) {
   constexpr int lines = kGroupLines<P>;
 #pragma GCC unroll 4
-  for (int l = lines * I / PARTS; l < lines * (I + 1) / PARTS; ++l) prefetch_line(p + kAheadPacked + 64 * (lines * g + l));
+  for (int l = lines * I / PARTS; l < lines * (I + 1) / PARTS; ++l)
+    prefetch_line(p + kAheadPacked + 64 * (lines * g + l));
 }
 
 template <class P> inline const uint8_t* first_block(const uint8_t* tile, int64_t blocks) {
@@ -139,8 +140,8 @@ template <class P, int C, int I> inline void packed_group(const uint8_t* p, int 
   }
 }
 
-// C tokens from t on, over all blocks of the tile; every lane's operations are those of (3) and (4) in gemm.inl. For tiers
-// that sum in int32; the others have narrow.inl.
+// C tokens from t on, over all blocks of the tile; every lane's operations are those of (3) and (4) in gemm.inl. For
+// tiers that sum in int32; the others have narrow.inl.
 template <class P, int C> void packed256_few(const TileArgs& a, int t) {
   using F = typename P::F;
   const int64_t blocks = a.k / 256;
@@ -418,7 +419,8 @@ template <class Few, int C> void run_few(const TileArgs& a, int t, int count) {
 // All tokens, in parts as equal as possible: one token alone would cost almost as much as two.
 template <class Few> void in_few_parts(const TileArgs& a) {
   for (int t = 0; t < a.num_tokens;) {
-    const int left = a.num_tokens - t, parts = (left + kPackedTokens - 1) / kPackedTokens, count = (left + parts - 1) / parts;
+    const int left = a.num_tokens - t, parts = (left + kPackedTokens - 1) / kPackedTokens,
+              count = (left + parts - 1) / parts;
     run_few<Few, kPackedTokens>(a, t, count);
     t += count;
   }
@@ -445,7 +447,7 @@ void packed_tile(const TileArgs& a) {
     case QType::Q5_K: return packed256_tile<PackedQ5K>(a);
     case QType::Q6_K: return packed256_tile<PackedQ6K>(a);
     case QType::IQ4_XS: return in_few_parts<FewSigned>(a);
-    case QType::FP8_BLOCK: return fp8_tile(a);
+    case QType::F8_E4M3: return fp8_tile(a);
     default: return;  // make_packed refuses the others
   }
 }

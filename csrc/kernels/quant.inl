@@ -71,7 +71,8 @@ constexpr int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4,
 // 8 scales, from -32 to 31: 4 bits each in scales_l, 2 in scales_h.
 inline void unpack_iq4_scales(const uint8_t* p, int8_t* scales) {
   const int upper = p[2] | p[3] << 8;
-  for (int s = 0; s < 8; ++s) scales[s] = static_cast<int8_t>(((p[4 + s / 2] >> (s % 2 * 4) & 15) | (upper >> (2 * s) & 3) << 4) - 32);
+  for (int s = 0; s < 8; ++s)
+    scales[s] = static_cast<int8_t>(((p[4 + s / 2] >> (s % 2 * 4) & 15) | (upper >> (2 * s) & 3) << 4) - 32);
 }
 
 // 2^(e - 128): the table holds twice the values of the format.
@@ -158,7 +159,8 @@ void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
         unpack256<FormatIQ4XS>(p, q);
         unpack_iq4_scales(p, scales);
         for (int i = 0; i < 256; ++i)
-          out[256 * b + i] = half_to_float(p) * static_cast<float>(scales[i / 32]) * static_cast<float>(kIq4Values[q[i]]);
+          out[256 * b + i] =
+              half_to_float(p) * static_cast<float>(scales[i / 32]) * static_cast<float>(kIq4Values[q[i]]);
       }
       return;
     case QType::MXFP4:

@@ -1,19 +1,27 @@
 // Passes over the logits of one row: what sampling.cpp puts together. Included by a tier file after its SIMD layer.
 //
-// Weights are fp64 and sums of them are taken per block of kSampleBlock tokens: lane i of 16 adds tokens i, i + 16, ... in
-// ascending order, then the lanes are added pairwise. Tokens that are skipped have weight 0, which changes no sum.
+// Weights are fp64 and sums of them are taken per block of kSampleBlock tokens: lane i of 16 adds tokens i, i + 16, ...
+// in ascending order, then the lanes are added pairwise. Tokens that are skipped have weight 0, which changes no sum.
 
 namespace {
 
 constexpr int kWeightParts = 4;  // vd computed side by side: the polynomial is one chain of products after the other
 
-// x = 2^(x scale) for -66 <= x scale <= 0, exactly 1 for x = 0; NaN for -infinity. With n the integer nearest to the product
-// and f = x scale - n, rounded once, 2^f = 1 + f q(f), q of degree 10 through Chebyshev nodes (0.09 ulp away); n is added to
-// the exponent. Error below 1.5 ulp (tests/kernels/test_sampling.py).
+// x = 2^(x scale) for -66 <= x scale <= 0, exactly 1 for x = 0; NaN for -infinity. With n the integer nearest to the
+// product and f = x scale - n, rounded once, 2^f = 1 + f q(f), q of degree 10 through Chebyshev nodes (0.09 ulp away);
+// n is added to the exponent. Error below 1.5 ulp (tests/kernels/test_sampling.py).
 inline void exp2_of_product(vd (&x)[kWeightParts], double scale) {
-  static constexpr double kTerms[] = {7.072585949269223e-09, 1.0178062445845774e-07, 1.321544258792169e-06, 1.525273382983612e-05,
-                                      0.0001540353044173605, 0.0013333558146416936, 0.009618129107606888,  0.0555041086648216,
-                                      0.24022650695910097,   0.6931471805599453,    1.0};
+  static constexpr double kTerms[] = {7.072585949269223e-09,
+                                      1.0178062445845774e-07,
+                                      1.321544258792169e-06,
+                                      1.525273382983612e-05,
+                                      0.0001540353044173605,
+                                      0.0013333558146416936,
+                                      0.009618129107606888,
+                                      0.0555041086648216,
+                                      0.24022650695910097,
+                                      0.6931471805599453,
+                                      1.0};
   const vd magic = setd(6755399441055744.0);  // 1.5 * 2^52: adding it leaves the integer in the lowest bits
   vd t[kWeightParts], f[kWeightParts], q[kWeightParts];
 #pragma GCC unroll 8
@@ -41,7 +49,8 @@ inline vf load_logits(const float* x, int64_t n) {
 // The weights of kWeightParts * 8 tokens.
 inline void weigh(const vf* x, const WeightSpec& spec, vd (&w)[kWeightParts]) {
 #pragma GCC unroll 8
-  for (int i = 0; i < kWeightParts / 2; ++i) widen(select(less(x[i], set1(spec.least)), minus_infinity(), x[i]), &w[2 * i], &w[2 * i + 1]);
+  for (int i = 0; i < kWeightParts / 2; ++i)
+    widen(select(less(x[i], set1(spec.least)), minus_infinity(), x[i]), &w[2 * i], &w[2 * i + 1]);
 #pragma GCC unroll 8
   for (int i = 0; i < kWeightParts; ++i) w[i] = subd(w[i], setd(spec.top));
   exp2_of_product(w, spec.scale);
@@ -53,14 +62,15 @@ constexpr int kWeightStep = kWeightParts * 8;
 inline void weigh(const float* p, int64_t n, const WeightSpec& spec, vd (&w)[kWeightParts]) {
   vf x[kWeightParts / 2];
 #pragma GCC unroll 8
-  for (int i = 0; i < kWeightParts / 2; ++i) x[i] = n >= kWeightStep ? load(p + 16 * i) : n > 16 * i ? load_logits(p + 16 * i, n - 16 * i) : minus_infinity();
+  for (int i = 0; i < kWeightParts / 2; ++i)
+    x[i] = n >= kWeightStep ? load(p + 16 * i) : n > 16 * i ? load_logits(p + 16 * i, n - 16 * i) : minus_infinity();
   weigh(x, spec, w);
 }
 
 inline int64_t sample_blocks(int64_t n) { return (n + kSampleBlock - 1) / kSampleBlock; }
 
-// The greatest logit of every block, and, returned, the bits of the greatest absolute value: 0x7f800000 for an infinity, more
-// for a NaN, in whose presence maxima mean nothing.
+// The greatest logit of every block, and, returned, the bits of the greatest absolute value: 0x7f800000 for an
+// infinity, more for a NaN, in whose presence maxima mean nothing.
 int32_t block_maxima(const float* x, int64_t n, float* maxima) {
   const vi magnitude = set1i(0x7fffffff);
   vi most = set1i(0);

@@ -1,14 +1,15 @@
 // Attention over a worker pool: which rows and heads go together, and whether spans of one row run in parallel.
 // The arithmetic and its order are attention.inl's; nothing here changes a result.
+#include "ops/attention.h"
+
 #include <algorithm>
 #include <stdexcept>
-
-#include "ops/ops.h"
+#include <string>
 
 namespace kt {
 namespace {
 
-constexpr int kMaxHeads = 16;  // query heads of a unit
+constexpr int kMaxHeads = 16;                        // query heads of a unit
 constexpr int64_t kMaxPartials = int64_t{32} << 20;  // floats that spans run in parallel may hold until they are merged
 
 // Neighbouring rows of one sequence, neighbouring query heads of one KV head.
@@ -31,7 +32,8 @@ Span<Unit> make_units(WorkerPool::Session& session, const AttentionArgs& a) {
     }
     for (int kv = 0; kv < a.num_kv_heads; ++kv)
       for (int h = 0; h < group; h += heads)
-        units[units.count++] = {row, static_cast<int>(next - row), kv * group + h, std::min(heads, group - h), kv, begin, end};
+        units[units.count++] = {
+            row, static_cast<int>(next - row), kv * group + h, std::min(heads, group - h), kv, begin, end};
     row = next;
   }
   return units;
@@ -48,7 +50,8 @@ void check_pages(const AttentionArgs& a) {
     const int64_t len = a.kv_lens[row];
     if (a.seq_ids[row] < 0 || a.seq_ids[row] >= a.num_seqs)
       fail(row, "seq_id " + std::to_string(a.seq_ids[row]) + " is no row of block_table");
-    if (len < 0 || len > a.max_pages * a.page_size) fail(row, "kv_len " + std::to_string(len) + " does not fit in block_table");
+    if (len < 0 || len > a.max_pages * a.page_size)
+      fail(row, "kv_len " + std::to_string(len) + " does not fit in block_table");
     const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, len - a.window) : 0;
     const int64_t first = oldest / a.page_size, last = (len + a.page_size - 1) / a.page_size;
     if (a.seq_ids[row] != seq || first < from || first > to) {
@@ -58,24 +61,22 @@ void check_pages(const AttentionArgs& a) {
     for (; to < last; ++to) {
       const int64_t page = a.block_table[seq * a.table_stride + to];
       if (page < 0 || (page + 1) * a.page_size > a.num_slots)
-        fail(row, "page " + std::to_string(page) + " of block_table lies outside a cache of " + std::to_string(a.num_slots) + " slots");
+        fail(row, "page " + std::to_string(page) + " of block_table lies outside a cache of " +
+                      std::to_string(a.num_slots) + " slots");
     }
   }
 }
 
 // Maximum, sum and output of every query of a unit.
-struct Partial {
-  float *max, *sum, *out;
-};
+struct Partial { float *max, *sum, *out; };
 
-Partial partial_at(float* memory, int64_t queries) {
-  return {memory, memory + queries, memory + 2 * queries};
-}
+Partial partial_at(float* memory, int64_t queries) { return {memory, memory + queries, memory + 2 * queries}; }
 
 int64_t partial_size(int64_t queries, int dim_v) { return queries * (dim_v + 2); }
 
 AttentionSpan span_of(const Unit& u, int64_t begin) {
-  return {u.first_row, u.num_rows, u.first_head, u.num_heads, u.kv_head, begin, std::min(begin + kPositionSplit, u.end)};
+  return {
+      u.first_row, u.num_rows, u.first_head, u.num_heads, u.kv_head, begin, std::min(begin + kPositionSplit, u.end)};
 }
 
 void clear(const Partial& total, int64_t queries) {
@@ -84,15 +85,17 @@ void clear(const Partial& total, int64_t queries) {
 
 void merge(const KernelTable& kernels, const Partial& total, const Partial& part, int64_t queries, int dim_v) {
   for (int64_t i = 0; i < queries; ++i)
-    kernels.attention_merge(total.max + i, total.sum + i, total.out + i * dim_v, part.max[i], part.sum[i], part.out + i * dim_v, dim_v);
+    kernels.attention_merge(total.max + i, total.sum + i, total.out + i * dim_v, part.max[i], part.sum[i],
+                            part.out + i * dim_v, dim_v);
 }
 
 void finish(const KernelTable& kernels, const AttentionArgs& a, const Unit& u, const Partial& total) {
   for (int r = 0; r < u.num_rows; ++r)
     for (int h = 0; h < u.num_heads; ++h) {
       const int i = r * u.num_heads + h, head = u.first_head + h;
-      kernels.attention_finish(total.max[i], total.sum[i], total.out + static_cast<int64_t>(i) * a.dim_v, a.sinks ? a.sinks + head : nullptr,
-                               a.dim_v, a.out + ((u.first_row + r) * a.num_heads + head) * a.dim_v);
+      kernels.attention_finish(total.max[i], total.sum[i], total.out + static_cast<int64_t>(i) * a.dim_v,
+                               a.sinks ? a.sinks + head : nullptr, a.dim_v,
+                               a.out + ((u.first_row + r) * a.num_heads + head) * a.dim_v);
     }
 }
 
@@ -117,9 +120,7 @@ void run_by_unit(WorkerPool::Session& session, const AttentionArgs& a, Span<Unit
 
 // Every span is a task; then every unit merges its spans.
 void run_by_span(WorkerPool::Session& session, const AttentionArgs& a, Span<Unit> units) {
-  struct Piece {
-    int64_t unit, begin, offset;
-  };
+  struct Piece { int64_t unit, begin, offset; };
   int64_t most = 0;
   for (const Unit& u : units) most += std::max<int64_t>(0, u.end - u.begin) / kPositionSplit + 1;
   Span<Piece> pieces = {session.scratch<Piece>(most), 0};

@@ -1,26 +1,12 @@
-// Parts of a decoder layer in one call each: what a step spends between kernels must not grow with the number of layers.
-// Rows are fp32 and contiguous; every result is that of the kernels called one by one.
+// Parts of a decoder layer in one call each: what a step spends between kernels must not grow with the number of
+// layers. Rows are fp32 and contiguous; every result is that of the kernels called one by one.
 #pragma once
 #include <vector>
 
 #include "ops/moe.h"
+#include "ops/routing.h"
 
 namespace kt {
-
-// How a token's experts follow from the router's logits; see kernels/routing.py.
-struct RouterSpec {
-  int64_t top_k;
-  bool is_sigmoid;            // otherwise softmax
-  int64_t num_groups, topk_groups;
-  bool is_top2;               // a group is as good as its best two experts, otherwise as its best
-  bool is_renormalized;
-  float scaling;
-};
-
-// logits [tokens, experts] -> ids, weights [tokens, top_k]. bias [experts] or nullptr: moves the choice, not the weight.
-// Between equal scores the lower index wins.
-void route(WorkerPool& pool, const RouterSpec& spec, const float* logits, const float* bias, int64_t tokens, int64_t experts,
-           int64_t* ids, float* weights);
 
 struct NormSpec {
   const float* weight;  // nullptr: no norm
@@ -29,7 +15,7 @@ struct NormSpec {
 
 // Norm, projections, rotation, cache, attention, output projection; adds to the rows.
 struct AttentionBlock {
-  NormSpec input, query, key;     // query and key: over a head
+  NormSpec input, query, key;  // query and key: over a head
   WeightView q, k, v, o;
   const float *q_bias, *k_bias, *v_bias, *o_bias;
   int64_t num_heads, num_kv_heads, head_dim, rotary_dims;
@@ -41,8 +27,8 @@ struct AttentionBlock {
 struct AttentionStep {
   int64_t rows;
   const float *cos, *sin;
-  float *keys, *values;           // [slots, kv heads, head_dim], contiguous
-  const int64_t* slots;           // [rows]
+  float *keys, *values;  // [slots, kv heads, head_dim], contiguous
+  const int64_t* slots;  // [rows]
   const int32_t* block_table;
   int64_t num_seqs, max_pages, table_stride, page_size, num_slots;
   const int32_t* seq_ids;
@@ -50,11 +36,10 @@ struct AttentionStep {
 };
 
 // Buffers of a model's layers, which take turns.
-struct LayerBuffers {
-  std::vector<float> a, b, c, d, e;
-};
+struct LayerBuffers { std::vector<float> a, b, c, d, e; };
 
-void attention_block(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* x, LayerBuffers& buffers);
+void attention_block(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* x,
+                     LayerBuffers& buffers);
 
 // Experts that see every token: down(act(gate) * up), times the sigmoid of score (one row) where there is one.
 struct SharedExperts {

@@ -6,10 +6,15 @@
 #include <atomic>
 #include <new>
 #include <stdexcept>
+#include <string>
 
 #if defined(KT_X86)
 #include <immintrin.h>
 #endif
+
+#include "ops/activations.h"
+#include "ops/tiles.h"
+#include "tiers/isa.h"
 
 namespace kt {
 namespace {
@@ -19,7 +24,7 @@ constexpr int64_t kMaxTopK = 256;
 constexpr int64_t kScratchFloats = int64_t{48} << 20;  // of intermediate and output rows held at once
 
 // Pairs of one chunk of tokens, sorted by expert, in token order within an expert.
-struct Routing {
+struct SortedPairs {
   Span<int32_t> token;    // [pairs] row of the input
   Span<int64_t> pair_of;  // [tokens * top_k] position in `token`, or -1
   struct Group {
@@ -30,13 +35,14 @@ struct Routing {
   int64_t chunks = 0;
 };
 
-Routing route(WorkerPool::Session& session, const int64_t* ids, int64_t tokens, int64_t top_k, int64_t num_experts) {
-  Routing r;
+SortedPairs sort_pairs(WorkerPool::Session& session, const int64_t* ids, int64_t tokens, int64_t top_k,
+                       int64_t num_experts) {
+  SortedPairs r;
   const Span<int64_t> next = session.span<int64_t>(num_experts + 1);
   std::fill(next.begin(), next.end(), 0);
   for (int64_t i = 0; i < tokens * top_k; ++i)
     if (ids[i] < num_experts) ++next[ids[i] + 1];
-  r.groups.data = session.scratch<Routing::Group>(num_experts);
+  r.groups.data = session.scratch<SortedPairs::Group>(num_experts);
   for (int64_t e = 0; e < num_experts; ++e) {
     const int64_t count = next[e + 1], first = next[e];
     next[e + 1] = first + count;
@@ -59,18 +65,21 @@ Routing route(WorkerPool::Session& session, const int64_t* ids, int64_t tokens, 
 }
 
 // Chunk number `i` of all groups: its expert, its first pair and how many there are.
-struct PairChunk { int64_t expert, first; int count; };
+struct PairChunk {
+  int64_t expert, first;
+  int count;
+};
 
-PairChunk chunk_at(const Routing& r, int64_t i) {
+PairChunk chunk_at(const SortedPairs& r, int64_t i) {
   const auto after = std::upper_bound(r.groups.begin(), r.groups.end(), i,
-                                      [](int64_t n, const Routing::Group& g) { return n < g.tasks_before; });
-  const Routing::Group& g = *(after - 1);
+                                      [](int64_t n, const SortedPairs::Group& g) { return n < g.tasks_before; });
+  const SortedPairs::Group& g = *(after - 1);
   const int64_t skip = (i - g.tasks_before) * kPairChunk;
   return {g.expert, g.first + skip, static_cast<int>(std::min(kPairChunk, g.count - skip))};
 }
 
 // The tokens of every chunk: rows of the input, or of the pairs.
-Span<TokenGroup> token_groups(WorkerPool::Session& session, const Routing& r, bool is_input) {
+Span<TokenGroup> token_groups(WorkerPool::Session& session, const SortedPairs& r, bool is_input) {
   const Span<TokenGroup> groups = session.span<TokenGroup>(r.chunks);
   for (int64_t i = 0; i < r.chunks; ++i) {
     const PairChunk c = chunk_at(r, i);
@@ -118,19 +127,22 @@ const float* bias_at(const ExpertProjection& p, int64_t expert, int64_t row) {
 // Whether activations are quantized for weights of `type`.
 bool is_quantized(QType type) { return qtype_info(type).form != ActForm::Float; }
 
-constexpr int64_t kFusedTiles = 16;                     // 256 columns of the intermediate rows: a block of any type
-constexpr int64_t kStreamBytes = int64_t{16} << 20;     // outputs of this size do not stay in caches
+constexpr int64_t kFusedTiles = 16;                  // 256 columns of the intermediate rows: a block of any type
+constexpr int64_t kStreamBytes = int64_t{16} << 20;  // outputs of this size do not stay in caches
 
-constexpr int64_t kMergedTokens = 32;                   // up to here whoever finishes a part of the output combines it
+constexpr int64_t kMergedTokens = 32;  // up to here whoever finishes a part of the output combines it
 
-// How many tasks of each part of a job are left. Who finishes the last one sees what all of them wrote and goes on with the
-// part, instead of a job of its own for that: handing a job over costs microseconds.
+// How many tasks of each part of a job are left. Who finishes the last one sees what all of them wrote and goes on with
+// the part, instead of a job of its own for that: handing a job over costs microseconds.
 class Countdown {
  public:
-  Countdown(WorkerPool::Session& session, int64_t parts, int64_t tasks) : left_(session.scratch<std::atomic<int64_t>>(parts)) {
+  Countdown(WorkerPool::Session& session, int64_t parts, int64_t tasks)
+      : left_(session.scratch<std::atomic<int64_t>>(parts)) {
     for (int64_t i = 0; i < parts; ++i) new (left_ + i) std::atomic<int64_t>(tasks);
   }
-  bool finishes(int64_t part, int64_t tasks) const { return left_[part].fetch_sub(tasks, std::memory_order_acq_rel) == tasks; }
+  bool finishes(int64_t part, int64_t tasks) const {
+    return left_[part].fetch_sub(tasks, std::memory_order_acq_rel) == tasks;
+  }
 
  private:
   std::atomic<int64_t>* left_;
@@ -139,29 +151,36 @@ class Countdown {
 // One call of the layer for one chunk of tokens.
 class MoeRun {
  public:
-  MoeRun(WorkerPool::Session& session, const ExpertProjection& gate, const ExpertProjection& up, const ExpertProjection& down,
-         const ActSpec& act, const Routing& routing)
-      : session_(session), kernels_(session.kernels()), gate_(gate), up_(up), down_(down), act_(act), routing_(routing),
+  MoeRun(WorkerPool::Session& session, const ExpertProjection& gate, const ExpertProjection& up,
+         const ExpertProjection& down, const ActSpec& act, const SortedPairs& sorted)
+      : session_(session),
+        kernels_(session.kernels()),
+        gate_(gate),
+        up_(up),
+        down_(down),
+        act_(act),
+        sorted_(sorted),
         has_gate_(!gate.experts.empty()),
-        is_grouped_(!routing.groups.empty() && routing.token.count >= kGroupedTokens * routing.groups.count) {}
+        is_grouped_(!sorted.groups.empty() && sorted.token.count >= kGroupedTokens * sorted.groups.count) {}
 
   void run(const float* x, int64_t tokens, const float* weights, int64_t top_k, float* out) {
-    const bool is_many = tokens >= kManyTokens && pairs() >= kManyPairs * routing_.groups.count;
-    const Span<TokenGroup> groups = token_groups(session_, routing_, true);
+    const bool is_many = tokens >= kManyTokens && pairs() >= kManyPairs * sorted_.groups.count;
+    const Span<TokenGroup> groups = token_groups(session_, sorted_, true);
     Activations inputs(session_, x, tokens, up_.cols, up_.cols);
     up_input_ = input_of(up_, inputs, groups, is_many);
     if (has_gate_) gate_input_ = input_of(gate_, inputs, groups, is_many);
     // Quantizing at once what the down projection reads saves a trip through memory; tasks must not get too few.
-    const int64_t fused = routing_.chunks * (up_.rows / (kFusedTiles * kTileRows));
+    const int64_t fused = sorted_.chunks * (up_.rows / (kFusedTiles * kTileRows));
     if (uses_bf16(kernels_, down_.type, down_.layout, down_.cols, is_many))
       run_up_bf16();
-    else if (down_.is_packed() && is_quantized(down_.type) && is_grouped_ && session_.num_nodes() == 1 && fused >= 4 * session_.num_threads())
+    else if (down_.is_packed() && is_quantized(down_.type) && is_grouped_ && session_.num_nodes() == 1 &&
+             fused >= 4 * session_.num_threads())
       run_up_fused();
     else
       run_up();
     combining_ = {tokens, top_k, weights, out};
     // With few tokens, whoever finishes the last expert's tile combines its columns.
-    if (tokens <= kMergedTokens && !is_grouped_ && routing_.chunks > 0) return run_down(true);
+    if (tokens <= kMergedTokens && !is_grouped_ && sorted_.chunks > 0) return run_down(true);
     run_down(false);
     session_.run(tokens, [&](int64_t t) { combine(t, 0, down_.rows); });
   }
@@ -196,7 +215,8 @@ class MoeRun {
   }
 
   // Tiles tile .. tile + count - 1 of up and gate for a chunk, activated: acc[j], 16 columns of each token.
-  void up_tiles(const PairChunk& c, int64_t chunk, int64_t tile, int count, float (*acc)[kPairChunk * kTileRows]) const {
+  void up_tiles(const PairChunk& c, int64_t chunk, int64_t tile, int count,
+                float (*acc)[kPairChunk * kTileRows]) const {
     TileArgs args[kTileGroup] = {};
     for (int j = 0; j < count; ++j) {
       args[j] = tile_args(up_.view(c.expert), tile + j, up_input_.rows, c.count, acc[j]);
@@ -205,7 +225,7 @@ class MoeRun {
       args[count + j] = tile_args(gate_.view(c.expert), tile + j, gate_input_.rows, c.count, acc[count + j]);
       gate_input_.point(args[count + j], chunk);
     }
-    for (TileArgs& one : args) one.token_ids = routing_.token.data + c.first;
+    for (TileArgs& one : args) one.token_ids = sorted_.token.data + c.first;
     run_tiles(kernels_, args, has_gate_ ? 2 * count : count);
     for (int j = 0; j < count; ++j) {
       const int64_t first = (tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, up_.rows - first);
@@ -216,27 +236,29 @@ class MoeRun {
     }
   }
 
-  int64_t pairs() const { return routing_.token.count; }
+  int64_t pairs() const { return sorted_.token.count; }
 
   void run_up() {
     const int64_t width = up_.rows;
     float* intermediate = session_.scratch<float>(pairs() * width);
-    const TileTasks tasks((width + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, routing_.chunks, session_.num_nodes());
+    const TileTasks tasks((width + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, sorted_.chunks,
+                          session_.num_nodes());
     // With few tokens, whoever finishes the last tile of an expert quantizes its rows.
     const bool is_merged = !is_grouped_ && is_quantized(down_.type);
     const QuantizedRows rows = is_merged ? quantized_rows(session_, down_.type, pairs(), width) : QuantizedRows{};
-    const Countdown left(session_, routing_.chunks, tasks.tiles);
+    const Countdown left(session_, sorted_.chunks, tasks.tiles);
     session_.run_on_nodes(tasks.ends, [&](int64_t i) {
       alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
       const TileTasks::Task task = tasks.at(i);
-      const PairChunk c = chunk_at(routing_, task.chunk);
+      const PairChunk c = chunk_at(sorted_, task.chunk);
       up_tiles(c, task.chunk, task.tile, task.count, acc);
       for (int j = 0; j < task.count; ++j) {
         const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, width - first);
         copy_rows(acc[j], c.count, lanes, intermediate + c.first * width + first, width);
       }
       if (is_merged && left.finishes(task.chunk, task.count))
-        for (int64_t pair = c.first; pair < c.first + c.count; ++pair) rows.quantize(kernels_, intermediate + pair * width, pair, 0, width);
+        for (int64_t pair = c.first; pair < c.first + c.count; ++pair)
+          rows.quantize(kernels_, intermediate + pair * width, pair, 0, width);
     });
     if (is_merged) {
       take_down_rows(rows.view());
@@ -249,18 +271,19 @@ class MoeRun {
 
   void take_down_rows(const ActRows& rows) {
     down_input_.rows = rows;
-    if (down_.is_packed()) down_input_.blocks = make_blocks(session_, rows, down_.type, down_.cols, token_groups(session_, routing_, false));
+    if (down_.is_packed())
+      down_input_.blocks = make_blocks(session_, rows, down_.type, down_.cols, token_groups(session_, sorted_, false));
   }
 
   // Rounds at once what the down projection reads.
   void run_up_bf16() {
     down_input_.is_bf16 = true;
-    down_input_.blocks = bf16_room(session_, up_.rows, token_groups(session_, routing_, false));
-    const TileTasks tasks(up_.rows / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, routing_.chunks, session_.num_nodes());
+    down_input_.blocks = bf16_room(session_, up_.rows, token_groups(session_, sorted_, false));
+    const TileTasks tasks(up_.rows / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, sorted_.chunks, session_.num_nodes());
     session_.run_on_nodes(tasks.ends, [&](int64_t i) {
       alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
       const TileTasks::Task task = tasks.at(i);
-      const PairChunk c = chunk_at(routing_, task.chunk);
+      const PairChunk c = chunk_at(sorted_, task.chunk);
       up_tiles(c, task.chunk, task.tile, task.count, acc);
       const TokenBlocks& to = down_input_.blocks[task.chunk];
       for (int j = 0; j < task.count; ++j) {
@@ -274,14 +297,15 @@ class MoeRun {
   void run_up_fused() {
     const int64_t width = up_.rows, columns = kFusedTiles * kTileRows, per_chunk = (width + columns - 1) / columns;
     const QuantizedRows rows = quantized_rows(session_, down_.type, pairs(), width);
-    session_.run(routing_.chunks * per_chunk, [&](int64_t i) {
+    session_.run(sorted_.chunks * per_chunk, [&](int64_t i) {
       alignas(64) float acc[kTileGroup][kPairChunk * kTileRows], activated[kPairChunk][kFusedTiles * kTileRows];
-      const PairChunk c = chunk_at(routing_, i / per_chunk);
+      const PairChunk c = chunk_at(sorted_, i / per_chunk);
       const int64_t first = i % per_chunk * columns, cols = std::min(columns, width - first);
       for (int64_t at = 0; at < cols; at += kTileGroup / 2 * kTileRows) {
         const int count = static_cast<int>(std::min<int64_t>(kTileGroup / 2, (cols - at + kTileRows - 1) / kTileRows));
         up_tiles(c, i / per_chunk, (first + at) / kTileRows, count, acc);
-        for (int j = 0; j < count; ++j) copy_rows(acc[j], c.count, kTileRows, activated[0] + at + j * kTileRows, columns);
+        for (int j = 0; j < count; ++j)
+          copy_rows(acc[j], c.count, kTileRows, activated[0] + at + j * kTileRows, columns);
       }
       for (int t = 0; t < c.count; ++t) rows.quantize(kernels_, activated[t], c.first + t, first, cols);
     });
@@ -291,13 +315,15 @@ class MoeRun {
   void run_down(bool is_merged) {
     const int64_t hidden = down_.rows;
     outputs_ = session_.scratch<float>(pairs() * hidden);
-    const bool is_streamed = pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
-    const TileTasks tasks((hidden + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup : 1, routing_.chunks, session_.num_nodes());
-    const Countdown left(session_, tasks.tiles, routing_.chunks);
+    const bool is_streamed =
+        pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
+    const TileTasks tasks((hidden + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup : 1, sorted_.chunks,
+                          session_.num_nodes());
+    const Countdown left(session_, tasks.tiles, sorted_.chunks);
     session_.run_on_nodes(tasks.ends, [&](int64_t i) {
       alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
       const TileTasks::Task task = tasks.at(i);
-      const PairChunk c = chunk_at(routing_, task.chunk);
+      const PairChunk c = chunk_at(sorted_, task.chunk);
       TileArgs args[kTileGroup] = {};
       for (int j = 0; j < task.count; ++j) {
         args[j] = tile_args(down_.view(c.expert), task.tile + j, down_input_.rows, c.count, acc[j]);
@@ -326,7 +352,7 @@ class MoeRun {
     float row_weights[kMaxTopK];
     int count = 0;
     for (int64_t i = t * combining_.top_k; i < (t + 1) * combining_.top_k; ++i) {
-      const int64_t pair = routing_.pair_of[i];
+      const int64_t pair = sorted_.pair_of[i];
       if (pair < 0) continue;
       rows[count] = outputs_ + pair * hidden + first;
       row_weights[count++] = combining_.weights[i];
@@ -338,7 +364,7 @@ class MoeRun {
   const KernelTable& kernels_;
   const ExpertProjection &gate_, &up_, &down_;
   const ActSpec& act_;
-  const Routing& routing_;
+  const SortedPairs& sorted_;
   const bool has_gate_, is_grouped_;
   Input up_input_, gate_input_, down_input_;
   float* outputs_ = nullptr;
@@ -356,15 +382,17 @@ Moe::Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActS
   const size_t experts = up_.experts.size();
   if (experts == 0 || down_.experts.size() != experts || (!gate_.experts.empty() && gate_.experts.size() != experts))
     throw std::invalid_argument("gate, up and down must have the same number of experts, at least one");
-  if (down_.cols != up_.rows || down_.rows != up_.cols || (!gate_.experts.empty() && (gate_.rows != up_.rows || gate_.cols != up_.cols)))
+  if (down_.cols != up_.rows || down_.rows != up_.cols ||
+      (!gate_.experts.empty() && (gate_.rows != up_.rows || gate_.cols != up_.cols)))
     throw std::invalid_argument("expert shapes must be gate [I, H], up [I, H], down [H, I]");
-  for (const ExpertProjection* p : {&gate_, &up_, &down_})
-    make_view(p->type, nullptr, p->rows, p->cols, p->layout);
+  for (const ExpertProjection* p : {&gate_, &up_, &down_}) make_view(p->type, nullptr, p->rows, p->cols, p->layout);
 }
 
-void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights, int64_t top_k,
-                  float* out) const {
-  if (top_k > kMaxTopK) throw std::invalid_argument("top_k is " + std::to_string(top_k) + ", at most " + std::to_string(kMaxTopK) + " can be combined");
+void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights,
+                  int64_t top_k, float* out) const {
+  if (top_k > kMaxTopK)
+    throw std::invalid_argument("top_k is " + std::to_string(top_k) + ", at most " + std::to_string(kMaxTopK) +
+                                " can be combined");
   for (int64_t i = 0; i < tokens * top_k; ++i)
     if (ids[i] < 0 || ids[i] > num_experts())
       throw std::out_of_range("topk_ids[" + std::to_string(i / top_k) + ", " + std::to_string(i % top_k) + "] is " +
@@ -378,10 +406,10 @@ void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_
   }
 }
 
-void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids, const float* weights,
-                        int64_t top_k, float* out) const {
-  const Routing routing = route(session, ids, tokens, top_k, num_experts());
-  MoeRun(session, gate_, up_, down_, act_, routing).run(x, tokens, weights, top_k, out);
+void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids,
+                        const float* weights, int64_t top_k, float* out) const {
+  const SortedPairs sorted = sort_pairs(session, ids, tokens, top_k, num_experts());
+  MoeRun(session, gate_, up_, down_, act_, sorted).run(x, tokens, weights, top_k, out);
 }
 
 }  // namespace kt

@@ -2,7 +2,7 @@
 #pragma once
 #include <vector>
 
-#include "ops/ops.h"
+#include "ops/weights.h"
 
 namespace kt {
 
@@ -15,7 +15,9 @@ struct ExpertProjection {
   Layout layout = Layout::Rows;
 
   bool is_packed() const { return layout != Layout::Rows; }
-  WeightView view(int64_t expert) const { return make_view(type, experts[static_cast<size_t>(expert)], rows, cols, layout); }
+  WeightView view(int64_t expert) const {
+    return make_view(type, experts[static_cast<size_t>(expert)], rows, cols, layout);
+  }
 };
 
 class Moe {
@@ -24,16 +26,17 @@ class Moe {
   Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActSpec act);
 
   // out[t] = ((w[t, 0] * y0) + w[t, 1] * y1) + ..., y_k the output of expert ids[t, k], in the order of k.
-  // An id equal to the number of experts is skipped; any other id out of range throws std::out_of_range before any work.
-  void forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights, int64_t top_k,
-               float* out) const;
+  // An id equal to the number of experts is skipped; any other id out of range throws std::out_of_range before any
+  // work.
+  void forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights,
+               int64_t top_k, float* out) const;
 
   int64_t hidden_size() const { return up_.cols; }
   int64_t num_experts() const { return static_cast<int64_t>(up_.experts.size()); }
 
  private:
-  void forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids, const float* weights,
-                     int64_t top_k, float* out) const;
+  void forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids,
+                     const float* weights, int64_t top_k, float* out) const;
   ExpertProjection gate_, up_, down_;
   ActSpec act_;
 };

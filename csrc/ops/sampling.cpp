@@ -1,14 +1,15 @@
 // See sampling.h. The steps and their meaning are those of ktransformers/engine/sampler.py.
 //
-// Nothing is sorted. What orders tokens is turned into unsigned keys (of logits for top_k, of weights for top_p), and the key
-// at which a given mass is reached is found by summing the mass of 1,024 ranges of keys, then of 1,024 ranges within the one
-// in which it is reached, and so on (find_edge). Few tokens get that far:
-//   top_k: the k-th greatest of the blocks' greatest logits is not above the k-th greatest logit, so that only tokens from
-//          there on count. Where there are less than k blocks, a sample of the logits says from where on some more than k
-//          tokens are likely; that there are is counted.
-//   top_p: let w be the weight of the last token of the nucleus, p its share, Z the sum of all V weights. Those before it have
-//          less than p Z, so it and those behind it, at most V tokens none of which has more than w, have more than (1 - p) Z:
-//          w > (1 - p) Z / V. Tokens below that need no look. For the rounding of sums 1e-10 Z is allowed, more than V 2^-53.
+// Nothing is sorted. What orders tokens is turned into unsigned keys (of logits for top_k, of weights for top_p), and
+// the key at which a given mass is reached is found by summing the mass of 1,024 ranges of keys, then of 1,024 ranges
+// within the one in which it is reached, and so on (find_edge). Few tokens get that far:
+//   top_k: the k-th greatest of the blocks' greatest logits is not above the k-th greatest logit, so that only tokens
+//          from there on count. Where there are less than k blocks, a sample of the logits says from where on some more
+//          than k tokens are likely; that there are is counted.
+//   top_p: let w be the weight of the last token of the nucleus, p its share, Z the sum of all V weights. Those before
+//          it have less than p Z, so it and those behind it, at most V tokens none of which has more than w, have more
+//          than (1 - p) Z: w > (1 - p) Z / V. Tokens below that need no look. For the rounding of sums 1e-10 Z is
+//          allowed, more than V 2^-53.
 #include "ops/sampling.h"
 
 #include <algorithm>
@@ -22,23 +23,25 @@ namespace {
 
 constexpr double kLog2e = 1.4426950408889634;
 constexpr double kImpossible = 0x1p-64;  // of the best token's weight: less counts as 0
-constexpr int kSampled = 8192;  // logits that tell about where a large top_k ends
+constexpr int kSampled = 8192;           // logits that tell about where a large top_k ends
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Memory for a row of V logits.
 struct Room {
-  float *maxima, *logits;     // of blocks; of some tokens
-  double *sums, *weights;     // the same
-  uint64_t* keys;             // [V]
-  int32_t* ids;               // [V]
+  float *maxima, *logits;  // of blocks; of some tokens
+  double *sums, *weights;  // the same
+  uint64_t* keys;          // [V]
+  int32_t* ids;            // [V]
 };
 
 // Rooms for every row, or for every thread where rows are more; lists of tokens only where needed.
 class Rooms {
  public:
   Rooms(WorkerPool::Session& session, int64_t rows, int64_t vocab, bool has_lists)
-      : blocks_((vocab + kSampleBlock - 1) / kSampleBlock), listed_(has_lists ? vocab : 0), of_rows_(rows <= session.num_threads()) {
+      : blocks_((vocab + kSampleBlock - 1) / kSampleBlock),
+        listed_(has_lists ? vocab : 0),
+        of_rows_(rows <= session.num_threads()) {
     const int64_t count = of_rows_ ? rows : session.num_threads();
     doubles_ = session.scratch<double>(count * (blocks_ + 2 * listed_));
     floats_ = session.scratch<float>(count * (blocks_ + 2 * listed_));
@@ -82,14 +85,15 @@ float logit_of(uint64_t key) {
   return bits_of<float>(bits >> 31 != 0 ? bits & 0x7fffffffu : ~bits);
 }
 
-// The greatest key whose items, with those of greater keys, have at least the mass `goal`; the least key where all of them
-// have less.
+// The greatest key whose items, with those of greater keys, have at least the mass `goal`; the least key where all of
+// them have less.
 struct Edge {
   uint64_t key;
   double before;  // mass of greater keys
 };
 // Keys lie in least .. most, both included, and are overwritten; there must be some.
-template <class Mass> Edge find_edge(uint64_t* keys, int64_t count, uint64_t least, uint64_t most, double goal, const Mass& mass) {
+template <class Mass>
+Edge find_edge(uint64_t* keys, int64_t count, uint64_t least, uint64_t most, double goal, const Mass& mass) {
   constexpr int kRanges = 1024;
   double before = 0;
   while (least != most) {
@@ -159,8 +163,8 @@ struct Row {
     return kth_key(count, least, static_cast<double>(k));
   }
 
-  // Weights of logits from `least` on. The bits of `least` are raised to where the exponent reaches that of `floor`, less
-  // what rounding may hide: the exponent never falls when the logit rises.
+  // Weights of logits from `least` on. The bits of `least` are raised to where the exponent reaches that of `floor`,
+  // less what rounding may hide: the exponent never falls when the logit rises.
   WeightSpec spec(double scale, double floor, float least) const {
     const double lowest = std::log2(floor) - 1e-12;
     uint64_t below = key_of(-kInfinity), from = key_of(top);
@@ -179,7 +183,8 @@ struct Row {
   }
 };
 
-// The first item at which the running sum, from `before` on, exceeds `goal`; the last one of positive weight where none does.
+// The first item at which the running sum, from `before` on, exceeds `goal`; the last one of positive weight where none
+// does.
 int64_t reach(const double* weights, int64_t count, double before, double goal) {
   int64_t last = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -244,7 +249,9 @@ int64_t pick_of_list(double* weights, int64_t count, double least, double unifor
 // One of the smallest set of most likely tokens that has the share top_p, less those below min_p.
 int64_t pick_of_nucleus(const Row& row, WeightSpec spec, const SampleRow& wanted) {
   const double total = row.sum(spec), goal = wanted.top_p * total;
-  spec = row.spec(spec.scale, std::max(kImpossible, ((1.0 - wanted.top_p) - 1e-10) * total / static_cast<double>(row.vocab)), spec.least);
+  spec = row.spec(spec.scale,
+                  std::max(kImpossible, ((1.0 - wanted.top_p) - 1e-10) * total / static_cast<double>(row.vocab)),
+                  spec.least);
   const Room& room = row.room;
   const int64_t found = row.kernels.tokens_from(row.x, row.vocab, room.maxima, spec.least, room.ids);
   for (int64_t i = 0; i < found; ++i) room.logits[i] = row.x[room.ids[i]];
@@ -277,7 +284,8 @@ int64_t first_bad(const float* x, int64_t vocab, bool may_be_impossible) {
 
 SamplePick pick(const KernelTable& kernels, const SampleRow& wanted, int64_t vocab, int64_t blocks, const Room& room) {
   const bool is_adjusted = wanted.adjusted != wanted.raw;
-  if (is_adjusted && kernels.block_maxima(wanted.raw, vocab, room.maxima) >= kInfinityBits) return {-1, first_bad(wanted.raw, vocab, false)};
+  if (is_adjusted && kernels.block_maxima(wanted.raw, vocab, room.maxima) >= kInfinityBits)
+    return {-1, first_bad(wanted.raw, vocab, false)};
   Row row{kernels, wanted.adjusted, vocab, blocks, room, 0};
   if (kernels.block_maxima(row.x, vocab, room.maxima) >= kInfinityBits) {
     const int64_t bad = first_bad(row.x, vocab, is_adjusted);
@@ -308,7 +316,8 @@ void score(const Row& row, int64_t id, int64_t count, float* out, int64_t* top_i
   int32_t* ids = row.room.ids;
   const float least = row.kth(count);
   const int64_t found = row.kernels.tokens_from(row.x, row.vocab, row.room.maxima, least, ids);
-  std::partial_sort(ids, ids + count, ids + found, [&](int32_t a, int32_t b) { return row.x[a] != row.x[b] ? row.x[a] > row.x[b] : a < b; });
+  std::partial_sort(ids, ids + count, ids + found,
+                    [&](int32_t a, int32_t b) { return row.x[a] != row.x[b] ? row.x[a] > row.x[b] : a < b; });
   for (int64_t i = 0; i < count; ++i) {
     top_ids[i] = ids[i];
     top[i] = logprob(ids[i]);
@@ -350,15 +359,16 @@ std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRo
   return picks;
 }
 
-void token_logprobs(WorkerPool& pool, const float* logits, int64_t rows, int64_t vocab, const int64_t* ids, int64_t count, float* out,
-                    int64_t* top_ids, float* top) {
+void token_logprobs(WorkerPool& pool, const float* logits, int64_t rows, int64_t vocab, const int64_t* ids,
+                    int64_t count, float* out, int64_t* top_ids, float* top) {
   WorkerPool::Session session(pool);
   const Rooms rooms(session, rows, vocab, count > 0);
   session.run(rows, [&](int64_t r, int thread) {
     Row row{session.kernels(), logits + r * vocab, vocab, rooms.blocks(), rooms.of(r, thread), 0};
     const bool is_finite = row.kernels.block_maxima(row.x, vocab, row.room.maxima) < kInfinityBits;
     row.top = *std::max_element(row.room.maxima, row.room.maxima + row.blocks);
-    if ((is_finite || first_bad(row.x, vocab, true) < 0) && row.top != -kInfinity) return score(row, ids[r], count, out + r, top_ids + r * count, top + r * count);
+    if ((is_finite || first_bad(row.x, vocab, true) < 0) && row.top != -kInfinity)
+      return score(row, ids[r], count, out + r, top_ids + r * count, top + r * count);
     out[r] = NAN;
     for (int64_t i = 0; i < count; ++i) {
       top_ids[r * count + i] = i;

@@ -18,21 +18,21 @@ struct SampleRow {
   const float* adjusted;  // [V], raw itself where nothing was changed, and otherwise possibly -infinity
   double temperature;     // 0: the best
   double top_p, min_p, uniform;
-  int64_t top_k;          // 0 or less: all
+  int64_t top_k;  // 0 or less: all
 };
 
-// token: the choice, or -1 where logit `bad` of raw is not finite, or of adjusted is NaN or +infinity (or all are -infinity).
-struct SamplePick {
-  int64_t token, bad;
-};
+// token: the choice, or -1 where logit `bad` of raw is not finite, or of adjusted is NaN or +infinity (or all are
+// -infinity).
+struct SamplePick { int64_t token, bad; };
 
 // One pick per row. vocab >= 1; its ids fit int32.
 std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRow>& rows, int64_t vocab);
 
-// log softmax in fp64, rounded to fp32, of logits [rows, vocab]: of token ids[r], and of the `count` most likely ones, the lowest id
-// first among equal logits: top_ids, top [rows, count]. Everything is NaN where a logit is NaN or +infinity, or all are -infinity.
-void token_logprobs(WorkerPool& pool, const float* logits, int64_t rows, int64_t vocab, const int64_t* ids, int64_t count, float* out,
-                    int64_t* top_ids, float* top);
+// log softmax in fp64, rounded to fp32, of logits [rows, vocab]: of token ids[r], and of the `count` most likely ones,
+// the lowest id first among equal logits: top_ids, top [rows, count]. Everything is NaN where a logit is NaN or
+// +infinity, or all are -infinity.
+void token_logprobs(WorkerPool& pool, const float* logits, int64_t rows, int64_t vocab, const int64_t* ids,
+                    int64_t count, float* out, int64_t* top_ids, float* top);
 
 // The weights themselves, for tests: 2^((logit - top) log2(e) / temperature), 0 below 2^-64.
 void row_weights(WorkerPool& pool, const float* logits, int64_t vocab, double temperature, double* out);

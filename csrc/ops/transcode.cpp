@@ -37,7 +37,8 @@ void q3_k_block(const uint8_t* p, uint8_t* out) {
     uint8_t *low = out + 64 * half, *high = out + 128 + 32 * half;
     for (int l = 0; l < 32; ++l) {
       uint8_t code[4];
-      for (int j = 0; j < 4; ++j) code[j] = static_cast<uint8_t>(28 + (q[l] >> (2 * j) & 3) + 4 * (p[l] >> (4 * half + j) & 1));
+      for (int j = 0; j < 4; ++j)
+        code[j] = static_cast<uint8_t>(28 + (q[l] >> (2 * j) & 3) + 4 * (p[l] >> (4 * half + j) & 1));
       low[l] = static_cast<uint8_t>((code[0] & 15) | code[2] << 4);
       low[32 + l] = static_cast<uint8_t>((code[1] & 15) | code[3] << 4);
       high[l] = static_cast<uint8_t>(code[0] >> 4 | code[1] >> 4 << 2 | code[2] >> 4 << 4 | code[3] >> 4 << 6);
@@ -51,7 +52,8 @@ void q3_k_block(const uint8_t* p, uint8_t* out) {
   std::memcpy(out + 208, p + 108, 2);
 }
 
-template <int FROM, int TO, class Block> void each(const uint8_t* blocks, int64_t count, uint8_t* out, const Block& block) {
+template <int FROM, int TO, class Block>
+void each(const uint8_t* blocks, int64_t count, uint8_t* out, const Block& block) {
   for (int64_t b = 0; b < count; ++b) block(blocks + FROM * b, out + TO * b);
 }
 

@@ -1,5 +1,5 @@
-// See allocations.h. The linker redirects the extension's calls of operator new to here (--wrap in CMakeLists.txt), those of
-// the extension only: no other library of the process is touched.
+// See allocations.h. The linker redirects the extension's calls of operator new to here (--wrap in CMakeLists.txt),
+// those of the extension only: no other library of the process is touched.
 #include "runtime/allocations.h"
 
 #include <atomic>

@@ -19,8 +19,8 @@ namespace {
 
 constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ of Linux 5.14, which older headers lack
 constexpr uintptr_t kPage = 4096;
-// However much is asked for, the system reads what its device takes at once (max_sectors_kb, or read_ahead_kb if that is
-// more); and a request that is split into many costs more of its time.
+// However much is asked for, the system reads what its device takes at once (max_sectors_kb, or read_ahead_kb if that
+// is more); and a request that is split into many costs more of its time.
 constexpr uintptr_t kReadAhead = 512 << 10;
 
 uintptr_t page_of(const uint8_t* data) { return reinterpret_cast<uintptr_t>(data) / kPage * kPage; }

@@ -19,6 +19,9 @@
 #if defined(KT_X86)
 #include <immintrin.h>
 #endif
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace kt {
 namespace {
@@ -29,19 +32,35 @@ constexpr int64_t kMinScratch = int64_t{1} << 20;
 constexpr int64_t kKeepScratch = int64_t{256} << 20;
 constexpr int64_t kHugePage = int64_t{2} << 20;
 
-// Large blocks ask for huge pages: rows of intermediate results are far apart, so that each would need a page of its own.
+// Large blocks ask for huge pages: rows of intermediate results are far apart, so that each would need a page of its
+// own.
 char* allocate(int64_t bytes) {
   const bool is_large = bytes >= 2 * kHugePage;
   const int64_t align = is_large ? kHugePage : 64;
   note_allocation();
-  char* p = static_cast<char*>(std::aligned_alloc(static_cast<size_t>(align), static_cast<size_t>((bytes + align - 1) / align * align)));
+  char* p = static_cast<char*>(
+      std::aligned_alloc(static_cast<size_t>(align), static_cast<size_t>((bytes + align - 1) / align * align)));
 #if defined(MADV_HUGEPAGE)
-  if (p != nullptr && is_large) static_cast<void>(madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE));  // a wish only
+  if (p != nullptr && is_large)
+    static_cast<void>(madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE));  // a wish only
 #endif
   return p;
 }
 
-constexpr uint64_t make_range(int64_t first, int64_t end) { return static_cast<uint64_t>(first) << 32 | static_cast<uint64_t>(end); }
+// Scratch memory that nobody has asked for, which AddressSanitizer is told of; there a gap follows each part.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int64_t kGap = 64;
+void forbid(void* p, int64_t bytes) { __asan_poison_memory_region(p, static_cast<size_t>(bytes)); }
+void allow(void* p, int64_t bytes) { __asan_unpoison_memory_region(p, static_cast<size_t>(bytes)); }
+#else
+constexpr int64_t kGap = 0;
+void forbid(void*, int64_t) {}
+void allow(void*, int64_t) {}
+#endif
+
+constexpr uint64_t make_range(int64_t first, int64_t end) {
+  return static_cast<uint64_t>(first) << 32 | static_cast<uint64_t>(end);
+}
 constexpr int64_t range_first(uint64_t range) { return static_cast<int64_t>(range >> 32); }
 constexpr int64_t range_end(uint64_t range) { return static_cast<int64_t>(range & 0xffffffffu); }
 constexpr int64_t kMaxTasks = int64_t{1} << 31;  // of one hand-over
@@ -59,7 +78,8 @@ constexpr unsigned kFloatMode = 0;
 #endif
 
 int64_t steady_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 template <class Done> bool spin_until(const Done& done) {
@@ -94,7 +114,8 @@ void WorkerPool::FreeDeleter::operator()(void* p) const { std::free(p); }
 namespace {
 
 // Calls share(thread, first, end) for every thread.
-template <class Share> void share_out(const int64_t* ends, int num_nodes, const std::vector<ThreadPlace>& places, const Share& share) {
+template <class Share>
+void share_out(const int64_t* ends, int num_nodes, const std::vector<ThreadPlace>& places, const Share& share) {
   // One range of tasks is for all threads, whatever their nodes.
   const auto belongs = [&](size_t thread, int node) { return num_nodes == 1 || places[thread].node == node; };
   int64_t first = 0;
@@ -103,14 +124,16 @@ template <class Share> void share_out(const int64_t* ends, int num_nodes, const 
     size_t last = thread;
     while (last < places.size() && belongs(last, node)) ++last;
     const auto count = static_cast<int64_t>(last - thread), tasks = ends[node] - first;
-    for (int64_t i = 0; i < count; ++i, ++thread) share(thread, first + tasks * i / count, first + tasks * (i + 1) / count);
+    for (int64_t i = 0; i < count; ++i, ++thread)
+      share(thread, first + tasks * i / count, first + tasks * (i + 1) / count);
     first = ends[node];
   }
 }
 
 }  // namespace
 
-std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends, const std::vector<ThreadPlace>& places) {
+std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends,
+                                                     const std::vector<ThreadPlace>& places) {
   std::vector<std::pair<int64_t, int64_t>> shares;
   share_out(ends.data(), static_cast<int>(ends.size()), places,
             [&](size_t, int64_t first, int64_t end) { shares.emplace_back(first, end); });
@@ -192,9 +215,7 @@ void WorkerPool::close() {
   closed_ = true;
   stop_.store(true);
   posted_.fetch_add(1);
-  {
-    const std::lock_guard<std::mutex> sleep_lock(sleep_->mutex);
-  }
+  { const std::lock_guard<std::mutex> sleep_lock(sleep_->mutex); }
   sleep_->wake.notify_all();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
@@ -203,11 +224,13 @@ void WorkerPool::close() {
 
 WorkerPool::Session::Session(WorkerPool& pool) : pool_(pool) {
   if (getpid() != pool.owner_pid_)
-    throw std::runtime_error("this WorkerPool was made before fork() and has no threads here: make a new one in the child");
+    throw std::runtime_error(
+        "this WorkerPool was made before fork() and has no threads here: make a new one in the child");
   lock_ = std::unique_lock<std::mutex>(pool.call_mutex_);
   if (pool.closed_) throw std::runtime_error("this WorkerPool is closed: make a new one");
   pool.block_ = 0;
   pool.used_ = 0;
+  for (const auto& block : pool.blocks_) forbid(block.first.get(), block.second);
   caller_mode_ = set_float_mode(kFloatMode);
 }
 
@@ -225,8 +248,8 @@ WorkerPool::Session::~Session() {
   }
 }
 
-void* WorkerPool::scratch(int64_t bytes) {
-  bytes = (bytes + 63) / 64 * 64;
+void* WorkerPool::scratch(int64_t wanted) {
+  const int64_t bytes = (wanted + 63) / 64 * 64 + kGap;
   while (block_ < blocks_.size() && used_ + bytes > blocks_[block_].second) {
     ++block_;
     used_ = 0;
@@ -236,9 +259,11 @@ void* WorkerPool::scratch(int64_t bytes) {
     char* p = allocate(size);
     if (p == nullptr) throw std::bad_alloc();
     blocks_.emplace_back(p, size);
+    forbid(p, size);
     used_ = 0;
   }
   void* result = blocks_[block_].first.get() + used_;
+  allow(result, wanted);
   used_ += bytes;
   return result;
 }
@@ -252,8 +277,8 @@ bool WorkerPool::take(Slot& slot, int64_t& task) {
   return false;
 }
 
-// Takes the back half of the longest range of this node, or else of any, runs its first task, and leaves the rest in the slot of `thread`. The slot of
-// a thread without tasks is empty, and nobody else fills it.
+// Takes the back half of the longest range of this node, or else of any, runs its first task, and leaves the rest in
+// the slot of `thread`. The slot of a thread without tasks is empty, and nobody else fills it.
 bool WorkerPool::steal(int thread, int64_t& task) {
   const int node = places_[static_cast<size_t>(thread)].node;
   for (;;) {

@@ -15,7 +15,7 @@
 
 #include <signal.h>
 
-#include "tiers/isa.h"
+#include "runtime/types.h"
 
 namespace kt {
 
@@ -42,8 +42,8 @@ struct NodeEnds {
 // Tells the core that this is a spinning loop.
 void cpu_pause();
 
-// Signals are for the program's own threads: a thread that took Ctrl-C would delay it. A thread inherits the mask of the
-// one that starts it.
+// Signals are for the program's own threads: a thread that took Ctrl-C would delay it. A thread inherits the mask of
+// the one that starts it.
 class BlockedSignals {
  public:
   BlockedSignals();
@@ -61,27 +61,26 @@ struct ThreadPlace {
   std::vector<int> cpus;
 };
 
-// Tasks that each thread begins with: those of its node (ends[n] is the first behind those of node n) in equal parts; in
-// order of the nodes, then of the threads. A node without threads leaves its tasks to be stolen from nobody: there must
-// be none. Returns first and end of every thread.
-std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends, const std::vector<ThreadPlace>& places);
+// Tasks that each thread begins with: those of its node (ends[n] is the first behind those of node n) in equal parts;
+// in order of the nodes, then of the threads. A node without threads leaves its tasks to be stolen from nobody: there
+// must be none. Returns first and end of every thread.
+std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends,
+                                                     const std::vector<ThreadPlace>& places);
 
 class WorkerPool {
  public:
   // places: one per thread, the caller's first; its CPUs are ignored, for the caller is not ours to pin. Nodes must be
-  // numbered from 0, each with a thread, in ascending order. Throws std::invalid_argument otherwise, and for less than 1
-  // or more than kMaxThreads threads or kMaxNodes nodes.
+  // numbered from 0, each with a thread, in ascending order. Throws std::invalid_argument otherwise, and for less than
+  // 1 or more than kMaxThreads threads or kMaxNodes nodes.
   WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
-  int num_threads() const { return num_threads_; }
   int num_nodes() const { return places_.back().node + 1; }
   int num_bound() const { return num_bound_.load(); }
   // Jobs handed to the threads so far; those that the caller did alone do not count.
   uint64_t num_jobs() const { return posted_.load(); }
-  const KernelTable& kernels() const { return kernels_; }
 
   // For this long (from now; 0: not longer than usual) threads without work do not go to sleep: a job is coming.
   void keep_awake(std::chrono::nanoseconds time);
@@ -112,7 +111,9 @@ class WorkerPool {
     }
 
     // Memory for this session, 64-byte aligned, uninitialized. Each call takes the next part. Not from within tasks.
-    template <class T> T* scratch(int64_t count) { return static_cast<T*>(pool_.scratch(count * static_cast<int64_t>(sizeof(T)))); }
+    template <class T> T* scratch(int64_t count) {
+      return static_cast<T*>(pool_.scratch(count * static_cast<int64_t>(sizeof(T))));
+    }
     template <class T> Span<T> span(int64_t count) { return {scratch<T>(count), count}; }
 
     const KernelTable& kernels() const { return pool_.kernels_; }
@@ -136,16 +137,16 @@ class WorkerPool {
   using TaskFn = void (*)(const void* context, int64_t i, int thread);
 
   // How a job is handed over. The caller fills job_ and the ranges while no job is open and no worker is busy, then
-  // publishes its number in open_. A worker says that it is busy BEFORE it looks at open_, so that either it sees the job
-  // closed, or the caller, which closes the job before it looks at who is busy, waits for it. Workers that wake late find
-  // the job closed and go back to sleep; nobody waits for them.
+  // publishes its number in open_. A worker says that it is busy BEFORE it looks at open_, so that either it sees the
+  // job closed, or the caller, which closes the job before it looks at who is busy, waits for it. Workers that wake
+  // late find the job closed and go back to sleep; nobody waits for them.
   struct Job {
     TaskFn fn = nullptr;
     const void* context = nullptr;
   };
 
-  // Every thread begins with an equal run of neighbouring tasks, which read neighbouring memory, and takes them from the
-  // front; who has none left takes the back half of what another one still has.
+  // Every thread begins with an equal run of neighbouring tasks, which read neighbouring memory, and takes them from
+  // the front; who has none left takes the back half of what another one still has.
   struct alignas(64) Slot {
     std::atomic<uint64_t> range{0};  // next task and the task after the last, 32 bits each
     std::atomic<bool> is_busy{false};
@@ -169,7 +170,7 @@ class WorkerPool {
   bool closed_ = false;  // guarded by call_mutex_
 
   Job job_;
-  std::vector<Slot> slots_;  // one per thread
+  std::vector<Slot> slots_;          // one per thread
   std::atomic<uint64_t> open_{0};    // number of the open job, 0 when none is open
   std::atomic<uint64_t> posted_{0};  // number of the last job; a change wakes the workers
   std::atomic<bool> is_cancelled_{false};
@@ -189,8 +190,8 @@ class WorkerPool {
 
   struct FreeDeleter { void operator()(void* p) const; };
   std::vector<std::pair<std::unique_ptr<char, FreeDeleter>, int64_t>> blocks_;
-  size_t block_ = 0;    // the block in use
-  int64_t used_ = 0;    // bytes of it that are taken
+  size_t block_ = 0;  // the block in use
+  int64_t used_ = 0;  // bytes of it that are taken
 };
 
 }  // namespace kt

@@ -8,11 +8,20 @@
 
 namespace kt {
 
-// ggml's type numbers (ggml.h, enum ggml_type), exported to Python by bind.cpp. FP8_BLOCK, which ggml does not have, lies
+// ggml's type numbers (ggml.h, enum ggml_type), exported to Python by bind.cpp. F8_E4M3, which ggml does not have, lies
 // outside their range; it exists in re-laid form only (fp8.inl).
 enum class QType : int32_t {
-  F32 = 0, F16 = 1, Q4_0 = 2, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_XS = 23, BF16 = 30, MXFP4 = 39,
-  FP8_BLOCK = 1000
+  F32 = 0,
+  F16 = 1,
+  Q4_0 = 2,
+  Q8_0 = 8,
+  Q4_K = 12,
+  Q5_K = 13,
+  Q6_K = 14,
+  IQ4_XS = 23,
+  BF16 = 30,
+  MXFP4 = 39,
+  F8_E4M3 = 1000
 };
 
 enum class ActKind : int32_t { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2 = 4, Sigmoid = 5, SwigluOai = 6 };
@@ -20,16 +29,17 @@ enum class ActKind : int32_t { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2
 // What a weight type wants its activations to be.
 //   Float: fp32 as given.
 //   Q32:   int8 with one fp32 scale and one int16 sum per 32 values.
-//   Q256:  int8 with one fp32 scale per 256 values, and as int16: 16 sums of 16 values, 8 sums of 32 values, and for every
-//          16 values a pair: -32 times the sums of those whose index mod 4 is 0 or 1, and 2 or 3 (tiers that sum in int16).
+//   Q256:  int8 with one fp32 scale per 256 values, and as int16: 16 sums of 16 values, 8 sums of 32 values, and for
+//          every 16 values a pair: -32 times the sums of those whose index mod 4 is 0 or 1, and 2 or 3 (tiers that sum
+//          in int16).
 enum class ActForm : int32_t { Float = 0, Q32 = 1, Q256 = 2 };
 
-constexpr int kTileRows = 16;     // outputs that one tile computes side by side, one per lane
-constexpr int kTileCols = 256;    // columns of weights that are staged at a time
-constexpr int kFloatCols = 512;    // the same for unquantized weights, 8 rows at a time
-constexpr int kFp8Block = 128;     // rows and columns of FP8 weights that share a scale
-constexpr int kBf16Cols = 32;      // columns of a tile of bf16
-constexpr int kPairSums = 24;      // 16 + 8 sums come before the pairs, see ActForm::Q256
+constexpr int kTileRows = 16;    // outputs that one tile computes side by side, one per lane
+constexpr int kTileCols = 256;   // columns of weights that are staged at a time
+constexpr int kFloatCols = 512;  // the same for unquantized weights, 8 rows at a time
+constexpr int kFp8Block = 128;   // rows and columns of FP8 weights that share a scale
+constexpr int kBf16Cols = 32;    // columns of a tile of bf16
+constexpr int kPairSums = 24;    // 16 + 8 sums come before the pairs, see ActForm::Q256
 constexpr int kSumsPerSuper = kPairSums + 32;
 
 struct QTypeInfo {
@@ -55,9 +65,9 @@ struct ActRows {
 // The activations of some tokens, 256 columns at a time (8 blocks of 32 or one of 256), each piece contiguous: what
 // kernels over tile registers read. Pieces have `rows` rows, of which those behind the last token are not set.
 struct TokenBlocks {
-  int8_t* q = nullptr;       // [pieces][rows][256]
-  int16_t* sums = nullptr;   // [pieces][rows][8], of 32 columns each
-  float* d = nullptr;        // [pieces][rows][8]; of a block of 256: the first
+  int8_t* q = nullptr;      // [pieces][rows][256]
+  int16_t* sums = nullptr;  // [pieces][rows][8], of 32 columns each
+  float* d = nullptr;       // [pieces][rows][8]; of a block of 256: the first
   int64_t rows = 0;
   uint16_t* bf16 = nullptr;  // [columns / 32][rows][32], rounded to bf16, instead of the others: what bf16_tiles reads
 };
@@ -68,11 +78,11 @@ struct TileArgs {
   const uint8_t* rows[kTileRows];  // one pointer per lane; lanes past the last row repeat a valid one
   int64_t k;                       // columns
   ActRows act;
-  const int32_t* token_ids;        // row of `act` of each token, or nullptr: first_token, first_token + 1, ...
+  const int32_t* token_ids;  // row of `act` of each token, or nullptr: first_token, first_token + 1, ...
   int64_t first_token;
   int num_tokens;
-  float* acc;                      // [num_tokens][16], written
-  const uint8_t* packed = nullptr; // the re-laid tile (packed.inl), or nullptr: `rows`
+  float* acc;                           // [num_tokens][16], written
+  const uint8_t* packed = nullptr;      // the re-laid tile (packed.inl), or nullptr: `rows`
   const TokenBlocks* blocks = nullptr;  // the same tokens once more, or nullptr
 };
 
@@ -86,21 +96,21 @@ struct AttentionArgs {
   const float* q;  // [T, Hq, Dk]
   const float* k;
   const float* v;
-  float* out;      // [T, Hq, Dv]
-  int64_t q_row, q_head;             // strides in elements
+  float* out;             // [T, Hq, Dv]
+  int64_t q_row, q_head;  // strides in elements
   int64_t k_slot, k_head, v_slot, v_head;
   const int32_t* block_table;
   int64_t table_stride;
-  int64_t num_seqs, max_pages;       // size of block_table
+  int64_t num_seqs, max_pages;  // size of block_table
   int64_t page_size;
-  int64_t num_slots;                 // of the cache: every slot used is below
-  const int32_t* seq_ids;            // [T]
-  const int32_t* kv_lens;            // [T]
+  int64_t num_slots;       // of the cache: every slot used is below
+  const int32_t* seq_ids;  // [T]
+  const int32_t* kv_lens;  // [T]
   int64_t num_rows;
   int num_heads, num_kv_heads, dim_k, dim_v;
-  float scale, softcap;              // softcap 0: none
-  int64_t window;                    // 0: none
-  const float* sinks;                // [Hq] or nullptr
+  float scale, softcap;  // softcap 0: none
+  int64_t window;        // 0: none
+  const float* sinks;    // [Hq] or nullptr
 };
 
 // Queries of neighbouring rows of one sequence and neighbouring heads of one KV head, over positions [begin, end).
@@ -109,12 +119,12 @@ struct AttentionSpan {
   int num_rows;
   int first_head, num_heads;  // query heads
   int kv_head;
-  int64_t begin, end;         // absolute positions
+  int64_t begin, end;  // absolute positions
 };
 
-constexpr int kMaxQueries = 48;     // rows times heads of a span
-constexpr int kPositionTile = 64;   // positions between two updates of the running maximum
-constexpr int kPositionSplit = 512; // positions of one span; spans are merged in ascending order
+constexpr int kMaxQueries = 48;      // rows times heads of a span
+constexpr int kPositionTile = 64;    // positions between two updates of the running maximum
+constexpr int kPositionSplit = 512;  // positions of one span; spans are merged in ascending order
 
 constexpr int kSampleBlock = 256;  // tokens whose greatest logit, and whose sum of weights, stand for them
 
@@ -131,7 +141,7 @@ struct KernelTable {
   const char* name;
   int min_block_tokens;  // from here on packed_tiles is faster when it is given `blocks`; 0: never
   void (*quantize_row)(ActForm form, const float* x, int64_t k, int8_t* q, float* d, int16_t* sums);
-  void (*tile)(const TileArgs& args);         // args.rows
+  void (*tile)(const TileArgs& args);  // args.rows
   // `count` tiles of re-laid weights, args[i].packed, which share k, tokens and activations; types of one ActForm.
   void (*packed_tiles)(const TileArgs* args, int count);
   void (*pack_tile)(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);

@@ -1,5 +1,5 @@
 // The AVX2 + FMA + F16C SIMD layer: 16 virtual lanes as two 256-bit registers (a: lanes 0-7, b: lanes 8-15).
-// Included once, by tiers/avx2.cpp. See simd/scalar.h for what each name means.
+// See simd/scalar.h for what each name means.
 #pragma once
 #include <immintrin.h>
 
@@ -40,7 +40,10 @@ inline void store_n(float* p, vf x, int n) {
   _mm256_maskstore_ps(p, m.a, x.a);
   _mm256_maskstore_ps(p + 8, m.b, x.b);
 }
-inline vf set1(float x) { const __m256 v = _mm256_set1_ps(x); return {v, v}; }
+inline vf set1(float x) {
+  const __m256 v = _mm256_set1_ps(x);
+  return {v, v};
+}
 inline vf zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline vf add(vf x, vf y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline vf sub(vf x, vf y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
@@ -51,9 +54,13 @@ inline vf min_(vf x, vf y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b,
 inline vf fma_(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 
 inline vi loadi(const int32_t* p) {
-  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
 }
-inline vi set1i(int32_t x) { const __m256i v = _mm256_set1_epi32(x); return {v, v}; }
+inline vi set1i(int32_t x) {
+  const __m256i v = _mm256_set1_epi32(x);
+  return {v, v};
+}
 inline vi addi(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline vi subi(vi x, vi y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 inline vi andi(vi x, vi y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
@@ -69,7 +76,8 @@ inline vm less(vf x, vf y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256
 inline vm unordered(vf x) { return {_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)}; }
 inline vm lane_range(int lo, int hi) {
   const vi below = lanes_below(hi), skip = lanes_below(lo);
-  return {_mm256_castsi256_ps(_mm256_andnot_si256(skip.a, below.a)), _mm256_castsi256_ps(_mm256_andnot_si256(skip.b, below.b))};
+  return {_mm256_castsi256_ps(_mm256_andnot_si256(skip.a, below.a)),
+          _mm256_castsi256_ps(_mm256_andnot_si256(skip.b, below.b))};
 }
 inline vf select(vm m, vf x, vf y) { return {_mm256_blendv_ps(y.a, x.a, m.a), _mm256_blendv_ps(y.b, x.b, m.b)}; }
 
@@ -113,12 +121,14 @@ inline __m256d exponent_half(__m256d x, __m256d t) {
 }
 inline vd add_exponent(vd x, vd t) { return {exponent_half(x.a, t.a), exponent_half(x.b, t.b)}; }
 inline vd keep_from(vd x, vd least) {
-  return {_mm256_and_pd(_mm256_cmp_pd(x.a, least.a, _CMP_GE_OQ), x.a), _mm256_and_pd(_mm256_cmp_pd(x.b, least.b, _CMP_GE_OQ), x.b)};
+  return {_mm256_and_pd(_mm256_cmp_pd(x.a, least.a, _CMP_GE_OQ), x.a),
+          _mm256_and_pd(_mm256_cmp_pd(x.b, least.b, _CMP_GE_OQ), x.b)};
 }
 
 inline void store_int8(int8_t* p, vi x) {
   const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
 }
 inline __m256 bf16_half(const uint8_t* p) {
   const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -153,7 +163,8 @@ inline void transpose16(const uint8_t* const* src, uint8_t* dst) {
 }
 
 inline wb load_wb(const uint8_t* p) {
-  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
 }
 inline void store_wb(uint8_t* p, wb x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
@@ -186,10 +197,12 @@ inline vi pairs_s8(const uint8_t* p) {
 inline vi times32(vi x) { return {_mm256_slli_epi16(x.a, 5), _mm256_slli_epi16(x.b, 5)}; }
 // The first and the second of the pairs, as flush_scaled wants a scale: in both halves of the lane.
 inline vi scale_low(vi x) {
-  return {_mm256_blend_epi16(x.a, _mm256_slli_epi32(x.a, 16), 0xaa), _mm256_blend_epi16(x.b, _mm256_slli_epi32(x.b, 16), 0xaa)};
+  return {_mm256_blend_epi16(x.a, _mm256_slli_epi32(x.a, 16), 0xaa),
+          _mm256_blend_epi16(x.b, _mm256_slli_epi32(x.b, 16), 0xaa)};
 }
 inline vi scale_high(vi x) {
-  return {_mm256_blend_epi16(_mm256_srli_epi32(x.a, 16), x.a, 0xaa), _mm256_blend_epi16(_mm256_srli_epi32(x.b, 16), x.b, 0xaa)};
+  return {_mm256_blend_epi16(_mm256_srli_epi32(x.a, 16), x.a, 0xaa),
+          _mm256_blend_epi16(_mm256_srli_epi32(x.b, 16), x.b, 0xaa)};
 }
 // The same as int32.
 inline vi lane_scale_low(vi x) {
@@ -197,7 +210,8 @@ inline vi lane_scale_low(vi x) {
 }
 inline vi lane_scale_high(vi x) { return {_mm256_srai_epi32(x.a, 16), _mm256_srai_epi32(x.b, 16)}; }
 inline vi add_times(vi total, vi x, vi y) {
-  return {_mm256_add_epi32(total.a, _mm256_mullo_epi32(x.a, y.a)), _mm256_add_epi32(total.b, _mm256_mullo_epi32(x.b, y.b))};
+  return {_mm256_add_epi32(total.a, _mm256_mullo_epi32(x.a, y.a)),
+          _mm256_add_epi32(total.b, _mm256_mullo_epi32(x.b, y.b))};
 }
 inline wb lookup16(wb x, const uint8_t* table) {
   const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
@@ -226,7 +240,8 @@ inline uacc in_order(uacc acc) {
 }
 inline uacc udot(uacc acc, wb w, const int8_t* y) {
   const __m256i yy = broadcast4(y);
-  return in_order({_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, yy)), _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, yy))});
+  return in_order(
+      {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, yy)), _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, yy))});
 }
 inline vi flush_scaled(vi total, uacc acc, vi scale) {
   return {_mm256_add_epi32(total.a, _mm256_madd_epi16(acc.a, scale.a)),
@@ -251,8 +266,8 @@ inline vi reduce_rows(const vp* p) { return {reduce8(p), reduce8(p + 8)}; }
 
 // Where row r, column c of a stage of 8 rows lies.
 inline int stage_at(int r, int c) { return r * kFloatCols + c; }
-// s[c * 8 + r] = the 8 sums of w[r] . x[c] for the 8 rows of a stage and C vectors. 4 rows at a time: with 3 vectors that
-// is 12 sums, as many as the registers hold.
+// s[c * 8 + r] = the 8 sums of w[r] . x[c] for the 8 rows of a stage and C vectors. 4 rows at a time: with 3 vectors
+// that is 12 sums, as many as the registers hold.
 template <int C> inline void dot_rows8(const float* w, const float* const* x, int cols, v8* s) {
   const int full = cols / 8 * 8;
   for (int first = 0; first < 8; first += 4) {

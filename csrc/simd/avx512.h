@@ -1,5 +1,5 @@
 // The AVX-512 (F, BW, VL, DQ, VNNI) SIMD layer: 16 lanes are one register.
-// Included once, by tiers/avx512.cpp. See simd/scalar.h for what each name means.
+// See simd/scalar.h for what each name means.
 #pragma once
 #include <immintrin.h>
 
@@ -79,7 +79,8 @@ inline void widen(vf x, vd* low, vd* high) {
   high->v = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1));
 }
 inline vd add_exponent(vd x, vd t) {
-  return {_mm512_castsi512_pd(_mm512_add_epi64(_mm512_castpd_si512(x.v), _mm512_slli_epi64(_mm512_castpd_si512(t.v), 52)))};
+  return {
+      _mm512_castsi512_pd(_mm512_add_epi64(_mm512_castpd_si512(x.v), _mm512_slli_epi64(_mm512_castpd_si512(t.v), 52)))};
 }
 inline vd keep_from(vd x, vd least) { return {_mm512_maskz_mov_pd(_mm512_cmp_pd_mask(x.v, least.v, _CMP_GE_OQ), x.v)}; }
 
@@ -88,7 +89,9 @@ inline vf load_bf16(const uint8_t* p) {
   const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
 }
-inline vf load_f16(const uint8_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline vf load_f16(const uint8_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
 
 // 16 pairs of FP8 codes: the values / 256 of the first and of the second ones, see fp8.inl.
 inline void fp8_pair(const uint8_t* p, vf* first, vf* second) {
@@ -140,8 +143,12 @@ template <int K> inline wb to_bit4(wb x, int mask) {
 template <int K> inline wb bit_at_4(wb x) { return to_bit4<K>(x, 1); }
 template <int K> inline wb two_at_4(wb x) { return to_bit4<K>(x, 3); }
 // 32 bytes: two int16 in every lane.
-inline vi pairs_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-inline vi pairs_s8(const uint8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline vi pairs_u8(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline vi pairs_s8(const uint8_t* p) {
+  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
 inline vi times32(vi x) { return {_mm512_slli_epi16(x.v, 5)}; }
 // The first and the second of the pairs, as flush_scaled wants a scale.
 inline vi scale_low(vi x) { return {_mm512_srai_epi32(_mm512_slli_epi32(x.v, 16), 16)}; }
@@ -150,14 +157,16 @@ inline vi lane_scale_low(vi x) { return scale_low(x); }
 inline vi lane_scale_high(vi x) { return scale_high(x); }
 inline vi add_times(vi total, vi x, vi y) { return {_mm512_add_epi32(total.v, _mm512_mullo_epi32(x.v, y.v))}; }
 inline vi shr3(vi x) { return {_mm512_srli_epi32(x.v, 3)}; }
-inline vi both_halves(vi x) { return {_mm512_or_si512(_mm512_and_si512(x.v, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(x.v, 16))}; }
+inline vi both_halves(vi x) {
+  return {_mm512_or_si512(_mm512_and_si512(x.v, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(x.v, 16))};
+}
 inline wb times(wb x, vi m) { return {_mm512_mullo_epi16(x.v, m.v)}; }
 inline void split_products(wb x, int offset, vi m, wb* low, wb* high) {
   const __m512i byte = _mm512_set1_epi16(0xff), shift = _mm512_set1_epi16(static_cast<int16_t>(offset));
   const __m512i even = _mm512_mullo_epi16(_mm512_sub_epi16(_mm512_and_si512(x.v, byte), shift), m.v);
   const __m512i odd = _mm512_mullo_epi16(_mm512_sub_epi16(_mm512_srli_epi16(x.v, 8), shift), m.v);
-  low->v = _mm512_ternarylogic_epi32(even, byte, _mm512_slli_epi16(odd, 8), 0xea);        // (even & byte) | odd << 8
-  high->v = _mm512_ternarylogic_epi32(_mm512_srli_epi16(even, 8), byte, odd, 0xf2);       // even >> 8 | (odd & ~byte)
+  low->v = _mm512_ternarylogic_epi32(even, byte, _mm512_slli_epi16(odd, 8), 0xea);   // (even & byte) | odd << 8
+  high->v = _mm512_ternarylogic_epi32(_mm512_srli_epi16(even, 8), byte, odd, 0xf2);  // even >> 8 | (odd & ~byte)
 }
 inline wb lookup16(wb x, const uint8_t* table) {
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), x.v)};
@@ -179,7 +188,9 @@ inline int32_t scale_lane(int scale) { return scale; }
 // The weights are staged as q + 128, so the sum starts at -128 times the sum of the block's activations.
 inline vi sdot_init(int sum) { return set1i(-128 * sum); }
 inline vi sdot(vi acc, wb w, const int8_t* y) { return {_mm512_dpbusd_epi32(acc.v, w.v, broadcast4(y))}; }
-inline vi reduce_rows(const vp* p) { return {_mm512_inserti64x4(_mm512_castsi256_si512(reduce8(p)), reduce8(p + 8), 1)}; }
+inline vi reduce_rows(const vp* p) {
+  return {_mm512_inserti64x4(_mm512_castsi256_si512(reduce8(p)), reduce8(p + 8), 1)};
+}
 
 inline __m256 fold(vf x) { return _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1)); }
 inline float reduce_add(vf x) { return reduce8f(fold(x)); }

@@ -17,7 +17,10 @@ template <int J> inline vf byte_fraction(wb x) {
   for (int i = 0; i < 16; ++i) r.v[i] = 1.0f + static_cast<float>(x.v[4 * i + J]) / 256.0f;
   return r;
 }
-inline wb flip_signs(wb x) { for (uint8_t& b : x.v) b ^= 0x80; return x; }
+inline wb flip_signs(wb x) {
+  for (uint8_t& b : x.v) b ^= 0x80;
+  return x;
+}
 // The upper halves of 16 numbers and of 16 others in turns. A quiet NaN stays one.
 inline void store_pairs(uint16_t* out, vf first, vf second) {
   for (int i = 0; i < 16; ++i)
@@ -31,7 +34,8 @@ inline void store_pairs(uint16_t* out, vf first, vf second) {
 inline vf dot_bf16(vf acc, wb pairs, const uint16_t* x) {
   for (int i = 0; i < 16; ++i)
     for (int j = 1; j >= 0; --j)
-      acc.v[i] = flush_subnormal(__builtin_fmaf(widen_bf16(pairs.v + 4 * i + 2 * j), widen_bf16(x + j), flush_subnormal(acc.v[i])));
+      acc.v[i] = flush_subnormal(
+          __builtin_fmaf(widen_bf16(pairs.v + 4 * i + 2 * j), widen_bf16(x + j), flush_subnormal(acc.v[i])));
   return acc;
 }
 

@@ -1,5 +1,5 @@
 // The scalar tier's SIMD layer: 16 virtual lanes as arrays. The oracle that the vector tiers must equal bit for bit.
-// Included once, by tiers/scalar.cpp. Every layer defines the same names:
+// Every layer defines the same names:
 //   vf, vi, vm   16 floats, 16 int32, a mask of 16 lanes
 //   wb           64 weight bytes: 4 consecutive columns of 16 rows
 //   uacc         sums of unsigned weights times int8 activations, before they are scaled
@@ -24,12 +24,14 @@ struct vm { bool v[16]; };
 struct wb { uint8_t v[64]; };
 using uacc = vi;
 
+// clang-format off: what a lane does is one line
+
 #define KT_LANES for (int i = 0; i < 16; ++i)
 #define KT_BINARY(name, type, expr) inline type name(type a, type b) { type r; KT_LANES r.v[i] = (expr); return r; }
 
 inline vf load(const float* p) { vf r; std::memcpy(r.v, p, sizeof r.v); return r; }
 inline void store(float* p, vf a) { std::memcpy(p, a.v, sizeof a.v); }
-inline vf load_n(const float* p, int n) { vf r{}; std::memcpy(r.v, p, sizeof(float) * static_cast<size_t>(n)); return r; }
+inline vf load_n(const float* p, int n) { vf r{}; std::memcpy(r.v, p, sizeof *p * static_cast<size_t>(n)); return r; }
 inline void store_n(float* p, vf a, int n) { std::memcpy(p, a.v, sizeof(float) * static_cast<size_t>(n)); }
 inline vf set1(float x) { vf r; KT_LANES r.v[i] = x; return r; }
 inline vf zero() { return vf{}; }
@@ -48,7 +50,10 @@ KT_BINARY(subi, vi, a.v[i] - b.v[i])
 KT_BINARY(andi, vi, a.v[i] & b.v[i])
 KT_BINARY(ori, vi, a.v[i] | b.v[i])
 KT_BINARY(maxi, vi, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
-template <int N> inline vi shl(vi a) { vi r; KT_LANES r.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N); return r; }
+template <int N> inline vi shl(vi a) {
+  KT_LANES a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N);
+  return a;
+}
 inline vf to_float(vi a) { vf r; KT_LANES r.v[i] = static_cast<float>(a.v[i]); return r; }
 // Round to nearest, ties to even (the mode that the pool sets on every thread).
 inline vi to_int(vf a) { vi r; KT_LANES r.v[i] = static_cast<int32_t>(__builtin_rintf(a.v[i])); return r; }
@@ -145,7 +150,8 @@ inline vf load_f16(const uint8_t* p) { vf r; KT_LANES r.v[i] = half_to_float(p +
 inline void fp8_pair(const uint8_t* p, vf* first, vf* second) {
   KT_LANES for (int j = 0; j < 2; ++j) {
     const uint8_t code = p[2 * i + j];
-    const uint8_t half[2] = {static_cast<uint8_t>(code << 7 & 0x80), static_cast<uint8_t>((code & 0x80) | (code >> 1 & 0x3f))};
+    const uint8_t half[2] = {static_cast<uint8_t>(code << 7 & 0x80),
+                             static_cast<uint8_t>((code & 0x80) | (code >> 1 & 0x3f))};
     (j == 0 ? first : second)->v[i] = half_to_float(half);
   }
 }
@@ -165,8 +171,14 @@ inline wb or_bytes(wb x, wb y) { for (int i = 0; i < 64; ++i) x.v[i] |= y.v[i]; 
 inline wb low_nibbles(wb x) { for (uint8_t& b : x.v) b &= 15; return x; }
 inline wb high_nibbles(wb x) { for (uint8_t& b : x.v) b >>= 4; return x; }
 // Bits K .. of every byte to bit 4 ..: one bit, or two.
-template <int K> inline wb bit_at_4(wb x) { for (uint8_t& b : x.v) b = static_cast<uint8_t>((b >> K & 1) << 4); return x; }
-template <int K> inline wb two_at_4(wb x) { for (uint8_t& b : x.v) b = static_cast<uint8_t>((b >> K & 3) << 4); return x; }
+template <int K> inline wb bit_at_4(wb x) {
+  for (uint8_t& b : x.v) b = static_cast<uint8_t>((b >> K & 1) << 4);
+  return x;
+}
+template <int K> inline wb two_at_4(wb x) {
+  for (uint8_t& b : x.v) b = static_cast<uint8_t>((b >> K & 3) << 4);
+  return x;
+}
 // 32 bytes: two int16 in every lane.
 inline int32_t pair_lane(int lo, int hi) {
   return static_cast<int32_t>(static_cast<uint16_t>(lo) | (static_cast<uint32_t>(static_cast<uint16_t>(hi)) << 16));
@@ -231,8 +243,14 @@ inline vb loadb(const uint8_t* p) { vb r; std::memcpy(r.v, p, 32); return r; }
 inline void storeb(uint8_t* p, vb x) { std::memcpy(p, x.v, 32); }
 inline vb andb(vb x, int mask) { KT_BYTES x.v[i] = static_cast<uint8_t>(x.v[i] & mask); return x; }
 inline vb orb(vb x, vb y) { KT_BYTES x.v[i] = static_cast<uint8_t>(x.v[i] | y.v[i]); return x; }
-template <int N> inline vb shr_mask(vb x, int mask) { KT_BYTES x.v[i] = static_cast<uint8_t>((x.v[i] >> N) & mask); return x; }
-template <int N> inline vb mask_shl(vb x, int mask) { KT_BYTES x.v[i] = static_cast<uint8_t>((x.v[i] & mask) << N); return x; }
+template <int N> inline vb shr_mask(vb x, int mask) {
+  KT_BYTES x.v[i] = static_cast<uint8_t>((x.v[i] >> N) & mask);
+  return x;
+}
+template <int N> inline vb mask_shl(vb x, int mask) {
+  KT_BYTES x.v[i] = static_cast<uint8_t>((x.v[i] & mask) << N);
+  return x;
+}
 inline vb nibbles16(const uint8_t* p) {
   vb r;
   for (int i = 0; i < 16; ++i) {
@@ -249,12 +267,16 @@ inline vp dot_s8(const uint8_t* w, const int8_t* y) {
   return sum;
 }
 inline vs scales8(const uint8_t* sc) { vs r; for (int i = 0; i < 16; ++i) r.v[i] = sc[i / 2]; return r; }
-inline vs scales16(const uint8_t* sc) { vs r; for (int i = 0; i < 16; ++i) r.v[i] = static_cast<int8_t>(sc[i]); return r; }
+inline vs scales16(const uint8_t* sc) { vs r; KT_LANES r.v[i] = static_cast<int8_t>(sc[i]); return r; }
 template <int S> inline vp add_scaled(vp acc, vb w, const int8_t* y, vs scales) {
   KT_BYTES acc += static_cast<int32_t>(w.v[i]) * y[i] * scales.v[2 * S + i / 16];
   return acc;
 }
-inline vp dot_mins8(const uint8_t* m, const int16_t* sums) { vp r = 0; for (int i = 0; i < 8; ++i) r += m[i] * sums[i]; return r; }
+inline vp dot_mins8(const uint8_t* m, const int16_t* sums) {
+  vp r = 0;
+  for (int i = 0; i < 8; ++i) r += m[i] * sums[i];
+  return r;
+}
 inline vp dot_mins16(const uint8_t* m, const int16_t* sums) {
   vp r = 0;
   for (int i = 0; i < 16; ++i) r += static_cast<int8_t>(m[i]) * sums[i];
@@ -268,8 +290,11 @@ struct v8 { float v[8]; };
 inline v8 zero8() { return v8{}; }
 inline v8 load8(const float* p) { v8 r; std::memcpy(r.v, p, sizeof r.v); return r; }
 inline void store8(float* p, v8 x) { std::memcpy(p, x.v, sizeof x.v); }
-inline v8 load8_n(const float* p, int n) { v8 r{}; std::memcpy(r.v, p, sizeof(float) * static_cast<size_t>(n)); return r; }
-inline v8 fma8(v8 x, v8 y, v8 z) { for (int i = 0; i < 8; ++i) z.v[i] = __builtin_fmaf(x.v[i], y.v[i], z.v[i]); return z; }
+inline v8 load8_n(const float* p, int n) { v8 r{}; std::memcpy(r.v, p, sizeof *p * static_cast<size_t>(n)); return r; }
+inline v8 fma8(v8 x, v8 y, v8 z) {
+  for (int i = 0; i < 8; ++i) z.v[i] = __builtin_fmaf(x.v[i], y.v[i], z.v[i]);
+  return z;
+}
 template <QType TYPE> inline v8 load_weights8(const uint8_t* p) {
   v8 r;
   for (int i = 0; i < 8; ++i) {
@@ -296,7 +321,8 @@ template <int C> inline void dot_rows8(const float* w, const float* const* x, in
   for (int c = 0; c < C; ++c)
     for (int r = 0; r < 8; ++r) {
       v8 sum = zero8();
-      for (int k = 0; k < cols; k += 8) sum = fma8(load8(w + stage_at(r, k)), load8_n(x[c] + k, cols - k < 8 ? cols - k : 8), sum);
+      for (int k = 0; k < cols; k += 8)
+        sum = fma8(load8(w + stage_at(r, k)), load8_n(x[c] + k, cols - k < 8 ? cols - k : 8), sum);
       s[c * 8 + r] = sum;
     }
 }

@@ -47,14 +47,15 @@ inline void tile_dot(int sum, int act, int weight, bool is_signed) {
         std::memcpy(&value, out.data[m] + 4 * n, 4);
         for (int i = 0; i < 4; ++i) {
           const uint8_t w = tile_file[weight].data[k][4 * n + i];
-          value += static_cast<int8_t>(tile_file[act].data[m][4 * k + i]) * (is_signed ? static_cast<int8_t>(w) : static_cast<int>(w));
+          value += static_cast<int8_t>(tile_file[act].data[m][4 * k + i]) *
+                   (is_signed ? static_cast<int8_t>(w) : static_cast<int>(w));
         }
         std::memcpy(out.data[m] + 4 * n, &value, 4);
       }
 }
 
-// TDPBF16PS: for every output a chain of fused multiplications over the even columns and one over the odd ones, both from
-// zero; their sum is added to the tile. Round to nearest even; subnormal operands and results count as zeros.
+// TDPBF16PS: for every output a chain of fused multiplications over the even columns and one over the odd ones, both
+// from zero; their sum is added to the tile. Round to nearest even; subnormal operands and results count as zeros.
 inline void tile_dot_bf16(int sum, int act, int weight) {
   EmulatedTile& out = tile_file[sum];
   for (int m = 0; m < out.rows; ++m)
@@ -62,7 +63,8 @@ inline void tile_dot_bf16(int sum, int act, int weight) {
       float chain[2] = {0.0f, 0.0f}, value;
       for (int k = 0; k < tile_file[act].row_bytes / 4; ++k)
         for (int i = 0; i < 2; ++i) {
-          const float x = widen_bf16(tile_file[act].data[m] + 4 * k + 2 * i), w = widen_bf16(tile_file[weight].data[k] + 4 * n + 2 * i);
+          const float x = widen_bf16(tile_file[act].data[m] + 4 * k + 2 * i),
+                      w = widen_bf16(tile_file[weight].data[k] + 4 * n + 2 * i);
           chain[i] = flush_subnormal(__builtin_fmaf(x, w, chain[i]));
         }
       std::memcpy(&value, out.data[m] + 4 * n, 4);

@@ -18,8 +18,8 @@ using vb = __m256i;
 using vp = __m256i;
 using vs = __m256i;
 
-// Compilers may reorder __builtin_prefetch. Zen 3 reads Q6_K with 20 instead of 14 GB/s a core when lines are asked for in
-// ascending order.
+// Compilers may reorder __builtin_prefetch. Zen 3 reads Q6_K with 20 instead of 14 GB/s a core when lines are asked for
+// in ascending order.
 inline void prefetch_line(const uint8_t* p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
 
 inline vb loadb(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -57,7 +57,8 @@ inline vp dot_u8(vb w, const int8_t* y) {
 // maddubs wants an unsigned factor: |w| * (y with the sign of w). |y| <= 127, so that no sum of two saturates.
 inline vp dot_s8(const uint8_t* p, const int8_t* y) {
   const __m256i w = loadb(p);
-  return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(load32(y), w)), _mm256_set1_epi16(1));
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(load32(y), w)),
+                           _mm256_set1_epi16(1));
 }
 inline vp madd_add(vp acc, __m256i a, __m256i b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
 #endif
@@ -125,7 +126,9 @@ template <QType TYPE> inline v8 load_weights8(const uint8_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 // acc[r] += tree sum of s[r], 8 of them.
-inline void reduce8_add(const v8* s, float* acc) { _mm256_storeu_ps(acc, _mm256_add_ps(_mm256_loadu_ps(acc), reduce8f(s))); }
+inline void reduce8_add(const v8* s, float* acc) {
+  _mm256_storeu_ps(acc, _mm256_add_ps(_mm256_loadu_ps(acc), reduce8f(s)));
+}
 
 inline void transpose8x8(__m256* r) {
   __m256 t[8];

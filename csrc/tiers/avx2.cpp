@@ -1,28 +1,12 @@
-// The avx2 tier: every kernel, compiled with this tier's flags (see CMakeLists.txt) over this tier's SIMD layer.
-// All of it has internal linkage, so that no function compiled here can stand in for another tier's.
+// The avx2 tier.
 #include "simd/avx2.h"
 
-#include "kernels/math.inl"
-#include "kernels/quant.inl"
-#include "kernels/gemm.inl"
-#include "kernels/packed.inl"
-#include "kernels/narrow.inl"
-#include "kernels/packing.inl"
-#include "kernels/fp8.inl"
-#include "kernels/rows.inl"
-#include "kernels/attention.inl"
-#include "kernels/sampling.inl"
-#include "kernels/probe.inl"
-
-#include "tiers/isa.h"
+#include "tiers/whole.inl"
 
 namespace kt {
 
 const KernelTable& table_avx2() {
-  static constexpr KernelTable table = {
-      "avx2", 0, quantize_row, tile, packed_tiles, pack_tile, pack_fp8_tile, dequantize_row, rms_norm_row,
-      softmax_row, rotate_row, add_row, activate, combine_row, attention_span, attention_merge, attention_finish,
-      block_maxima, token_weights, weight_sums, tokens_from, read_lines, multiply_registers};
+  static constexpr KernelTable table = whole_tier("avx2");
   return table;
 }
 

@@ -2,28 +2,12 @@
 #include "simd/avx512.h"
 #include "simd/bf16_avx512.h"
 
-#include "kernels/math.inl"
-#include "kernels/quant.inl"
-#include "kernels/gemm.inl"
-#include "kernels/packed.inl"
-#include "kernels/packing.inl"
-#include "kernels/fp8.inl"
-#include "kernels/bf16.inl"
-#include "kernels/bf16_vector.inl"
-
-#include "tiers/isa.h"
+#include "tiers/with_bf16.inl"
 
 namespace kt {
 
 const KernelTable& table_avx512_bf16() {
-  static const KernelTable table = [] {
-    KernelTable made = table_avx512();
-    made.name = "avx512_bf16";
-    made.bf16_tiles = bf16_tiles;
-    made.round_bf16 = round_bf16;
-    made.multiply_bf16 = multiply_bf16;
-    return made;
-  }();
+  static const KernelTable table = with_bf16(table_avx512(), "avx512_bf16");
   return table;
 }
 

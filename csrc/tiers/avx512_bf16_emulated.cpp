@@ -2,28 +2,12 @@
 #include "simd/scalar.h"
 #include "simd/bf16_scalar.h"
 
-#include "kernels/math.inl"
-#include "kernels/quant.inl"
-#include "kernels/gemm.inl"
-#include "kernels/packed.inl"
-#include "kernels/packing.inl"
-#include "kernels/fp8.inl"
-#include "kernels/bf16.inl"
-#include "kernels/bf16_vector.inl"
-
-#include "tiers/isa.h"
+#include "tiers/with_bf16.inl"
 
 namespace kt {
 
 const KernelTable& table_avx512_bf16_emulated() {
-  static const KernelTable table = [] {
-    KernelTable made = table_scalar();
-    made.name = "avx512_bf16_emulated";
-    made.bf16_tiles = bf16_tiles;
-    made.round_bf16 = round_bf16;
-    made.multiply_bf16 = multiply_bf16;
-    return made;
-  }();
+  static const KernelTable table = with_bf16(table_scalar(), "avx512_bf16_emulated");
   return table;
 }
 

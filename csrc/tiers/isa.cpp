@@ -39,7 +39,8 @@ CpuFeatures detect() {
   found.avx2 = ymm && (b & (1u << 5));
   found.avx512_vnni = found.avx2 && zmm && (b & f) && (b & dq) && (b & bw) && (b & vl) && (c & (1u << 11));
   const bool tiles = (state & 0x60000) == 0x60000;
-  const bool has_tiles = (d & (1u << 22)) && (d & (1u << 24)) && (d & (1u << 25));  // bf16, tiles, int8: always together
+  const bool has_tiles =
+      (d & (1u << 22)) && (d & (1u << 24)) && (d & (1u << 25));  // bf16, tiles, int8: always together
   found.amx = found.avx512_vnni && tiles && has_tiles && may_use_tiles();
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = found.avx512_vnni && (a & (1u << 5));
   return found;
@@ -83,12 +84,12 @@ const KernelTable& tier_by_name(const std::string& name) {
 
 const std::vector<QTypeInfo>& qtype_infos() {
   static const std::vector<QTypeInfo> infos = {
-      {QType::F32, "F32", 1, 4, ActForm::Float},      {QType::F16, "F16", 1, 2, ActForm::Float},
-      {QType::BF16, "BF16", 1, 2, ActForm::Float},    {QType::Q4_0, "Q4_0", 32, 18, ActForm::Q32},
-      {QType::Q8_0, "Q8_0", 32, 34, ActForm::Q32},    {QType::Q4_K, "Q4_K", 256, 144, ActForm::Q256},
-      {QType::Q5_K, "Q5_K", 256, 176, ActForm::Q256}, {QType::Q6_K, "Q6_K", 256, 210, ActForm::Q256},
+      {QType::F32, "F32", 1, 4, ActForm::Float},          {QType::F16, "F16", 1, 2, ActForm::Float},
+      {QType::BF16, "BF16", 1, 2, ActForm::Float},        {QType::Q4_0, "Q4_0", 32, 18, ActForm::Q32},
+      {QType::Q8_0, "Q8_0", 32, 34, ActForm::Q32},        {QType::Q4_K, "Q4_K", 256, 144, ActForm::Q256},
+      {QType::Q5_K, "Q5_K", 256, 176, ActForm::Q256},     {QType::Q6_K, "Q6_K", 256, 210, ActForm::Q256},
       {QType::IQ4_XS, "IQ4_XS", 256, 136, ActForm::Q256}, {QType::MXFP4, "MXFP4", 32, 17, ActForm::Q32},
-      {QType::FP8_BLOCK, "FP8_BLOCK", 4, 4, ActForm::Float},
+      {QType::F8_E4M3, "F8_E4M3", 4, 4, ActForm::Float},
   };
   return infos;
 }

@@ -40,12 +40,12 @@ __all__ = [
 class OwnType(IntEnum):
     """Types of resident weights that ggml has no number for; the numbers are outside its range."""
 
-    F8_E4M3 = 1000  # e4m3fn codes under one fp32 scale per FP8_BLOCK rows and columns
+    F8_E4M3 = extension.F8_E4M3  # e4m3fn codes under one fp32 scale per FP8_BLOCK rows and columns
 
 
 WeightType: TypeAlias = QuantType | OwnType
 
-FP8_BLOCK = 128
+FP8_BLOCK: int = extension.FP8_BLOCK
 
 
 def fp8_nbytes(rows: int, cols: int) -> int:

@@ -40,7 +40,7 @@ PACKED_TYPES = frozenset(
     }
 )
 
-TILE_ROWS = 16
+TILE_ROWS: int = extension.TILE_ROWS
 
 
 def packed_nbytes(qtype: WeightType, rows: int, cols: int) -> int:

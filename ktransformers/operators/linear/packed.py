@@ -18,6 +18,7 @@ from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.packing import TILE_ROWS
 from ktransformers.kernels.types import (
     FP8_BLOCK,
     ExpertWeight,
@@ -32,7 +33,6 @@ from ktransformers.weights.source import TensorInfo
 
 __all__ = ["pack_experts", "pack_matrix", "resident_nbytes", "takes_bf16", "wants_bf16"]
 
-_TILE_ROWS = 16
 _PRECISE = re.compile(r"(^|\.)(\w*attn|\w*attention|gate|router)(\.|$)")
 """Names of attention and routers, and of what is in them."""
 _PIECE = 32 << 20
@@ -79,7 +79,7 @@ def pack_matrix(
         return weight
     rows, cols = weight.shape
     data = cpu.empty_bytes(cpu.packed_nbytes(weight.qtype, rows, cols), pool)
-    unit = FP8_BLOCK if isinstance(weight, Fp8Matrix) else _TILE_ROWS
+    unit = FP8_BLOCK if isinstance(weight, Fp8Matrix) else TILE_ROWS
     step = max(_PIECE // max(weight.nbytes // max(rows, 1), 1) // unit, 1) * unit
     for start in range(0, rows, step):  # piece by piece: an LM head of its own is a good part of a small model
         stop = min(start + step, rows)

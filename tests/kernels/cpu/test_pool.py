@@ -74,6 +74,16 @@ def test_an_exception_in_a_task_reaches_the_caller(make_weight):
         pool.close()
 
 
+def test_short_jobs_one_after_the_other(make_weight):
+    """Many, so that threads are met in every state: about to sleep, asleep, late for the job before."""
+    pool = WorkerPool(2)
+    weight, x = make_weight(QuantType.F32, 640, 64), torch.randn(1, 64)
+    expected = linear(x, weight, pool)
+    for _ in range(5000):
+        assert torch.equal(linear(x, weight, pool), expected)
+    pool.close()
+
+
 def test_calls_from_many_threads_at_once(make_weight):
     pools = [WorkerPool(2), WorkerPool(3)]
     weight, x = make_weight(QuantType.Q8_0, 200, 256), torch.randn(8, 256)

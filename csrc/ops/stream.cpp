@@ -1,5 +1,5 @@
 // See stream.h.
-#include "runtime/stream.h"
+#include "ops/stream.h"
 
 #include <algorithm>
 #include <chrono>
@@ -15,9 +15,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kSpin = std::chrono::microseconds(50);
-constexpr auto kAwake = std::chrono::milliseconds(1);      // longer than a layer takes on the GPU
-constexpr auto kNap = std::chrono::microseconds(50);       // after kAwake, while forwards are outstanding
-constexpr auto kLongNap = std::chrono::milliseconds(1);    // after kPatience: a step was given up, or the GPU has much to do
+constexpr auto kAwake = std::chrono::milliseconds(1);  // longer than a layer takes on the GPU
+constexpr auto kNap = std::chrono::microseconds(50);   // after kAwake, while forwards are outstanding
+constexpr auto kLongNap =
+    std::chrono::milliseconds(1);  // after kPatience: a step was given up, or the GPU has much to do
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
 constexpr int kRowBits = 20, kLayerShift = 21;
@@ -44,7 +45,8 @@ const StreamBuffers& checked(const StreamBuffers& b) {
   if (b.hidden == nullptr || b.ids == nullptr || b.weights == nullptr || b.out == nullptr || b.num_tokens == nullptr)
     throw std::invalid_argument("an ExpertStream needs buffers for hidden, ids, weights, out and num_tokens");
   if (b.max_tokens < 1 || b.max_tokens > kMaxRows)
-    throw std::invalid_argument("max_tokens must be between 1 and " + std::to_string(kMaxRows) + ", got " + std::to_string(b.max_tokens));
+    throw std::invalid_argument("max_tokens must be between 1 and " + std::to_string(kMaxRows) + ", got " +
+                                std::to_string(b.max_tokens));
   if (b.top_k < 1 || b.hidden_size < 1) throw std::invalid_argument("top_k and hidden_size must be at least 1");
   return b;
 }
@@ -81,9 +83,11 @@ uint32_t ExpertStream::word_of(int64_t layer, int64_t rows, bool is_padded) cons
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   const auto count = static_cast<int64_t>(layers_.size());
   if (layer < 0 || layer >= count)
-    throw std::out_of_range("layer " + std::to_string(layer) + " of a stream with " + std::to_string(count) + " layers");
+    throw std::out_of_range("layer " + std::to_string(layer) + " of a stream with " + std::to_string(count) +
+                            " layers");
   if (rows < 0 || rows > buffers_.max_tokens)
-    throw std::out_of_range(std::to_string(rows) + " rows do not fit into buffers for " + std::to_string(buffers_.max_tokens));
+    throw std::out_of_range(std::to_string(rows) + " rows do not fit into buffers for " +
+                            std::to_string(buffers_.max_tokens));
   return static_cast<uint32_t>(layer + 1) << kLayerShift | (is_padded ? kPadded : 0) | static_cast<uint32_t>(rows);
 }
 
@@ -111,9 +115,7 @@ void ExpertStream::submit(void* argument) noexcept {
       self.num_queued_.fetch_add(1);
     }
     self.shared_->wake.notify_one();
-  } catch (...) {
-    self.keep_error(std::current_exception(), -1);
-  }
+  } catch (...) { self.keep_error(std::current_exception(), -1); }
 }
 
 void ExpertStream::wait(void* argument) noexcept {
@@ -137,7 +139,9 @@ void ExpertStream::wait(void* argument) noexcept {
 }
 
 void ExpertStream::expect(int64_t count) {
-  if (is_forked()) throw std::runtime_error("this ExpertStream was made before fork() and has no thread here: make a new one in the child");
+  if (is_forked())
+    throw std::runtime_error(
+        "this ExpertStream was made before fork() and has no thread here: make a new one in the child");
   {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     if (closed_) throw std::runtime_error("this ExpertStream is closed: make a new one");
@@ -187,7 +191,8 @@ void ExpertStream::close() {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     for (Call* call : queue_) call->done.fetch_add(1);
     if ((is_asked || !queue_.empty()) && !error_) {
-      error_ = std::make_exception_ptr(std::runtime_error("the ExpertStream was closed before a forward that was submitted"));
+      error_ = std::make_exception_ptr(
+          std::runtime_error("the ExpertStream was closed before a forward that was submitted"));
       has_error_.store(true);
     }
     queue_.clear();
@@ -291,10 +296,12 @@ void ExpertStream::run(uint32_t word) {
       if (layer >= 0 && layer < static_cast<int64_t>(layers_.size())) moe = layers_[static_cast<size_t>(layer)];
     }
     if (moe == nullptr || rows > buffers_.max_tokens)
-      throw std::out_of_range("the word " + std::to_string(word) + " names no layer of this ExpertStream, or too many rows");
+      throw std::out_of_range("the word " + std::to_string(word) +
+                              " names no layer of this ExpertStream, or too many rows");
     const int64_t tokens = (word & kPadded) != 0 ? __atomic_load_n(buffers_.num_tokens, __ATOMIC_ACQUIRE) : rows;
     if (tokens < 0 || tokens > rows)
-      throw std::out_of_range("num_tokens is " + std::to_string(tokens) + ", but the batch has " + std::to_string(rows) + " rows");
+      throw std::out_of_range("num_tokens is " + std::to_string(tokens) + ", but the batch has " +
+                              std::to_string(rows) + " rows");
     forward(*moe, tokens);
     zero_rows(tokens, rows);
   } catch (...) {
@@ -356,7 +363,8 @@ void ExpertStream::count(const int64_t* ids, int64_t pairs, int64_t num_experts)
 void ExpertStream::zero_rows(int64_t first, int64_t end) {
   if (first >= end) return;
   const size_t row = static_cast<size_t>(buffers_.hidden_size) * (buffers_.out_is_bf16 ? 2 : 4);
-  std::memset(static_cast<char*>(buffers_.out) + static_cast<size_t>(first) * row, 0, static_cast<size_t>(end - first) * row);
+  std::memset(static_cast<char*>(buffers_.out) + static_cast<size_t>(first) * row, 0,
+              static_cast<size_t>(end - first) * row);
 }
 
 }  // namespace kt

@@ -17,12 +17,12 @@ namespace kt {
 
 // Pinned memory that all layers share. T rows at most, H hidden, K experts per token.
 struct StreamBuffers {
-  const void* hidden = nullptr;  // bf16 or fp32 [T, H]
-  const void* ids = nullptr;     // int32 or int64 [T, K]
-  const float* weights = nullptr;  // [T, K]
-  void* out = nullptr;           // bf16 or fp32 [T, H]
+  const void* hidden = nullptr;         // bf16 or fp32 [T, H]
+  const void* ids = nullptr;            // int32 or int64 [T, K]
+  const float* weights = nullptr;       // [T, K]
+  void* out = nullptr;                  // bf16 or fp32 [T, H]
   const int32_t* num_tokens = nullptr;  // rows of a padded batch that hold tokens
-  uint32_t* word = nullptr;      // see below; null where only host functions hand over
+  uint32_t* word = nullptr;             // see below; null where only host functions hand over
   int64_t max_tokens = 0, top_k = 0, hidden_size = 0;
   bool hidden_is_bf16 = false, ids_are_int64 = false, out_is_bf16 = false;
 };
@@ -40,8 +40,8 @@ struct StreamBuffers {
 //
 // In the second way nothing wakes a sleeping coordinator, for a GPU cannot: `expect` must say how many forwards are
 // coming; in the first way it saves the time of waking threads up. While some are outstanding the coordinator and the
-// workers of the pool spin, for kAwake at a time after the last sign of life, and the coordinator looks at the word in naps
-// after that; with none outstanding all of them sleep.
+// workers of the pool spin, for kAwake at a time after the last sign of life, and the coordinator looks at the word in
+// naps after that; with none outstanding all of them sleep.
 //
 // An error in a forward makes its rows zero and is kept for `check`, for it must not leave through CUDA's threads.
 class ExpertStream {
@@ -75,8 +75,8 @@ class ExpertStream {
   // So many forwards will come (negative: will not come after all).
   void expect(int64_t count);
 
-  // Ends the coordinator after the forward that it is in. What is queued or asked for by the word counts as done, with an
-  // error; so does what comes later. Closing twice is fine. Must be called before the buffers go.
+  // Ends the coordinator after the forward that it is in. What is queued or asked for by the word counts as done, with
+  // an error; so does what comes later. Closing twice is fine. Must be called before the buffers go.
   void close();
 
   // Rethrows the first error since the last check.
@@ -114,8 +114,8 @@ class ExpertStream {
   WorkerPool& pool_;
   const StreamBuffers buffers_;
   const int64_t owner_pid_;
-  std::unique_ptr<float[]> x_, y_;      // [T, H], where hidden or out is bf16
-  std::unique_ptr<int64_t[]> ids_;      // [T, K], where ids are int32
+  std::unique_ptr<float[]> x_, y_;  // [T, H], where hidden or out is bf16
+  std::unique_ptr<int64_t[]> ids_;  // [T, K], where ids are int32
 
   // Guards layers_, calls_, queue_, closed_, error_. On the heap, with the thread, because a forked child leaks them.
   struct Shared {

@@ -1,0 +1,136 @@
+// See linear.h.
+#include "ops/linear.h"
+
+#include <algorithm>
+
+#include "ops/activations.h"
+#include "ops/tiles.h"
+
+namespace kt {
+namespace {
+
+constexpr int64_t kTokenChunk = 128;  // accumulators of a chunk: 128 * 16 floats, 8 KiB of stack
+
+// Lanes are rows of the weight: turns a tile's accumulators into rows of the output.
+void store_tile(const float* acc, int64_t tokens, int64_t lanes, const float* bias, float* out, int64_t ldo) {
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t r = 0; r < lanes; ++r)
+      out[t * ldo + r] = bias != nullptr ? acc[t * 16 + r] + bias[r] : acc[t * 16 + r];
+}
+
+struct TokenChunks {
+  explicit TokenChunks(int64_t tokens)
+      : size(std::min(tokens, kTokenChunk)), count(size > 0 ? (tokens + size - 1) / size : 0) {}
+  int64_t size, count;
+};
+
+// Tiles of one matrix within a job over several.
+struct PartTasks {
+  const LinearPart* part;
+  bool is_bf16;
+  int64_t row_tiles, group, groups;
+  int64_t tasks_before;
+  Span<TokenBlocks> blocks;
+};
+
+}  // namespace
+
+void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initializer_list<LinearPart> parts) {
+  WorkerPool::Session session(pool);
+  Activations act(session, x, tokens, parts.begin()->weight.cols, parts.begin()->weight.cols);
+  Span<PartTasks> jobs = {session.scratch<PartTasks>(static_cast<int64_t>(parts.size())), 0};
+  const TokenChunks split(tokens);
+  const int64_t chunk = split.size, chunks = split.count;
+  const Span<TokenGroup> token_groups = session.span<TokenGroup>(chunks);
+  for (int64_t i = 0; i < chunks; ++i)
+    token_groups[i] = {nullptr, i * chunk, static_cast<int>(std::min(chunk, tokens - i * chunk))};
+  int64_t tasks = 0;
+  Span<TokenBlocks> bf16_blocks;  // parts read the same activations
+  for (const LinearPart& part : parts) {
+    const bool is_bf16 = uses_bf16(session.kernels(), part.weight, tokens >= kManyTokens);
+    if (is_bf16 && bf16_blocks.empty()) {
+      bf16_blocks = bf16_room(session, part.weight.cols, token_groups);
+      round_blocks(session, x, part.weight.cols, part.weight.cols, token_groups, bf16_blocks);
+    }
+    if (!is_bf16) act.require(part.weight.type);
+    const int64_t row_tiles = (part.weight.rows + kTileRows - 1) / kTileRows;
+    // Tiles share the activations that they gather, unless that would leave threads without work.
+    const int64_t enough = int64_t{4} * kTileGroup * session.num_threads();
+    const int64_t group = chunk >= kGroupedTokens && row_tiles * chunks >= enough ? kTileGroup : 1;
+    const int64_t groups = (row_tiles + group - 1) / group;
+    PartTasks& job = jobs[jobs.count++];
+    job = {&part, is_bf16, row_tiles, group, groups, tasks, {}};
+    tasks += groups * chunks;
+    if (is_bf16) job.blocks = bf16_blocks;
+    if (is_bf16 || part.weight.tile_bytes == 0) continue;
+    const ActRows rows = act.form_of(part.weight.type);
+    for (const PartTasks& other : jobs)
+      if (job.blocks.empty() && !other.is_bf16 && act.form_of(other.part->weight.type).q == rows.q)
+        job.blocks = other.blocks;
+    if (job.blocks.empty()) job.blocks = make_blocks(session, rows, part.weight.type, part.weight.cols, token_groups);
+  }
+  session.run(tasks, [&](int64_t task) {
+    alignas(64) float acc[kTileGroup][kTokenChunk * kTileRows];
+    int64_t number = jobs.count - 1;
+    while (jobs[number].tasks_before > task) --number;
+    const PartTasks& job = jobs[number];
+    const int64_t i = task - job.tasks_before, tile = i / chunks * job.group, token = i % chunks * chunk;
+    const WeightView& weight = job.part->weight;
+    const int count = static_cast<int>(std::min(job.group, job.row_tiles - tile));
+    TileArgs args[kTileGroup] = {};
+    for (int j = 0; j < count; ++j) {
+      args[j].type = weight.type;
+      point_tile(weight, (tile + j) * kTileRows, args[j]);
+      args[j].k = weight.cols;
+      args[j].act = act.form_of(weight.type);
+      args[j].first_token = token;
+      args[j].num_tokens = static_cast<int>(std::min(chunk, tokens - token));
+      args[j].acc = acc[j];
+      if (!job.blocks.empty()) args[j].blocks = &job.blocks[i % chunks];
+    }
+    run_tiles(session.kernels(), args, count);
+    for (int j = 0; j < count; ++j) {
+      const int64_t first = (tile + j) * kTileRows;
+      store_tile(acc[j], args[j].num_tokens, std::min<int64_t>(kTileRows, weight.rows - first),
+                 job.part->bias != nullptr ? job.part->bias + first : nullptr,
+                 job.part->out + token * weight.rows + first, weight.rows);
+    }
+  });
+}
+
+void linear(WorkerPool& pool, const float* x, int64_t tokens, const WeightView& weight, const float* bias, float* out) {
+  linear_parts(pool, x, tokens, {{weight, bias, out}});
+}
+
+void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight,
+                    float* out) {
+  WorkerPool::Session session(pool);
+  const int64_t rows = weight.rows / std::max<int64_t>(batch, 1), ldo = batch * rows;
+  // Row t * batch + b of the activations is token t of matrix b.
+  Activations act(session, x, tokens * batch, weight.cols, weight.cols);
+  act.require(weight.type);
+  const TokenChunks chunks(tokens);
+  const int64_t per_matrix = (rows + kTileRows - 1) / kTileRows * chunks.count;
+  session.run(batch * per_matrix, [&](int64_t i) {
+    alignas(64) float acc[kTokenChunk * kTileRows];
+    int32_t ids[kTokenChunk];
+    const int64_t b = i / per_matrix, j = i % per_matrix;
+    const int64_t first = j / chunks.count * kTileRows, token = j % chunks.count * chunks.size;
+    const WeightView matrix = {
+        weight.type, weight.data + b * rows * weight.row_bytes, rows, weight.cols, weight.row_bytes, 0, false};
+    TileArgs args{};
+    args.type = weight.type;
+    point_rows(matrix, first, args.rows);
+    args.k = weight.cols;
+    args.act = act.form_of(weight.type);
+    args.num_tokens = static_cast<int>(std::min(chunks.size, tokens - token));
+    for (int t = 0; t < args.num_tokens; ++t) ids[t] = static_cast<int32_t>((token + t) * batch + b);
+    args.token_ids = ids;
+    args.acc = acc;
+    run_tiles(session.kernels(), &args, 1);
+    store_tile(acc, args.num_tokens, std::min<int64_t>(kTileRows, rows - first), nullptr,
+               out + token * ldo + b * rows + first, ldo);
+  });
+}
+
+}  // namespace kt

@@ -1,0 +1,152 @@
+// See weights.h.
+#include "ops/weights.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "ops/tiles.h"
+#include "runtime/pages.h"
+#include "tiers/isa.h"
+
+namespace kt {
+namespace {
+
+const QTypeInfo& checked_info(QType type, int64_t rows, int64_t cols) {
+  const QTypeInfo& info = qtype_info(type);
+  if (rows < 0 || cols < 0 || cols % info.block != 0)
+    throw std::invalid_argument("weight of " + std::to_string(rows) + " rows and " + std::to_string(cols) +
+                                " columns cannot be " + info.name);
+  return info;
+}
+
+}  // namespace
+
+WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
+  const QTypeInfo& info = checked_info(type, rows, cols);
+  if (type == QType::F8_E4M3) throw std::invalid_argument("FP8 weights are computed with in re-laid form only");
+  return {type, data, rows, cols, cols / info.block * info.bytes};
+}
+
+void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows) {
+  for (int64_t r = 0; r < kTileRows; ++r)
+    rows[r] = weight.data + std::min(first + r, weight.rows - 1) * weight.row_bytes;
+}
+
+int64_t packed_tile_bytes(QType type, int64_t cols) {
+  const QTypeInfo& info = qtype_info(type);
+  const int64_t blocks = cols / info.block, head = (blocks * 32 + 63) / 64 * 64;
+  switch (type) {
+    case QType::Q8_0: return head + blocks * 512;
+    case QType::Q4_0: return head + blocks * 256;
+    case QType::Q4_K: return blocks * 2368;
+    case QType::Q5_K: return blocks * 2880;
+    case QType::Q6_K: return head + blocks * 3328;
+    case QType::IQ4_XS: return head + blocks * 2176;
+    case QType::MXFP4: return (blocks * 16 + 63) / 64 * 64 + blocks * 256;
+    case QType::BF16:
+      if (cols % kBf16Cols != 0)
+        throw std::invalid_argument("BF16 has a re-laid form for multiples of 32 columns only");
+      return cols * 2 * kTileRows;
+    case QType::F8_E4M3: return ((cols + kFp8Block - 1) / kFp8Block * 4 + 63) / 64 * 64 + cols * 16;
+    default: throw std::invalid_argument(std::string(info.name) + " has no re-laid form");
+  }
+}
+
+WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
+  const QTypeInfo& info = checked_info(type, rows, cols);
+  return {type, data, rows, cols, cols / info.block * info.bytes, packed_tile_bytes(type, cols)};
+}
+
+WeightView make_view(QType type, const uint8_t* data, int64_t rows, int64_t cols, Layout layout) {
+  if (layout == Layout::Rows) return make_weight(type, data, rows, cols);
+  WeightView view = make_packed(type, data, rows, cols);
+  view.wants_bf16 = layout == Layout::TilesBf16;
+  return view;
+}
+
+bool uses_bf16(const KernelTable& kernels, QType type, Layout layout, int64_t cols, bool is_many) {
+  if (layout == Layout::Rows) return false;
+  if (kernels.bf16_tiles == nullptr) {
+    if (type == QType::BF16)
+      throw std::invalid_argument(std::string("re-laid BF16 weights cannot be computed with on the tier ") +
+                                  kernels.name + ", which has no products of bf16");
+    return false;
+  }
+  return type == QType::BF16 || (layout == Layout::TilesBf16 && is_many && cols % kBf16Cols == 0);
+}
+
+namespace {
+
+constexpr int64_t kPackTask = 512 << 10;  // bytes that a task reads: enough to pay for a system call
+constexpr int64_t kHugePage = 2 << 20;
+constexpr int64_t kAloneOnPages = 4 * kHugePage;  // bytes of output per thread from which on few pages have two writers
+
+// Calls task(matrix, first tile, tiles) for groups of tiles of `count` equal matrices. A node's tasks are neighbours,
+// and so is what a thread writes, matrices being side by side: the thread that writes a page first decides on which
+// node it lies, and threads that meet in a huge page that is not there yet would each take one and clear it.
+template <class Task>
+void for_tiles(WorkerPool::Session& session, int64_t count, int64_t tiles, int64_t read_bytes, const Task& task) {
+  const TileTasks tasks(tiles, std::max<int64_t>(1, kPackTask / std::max<int64_t>(read_bytes, 1)), count,
+                        session.num_nodes());
+  session.run_on_nodes(tasks.ends, [&](int64_t i) {
+    const TileTasks::Task at = tasks.at(i);
+    task(at.chunk, at.tile, at.count);
+  });
+}
+
+// Has the pages of `bytes` that are written soon brought in by one thread each, where threads would meet in them.
+void touch_pages(WorkerPool::Session& session, uint8_t* out, int64_t bytes) {
+  if (session.num_nodes() > 1 || session.num_threads() == 1 || bytes >= kAloneOnPages * session.num_threads()) return;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(out), first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const int64_t pages = (static_cast<int64_t>(begin - first) + bytes) / kHugePage;  // whole ones; others are small
+  if (pages > 0)
+    session.run(pages, [&](int64_t i) {
+      *reinterpret_cast<volatile uint8_t*>(first + static_cast<uintptr_t>(i * kHugePage)) = 0;
+    });
+}
+
+}  // namespace
+
+void pack(WorkerPool& pool, const WeightView& like, const uint8_t* const* weights, int64_t count, uint8_t* out) {
+  const int64_t tile_bytes = packed_tile_bytes(like.type, like.cols), tiles = (like.rows + kTileRows - 1) / kTileRows;
+  WorkerPool::Session session(pool);
+  touch_pages(session, out, count * tiles * tile_bytes);
+  for_tiles(session, count, tiles, kTileRows * like.row_bytes, [&](int64_t matrix, int64_t first, int64_t n) {
+    WeightView weight = like;
+    weight.data = weights[matrix];
+    const int64_t row = first * kTileRows;
+    map_pages(weight.data + row * weight.row_bytes, std::min(n * kTileRows, weight.rows - row) * weight.row_bytes);
+    const uint8_t* rows[kTileRows];
+    for (int64_t tile = first; tile < first + n; ++tile) {
+      point_rows(weight, tile * kTileRows, rows);
+      session.kernels().pack_tile(weight.type, rows, weight.cols, out + (matrix * tiles + tile) * tile_bytes);
+    }
+  });
+}
+
+void pack_fp8(WorkerPool& pool, const Fp8View* weights, int64_t count, int64_t rows, int64_t cols, uint8_t* out) {
+  const WeightView like = make_packed(QType::F8_E4M3, nullptr, rows, cols);  // rows of bytes, here not re-laid yet
+  const int64_t blocks = (cols + kFp8Block - 1) / kFp8Block, tiles = (rows + kTileRows - 1) / kTileRows;
+  WorkerPool::Session session(pool);
+  touch_pages(session, out, count * tiles * like.tile_bytes);
+  for_tiles(session, count, tiles, kTileRows * cols, [&](int64_t matrix, int64_t first, int64_t n) {
+    WeightView view = like;
+    view.data = weights[matrix].codes;
+    const int64_t row = first * kTileRows;
+    map_pages(view.data + row * cols, std::min(n * kTileRows, rows - row) * cols);
+    const uint8_t* pointers[kTileRows];
+    for (int64_t tile = first; tile < first + n; ++tile) {
+      point_rows(view, tile * kTileRows, pointers);
+      session.kernels().pack_fp8_tile(pointers, weights[matrix].scales + tile * kTileRows / kFp8Block * blocks, cols,
+                                      out + (matrix * tiles + tile) * view.tile_bytes);
+    }
+  });
+}
+
+void point_tile(const WeightView& weight, int64_t first, TileArgs& args) {
+  args.packed = weight.tile_bytes == 0 ? nullptr : weight.data + first / kTileRows * weight.tile_bytes;
+  if (args.packed == nullptr) point_rows(weight, first, args.rows);
+}
+
+}  // namespace kt

@@ -1,0 +1,39 @@
+// Every kernel over one SIMD layer. Included by a tier file after it.
+#include "tiers/products.inl"
+
+#include "kernels/rows.inl"
+#include "kernels/attention.inl"
+#include "kernels/sampling.inl"
+#include "kernels/probe.inl"
+
+#include "tiers/isa.h"
+
+namespace {
+
+constexpr KernelTable whole_tier(const char* name) {
+  return {name,
+          0,
+          quantize_row,
+          tile,
+          packed_tiles,
+          pack_tile,
+          pack_fp8_tile,
+          dequantize_row,
+          rms_norm_row,
+          softmax_row,
+          rotate_row,
+          add_row,
+          activate,
+          combine_row,
+          attention_span,
+          attention_merge,
+          attention_finish,
+          block_maxima,
+          token_weights,
+          weight_sums,
+          tokens_from,
+          read_lines,
+          multiply_registers};
+}
+
+}  // namespace

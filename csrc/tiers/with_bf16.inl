@@ -1,0 +1,19 @@
+// A tier with products of bf16 in vector registers. Included by a tier file after its SIMD layers.
+#include "tiers/products.inl"
+
+#include "kernels/bf16.inl"
+#include "kernels/bf16_vector.inl"
+
+#include "tiers/isa.h"
+
+namespace {
+
+KernelTable with_bf16(KernelTable base, const char* name) {
+  base.name = name;
+  base.bf16_tiles = bf16_tiles;
+  base.round_bf16 = round_bf16;
+  base.multiply_bf16 = multiply_bf16;
+  return base;
+}
+
+}  // namespace

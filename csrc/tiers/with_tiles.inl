@@ -1,0 +1,24 @@
+// A tier with tile registers for the products of many tokens with re-laid weights, and of bf16. Included by a tier file
+// after its SIMD layers.
+#include "tiers/products.inl"
+
+#include "kernels/amx.inl"
+#include "kernels/bf16.inl"
+#include "kernels/bf16_tiles.inl"
+
+#include "tiers/isa.h"
+
+namespace {
+
+KernelTable with_tiles(KernelTable base, const char* name) {
+  base.name = name;
+  base.packed_tiles = tiles_packed_tiles;
+  base.min_block_tokens = kMinTileTokens;
+  base.multiply_registers = multiply_tiles;
+  base.bf16_tiles = bf16_tiles;
+  base.round_bf16 = round_bf16;
+  base.multiply_bf16 = multiply_bf16;
+  return base;
+}
+
+}  // namespace
