@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ktransformers.config import EngineConfig
     from ktransformers.engine.builder import PagedEngine
     from ktransformers.engine.opened import OpenedModel
-    from ktransformers.operators.base import ExpertStats
+    from ktransformers.operators.experts.stats import ExpertStats
     from ktransformers.optimize.plan import Plan
 
 __all__ = ["add_parser", "fitting_layers", "run"]
@@ -87,12 +87,13 @@ def _record(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--{flag} must be {limit}, got {value}")
     config = _config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
     from ktransformers.cli.offline_runs import DecodeCase, OfflineRuns, slots_needed
-    from ktransformers.operators.base import ExpertStats
+    from ktransformers.operators.experts.stats import ExpertStats
 
     case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
     opened = _open(args, config)
     prefills = _within_context(opened, prefills, case)
-    opened.config = _with_cache(opened.config, slots_needed(prefills, batches, case, PAGE_SIZE))
+    slots = slots_needed(prefills, batches, case, PAGE_SIZE)
+    opened = replace(opened, config=_with_cache(opened.config, slots))
     if args.synthetic is not None and args.layers is None:
         opened = _cut_to_fit(args.synthetic, opened)
     expert_stats = ExpertStats()

@@ -14,6 +14,7 @@ import torch
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.engine.attention import choose_attention, expansion_nbytes
+from ktransformers.engine.cache_plan import CachePlan
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
 from ktransformers.engine.opened import OpenedModel, longest_sequence
 from ktransformers.engine.prefill import PrefillTools, cuda_tools
@@ -22,9 +23,10 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.attention.rope import KRotaryEmbedding
-from ktransformers.operators.base import ExpertStats, OperatorConfig
+from ktransformers.operators.base import OperatorConfig
 from ktransformers.operators.device import Device, Devices
 from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.experts.stats import ExpertStats
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Plan, make_plan
@@ -116,11 +118,11 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans one model. num_slots: of its cache, for a plan without one and the shapes of its layers' caches."""
+    """Plans one model with its cache. pool: None where nothing is to be loaded."""
 
     opened: OpenedModel
     pool: WorkerPool | None
-    num_slots: Callable[[Plan, list[LayerShape]], int]
+    cache_plan: CachePlan[PagedCache]
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
     _rules: list[Rules] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -164,7 +166,7 @@ class Planner:
         decide."""
         opened = self.opened
         plan, shapes = self._weights(hardware, transfer, None)
-        num_slots = self.num_slots(plan, shapes)
+        num_slots = self.cache_plan.num_slots(opened, plan, shapes)
         chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.hf_config)
         extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
         used = sorted({entry.placement.generate_device for entry in plan.entries})

@@ -108,10 +108,6 @@ class Plan:
         """Where the module of this name runs."""
         return next(entry.placement.generate_device for entry in self.entries if entry.key == key)
 
-    def home_of(self, key: str) -> str | None:
-        """The device of the decoder layer that a module is in, None outside of all layers."""
-        return next((home.device for home in self.homes if key.startswith(f"{home.key}.")), None)
-
     def misfit(self) -> str | None:
         """Why the plan does not fit into this machine, or None when it fits."""
         total = self.total_bytes
@@ -261,7 +257,7 @@ class _Planner:
         type."""
         placement = self._placement(rule, key)
         if self._is_narrow_linear(module, key):
-            self._keep_bits(module, key, rule, Placement(*[placement.generate_device] * 3))
+            self._keep_bits(module, key, rule, Placement.on(placement.generate_device, placement.home))
             return
         state = DenseState(module, key, self.config.devices[placement.generate_device])
         if any(len(shape) == 3 and name.endswith("down_proj") for name, shape in state.names()):
@@ -332,11 +328,11 @@ class _Planner:
 
     def _placement(self, rule: Rule | None, key: str) -> Placement:
         """The rule's devices on this machine. A missing prefill or out device is the generate device."""
+        home = self.homes.of(key)
         if rule is None:
-            device = self.homes.default_device(key)
-            return Placement(device, device, device)
+            return Placement.on(self.homes.default_device(key), home)
         if key in self.moved:
-            return Placement(*[self.moved[key]] * 3)
+            return Placement.on(self.moved[key], home)
         wanted = self._wanted(rule, key)
         devices = [self._device(device, rule, key) for device in wanted]
         return Placement(
@@ -345,6 +341,7 @@ class _Planner:
             out_device=devices[2],
             generate_op=rule.ops.get("generate_op"),
             prefill_op=rule.ops.get("prefill_op"),
+            home=home,
         )
 
     def _wanted(self, rule: Rule, key: str) -> tuple[str, str, str]:

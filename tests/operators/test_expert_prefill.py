@@ -18,9 +18,9 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, PackedTensor, QuantType, RawTensor
-from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import CpuRate, PrefillRates, Split
+from ktransformers.operators.experts.stats import ExpertStats
 from ktransformers.weights.quantize import quantize
 from tests.support.inline_device import EagerCopies, InlineDriver, LazyCopies
 
@@ -291,7 +291,7 @@ def test_on_a_device(num_buffers: int, pool: WorkerPool) -> None:
     kernels.append(make_kernel(pool, 3, QuantType.MXFP4, is_oai=True))
     nbytes = HostExperts(kernels[0].weights).expert_nbytes
     shape, size = PrefillShape(E, K, H, INNER, 64), StagingSize(num_buffers, 2 * (nbytes + 3 * 256))
-    stream = open_prefill(device, kernels, shape, size, tools, pool, remembers=False)
+    stream = open_prefill(device, kernels, shape, size, tools, remembers=False)
     assert stream is not None
     assert stream.pinned.nbytes >= 4 * E * nbytes
     slow = CpuRate((1,), (100.0,))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from ktransformers.core import Phase
 from ktransformers.kernels.flashinfer import FlashInfer, Pages, Shape, pages_of
 from ktransformers.operators.context import ForwardContext
 
-__all__ = ["Attend", "FlashLayer", "FlashSteps", "HasAttention"]
+__all__ = ["Attend", "FlashLayer", "FlashSteps"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [T, Hq, Dk] and a layer's cache, keys and values [slots, Hkv, D], to the rows' results [T, Hq, Dv]."""
@@ -59,14 +58,3 @@ class FlashLayer:
             return None
         self.steps.plan(self.shape, context)
         return lambda q, keys, values: self.steps.kernels.run(self.shape, q, keys, values)
-
-
-class HasAttention(Protocol):
-    """An operator whose attention has a choice."""
-
-    flash: FlashLayer | None
-    """What takes prefill steps, None for the Triton kernels."""
-
-    def attention_shape(self) -> Shape | None:
-        """What a layer on a GPU attends with; None if that is none of the shapes, or if it is on the CPU."""
-        ...

@@ -20,12 +20,12 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import Shape
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
-from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.attention.gqa_gpu import gqa_forward
+from ktransformers.operators.attention.gqa_gpu import GqaLayer, gqa_forward
 from ktransformers.operators.attention.gqa_spec import recognize_gqa
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
 from ktransformers.operators.linear.joined import JoinedLinears
+from ktransformers.operators.site import Site
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]
@@ -176,18 +176,17 @@ class KAttention(WrapperOperator):
         if getattr(self.inner, "kv_lora_rank", None) is not None:
             _say_expanded(type(self.inner).__name__)
         self.spec = recognize_gqa(self.inner) if self.device.is_gpu else None
-        self._projections: JoinedLinears | None = None
-        self._sinks: torch.Tensor | None = None
-        self.flash: FlashLayer | None = None
+        self._gpu: GqaLayer | None = None
 
     def attention_shape(self) -> Shape | None:
         return None if self.spec is None else self.spec.shape(self.device.dtype)
 
-    def settle(self) -> None:
+    def settle(self, site: Site) -> None:
         if self.spec is not None:
             names = ("q_proj", "k_proj", "v_proj")
-            self._projections = JoinedLinears([self.inner.get_submodule(name) for name in names])
-            self._sinks = self.inner.get_parameter("sinks").float() if self.spec.has_sinks else None
+            projections = JoinedLinears([self.inner.get_submodule(name) for name in names])
+            sinks = self.inner.get_parameter("sinks").float() if self.spec.has_sinks else None
+            self._gpu = GqaLayer(self.inner, self.spec, self.device, projections, sinks, site.flash)
 
     def op(self, phase: Phase) -> str:
         if self.spec is not None:
@@ -196,13 +195,8 @@ class KAttention(WrapperOperator):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context, angles = kwargs.get("forward_context"), kwargs.get("position_embeddings")
-        projections = self._projections
-        if self.spec is None or projections is None or context is None or not isinstance(angles, tuple) or args:
+        if self._gpu is None or context is None or not isinstance(angles, tuple) or args:
             return self.inner(*args, **kwargs)
         if kwargs.get("attention_mask") is not None:
             raise UnsupportedError(f"{self.key}: attention over the cache takes no mask")
-        hidden_states = kwargs["hidden_states"]
-        output = gqa_forward(
-            self.inner, self.spec, hidden_states, angles, context, projections, self.device, self.flash, self._sinks
-        )
-        return output, None
+        return gqa_forward(self._gpu, kwargs["hidden_states"], angles, context), None

@@ -5,6 +5,7 @@ Knows what gqa_spec found, and kernels; no modules but the one it stands in for.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,31 +19,39 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.linear.joined import JoinedLinears
 
-__all__ = ["gqa_forward"]
+__all__ = ["GqaLayer", "gqa_forward"]
+
+
+@dataclass(frozen=True, slots=True)
+class GqaLayer:
+    """An attention module and what computes it on its GPU.
+
+    projections: its q_proj, k_proj and v_proj. sinks: its own, fp32 [heads]. flash: what attends in prefill steps, None
+    for Triton's kernels.
+    """
+
+    module: Any
+    spec: GqaSpec
+    device: Device
+    projections: JoinedLinears
+    sinks: torch.Tensor | None = None
+    flash: FlashLayer | None = None
 
 
 def gqa_forward(
-    module: Any,
-    spec: GqaSpec,
+    layer: GqaLayer,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     context: ForwardContext,
-    projections: JoinedLinears,
-    device: Device,
-    flash: FlashLayer | None = None,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The module's attention of [1, T, hidden] on a GPU; cos and sin are [1, T, P], of any float type.
-
-    projections: the module's q_proj, k_proj and v_proj. flash: what attends in prefill steps, if not Triton's kernels.
-    sinks: the module's, fp32 [heads].
-    """
+    """The layer's attention of [1, T, hidden] on its GPU; cos and sin are [1, T, P], of any float type."""
+    module, spec = layer.module, layer.spec
     keys, values = context.cache.layer(module.layer_idx)
     here = context.on(keys.device)
-    flat = projections(hidden_states[0])
+    flat = layer.projections(hidden_states[0])
     use(keys.device)
     query = _to_cache(module, spec, tuple(flat), position_embeddings, (keys, values), here.slot_mapping)
-    attend = None if flash is None else flash.of(context)
+    attend = None if layer.flash is None else layer.flash.of(context)
     if attend is not None:
         out = attend(query, keys, values)
     else:
@@ -56,9 +65,9 @@ def gqa_forward(
             here.kv_lens,
             spec.scale,
             window=spec.window,
-            sinks=sinks,
+            sinks=layer.sinks,
             softcap=spec.softcap,
-            counters=device.counters(),
+            counters=layer.device.counters(),
         )
     output: torch.Tensor = module.o_proj(out.view(1, out.shape[0], -1))
     return output

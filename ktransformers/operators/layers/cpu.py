@@ -31,12 +31,12 @@ from ktransformers.kernels.cpu.layer import (
 )
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.activation import KActivation, recognize_activation
-from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KMoEGate
+from ktransformers.operators.experts.stats import ExpertStats
 from ktransformers.operators.layers.observed import PROBE_ROWS, LayerCall, layer_list, observe_step, probe_context
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.mlp import KMLP
@@ -64,9 +64,10 @@ def _norm(module: Any) -> Norm:
 
 
 def _projection(module: Any) -> Projection:
-    if not isinstance(module, KTransformersLinear) or module._weight is None:
+    native = module.native if isinstance(module, KTransformersLinear) else None
+    if native is None:
         raise _DoesNotFit(f"{type(module).__name__} is not a native linear layer")
-    return Projection(module._weight, module._bias)
+    return Projection(*native)
 
 
 def _attention(layer: Any, call: LayerCall) -> AttentionLayer:
@@ -102,12 +103,12 @@ def _moe(layer: Any, block: KMoEBlock) -> tuple[MoeLayer, ExpertStats]:
     gate, experts = inner.gate, inner.experts
     if not isinstance(gate, KMoEGate) or gate.spec is None or gate.logit_bias is not None:
         raise _DoesNotFit("a router of its own")
-    if not isinstance(experts, KTransformersExperts) or experts._kernel is None:
+    if not isinstance(experts, KTransformersExperts) or experts.kernel is None:
         raise _DoesNotFit("experts that run on torch")
     router = RawTensor.from_tensor(gate.weight)
     norm = _norm(layer.post_attention_layernorm)
     stats = experts.config.expert_stats
-    return MoeLayer(norm, router, gate.spec, experts._kernel, gate.bias, _shared_experts(inner)), stats
+    return MoeLayer(norm, router, gate.spec, experts.kernel, gate.bias, _shared_experts(inner)), stats
 
 
 def _shared_experts(block: Any) -> SharedExperts | None:

@@ -23,7 +23,7 @@ from ktransformers.operators.base import (
 from ktransformers.operators.device import give_back
 from ktransformers.operators.linear.fp8 import Fp8GpuMatrix, fp8_gpu_nbytes, takes_fp8
 from ktransformers.operators.linear.matrix import GpuMatrix, gpu_matrix, gpu_nbytes
-from ktransformers.operators.linear.relaid import relaid, relaid_nbytes, takes_bf16, wants_bf16
+from ktransformers.operators.linear.relaid import CpuProducts, relaid, relaid_nbytes
 from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["KTransformersLinear"]
@@ -36,7 +36,7 @@ class KTransformersLinear(Operator):
 
     On the CPU every op name runs as KLinearCPUInfer, the native kernel, which reads every type; the same arithmetic in
     both phases keeps a token's result independent of the step's size, unless cpu_prefill (rule file, else
-    --cpu_prefill) is bf16. cpu_bf16 says for BF16 weights how they are multiplied, see `takes_bf16`. On a GPU one form
+    --cpu_prefill) is bf16. cpu_bf16 says for BF16 weights how they are multiplied, see CpuProducts. On a GPU one form
     of the weight serves both phases, that of generate_op: quantized (KLinearMarlin, and what the other names of
     quantized weights mean), or dense (KLinearTorch) where that is asked for or no kernel reads the type. The LM head's
     result is fp32.
@@ -51,7 +51,7 @@ class KTransformersLinear(Operator):
         "KLinearQ8": "8-bit weight on the GPU",
     }
 
-    KWARGS: ClassVar[frozenset[str]] = frozenset({"cpu_prefill", "cpu_bf16"})
+    KWARGS: ClassVar[frozenset[str]] = CpuProducts.KWARGS
 
     def __init__(
         self,
@@ -59,12 +59,10 @@ class KTransformersLinear(Operator):
         key: str,
         config: OperatorConfig,
         placement: Placement | None = None,
-        cpu_prefill: str | None = None,
-        cpu_bf16: str | None = None,
+        **options: str | None,
     ):
         super().__init__(module, key, config, placement)
-        self.wants_bf16 = wants_bf16(key, cpu_prefill, config.cpu_prefill)
-        self.takes_bf16 = takes_bf16(key, cpu_bf16, config.cpu_bf16)
+        self.products = CpuProducts.of(key, config, **options)
         # A subclass with a forward of its own is more than a product: some routers are.
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             raise UnsupportedError(
@@ -77,8 +75,22 @@ class KTransformersLinear(Operator):
         self.is_dense_wanted = self.placement.generate_op == "KLinearTorch"
         self.is_head = key.rpartition(".")[2] == "lm_head"
         self._weight: RawTensor | PackedTensor | None = None
-        self.matrix: GpuMatrix | None = None  # the weight on a GPU, once loaded; may be a share of a larger one
+        self._matrix: GpuMatrix | None = None  # the weight on a GPU; may be a share of a larger one
         self._bias: torch.Tensor | None = None
+
+    @property
+    def matrix(self) -> GpuMatrix | None:
+        """The weight on a GPU, once loaded, with its bias; None on the CPU."""
+        return self._matrix
+
+    @property
+    def native(self) -> tuple[RawTensor | PackedTensor, torch.Tensor | None] | None:
+        """The weight on the CPU, once loaded, and the bias; None on a GPU."""
+        return None if self._weight is None else (self._weight, self._bias)
+
+    def give_away(self, share: GpuMatrix) -> None:
+        """The weight is part of a larger matrix now, and this layer's product a share of that one's."""
+        self._matrix = share
 
     def op(self, phase: Phase) -> str:
         if not self.device.is_gpu:
@@ -101,7 +113,7 @@ class KTransformersLinear(Operator):
             else:
                 nbytes = fp8_gpu_nbytes(*shape)
         else:
-            nbytes = relaid_nbytes(info, takes_bf16=self.takes_bf16)
+            nbytes = relaid_nbytes(info, self.products)
         needs.add(device.name, info, nbytes)
         if self.has_bias:
             name = f"{self.key}.bias"
@@ -117,17 +129,17 @@ class KTransformersLinear(Operator):
         is_fp8 = self._info(source).resident_type is OwnType.F8_E4M3
         if not self.device.is_gpu:
             stored = source.fp8(name) if is_fp8 else source.tensor(name)
-            self._weight = relaid(stored, pool, wants_bf16=self.wants_bf16, takes_bf16=self.takes_bf16)
+            self._weight = relaid(stored, pool, self.products)
         elif is_fp8:
-            self.matrix = Fp8GpuMatrix.of(source.fp8(name), self._bias, self.device)
+            self._matrix = Fp8GpuMatrix.of(source.fp8(name), self._bias, self.device)
         else:
-            self.matrix = gpu_matrix(source.tensor(name), self._bias, self.device, pool, self.is_dense_wanted)
+            self._matrix = gpu_matrix(source.tensor(name), self._bias, self.device, pool, self.is_dense_wanted)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = self.device.take(hidden_states)
         rows = x.reshape(-1, self.in_features).contiguous()
-        if self.matrix is not None:
-            out = self.matrix(rows, torch.float32 if self.is_head else x.dtype)
+        if self._matrix is not None:
+            out = self._matrix(rows, torch.float32 if self.is_head else x.dtype)
         else:
             assert self._weight is not None, f"{self.key} is not loaded"
             out = cpu.linear(rows, self._weight, self.config.require_pool(), bias=self._bias)
