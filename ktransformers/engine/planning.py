@@ -29,7 +29,7 @@ from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.stats import ExpertStats
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
-from ktransformers.optimize.plan import Plan, make_plan
+from ktransformers.optimize.plan import Choices, Plan, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
 from ktransformers.optimize.spread import spread_layers
 from ktransformers.optimize.streaming import Streaming, chunk_size_for, plan_streaming, step_nbytes, with_streaming
@@ -165,7 +165,7 @@ class Planner:
         """A plan with its cache and its workspaces, and with experts in what is left of the GPUs if that is ours to
         decide."""
         opened = self.opened
-        plan, shapes = self._weights(hardware, transfer, None)
+        plan, shapes = self._weights(hardware, Choices(transfer=transfer))
         num_slots = self.cache_plan.num_slots(opened, plan, shapes)
         chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.hf_config)
         extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
@@ -189,14 +189,12 @@ class Planner:
         if opened.config.optimize_config_path is None and gpus:
             filling = experts_for_gpus(plan, opened.source)
             if filling.moved:
-                again = self._weights(hardware, transfer, filling.moved)[0]
+                again = self._weights(hardware, Choices(filling.moved, transfer))[0]
                 plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
         return Planned(plan, chunk_size, streamings, shapes, num_slots, filling, transfer)
 
-    def _weights(
-        self, hardware: Hardware, transfer: Mapping[int, str], moved: Mapping[str, str] | None
-    ) -> tuple[Plan, list[LayerShape]]:
-        """The plan, without a cache, and the shape of each layer's cache. transfer, moved: see `make_plan`."""
+    def _weights(self, hardware: Hardware, choices: Choices) -> tuple[Plan, list[LayerShape]]:
+        """The plan, without a cache, and the shape of each layer's cache."""
         opened = self.opened
         config, model = opened.config, opened.model
         if not self._rules:  # read once: what it logs is said once
@@ -221,8 +219,7 @@ class Planner:
             machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),
             strict=config.strict,
             ignorable=lambda name: opened.source.ignorable(name) or is_unused(name),
-            moved=moved,
-            transfer=transfer,
+            choices=choices,
         )
         homes = [plan.devices[home.device] for home in plan.homes]
         return plan, cache_shapes(model, plan.operators, homes or None)

@@ -27,7 +27,7 @@ from ktransformers.optimize.tied import TiedSource, tied_names
 from ktransformers.optimize.unmatched import UnmatchedRule, explain_unmatched
 from ktransformers.weights.source import WeightSource
 
-__all__ = ["Plan", "PlanEntry", "format_bytes", "make_plan"]
+__all__ = ["Choices", "Plan", "PlanEntry", "format_bytes", "make_plan"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ class Plan:
     entries: tuple[PlanEntry, ...]
     operators: Mapping[str, Operator]
     kept: Mapping[str, nn.Module]
-    extra_bytes: Mapping[str, Mapping[str, int]]
     unmatched: tuple[UnmatchedRule, ...]
     tied: Mapping[str, str]
     shared: Mapping[str, str]
+    extra_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     homes: tuple[Home, ...] = ()
     devices: Devices = field(default_factory=Devices)
 
@@ -133,6 +133,18 @@ class Plan:
             raise CapacityError(reason)
 
 
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What is decided beside the rules.
+
+    moved: {module: device} where operators go whatever their rule says (see optimize/fill). transfer: {first layer:
+    device} where no rule has a transfer_map (see optimize/spread).
+    """
+
+    moved: Mapping[str, str] = field(default_factory=dict)
+    transfer: Mapping[int, str] = field(default_factory=dict)
+
+
 def make_plan(
     model: Any,
     rules: Rules,
@@ -141,21 +153,18 @@ def make_plan(
     source: WeightSource,
     machine: Machine,
     strict: bool = False,
-    extra_bytes: Mapping[str, Mapping[str, int]] | None = None,
     ignorable: Callable[[str], bool] | None = None,
-    moved: Mapping[str, str] | None = None,
-    transfer: Mapping[int, str] | None = None,
+    choices: Choices | None = None,
 ) -> Plan:
     """Decide for every module of `model` (a `transformers` model on meta, unchanged afterwards).
 
-    extra_bytes: {"kv cache": {"cpu": n}}. ignorable tells stored tensors that may be left unread; by
-    default the source knows. moved: {module: device} where operators go whatever their rule says (see optimize/fill).
-    transfer: {first layer: device} where no rule has a transfer_map (see optimize/spread).
+    ignorable tells stored tensors that may be left unread; by default the source knows. The plan has no extra_bytes.
     A rule that decides nothing is a logged warning; with strict, an error. Raises RuleError, UnsupportedError, and
     TensorMismatchError naming tensors that are missing, left over or of the wrong shape.
     """
-    homes = Homes(model, rules, machine, transfer)
-    planner = _Planner(model, rules, operator_config, source, machine, moved or {}, homes)
+    choices = choices or Choices()
+    homes = Homes(model, rules, machine, choices.transfer)
+    planner = _Planner(model, rules, operator_config, source, machine, choices.moved, homes)
     planner.visit(model, "", None)
     planner.report_fallback()
     unmatched = explain_unmatched(model, rules, {entry.key: entry.rule for entry in planner.entries})
@@ -170,7 +179,6 @@ def make_plan(
         entries=tuple(entries),
         operators=planner.operators,
         kept=planner.kept,
-        extra_bytes={what: dict(nbytes) for what, nbytes in (extra_bytes or {}).items()},
         unmatched=unmatched,
         tied=planner.tied,
         shared=shared,
