@@ -36,9 +36,13 @@ logger = logging.getLogger(__name__)
 class PrefillDriver(StreamDriver, Protocol):
     """A StreamDriver that also pins memory in place."""
 
-    def pin(self, address: int, nbytes: int) -> None: ...
+    def pin(self, address: int, nbytes: int) -> None:
+        """Raises KernelError where that cannot be."""
+        ...
 
-    def unpin(self, address: int) -> None: ...
+    def unpin(self, address: int) -> None:
+        """Of what was pinned at `address`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

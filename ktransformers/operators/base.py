@@ -60,6 +60,7 @@ class Placement:
         return cls(device, device, device, home=home)
 
     def device(self, phase: Phase) -> str:
+        """Where the module runs in `phase`."""
         return self.prefill_device if phase is Phase.PREFILL else self.generate_device
 
 
@@ -76,6 +77,7 @@ class OperatorConfig:
     devices: Devices = field(default_factory=Devices)
 
     def require_pool(self) -> WorkerPool:
+        """The worker pool. Raises RuntimeError while only planning."""
         if self.pool is None:
             raise RuntimeError("this operator was built for planning only; it has no worker pool")
         return self.pool

@@ -58,10 +58,12 @@ class PlanEntry:
 
     @property
     def is_kept(self) -> bool:
+        """Whether the module stays."""
         return self.operator is None
 
     @property
     def total_bytes(self) -> int:
+        """Over all devices."""
         return sum(self.nbytes.values())
 
 
