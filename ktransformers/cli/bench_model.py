@@ -28,7 +28,7 @@ from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine, build_paged_engine
 from ktransformers.errors import ConfigError
-from ktransformers.operators.experts.stats import ExpertStats
+from ktransformers.operators.base import ExpertStats
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ktransformers.config import EngineConfig
     from ktransformers.engine.builder import PagedEngine
     from ktransformers.engine.opened import OpenedModel
-    from ktransformers.operators.experts.stats import ExpertStats
+    from ktransformers.operators.base import ExpertStats
     from ktransformers.optimize.plan import Plan
 
 __all__ = ["add_parser", "fitting_layers", "run"]
@@ -87,7 +87,7 @@ def _record(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--{flag} must be {limit}, got {value}")
     config = _config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
     from ktransformers.cli.offline_runs import DecodeCase, OfflineRuns, slots_needed
-    from ktransformers.operators.experts.stats import ExpertStats
+    from ktransformers.operators.base import ExpertStats
 
     case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
     opened = _open(args, config)

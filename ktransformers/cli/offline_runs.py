@@ -20,9 +20,9 @@ import numpy as np
 
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine
+from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KMoEGate
-from ktransformers.operators.experts.stats import ExpertStats
 from ktransformers.optimize.plan import Plan
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan, StepResult
 

@@ -41,8 +41,8 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.compiling import compiles, loading, rehearsal
 from ktransformers.operators.attention.rope import settle_rotations
+from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.experts.stats import ExpertStats
 from ktransformers.operators.layers.cpu import fuse_layers
 from ktransformers.operators.layers.gpu import stack_gpu_layers
 from ktransformers.operators.layers.observed import PROBE_ROWS, LayerCall, check_calls, observe_step, probe_context
@@ -201,7 +201,7 @@ def _build(
         loaded = _Loaded(opened, planned, pool, _load(opened, plan, longest, progress), longest)
         flash = find_flash(plan, config.attention_backend, page_size)
         prefill = open_prefills(plan, planned.streamings, hardware.prefill_tools, cache_plan.max_batch_size)
-        attach_plan(plan, longest, flash, prefill)
+        attach_plan(plan, longest, {**flash, **prefill})
         _arrange_layers(loaded)
         cache = cache_plan.make(planned.shapes, num_slots)
         forward = ForwardPass(opened.model, pool, loaded.layout)

@@ -23,10 +23,9 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
 from ktransformers.operators.attention.rope import KRotaryEmbedding
-from ktransformers.operators.base import OperatorConfig
+from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Device, Devices
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.experts.stats import ExpertStats
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Choices, Plan, make_plan

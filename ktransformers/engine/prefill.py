@@ -19,11 +19,11 @@ from ktransformers.kernels.transfer.copies import CopyQueue, CudaCopies, PinnedR
 from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
 from ktransformers.kernels.types import PackedTensor
+from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.rates import RatesFile, calibrate
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.staging import HostExperts, Staging, StagingSize
-from ktransformers.operators.experts.stats import ExpertStats
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer, PrefillShape
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.streaming import Streaming

@@ -19,7 +19,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, TypeVar, final
 
 import torch
 from torch import nn
@@ -30,11 +30,11 @@ from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import Devices
-from ktransformers.operators.experts.stats import ExpertStats
-from ktransformers.operators.site import Site
 from ktransformers.weights.source import TensorInfo, WeightSource
 
-__all__ = ["COMMON_KWARGS", "Operator", "OperatorConfig", "Placement", "Requirements", "Stage"]
+__all__ = ["COMMON_KWARGS", "ExpertStats", "Operator", "OperatorConfig", "Placement", "Requirements", "Site", "Stage"]
+
+_Service = TypeVar("_Service")
 
 COMMON_KWARGS = frozenset({"generate_device", "prefill_device", "out_device", "generate_op", "prefill_op"})
 """Keyword arguments that every operator takes in a rule file; the planner resolves them into a Placement."""
@@ -62,6 +62,47 @@ class Placement:
     def device(self, phase: Phase) -> str:
         """Where the module runs in `phase`."""
         return self.prefill_device if phase is Phase.PREFILL else self.generate_device
+
+
+@dataclass(slots=True)
+class ExpertStats:
+    """How the routed experts of a model are used, counted as they run.
+
+    num_rows: (token, expert) pairs computed. Every sample_every-th call of any layer is looked at closely:
+    num_samples of them, which touched num_touched distinct experts together. `totals` adds what runs in the order of a
+    GPU's stream, where every call is looked at.
+    """
+
+    SAMPLE_EVERY: ClassVar[int] = 61  # prime, so that all layers get their turn
+
+    num_rows: int = 0
+    num_samples: int = 0
+    num_touched: int = 0
+    sample_every: int = SAMPLE_EVERY
+    _num_calls: int = 0
+
+    def count(self, num_rows: int) -> None:
+        """A layer's call whose ids are on a GPU: looking at them would make the host wait."""
+        self.num_rows += num_rows
+
+    def totals(self, devices: Devices) -> tuple[int, int, int]:
+        """(num_rows, num_samples, num_touched) with those of the devices' expert streams."""
+        rows, samples, touched = self.num_rows, self.num_samples, self.num_touched
+        for stream in devices.expert_streams():
+            rows, samples, touched = (
+                rows + stream.num_pairs,
+                samples + stream.num_forwards,
+                touched + stream.num_touched,
+            )
+        return rows, samples, touched
+
+    def note(self, topk_ids: torch.Tensor) -> None:
+        """topk_ids int64 [T, K] of one layer's call."""
+        self.num_rows += topk_ids.numel()
+        self._num_calls += 1
+        if self._num_calls % self.sample_every == 0:
+            self.num_samples += 1
+            self.num_touched += len(set(topk_ids.flatten().tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +140,22 @@ class Requirements:
         if shown not in self.quant_types:
             self.quant_types.append(shown)
         self.stored_names.update(info.stored_names)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What an operator is told when it is attached.
+
+    max_len: no step will hold a position beyond max_len - 1. service: what works for this operator alone, if anything
+    does: a FlashLayer for its attention, a PrefillLayer that streams its experts.
+    """
+
+    max_len: int
+    service: object | None = None
+
+    def find(self, kind: type[_Service]) -> _Service | None:
+        """The service, if it is of this kind."""
+        return self.service if isinstance(self.service, kind) else None
 
 
 class Stage(enum.IntEnum):

@@ -15,10 +15,7 @@ from torch import nn
 
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.cpu.pages import trim_heap
-from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.base import Operator, expect_shape
-from ktransformers.operators.experts.streamed import PrefillLayer
-from ktransformers.operators.site import Site
+from ktransformers.operators.base import Operator, Site, expect_shape
 from ktransformers.operators.wrapper import DenseState
 from ktransformers.optimize.plan import Plan, PlanEntry
 from ktransformers.optimize.tied import TiedSource
@@ -75,19 +72,14 @@ def load_plan(
         )
 
 
-def attach_plan(
-    plan: Plan,
-    max_len: int,
-    flash: Mapping[str, FlashLayer] | None = None,
-    prefill: Mapping[str, PrefillLayer] | None = None,
-) -> None:
+def attach_plan(plan: Plan, max_len: int, services: Mapping[str, object] | None = None) -> None:
     """Give every operator its site. Call after `load_plan`.
 
-    max_len: most positions of a sequence. flash, prefill: of the operators that have them, by key; see Site.
+    max_len: most positions of a sequence. services: by the key of the operator that each works for, see Site.
     """
-    flash, prefill = flash or {}, prefill or {}
+    services = services or {}
     for key, operator in plan.operators.items():
-        operator.attach(Site(max_len, flash.get(key), prefill.get(key)))
+        operator.attach(Site(max_len, services.get(key)))
 
 
 def _stored_bytes(entry: PlanEntry, source: WeightSource) -> list[torch.Tensor]:

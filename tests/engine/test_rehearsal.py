@@ -24,8 +24,8 @@ from ktransformers.engine.rehearsal import Extent, row_counts
 from ktransformers.kernels.triton.compiling import Compiled, rehearsal, watch_launches
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import RULES_DIR
+from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
-from ktransformers.operators.experts.stats import ExpertStats
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.scheduler.records import StepPlan
 from tests.engine.test_gpu import logits_in_steps, prompt, sequence_start, step_row

@@ -18,9 +18,9 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, PackedTensor, QuantType, RawTensor
+from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import CpuRate, PrefillRates, Split
-from ktransformers.operators.experts.stats import ExpertStats
 from ktransformers.weights.quantize import quantize
 from tests.support.inline_device import EagerCopies, InlineDriver, LazyCopies
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ktransformers.errors import TensorMismatchError
-from ktransformers.operators.base import Requirements
-from ktransformers.operators.site import Site
+from ktransformers.operators.base import Requirements, Site
 from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
 from tests.optimize.fakes import EXPERTS_RULE, FakeExperts, FakeLinear, FakeSource, OwningBlock, meta_model, plan_with
 

@@ -20,12 +20,13 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import Shape
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
+from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GqaLayer, gqa_forward
 from ktransformers.operators.attention.gqa_spec import recognize_gqa
+from ktransformers.operators.base import Site
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
 from ktransformers.operators.linear.joined import JoinedLinears
-from ktransformers.operators.site import Site
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]
@@ -186,7 +187,7 @@ class KAttention(WrapperOperator):
             names = ("q_proj", "k_proj", "v_proj")
             projections = JoinedLinears([self.inner.get_submodule(name) for name in names])
             sinks = self.inner.get_parameter("sinks").float() if self.spec.has_sinks else None
-            self._gpu = GqaLayer(self.inner, self.spec, self.device, projections, sinks, site.flash)
+            self._gpu = GqaLayer(self.inner, self.spec, self.device, projections, sinks, site.find(FlashLayer))
 
     def op(self, phase: Phase) -> str:
         if self.spec is not None:

@@ -32,11 +32,10 @@ from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.latent_expansion import Choice, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
-from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
+from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.linear.joined import JoinedLinears
 from ktransformers.operators.norm import KRMSNorm, computes_rms_norm, norm_epsilon
-from ktransformers.operators.site import Site
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.weights.source import TensorInfo, WeightSource
 
@@ -179,7 +178,8 @@ class KMLAAttention(WrapperOperator):
             self._k_b = self._v_b = None
 
     def settle(self, site: Site) -> None:
-        self._flash, self._choice = site.flash, self.expansion_choice(site.flash)
+        self._flash = site.find(FlashLayer)
+        self._choice = self.expansion_choice(self._flash)
         if not self.device.is_gpu:
             return
         inner: Any = self.inner

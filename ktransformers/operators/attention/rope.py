@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ktransformers.core import Phase
-from ktransformers.operators.base import OperatorConfig, Placement
-from ktransformers.operators.site import Site
+from ktransformers.operators.base import OperatorConfig, Placement, Site
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["KRotaryEmbedding", "SettledRotation", "settle_rotations"]

@@ -20,7 +20,7 @@ from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.kernels.triton.compiling import is_rehearsal
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeight, ExpertWeights, Fp8Matrix
 from ktransformers.operators.activation import PLAIN_ACTIVATIONS, first_equal, probe_rows
-from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
+from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, Site, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back
 from ktransformers.operators.experts.resident import (
     GpuExperts,
@@ -31,7 +31,6 @@ from ktransformers.operators.experts.resident import (
 )
 from ktransformers.operators.experts.streamed import PrefillLayer, PrefillTicket
 from ktransformers.operators.linear.relaid import CpuProducts, relaid_experts, relaid_nbytes
-from ktransformers.operators.site import Site
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
 __all__ = ["KTransformersExperts", "Ticket", "find_activation", "read_layout"]
@@ -161,7 +160,7 @@ class KTransformersExperts(Operator):
         self._prefill: PrefillLayer | None = None
 
     def settle(self, site: Site) -> None:
-        self._prefill = site.prefill
+        self._prefill = site.find(PrefillLayer)
 
     def op(self, phase: Phase) -> str:
         if self.activation is None:

@@ -35,10 +35,10 @@ from ktransformers.kernels.transfer.cuda import StreamDriver
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.kernels.triton.align import moe_align
 from ktransformers.kernels.triton.moe import Between, MoeWorkspace, block_rows, moe_blocks, moe_sum
+from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.split import NEVER, PrefillRates, Split, choose_split
 from ktransformers.operators.experts.staging import Group, HostExperts, Staging
-from ktransformers.operators.experts.stats import ExpertStats
 
 __all__ = ["ExpertPrefill", "PrefillLayer", "PrefillShape", "PrefillTicket"]
 

@@ -31,12 +31,12 @@ from ktransformers.kernels.cpu.layer import (
 )
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.activation import KActivation, recognize_activation
+from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KMoEGate
-from ktransformers.operators.experts.stats import ExpertStats
 from ktransformers.operators.layers.observed import PROBE_ROWS, LayerCall, layer_list, observe_step, probe_context
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.mlp import KMLP

@@ -11,10 +11,9 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.kernels.types import ActivationSpec
 from ktransformers.operators.activation import activate, recognize_activation
-from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.base import OperatorConfig, Placement, Site
 from ktransformers.operators.device import give_back
 from ktransformers.operators.linear.joined import GatedLinears
-from ktransformers.operators.site import Site
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["KMLP"]
