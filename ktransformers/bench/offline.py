@@ -71,7 +71,8 @@ def bench_offline(work: OfflineWork, loading: Callable[[], AbstractContextManage
     """Load, measure and print a table. Returns the record. loading: shows progress while it is open."""
     opened = _open(work)
     prefills = _within_context(opened, work.prefills, work.case)
-    opened.config = _with_cache(opened.config, slots_needed(prefills, work.batches, work.case, PAGE_SIZE))
+    config = _with_cache(opened.config, slots_needed(prefills, work.batches, work.case, PAGE_SIZE))
+    opened = replace(opened, config=config)
     if work.synthetic is not None and work.layers is None:
         opened = _cut_to_fit(work.synthetic, opened)
     expert_stats = ExpertStats()

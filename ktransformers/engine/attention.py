@@ -21,12 +21,13 @@ from ktransformers.kernels import flashinfer
 from ktransformers.kernels.flashinfer import FlashInfer, Shape
 from ktransformers.operators.attention.flash import FlashLayer, FlashSteps
 from ktransformers.operators.attention.gqa import KAttention
+from ktransformers.operators.attention.latent_expansion import Choice
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.base import Operator
 from ktransformers.operators.device import Device, use
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["AttentionChoice", "choose_attention", "expansion_nbytes", "settle_attention"]
+__all__ = ["AttentionChoice", "choose_attention", "expansion_nbytes", "find_flash"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,24 +106,23 @@ def _refusal(reason: str) -> ConfigError:
     )
 
 
-def settle_attention(plan: Plan, backend: str, page_size: int) -> None:
-    """Give FlashInfer to the operators of a loaded model that are to use it and on which it proves right; say so once.
+def find_flash(plan: Plan, backend: str, page_size: int) -> dict[str, FlashLayer]:
+    """FlashInfer for the operators of a loaded model that are to use it and on which it proves right; said once.
 
     page_size: of the cache. Raises ConfigError when `backend` is "flashinfer" and it fails.
     """
     asked = _asked(plan.operators.items())
     if not asked:
-        return
+        return {}
     choice = choose_attention(plan, backend)
     if choice.flash:
         logger.info("trying FlashInfer, which may have to compile kernels first")
     started: dict[str, FlashSteps | str] = {}
     tried: dict[tuple[str, Shape], str | None] = {}
     failures: list[str] = []
-    for key, operator in asked:
-        if key not in choice.flash:
-            continue
-        device, shape = operator.device, choice.flash[key]
+    found: dict[str, FlashLayer] = {}
+    for key, shape in choice.flash.items():
+        device = plan.operators[key].device
         if device.name not in started:
             started[device.name] = _start(device)
         steps = started[device.name]
@@ -133,14 +133,15 @@ def settle_attention(plan: Plan, backend: str, page_size: int) -> None:
             tried[device.name, shape] = _try(steps.kernels, shape, page_size)
         failure = tried[device.name, shape]
         if failure is None:
-            operator.flash = FlashLayer(shape, steps, is_required=backend == "flashinfer")
+            found[key] = FlashLayer(shape, steps, is_required=backend == "flashinfer")
         else:
             failures.append(failure)
     if failures and backend == "flashinfer":
         raise _refusal(failures[0])
     reasons = [*dict.fromkeys(failures), *([choice.reason] if choice.reason else [])]
-    _say(len(choice.flash) - len(failures), len(asked), reasons)
-    _say_expansion([op for _, op in asked if isinstance(op, KMLAAttention)])
+    _say(len(found), len(asked), reasons)
+    _say_expansion([op.expansion_choice(found.get(key)) for key, op in asked if isinstance(op, KMLAAttention)])
+    return found
 
 
 def _start(device: Device) -> FlashSteps | str:
@@ -182,10 +183,9 @@ def _say(num_layers: int, num_asked: int, reasons: list[str]) -> None:
         )
 
 
-def _say_expansion(operators: list[KMLAAttention]) -> None:
-    choices = {choice for op in operators if (choice := op.expansion_choice()) is not None}
-    for choice in choices:
-        least = choice.least_rows(_SAID_LEN)
+def _say_expansion(choices: list[Choice | None]) -> None:
+    for choice in set(choices):
+        least = None if choice is None else choice.least_rows(_SAID_LEN)
         if least is None:
             continue
         logger.info(

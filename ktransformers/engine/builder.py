@@ -6,26 +6,32 @@ The order matters: everything that can be refused is refused before the first we
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from ktransformers.cache.paged import LayerShape, PagedCache
-from ktransformers.cache.static import StaticCache
 from ktransformers.config import EngineConfig, why_crowded
-from ktransformers.core import CAPTURING, COMPILING
-from ktransformers.engine.attention import settle_attention
+from ktransformers.engine.attention import find_flash
+from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
+from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
-from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers, settle_homes
-from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
+from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers
+from ktransformers.engine.opened import (
+    ModelDescription,
+    OpenedModel,
+    describe_model,
+    open_model,
+)
 from ktransformers.engine.paged import PagedExecutor
-from ktransformers.engine.planning import Hardware, Planner
-from ktransformers.engine.prefill import stream_prefill
-from ktransformers.engine.rehearsal import Extent, rehearse
+from ktransformers.engine.planning import Hardware, Planned, Planner
+from ktransformers.engine.prefill import open_prefills
+from ktransformers.engine.ready import Progress, forget_positions, prepare_decode
+from ktransformers.engine.rehearsal import Extent
 from ktransformers.engine.runner import ModelRunner, StaticRunner
 from ktransformers.engine.self_check import check_model
 from ktransformers.engine.skeleton import restore_buffers
@@ -34,71 +40,39 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.compiling import compiles, loading, rehearsal
 from ktransformers.models.facts import ModelFacts
-from ktransformers.operators.attention.rope import KRotaryEmbedding, settle_rotations
+from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.cpu import fuse_layers
 from ktransformers.operators.layers.gpu import stack_gpu_layers
 from ktransformers.operators.layers.observed import PROBE_ROWS, LayerCall, check_calls, observe_step, probe_context
-from ktransformers.optimize.apply import apply_plan, load_plan
+from ktransformers.operators.linear.linear import KTransformersLinear
+from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
 from ktransformers.optimize.plan import Plan
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = [
-    "DEFAULT_CACHE_LEN",
     "Engine",
     "Hardware",
+    "LoadedModel",
     "PagedEngine",
     "Progress",
     "build_engine",
     "build_paged_engine",
-    "cache_len_of",
     "plan_model",
 ]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CACHE_LEN = 8192
-"""Tokens of the static cache when --cache_lens is not given, if the model's context is that long."""
-
-PAGED_SHARE = 0.25
-"""Of the free memory, what the pages may take when --cache_lens is not given."""
-
-Progress = Callable[[int, int, str], None]
-"""Called while loading with (bytes loaded, bytes in all, dotted name of the module).
-
-After it, while steps on a GPU are made ready, with (kernels, kernels in all, COMPILING) and (graphs captured, graphs in
-all, CAPTURING).
-"""
+CacheT = TypeVar("CacheT", bound=PagedCache)
 
 
 @dataclass(slots=True)
-class Engine:
-    """A loaded model with what is needed to feed it. tokenizer has no vocabulary when the model's files carry none."""
-
-    config: EngineConfig
-    facts: ModelFacts
-    plan: Plan
-    runner: StaticRunner
-    tokenizer: Tokenizer
-    eos_token_ids: tuple[int, ...]
-    generation_defaults: Mapping[str, Any]
-    description: str
-
-    def close(self) -> None:
-        """Stop the worker threads. The engine cannot be used afterwards."""
-        self.plan.devices.close()
-        self.runner.pool.close()
-
-
-@dataclass(slots=True)
-class PagedEngine:
-    """A loaded model that runs the scheduler's steps."""
+class LoadedModel:
+    """A loaded model with what is known of it. config: as it was resolved, the caller's own is left alone."""
 
     config: EngineConfig
     plan: Plan
-    executor: PagedExecutor
-    cache: PagedCache
     model: ModelDescription
     pool: WorkerPool
 
@@ -113,16 +87,35 @@ class PagedEngine:
         self.pool.close()
 
 
-def cache_len_of(config: EngineConfig, facts: ModelFacts) -> int:
-    """Tokens of a static cache: what the user says, else up to DEFAULT_CACHE_LEN; never more than the model takes."""
-    context = facts.context_len
-    wanted = config.cache_lens or DEFAULT_CACHE_LEN
-    if context is None or wanted <= context:
-        return wanted
-    if config.cache_lens:
-        message = "--cache_lens %d: the model takes %d tokens, prompt and answer together; the cache holds as many"
-        logger.warning(message, config.cache_lens, context)
-    return context
+@dataclass(slots=True)
+class Engine(LoadedModel):
+    """A model for one sequence at a time, with what is needed to feed it."""
+
+    facts: ModelFacts
+    runner: StaticRunner
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Has no vocabulary when the model's files carry none."""
+        return self.model.tokenizer
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer."""
+        return self.model.eos_token_ids
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        """What the model's authors recommend, see ModelDescription."""
+        return self.model.generation_defaults
+
+
+@dataclass(slots=True)
+class PagedEngine(LoadedModel):
+    """A model that runs the scheduler's steps."""
+
+    executor: PagedExecutor
+    cache: PagedCache
 
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
@@ -132,23 +125,7 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     """
     opened = opened or open_model(config)
     hardware = hardware or Hardware.detect(opened.config)
-    num_slots = cache_len_of(opened.config, opened.facts)
-    return Planner(opened, None, lambda plan, shapes: num_slots).settle(hardware)[0].plan
-
-
-@contextmanager
-def _new_pool(num_threads: int) -> Iterator[WorkerPool]:
-    """A pool that is closed when the block fails, with nobody else's threads in its way."""
-    settle_torch_threads()
-    crowded = why_crowded(num_threads)
-    if crowded is not None:
-        logger.warning("%s", crowded)
-    pool = WorkerPool(num_threads)
-    try:
-        yield pool
-    except BaseException:
-        pool.close()
-        raise
+    return Planner(opened, None, OneSequence()).settle(hardware)[0].plan
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None, hardware: Hardware | None = None) -> Engine:
@@ -157,33 +134,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
     hardware: what to run on; this machine when None.
     """
     opened = open_model(config)
-    hardware = hardware or Hardware.detect(opened.config)
-    opened.config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
-    with loading(), _new_pool(opened.config.cpu_infer) as pool:
-        max_len = cache_len_of(opened.config, opened.facts)
-        planned, hardware = Planner(opened, pool, lambda plan, shapes: max_len).settle(hardware)
-        plan, shapes = planned.plan, planned.shapes
-        plan.check_fits()
-        model = describe_model(opened)
-        _say_prefill(plan, pool)
-        layout = _load(opened, plan, max_len, progress)
-        _arrange_layers(opened, plan, shapes, pool, layout, max_len)
-        settle_attention(plan, opened.config.attention_backend, max_len)
-        stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool, max_batch_size=1)
-        cache, is_models_limit = StaticCache(shapes, max_len), max_len == model.context_len
-        runner = StaticRunner(opened.model, cache, pool, model.vocab_size, layout, is_models_limit)
-        prepare = _Decoding(opened, plan, hardware, progress, planned.chunk_size)
-        runner.decode = prepare(runner, runner.cache, max_batch_size=1, num_pages=1)
-    return Engine(
-        config=replace(opened.config, cache_lens=max_len, chunk_size=planned.chunk_size),
-        facts=opened.facts,
-        plan=plan,
-        runner=runner,
-        tokenizer=model.tokenizer,
-        eos_token_ids=model.eos_token_ids,
-        generation_defaults=model.generation_defaults,
-        description=model.description,
-    )
+    built = _build(opened, OneSequence(), hardware, progress)
+    cache, model = built.cache, built.model
+    is_models_limit = cache.max_len == model.context_len
+    runner = StaticRunner(built.forward, cache, model.vocab_size, built.decode, is_models_limit)
+    return Engine(built.config, built.plan, model, built.forward.pool, opened.facts, runner)
 
 
 def build_paged_engine(
@@ -201,144 +156,142 @@ def build_paged_engine(
     expert_stats: where to count how experts are used, for a caller who wants it done more closely.
     opened: the model, when it is open already (a synthetic one, say); its config counts.
     """
-    opened, expert_stats = opened or open_model(config), expert_stats or ExpertStats()
+    stats = expert_stats or ExpertStats()
+    built = _build(opened or open_model(config), SharedPages(page_size, max_batch_size), hardware, progress, stats)
+    plan, cache, pool = built.plan, built.cache, built.forward.pool
+    runner = ModelRunner(built.forward, built.decode)
+    executor = PagedExecutor(runner, cache, pool, built.model.vocab_size, lambda: stats.totals(plan.devices))
+    return PagedEngine(built.config, plan, built.model, pool, executor, cache)
+
+
+@dataclass(frozen=True, slots=True)
+class _Built(Generic[CacheT]):
+    """A model that is ready for steps. config: as everything was resolved."""
+
+    config: EngineConfig
+    plan: Plan
+    model: ModelDescription
+    forward: ForwardPass
+    decode: DecodeSteps | None
+    cache: CacheT
+
+
+def _build(
+    opened: OpenedModel,
+    cache_plan: CachePlan[CacheT],
+    hardware: Hardware | None,
+    progress: Progress | None,
+    stats: ExpertStats | None = None,
+) -> _Built[CacheT]:
+    """What both kinds of engines are made of. Errors as `build_engine`; whatever was started is stopped then."""
     hardware = hardware or Hardware.detect(opened.config)
-    opened.config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
-    with loading(), _new_pool(opened.config.cpu_infer) as pool:
-
-        def num_slots(plan: Plan, shapes: list[LayerShape]) -> int:
-            return _num_pages(opened, plan, shapes, page_size, max_batch_size) * page_size
-
-        planned, hardware = Planner(opened, pool, num_slots, expert_stats).settle(hardware)
-        plan, shapes, num_pages = planned.plan, planned.shapes, planned.num_slots // page_size
+    config = replace(opened.config, cpu_infer=opened.config.cpu_infer or hardware.num_threads)
+    opened = replace(opened, config=config)
+    with loading(), ExitStack() as undo:
+        pool = _new_pool(config.cpu_infer)
+        undo.callback(pool.close)
+        planned, hardware = Planner(opened, pool, cache_plan, stats or ExpertStats()).settle(hardware)
+        plan, num_slots = planned.plan, planned.num_slots
         plan.check_fits()
+        undo.callback(plan.devices.close)
         model = describe_model(opened)
         _say_prefill(plan, pool)
-        longest = opened.facts.longest_sequence(num_pages * page_size)
-        layout = _load(opened, plan, longest, progress)
-        _arrange_layers(opened, plan, shapes, pool, layout, longest)
-        settle_attention(plan, opened.config.attention_backend, page_size)
-        stream_prefill(plan, planned.streamings, hardware.prefill_tools, pool, max_batch_size)
-        cache = PagedCache(shapes, num_pages, page_size)
-        runner = ModelRunner(opened.model, pool, layout)
-        prepare = _Decoding(opened, plan, hardware, progress, planned.chunk_size)
-        runner.decode = prepare(runner, cache, max_batch_size=max_batch_size, num_pages=-(-longest // page_size))
-    return PagedEngine(
-        config=replace(opened.config, cache_lens=cache.num_slots, chunk_size=planned.chunk_size),
-        plan=plan,
-        executor=PagedExecutor(runner, cache, pool, model.vocab_size, lambda: expert_stats.totals(plan.devices)),
-        cache=cache,
-        model=model,
-        pool=pool,
-    )
+        longest, page_size = opened.facts.longest_sequence(num_slots), cache_plan.page_size(num_slots)
+        loaded = _Loaded(opened, planned, pool, _load(opened, plan, longest, progress), longest)
+        flash = find_flash(plan, config.attention_backend, page_size)
+        prefill = open_prefills(plan, planned.streamings, hardware.prefill_tools, cache_plan.max_batch_size)
+        attach_plan(plan, longest, {**flash, **prefill})
+        _arrange_layers(loaded)
+        cache = cache_plan.make(planned.shapes, num_slots)
+        forward = ForwardPass(opened.model, pool, loaded.layout)
+        extent = _extent(loaded, cache_plan.max_batch_size, -(-longest // page_size))
+        decode = prepare_decode(forward, cache, plan, extent, _graphs(loaded, hardware), progress)
+        undo.pop_all()
+    config = replace(config, cache_lens=num_slots, chunk_size=planned.chunk_size)
+    return _Built(config, plan, model, forward, decode, cache)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A model whose weights are in memory, while it is made ready. longest: most positions of a sequence."""
+
+    opened: OpenedModel
+    planned: Planned
+    pool: WorkerPool
+    layout: StepLayout
+    longest: int
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def shapes(self) -> list[LayerShape]:
+        return self.planned.shapes
+
+
+def _new_pool(num_threads: int) -> WorkerPool:
+    """With nobody else's threads in its way."""
+    settle_torch_threads()
+    crowded = why_crowded(num_threads)
+    if crowded is not None:
+        logger.warning("%s", crowded)
+    return WorkerPool(num_threads)
 
 
 def _say_prefill(plan: Plan, pool: WorkerPool) -> None:
     """One line when cpu_prefill bf16 is asked for and this processor cannot."""
-    if not pool.has_bf16 and any(getattr(operator, "wants_bf16", False) for operator in plan.operators.values()):
+    found = (op for op in plan.operators.values() if isinstance(op, KTransformersExperts | KTransformersLinear))
+    if not pool.has_bf16 and any(operator.products.wants_bf16 for operator in found):
         logger.warning(
             "cpu_prefill bf16: %s has no products of bf16 (AMX and AVX512-BF16 have); prefill stays exact, in int8",
             pool.isa.value,
         )
 
 
-def _num_pages(opened: OpenedModel, plan: Plan, shapes: list[LayerShape], page_size: int, max_batch_size: int) -> int:
-    """Pages for --cache_lens tokens; when it is 0, for max_batch_size long ones, if they fit comfortably."""
-    asked = opened.config.cache_lens
-    if asked:
-        return -(-asked // page_size)
-    num_tokens = cache_len_of(opened.config, opened.facts) * max_batch_size
-    fitting = min(
-        int(PAGED_SHARE * max(plan.capacity.get(place, 0) - plan.weight_bytes.get(place, 0), 0) / nbytes)
-        for place, nbytes in PagedCache.size_by_place(shapes, 1).items()
-    )
-    chosen = max(min(num_tokens, fitting), page_size)
-    if chosen < num_tokens:
-        logger.info("--cache_lens: %d tokens, a quarter of the free memory; set it to have more", chosen)
-    return chosen // page_size
+def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | None) -> StepLayout:
+    total = sum(plan.weight_bytes.values())
+    modules, embedding = dict(opened.model.named_modules()), opened.model.get_input_embeddings()
+    apply_plan(opened.model, plan)
+    restore_buffers(opened.model)
+    settle_rotations(opened.model, max_len)
+    if progress is None:
+        load_plan(opened.model, plan, opened.source)
+    else:
+        load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
+    settle_buffers(modules, plan)
+    install_moves(modules, plan)
+    return StepLayout.of(plan, modules, embedding)
 
 
-@dataclass(frozen=True, slots=True)
-class _Decoding:
-    """Prepares the steps of a loaded model whose layers are on a GPU. chunk_size: most tokens of one."""
-
-    opened: OpenedModel
-    plan: Plan
-    hardware: Hardware
-    progress: Progress | None
-    chunk_size: int
-
-    def __call__(
-        self, runner: ModelRunner, cache: PagedCache, *, max_batch_size: int, num_pages: int
-    ) -> DecodeSteps | None:
-        """None when layers are on the CPU."""
-        layout, backend = runner.layout, None
-        if layout is None:
-            return None
-        reason = why_not_captured(self.plan, layout)
-        if reason is None and self.opened.config.use_cuda_graph is False:
-            reason = "--no_use_cuda_graph"
-        if reason is None:
-            backend = self.hardware.make_graphs(list(dict.fromkeys(device.torch_device for device in layout.devices)))
-        else:
-            logger.info("decode steps run without CUDA graphs: %s", reason)
-        report = self.progress or (lambda done, total, name: None)
-
-        def steps(backend: GraphBackend | None) -> DecodeSteps:
-            return DecodeSteps(
-                runner.run,
-                layout,
-                cache,
-                runner.pool,
-                max_batch_size=max_batch_size,
-                num_pages=num_pages,
-                backend=backend,
-                progress=lambda done, total: report(done, total, CAPTURING),
-            )
-
-        can_pad = all(device.is_gpu for device in layout.devices)
-        with torch.inference_mode():
-            if compiles():
-                operators = self.plan.operators.values()
-                counts = {op.layout.num_experts for op in operators if isinstance(op, KTransformersExperts)}
-                top_k = self.opened.facts.top_k()
-                extent = Extent(self.chunk_size, max_batch_size, num_pages, max(counts, default=0), top_k)
-                decode = steps(None) if can_pad else None
-                rehearse(runner, cache, decode, extent, lambda done, total: report(done, total, COMPILING))
-                _forget_tables(self.plan)
-            return steps(backend) if can_pad else None
-
-
-def _arrange_layers(
-    opened: OpenedModel, plan: Plan, shapes: list[LayerShape], pool: WorkerPool, layout: StepLayout, max_len: int
-) -> None:
+def _arrange_layers(loaded: _Loaded) -> None:
     """Run one step, and refuse what cannot be right; then layers in native calls, when every module is on the CPU;
     else those on a GPU in as few launches as can be. What no test covers is compared with transformers.
 
-    max_len: most positions of a sequence. Raises UnsupportedError.
+    Raises UnsupportedError.
     """
-    calls = _first_step(opened, plan, shapes, pool, layout, max_len)
-    check_calls(opened.model, calls, max_len)
-    if all(entry.placement.generate_device == "cpu" for entry in plan.entries):
+    opened, plan, shapes, pool = loaded.opened, loaded.plan, loaded.shapes, loaded.pool
+    calls = _first_step(loaded)
+    check_calls(opened.model, calls, loaded.longest)
+    is_on_cpu = all(entry.placement.generate_device == "cpu" for entry in plan.entries)
+    if is_on_cpu:
         fuse_layers(opened.model, shapes, pool, calls)
-        check_model(opened, plan, shapes, pool, layout, calls, max_len)
-    else:
-        check_model(opened, plan, shapes, pool, layout, calls, max_len)  # before stacks stand in for layers
+    check_model(opened, plan, shapes, pool, loaded.layout, calls, loaded.longest)
+    if not is_on_cpu:  # stacks stand in for layers, which the check wants to see
         homes = {home.key: plan.devices[home.device] for home in plan.homes}
         stack_gpu_layers(opened.model, homes, move_into)
 
 
-def _first_step(
-    opened: OpenedModel, plan: Plan, shapes: list[LayerShape], pool: WorkerPool, layout: StepLayout, max_len: int
-) -> list[LayerCall]:
+def _first_step(loaded: _Loaded) -> list[LayerCall]:
     """What the layers are handed in a step at the last positions that there are: what depends on them shows there.
 
     Raises UnsupportedError when the model fails in it.
     """
+    opened, pool, layout = loaded.opened, loaded.pool, loaded.layout
     num_rows = PROBE_ROWS if layout.is_cpu else 1
-    context = probe_context(shapes, pool, num_rows)
-    positions = torch.arange(num_rows) + max(max_len - num_rows, 0)
-    runner = ModelRunner(opened.model, pool, layout, announce=False)
+    context = probe_context(loaded.shapes, pool, num_rows)
+    positions = torch.arange(num_rows) + max(loaded.longest - num_rows, 0)
+    runner = ModelRunner(ForwardPass(opened.model, pool, layout, announce=False))
     keep = torch.tensor([num_rows - 1])
 
     def step() -> torch.Tensor:
@@ -356,30 +309,26 @@ def _first_step(
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         ) from error
     finally:
-        _forget_tables(plan)
+        forget_positions(loaded.plan)
 
 
-def _forget_tables(plan: Plan) -> None:
-    """Of rotations, which a step at the last positions filled."""
-    for operator in plan.operators.values():
-        if isinstance(operator, KRotaryEmbedding):
-            operator.forget_table()
+def _extent(loaded: _Loaded, max_batch_size: int, num_pages: int) -> Extent:
+    """What steps the model can meet."""
+    operators = loaded.plan.operators.values()
+    counts = {operator.layout.num_experts for operator in operators if isinstance(operator, KTransformersExperts)}
+    top_k = loaded.opened.facts.top_k()
+    return Extent(loaded.planned.chunk_size, max_batch_size, num_pages, max(counts, default=0), top_k)
 
 
-def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | None) -> StepLayout:
-    total = sum(plan.weight_bytes.values())
-    modules, embedding = dict(opened.model.named_modules()), opened.model.get_input_embeddings()
-    apply_plan(opened.model, plan)
-    restore_buffers(opened.model)
-    settle_rotations(opened.model, max_len)
-    settle_homes(plan)  # before loading: what is streamed to its home is laid out for that
-    if progress is None:
-        load_plan(opened.model, plan, opened.source)
-    else:
-        load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
-    settle_buffers(modules, plan)
-    install_moves(modules, plan)
-    for operator in plan.operators.values():
-        operator.settle()
-        operator.reserve(max_len)
-    return StepLayout.of(plan, modules, embedding)
+def _graphs(loaded: _Loaded, hardware: Hardware) -> GraphBackend | None:
+    """How decode steps are captured; None, with a line in the log for a model on GPUs, where they are not."""
+    layout = loaded.layout
+    if layout.is_cpu:
+        return None
+    reason = why_not_captured(loaded.plan, layout)
+    if reason is None and loaded.opened.config.use_cuda_graph is False:
+        reason = "--no_use_cuda_graph"
+    if reason is not None:
+        logger.info("decode steps run without CUDA graphs: %s", reason)
+        return None
+    return hardware.make_graphs(list(dict.fromkeys(device.torch_device for device in layout.devices)))

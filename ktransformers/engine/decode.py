@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,33 +15,19 @@ from torch import Tensor
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
+from ktransformers.engine.forward import ForwardPass, StepInputs
 from ktransformers.engine.graphs import DecodeGraphs, DecodeInputs, GraphBackend, StaticInputs, decode_batch_sizes
 from ktransformers.engine.layout import StepLayout
-from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["MAX_GRAPH_ROWS", "DecodeSteps", "StepInputs", "why_not_captured"]
+__all__ = ["MAX_GRAPH_ROWS", "DecodeSteps", "why_not_captured"]
 
 logger = logging.getLogger(__name__)
 
 MAX_GRAPH_ROWS = 256
 """Largest batch that is captured: above, launching kernels one by one costs little beside running them."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """A step on the devices of the layers.
-
-    hidden_states: [1, T, H], what the embedding gave, and positions int64 [1, T], on the first layer's device; keep:
-    int64 [N] rows, on the last layer's. context: replicated on all of them.
-    """
-
-    hidden_states: Tensor
-    positions: Tensor
-    keep: Tensor
-    context: ForwardContext
 
 
 def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
@@ -53,7 +38,7 @@ def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
     homes = {device.name for device in layout.devices}
     for entry in plan.entries:
         place, operator = entry.placement.generate_device, plan.operators.get(entry.key)
-        is_inside = plan.home_of(entry.key) is not None or entry.key.endswith("lm_head")
+        is_inside = entry.placement.home is not None or entry.key.endswith("lm_head")
         if place in homes or not is_inside or not entry.total_bytes:
             continue
         if not isinstance(operator, KTransformersExperts):
@@ -64,25 +49,24 @@ def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
 
 
 class DecodeSteps:
-    """Steps of up to max_batch_size rows.
+    """Steps of up to max_batch_size rows of a model whose layers are on GPUs.
 
-    run: the model's forward, from inputs on the GPU to logits there. num_pages: of the longest sequence. backend: None
-    runs steps without capturing them.
+    num_pages: of the longest sequence. backend: None runs steps without capturing them.
     """
 
     def __init__(
         self,
-        run: Callable[[StepInputs], Tensor],
-        layout: StepLayout,
+        forward: ForwardPass,
         cache: PagedCache,
-        pool: WorkerPool,
         *,
         max_batch_size: int,
         num_pages: int,
         backend: GraphBackend | None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._forward, self._layout, self._cache, self._pool = run, layout, cache, pool
+        layout = forward.layout
+        assert layout is not None, "steps on the CPU are not padded"
+        self._forward, self._layout, self._cache = forward, layout, cache
         device = layout.entry.torch_device
         self.max_rows = min(max_batch_size, MAX_GRAPH_ROWS)
         self._keep = torch.arange(self.max_rows, device=layout.last.torch_device)
@@ -102,7 +86,7 @@ class DecodeSteps:
     def _run(self, inputs: DecodeInputs) -> Tensor:
         context = ForwardContext(
             cache=self._cache,
-            pool=self._pool,
+            pool=self._forward.pool,
             phase=Phase.GENERATE,
             page_size=self._cache.page_size,
             slot_mapping=inputs.slot_mapping,
@@ -113,14 +97,15 @@ class DecodeSteps:
         keep = self._keep[: inputs.num_rows]
         entry = self._layout.entry
         hidden = entry.take(inputs.hidden_states)
-        logits = self._forward(StepInputs(hidden[None], inputs.positions[None], keep, context))
+        logits = self._forward.run(StepInputs(hidden[None], inputs.positions[None], keep, context))
         return entry.move(logits.float())
 
-    def step(self, hidden_states: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
-        """hidden_states [T, H] of the embedding, the rest on the CPU, T at most max_rows.
+    def step(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
+        """A step of T rows, at most max_rows, all on the CPU.
 
         Returns fp32 logits [N, vocab_size] of the rows in `keep` on the CPU, valid until the next step.
         """
+        hidden_states = self._layout.embedding(token_ids[None])[0]
         inputs = DecodeInputs(
             hidden_states, positions, context.slot_mapping, context.seq_ids, context.kv_lens, context.block_table
         )

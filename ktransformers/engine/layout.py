@@ -18,7 +18,7 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, distinct
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["StepLayout", "install_moves", "move_into", "settle_buffers", "settle_homes"]
+__all__ = ["StepLayout", "install_moves", "move_into", "settle_buffers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,6 @@ class StepLayout:
     def is_cpu(self) -> bool:
         """Whether no layer lives on a GPU, so that nothing moves at the edges of a step."""
         return not any(device.is_gpu for device in self.devices)
-
-
-def settle_homes(plan: Plan) -> None:
-    """Tell operators inside decoder layers on which device their layer's hidden states are."""
-    for key, operator in plan.operators.items():
-        home = plan.home_of(key)
-        if home is not None:
-            operator.home = plan.devices[home]
 
 
 def install_moves(modules: Mapping[str, nn.Module], plan: Plan) -> None:

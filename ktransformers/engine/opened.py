@@ -58,7 +58,7 @@ class ModelDescription:
     description: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class OpenedModel:
     """The model's files, opened, and the skeleton that they will fill. files: those with weights, which get mapped.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.builder import cache_len_of
+from ktransformers.engine.cache_plan import OneSequence
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.planning import Hardware, Planned, Planner
 from ktransformers.engine.remedies import Remedies, find_remedies
@@ -75,8 +75,7 @@ def _look_ahead(opened: OpenedModel, hardware: Hardware, name: str | None) -> Ou
 
 
 def _plan(opened: OpenedModel, hardware: Hardware) -> tuple[Planned, Hardware]:
-    num_slots = cache_len_of(opened.config, opened.facts)
-    return Planner(opened, None, lambda plan, shapes: num_slots).settle(hardware)
+    return Planner(opened, None, OneSequence()).settle(hardware)
 
 
 def _name_of(opened: OpenedModel) -> str:

@@ -14,6 +14,7 @@ import torch
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.engine.attention import choose_attention, expansion_nbytes
+from ktransformers.engine.cache_plan import CachePlan
 from ktransformers.engine.graphs import CudaGraphs, GraphBackend
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.prefill import PrefillTools, cuda_tools
@@ -27,7 +28,7 @@ from ktransformers.operators.device import Device, Devices
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
-from ktransformers.optimize.plan import Plan, make_plan
+from ktransformers.optimize.plan import Choices, Plan, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
 from ktransformers.optimize.spread import spread_layers
 from ktransformers.optimize.streaming import Streaming, chunk_size_for, plan_streaming, step_nbytes, with_streaming
@@ -116,11 +117,11 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans one model. num_slots: of its cache, for a plan without one and the shapes of its layers' caches."""
+    """Plans one model with its cache. pool: None where nothing is to be loaded."""
 
     opened: OpenedModel
     pool: WorkerPool | None
-    num_slots: Callable[[Plan, list[LayerShape]], int]
+    cache_plan: CachePlan[PagedCache]
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
     _rules: list[Rules] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -163,8 +164,8 @@ class Planner:
         """A plan with its cache and its workspaces, and with experts in what is left of the GPUs if that is ours to
         decide."""
         opened = self.opened
-        plan, shapes = self._weights(hardware, transfer, None)
-        num_slots = self.num_slots(plan, shapes)
+        plan, shapes = self._weights(hardware, Choices(transfer=transfer))
+        num_slots = self.cache_plan.num_slots(opened, plan, shapes)
         chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.facts)
         extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
         used = sorted({entry.placement.generate_device for entry in plan.entries})
@@ -187,14 +188,12 @@ class Planner:
         if opened.config.optimize_config_path is None and gpus:
             filling = experts_for_gpus(plan, opened.source)
             if filling.moved:
-                again = self._weights(hardware, transfer, filling.moved)[0]
+                again = self._weights(hardware, Choices(filling.moved, transfer))[0]
                 plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
         return Planned(plan, chunk_size, streamings, shapes, num_slots, filling, transfer)
 
-    def _weights(
-        self, hardware: Hardware, transfer: Mapping[int, str], moved: Mapping[str, str] | None
-    ) -> tuple[Plan, list[LayerShape]]:
-        """The plan, without a cache, and the shape of each layer's cache. transfer, moved: see `make_plan`."""
+    def _weights(self, hardware: Hardware, choices: Choices) -> tuple[Plan, list[LayerShape]]:
+        """The plan, without a cache, and the shape of each layer's cache."""
         opened = self.opened
         config, model = opened.config, opened.model
         if not self._rules:  # read once: what it logs is said once
@@ -219,8 +218,7 @@ class Planner:
             machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),
             strict=config.strict,
             ignorable=lambda name: opened.source.ignorable(name) or is_unused(name),
-            moved=moved,
-            transfer=transfer,
+            choices=choices,
         )
         homes = [plan.devices[home.device] for home in plan.homes]
         return plan, cache_shapes(model, opened.facts, plan.operators, homes or None)

@@ -14,7 +14,7 @@ import torch
 
 from ktransformers.config import cpu_name
 from ktransformers.errors import KernelError
-from ktransformers.kernels.cpu import MoeKernel, WorkerPool
+from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import CopyQueue, CudaCopies, PinnedRanges
 from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts, StreamShape
@@ -28,7 +28,7 @@ from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.streaming import Streaming
 
-__all__ = ["PrefillDriver", "PrefillStream", "PrefillTools", "cuda_tools", "open_prefill", "stream_prefill"]
+__all__ = ["PrefillDriver", "PrefillStream", "PrefillTools", "cuda_tools", "open_prefill", "open_prefills"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,13 @@ logger = logging.getLogger(__name__)
 class PrefillDriver(StreamDriver, Protocol):
     """A StreamDriver that also pins memory in place."""
 
-    def pin(self, address: int, nbytes: int) -> None: ...
+    def pin(self, address: int, nbytes: int) -> None:
+        """Raises KernelError where that cannot be."""
+        ...
 
-    def unpin(self, address: int) -> None: ...
+    def unpin(self, address: int) -> None:
+        """Of what was pinned at `address`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,6 @@ def open_prefill(
     shape: PrefillShape,
     size: StagingSize,
     tools: PrefillTools,
-    pool: WorkerPool,
     stats: ExpertStats | None = None,
     *,
     least_rows: int = 2,
@@ -100,7 +103,7 @@ def open_prefill(
     Returns None, with a logged warning, where memory cannot be pinned. Raises CapacityError when the buffers do not
     fit.
     """
-    hosts = [HostExperts(kernel.weights) for kernel in kernels]
+    hosts, pool = [HostExperts(kernel.weights) for kernel in kernels], kernels[0].pool
     try:
         pieces = {piece for host in hosts for piece in host.pieces()}
         pinned = PinnedRanges(tools.driver, pieces, hosts)
@@ -134,17 +137,17 @@ def open_prefill(
     return PrefillStream(prefill, pinned)
 
 
-def stream_prefill(
+def open_prefills(
     plan: Plan,
     streamings: Sequence[Streaming],
     tools_of: Callable[[Device], PrefillTools | None],
-    pool: WorkerPool,
     max_batch_size: int,
-) -> None:
-    """Let the loaded experts of a plan be streamed, in steps of more rows than decode steps have.
+) -> dict[str, PrefillLayer]:
+    """What streams the loaded experts of a plan, by key, in steps of more rows than decode steps have.
 
     Errors as `open_prefill`; `Devices.close` ends it.
     """
+    layers: dict[str, PrefillLayer] = {}
     for streaming in streamings:
         device = plan.devices[streaming.device]
         tools = tools_of(device)
@@ -156,9 +159,9 @@ def stream_prefill(
             continue
         stats = experts[0].config.expert_stats
         shape, size, least = streaming.shape, streaming.size, max_batch_size + 1
-        stream = open_prefill(device, kernels, shape, size, tools, pool, stats, least_rows=least)
+        stream = open_prefill(device, kernels, shape, size, tools, stats, least_rows=least)
         if stream is None:
             continue
         device.besides.append(stream)
-        for number, one in enumerate(experts):
-            one.prefill = PrefillLayer(stream.prefill, number)
+        layers |= {key: PrefillLayer(stream.prefill, number) for number, key in enumerate(streaming.keys)}
+    return layers

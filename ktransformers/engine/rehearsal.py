@@ -16,8 +16,9 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.context import PREFILL_ROWS
 from ktransformers.engine.decode import DecodeSteps
+from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import decode_batch_sizes
-from ktransformers.engine.runner import ModelRunner
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.attention_launch import DECODE_ROWS, MAX_SHARES, MAX_SPLITS, MIN_CHUNK
 from ktransformers.kernels.triton.compiling import Compiled, rehearsal
 from ktransformers.kernels.triton.moe import row_thresholds
@@ -93,7 +94,7 @@ def _steps(extent: Extent, page_size: int, least: int) -> Iterator[_Step]:
             yield _Step(rows, kept=kept)
 
 
-def _context(cache: PagedCache, runner: ModelRunner, step: _Step) -> tuple[torch.Tensor, ForwardContext]:
+def _context(cache: PagedCache, pool: WorkerPool, step: _Step) -> tuple[torch.Tensor, ForwardContext]:
     """Positions and context of a step on the first pages: nothing is in them yet that torch's own operations spoil."""
     seq_ids = torch.arange(step.rows) * step.seqs // step.rows
     nth = torch.arange(step.rows) - torch.searchsorted(seq_ids, seq_ids)
@@ -102,7 +103,7 @@ def _context(cache: PagedCache, runner: ModelRunner, step: _Step) -> tuple[torch
     positions = (first[seq_ids] + nth).clamp_max(step.pages * cache.page_size - 1)
     return positions, ForwardContext(
         cache=cache,
-        pool=runner.pool,
+        pool=pool,
         phase=Phase.PREFILL if step.rows > PREFILL_ROWS else Phase.GENERATE,
         page_size=cache.page_size,
         slot_mapping=torch.arange(step.rows) % cache.num_slots,
@@ -114,7 +115,7 @@ def _context(cache: PagedCache, runner: ModelRunner, step: _Step) -> tuple[torch
 
 @torch.inference_mode()
 def rehearse(
-    runner: ModelRunner,
+    forward: ForwardPass,
     cache: PagedCache,
     decode: DecodeSteps | None,
     extent: Extent,
@@ -124,24 +125,23 @@ def rehearse(
 
     progress: called with (done, all) kernels. Logs one line.
     """
-    layout = runner.layout
+    layout = forward.layout
     assert layout is not None, "steps on the CPU launch nothing"
     with rehearsal(progress) as found:
         if decode is not None:
             for size in decode_batch_sizes(decode.max_rows):
-                positions, context = _context(cache, runner, _Step(size, seqs=size))
-                hidden = layout.embedding(torch.zeros(1, size, dtype=torch.int64))[0]
-                decode.step(hidden, positions, context, torch.arange(size))
+                positions, context = _context(cache, forward.pool, _Step(size, seqs=size))
+                decode.step(torch.zeros(size, dtype=torch.int64), positions, context, torch.arange(size))
         least = 1 if decode is None else decode.max_rows + 1
         if all(device.is_gpu for device in layout.devices):
             steps = _steps(extent, cache.page_size, least)
         else:  # layers on the CPU compute theirs
             steps = (_Step(rows) for rows in row_counts(extent, least) if rows <= _ROWS[-1])
         for step in steps:
-            positions, context = _context(cache, runner, step)
+            positions, context = _context(cache, forward.pool, step)
             ids, keep = torch.zeros(step.rows, dtype=torch.int64), torch.arange(step.rows - step.kept, step.rows)
             try:
-                runner.run(runner.inputs_of(layout, ids, positions, context, keep))
+                forward.run(forward.inputs_of(ids, positions, context, keep))
             except _FAILURES as error:
                 logger.debug("a rehearsed step failed", exc_info=True)
                 reason = next(iter(str(error).splitlines()), type(error).__name__)

@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
 from ktransformers.cache.static import StaticCache
 from ktransformers.engine.context import static_context
-from ktransformers.engine.decode import DecodeSteps, StepInputs
-from ktransformers.engine.layout import StepLayout
+from ktransformers.engine.decode import DecodeSteps
+from ktransformers.engine.forward import ForwardPass
 from ktransformers.errors import ConfigError, ContextLengthError
-from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
-from ktransformers.operators.device import CPU
-from ktransformers.operators.exact import NativeMathMode, modules_on_torch
 
-__all__ = ["ModelRunner", "StaticRunner", "StepInputs"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["ModelRunner", "StaticRunner"]
 
 
 class ModelRunner:
     """A loaded model, one flattened step at a time. Whose tokens they are is in the context.
 
-    layout: the devices of its layers; the CPU alone when None. decode: how steps of few rows run on a GPU, once they
-    are prepared; like all others when None. announce: whether modules that keep torch's forward get a line in the log.
+    decode: how steps of few rows run on GPUs; like all others when None.
     """
 
-    decode: DecodeSteps | None = None
-
-    def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None, *, announce: bool = True):
-        self.layout = None if layout is None or layout.is_cpu else layout
-        left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
-        if left and announce:
-            logger.info("%s and %d more modules keep their forward, on native products", left[0], len(left) - 1)
-        self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
-        self.model, self.pool = model, pool
+    def __init__(self, forward_pass: ForwardPass, decode: DecodeSteps | None = None):
+        self._pass, self._decode = forward_pass, decode
+        self.model, self.pool = forward_pass.model, forward_pass.pool
 
     @torch.inference_mode()
     def step(
@@ -50,64 +35,14 @@ class ModelRunner:
         Everything comes and goes on the CPU. Returns their logits, fp32 [N, vocab_size], valid until the next step.
         Checks nothing: `forward` does for one sequence.
         """
-        if self.layout is not None:
-            return self._gpu_step(self.layout, token_ids, positions, context, keep)
-        with self._math:
-            output = self.model(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=keep,
-                forward_context=context,
-            )
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
-    def _gpu_step(
-        self,
-        layout: StepLayout,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-    ) -> torch.Tensor:
-        if self.decode is not None and len(token_ids) <= self.decode.max_rows:
-            hidden_states = layout.embedding(token_ids[None])[0]
-            logits = self.decode.step(hidden_states, positions, context, keep)
+        forward, layout = self._pass, self._pass.layout
+        if layout is None:
+            return forward.on_cpu(token_ids, positions, context, keep)
+        if self._decode is not None and len(token_ids) <= self._decode.max_rows:
+            logits = self._decode.step(token_ids, positions, context, keep)
         else:
-            logits = self.run(self.inputs_of(layout, token_ids, positions, context, keep)).to("cpu", torch.float32)
+            logits = forward.run(forward.inputs_of(token_ids, positions, context, keep)).to("cpu", torch.float32)
         layout.check_experts()
-        return logits
-
-    @torch.inference_mode()
-    def inputs_of(
-        self,
-        layout: StepLayout,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-    ) -> StepInputs:
-        """Bring a step to the GPU: rows are looked up where the table is, then everything moves once."""
-        return StepInputs(
-            hidden_states=layout.entry.take(layout.embedding(token_ids[None])),
-            positions=layout.entry.move(positions[None]),
-            keep=layout.last.move(keep),
-            context=context.replicated(device.torch_device for device in layout.devices),
-        )
-
-    @torch.inference_mode()
-    def run(self, inputs: StepInputs) -> torch.Tensor:
-        """The model's forward on inputs that are on the GPU: logits [N, vocab_size] there. What a graph captures."""
-        with self._math:
-            output = self.model(
-                inputs_embeds=inputs.hidden_states,
-                position_ids=inputs.positions,
-                use_cache=False,
-                logits_to_keep=inputs.keep,
-                forward_context=inputs.context,
-            )
-        logits: torch.Tensor = output.logits[0]
         return logits
 
 
@@ -119,14 +54,13 @@ class StaticRunner(ModelRunner):
 
     def __init__(
         self,
-        model: Any,
+        forward_pass: ForwardPass,
         cache: StaticCache,
-        pool: WorkerPool,
         vocab_size: int,
-        layout: StepLayout | None = None,
+        decode: DecodeSteps | None = None,
         is_models_limit: bool = False,
     ):
-        super().__init__(model, pool, layout)
+        super().__init__(forward_pass, decode)
         self.cache, self.is_models_limit = cache, is_models_limit
         self.vocab_size = vocab_size
         self.written_len = 0  # positions whose keys and values are in the cache

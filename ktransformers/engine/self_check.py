@@ -27,6 +27,7 @@ from torch import nn
 from ktransformers.cache.paged import LayerShape
 from ktransformers.cache.static import StaticCache
 from ktransformers.engine.context import static_context
+from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.layout import StepLayout
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.engine.runner import ModelRunner
@@ -129,7 +130,7 @@ class _Ours:
 
     def step(self, ids: torch.Tensor, cuts: Sequence[int], taps: Callable[[slice], Taps], num_logits: int) -> Trace:
         """The tokens in steps that end at `cuts`; logits of the last rows."""
-        runner = ModelRunner(self.model, self.pool, self.layout, announce=False)
+        runner = ModelRunner(ForwardPass(self.model, self.pool, self.layout, announce=False))
         cache, joined, start = StaticCache(self.shapes, len(ids)), None, 0
         layers = model_layers(self.model)
         for end in cuts:

@@ -50,6 +50,7 @@ class Taps:
     rest: tuple[Any, ...] | None = None  # what layers return besides hidden states
 
     def call(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In the place of layer `index`, whose own forward is given."""
         hidden = args[0] if args else kwargs["hidden_states"]
         if index in self.selected:
             self.trace.inputs[index] = _kept(hidden)
@@ -73,6 +74,8 @@ def _kept(hidden: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def tapped(layers: Sequence[nn.Module], taps: Taps) -> Iterator[None]:
+    """`taps` in front of the layers, while the block runs."""
+
     def standing_in(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: taps.call(index, forward, args, kwargs)
 

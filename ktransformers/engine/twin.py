@@ -36,6 +36,7 @@ from ktransformers.kernels.types import (
 from ktransformers.models import registry
 from ktransformers.operators.experts.routed import KTransformersExperts, read_layout
 from ktransformers.operators.experts.router import KRouter
+from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Plan
@@ -329,7 +330,7 @@ class _Roundings:
         if key in self._plan.kept or isinstance(operator, WrapperOperator):
             return None
         if isinstance(operator, KTransformersExperts):
-            found = self.resident_experts(key, read_layout(operator.__dict__["_module"], key))
+            found = self.resident_experts(key, operator.layout)
             resident: WeightType = found["down" if name.endswith("down_proj") else "up"]
         else:
             info = self._source.find(name)
@@ -339,8 +340,10 @@ class _Roundings:
         if resident in (QuantType.F32, QuantType.F16):
             return None
         if resident in (QuantType.BF16, OwnType.F8_E4M3):
-            asked = "takes_bf16" if resident is QuantType.BF16 else "wants_bf16"
-            return _to_bf16 if self._pool.has_bf16 and getattr(operator, asked, False) else None
+            if not self._pool.has_bf16 or not isinstance(operator, KTransformersExperts | KTransformersLinear):
+                return None
+            products = operator.products
+            return _to_bf16 if (products.takes_bf16 if resident is QuantType.BF16 else products.wants_bf16) else None
         assert isinstance(resident, QuantType)
         size = block_size(resident)  # cpu_prefill bf16 rounds to less than this, and large calls only
         return lambda x: _to_int8(x, size)

@@ -1,29 +1,41 @@
 """What an operator is: a module that a rule puts in the place of a Hugging Face module.
 
-Life of an operator: constructed on `meta` while planning (no weight byte is read), asked for its requirements,
-then, when the whole plan fits, put into the tree and loaded. An operator reads its own tensors and lays them out in
-final form in one pass.
+
+The life of an operator, which `optimize/apply.py` leads all operators of a model through, stage by stage:
+
+    the engine calls   constructor ──────> fill(source) ────────> attach(site) ────────> forward, step after step
+    stage              PLANNED             LOADED                 ATTACHED
+    a subclass says    requirements()      load(source)           settle(site)
+                       on `meta`, with     reads its tensors,     is told how long sequences get and what works
+                       devices and home;   lays them out in       for it; all operators are loaded, so that what
+                       no byte is read     final form, one pass   they hold may be laid out anew, together
+
+Each stage is entered once and in this order, and an operator's attributes are its own: nobody else sets them.
 """
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, final
 
 import torch
 from torch import nn
 
 from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.core import Phase
+from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
-from ktransformers.operators.device import Device, Devices
+from ktransformers.operators.device import Devices
 from ktransformers.weights.source import TensorInfo, WeightSource
 
-__all__ = ["COMMON_KWARGS", "ExpertStats", "Operator", "OperatorConfig", "Placement", "Requirements"]
+__all__ = ["COMMON_KWARGS", "ExpertStats", "Operator", "OperatorConfig", "Placement", "Requirements", "Site", "Stage"]
+
+_Service = TypeVar("_Service")
 
 COMMON_KWARGS = frozenset({"generate_device", "prefill_device", "out_device", "generate_op", "prefill_op"})
 """Keyword arguments that every operator takes in a rule file; the planner resolves them into a Placement."""
@@ -31,15 +43,25 @@ COMMON_KWARGS = frozenset({"generate_device", "prefill_device", "out_device", "g
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Devices and implementation names of one module, resolved by the planner; `op` None is the operator's default."""
+    """Devices and implementation names of one module, resolved by the planner; `op` None is the operator's default.
+
+    home: of the decoder layer that the module is in, where hidden states are; None outside of all layers.
+    """
 
     generate_device: str = "cpu"
     prefill_device: str = "cpu"
     out_device: str = "cpu"
     generate_op: str | None = None
     prefill_op: str | None = None
+    home: str | None = None
+
+    @classmethod
+    def on(cls, device: str, home: str | None = None) -> Placement:
+        """All on one device, with the operator's default implementations."""
+        return cls(device, device, device, home=home)
 
     def device(self, phase: Phase) -> str:
+        """Where the module runs in `phase`."""
         return self.prefill_device if phase is Phase.PREFILL else self.generate_device
 
 
@@ -97,6 +119,7 @@ class OperatorConfig:
     devices: Devices = field(default_factory=Devices)
 
     def require_pool(self) -> WorkerPool:
+        """The worker pool. Raises RuntimeError while only planning."""
         if self.pool is None:
             raise RuntimeError("this operator was built for planning only; it has no worker pool")
         return self.pool
@@ -120,8 +143,32 @@ class Requirements:
         self.stored_names.update(info.stored_names)
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What an operator is told when it is attached.
+
+    max_len: no step will hold a position beyond max_len - 1. service: what works for this operator alone, if anything
+    does: a FlashLayer for its attention, a PrefillLayer that streams its experts.
+    """
+
+    max_len: int
+    service: object | None = None
+
+    def find(self, kind: type[_Service]) -> _Service | None:
+        """The service, if it is of this kind."""
+        return self.service if isinstance(self.service, kind) else None
+
+
+class Stage(enum.IntEnum):
+    """How far an operator has come, see the module's docstring."""
+
+    PLANNED = 0
+    LOADED = 1
+    ATTACHED = 2
+
+
 class Operator(nn.Module, ABC):
-    """Base of everything that a rule file can inject.
+    """Base of everything that a rule file can inject. Its life is drawn in the module's docstring.
 
     Subclasses name what they can run: OPS maps an implementation's name (as rule files spell it) to one line on what
     it is here; an empty map means that there is only one. KWARGS are keyword arguments beyond the common ones, passed
@@ -147,7 +194,8 @@ class Operator(nn.Module, ABC):
         self.config = config
         self.placement = placement or Placement()
         self.device = config.devices[self.placement.generate_device]
-        self.home: Device = self.device  # of its decoder layer, which is known when the plan is applied
+        self.home = config.devices[self.placement.home or self.placement.generate_device]
+        self._stage = Stage.PLANNED
 
     def op(self, phase: Phase) -> str:
         """The implementation that runs in `phase`, for the plan's table."""
@@ -163,13 +211,30 @@ class Operator(nn.Module, ABC):
 
     @abstractmethod
     def load(self, source: WeightSource) -> None:
-        """Read the tensors and lay them out. Called once, before the first forward."""
+        """Read the tensors and lay them out. Subclasses say how; `fill` calls it."""
 
-    def settle(self) -> None:
-        """Called once, when all operators of the model are loaded: what they hold may be laid out anew, together."""
+    def settle(self, site: Site) -> None:
+        """Take what the site has for it, and share what may be shared. Subclasses say how; `attach` calls it."""
 
-    def reserve(self, max_len: int) -> None:
-        """Called once, after loading: no step will hold a position beyond max_len - 1."""
+    @final
+    def fill(self, source: WeightSource) -> None:
+        """Load the operator, once. Raises RuntimeError when it is loaded already."""
+        self._enter(Stage.LOADED)
+        self.load(source)
+
+    @final
+    def attach(self, site: Site) -> None:
+        """Give the operator its site, once, when all operators of the model are loaded. Raises RuntimeError before."""
+        self._enter(Stage.ATTACHED)
+        self.settle(site)
+
+    def _enter(self, stage: Stage) -> None:
+        if self._stage != stage - 1:
+            raise RuntimeError(f"{self.key} cannot become {stage.name}: it is {self._stage.name}")
+        self._stage = stage
+
+    def forget(self) -> None:
+        """Called after a step whose positions were made up: give back memory that grew with them."""
 
     def bypassed(self) -> Iterable[nn.Module]:
         """Modules it holds whose own forward is never called, or runs under the operator's own care."""
@@ -181,8 +246,6 @@ class Operator(nn.Module, ABC):
 
 def expect_shape(info: TensorInfo | None, key: str, shape: tuple[int, ...]) -> TensorInfo:
     """`info` if it has `shape`; otherwise a TensorMismatchError that names the tensor."""
-    from ktransformers.errors import TensorMismatchError
-
     if info is None:
         raise TensorMismatchError(f"tensor {key} is missing from the weight files")
     if tuple(info.shape) != tuple(shape):

@@ -34,9 +34,13 @@ class LayerCache(Protocol):
     view of the first kv_lora_rank columns of `keys`.
     """
 
-    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer."""
+        ...
 
-    def is_on_gpu(self, layer_idx: int) -> bool: ...
+    def is_on_gpu(self, layer_idx: int) -> bool:
+        """Whether kernels of a GPU are to read them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class DenseState:
         return [(name, tuple(tensor.shape)) for name, tensor in state]
 
     def requirements(self, source: WeightSource) -> Requirements:
+        """See Operator.requirements."""
         needs, device = Requirements(), self.device.name
         shown = _SHOWN[self.dtype]
         for name, shape in self.names():
@@ -47,6 +48,7 @@ class DenseState:
         return needs
 
     def load(self, source: WeightSource) -> None:
+        """See Operator.load."""
         for name, shape in self.names():
             full = f"{self.key}.{name}"
             expect_shape(source.find(full), full, shape)

@@ -1,4 +1,5 @@
-"""The plan made real: operators take the places of modules, then everything is loaded in tree order.
+"""The plan made real: operators take the places of modules, everything is loaded in tree order, then operators are
+given their sites. The stages of an operator's life are drawn in operators/base.py.
 
 A replaced module stays the parent of its children: its operator holds it, so a child is replaced inside the original
 parent, whether or not that parent is replaced too.
@@ -6,21 +7,21 @@ parent, whether or not that parent is replaced too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.cpu.pages import trim_heap
-from ktransformers.operators.base import Operator, expect_shape
+from ktransformers.operators.base import Operator, Site, expect_shape
 from ktransformers.operators.wrapper import DenseState
 from ktransformers.optimize.plan import Plan, PlanEntry
 from ktransformers.optimize.tied import TiedSource
 from ktransformers.weights.read_ahead import ReadAhead
 from ktransformers.weights.source import WeightSource
 
-__all__ = ["apply_plan", "load_plan"]
+__all__ = ["apply_plan", "attach_plan", "load_plan"]
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> None:
@@ -54,7 +55,7 @@ def load_plan(
     with ReadAhead([part for entry in plan.entries for part in stored[entry.key]]) as ahead:
         for entry in plan.entries:
             if entry.key in plan.operators:
-                plan.operators[entry.key].load(source)
+                plan.operators[entry.key].fill(source)
             elif entry.key in plan.kept:
                 _load_kept(plan, entry.key, source)
             ahead.advance(sum(part.numel() for part in stored[entry.key]))
@@ -68,6 +69,16 @@ def load_plan(
             f"not loaded: {left[0]} (and {len(left) - 1} more); an operator that reads a child's tensors itself must "
             "name the child in OWNED_CHILDREN"
         )
+
+
+def attach_plan(plan: Plan, max_len: int, services: Mapping[str, object] | None = None) -> None:
+    """Give every operator its site. Call after `load_plan`.
+
+    max_len: most positions of a sequence. services: by the key of the operator that each works for, see Site.
+    """
+    services = services or {}
+    for key, operator in plan.operators.items():
+        operator.attach(Site(max_len, services.get(key)))
 
 
 def _stored_bytes(entry: PlanEntry, source: WeightSource) -> list[torch.Tensor]:

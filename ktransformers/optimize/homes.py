@@ -71,6 +71,11 @@ class Homes:
         device = self._transfer[max(before)] if before else self._machine.default_device
         return device if ":" in device or device == "cpu" else self._machine.default_device
 
+    def of(self, key: str) -> str | None:
+        """The device of the decoder layer that module `key` is in; None outside of all layers."""
+        layer = self._layer(key)
+        return None if layer is None else self.layers[layer].device
+
     def default_device(self, key: str) -> str:
         """Where module `key` goes when no rule says: to its layer, or to the machine's first device."""
         layer = self._layer(key)

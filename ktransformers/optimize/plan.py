@@ -26,7 +26,7 @@ from ktransformers.optimize.tied import TiedSource, tied_names
 from ktransformers.optimize.unmatched import UnmatchedRule, explain_unmatched
 from ktransformers.weights.source import WeightSource
 
-__all__ = ["Plan", "PlanEntry", "format_bytes", "make_plan"]
+__all__ = ["Choices", "Plan", "PlanEntry", "format_bytes", "make_plan"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +57,12 @@ class PlanEntry:
 
     @property
     def is_kept(self) -> bool:
+        """Whether the module stays."""
         return self.operator is None
 
     @property
     def total_bytes(self) -> int:
+        """Over all devices."""
         return sum(self.nbytes.values())
 
 
@@ -80,10 +82,10 @@ class Plan:
     entries: tuple[PlanEntry, ...]
     operators: Mapping[str, Operator]
     kept: Mapping[str, nn.Module]
-    extra_bytes: Mapping[str, Mapping[str, int]]
     unmatched: tuple[UnmatchedRule, ...]
     tied: Mapping[str, str]
     shared: Mapping[str, str]
+    extra_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     homes: tuple[Home, ...] = ()
     devices: Devices = field(default_factory=Devices)
 
@@ -106,10 +108,6 @@ class Plan:
     def device_of(self, key: str) -> str:
         """Where the module of this name runs."""
         return next(entry.placement.generate_device for entry in self.entries if entry.key == key)
-
-    def home_of(self, key: str) -> str | None:
-        """The device of the decoder layer that a module is in, None outside of all layers."""
-        return next((home.device for home in self.homes if key.startswith(f"{home.key}.")), None)
 
     def misfit(self) -> str | None:
         """Why the plan does not fit into this machine, or None when it fits."""
@@ -136,6 +134,18 @@ class Plan:
             raise CapacityError(reason)
 
 
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What is decided beside the rules.
+
+    moved: {module: device} where operators go whatever their rule says (see optimize/fill). transfer: {first layer:
+    device} where no rule has a transfer_map (see optimize/spread).
+    """
+
+    moved: Mapping[str, str] = field(default_factory=dict)
+    transfer: Mapping[int, str] = field(default_factory=dict)
+
+
 def make_plan(
     model: nn.Module,
     rules: Rules,
@@ -144,22 +154,19 @@ def make_plan(
     source: WeightSource,
     machine: Machine,
     strict: bool = False,
-    extra_bytes: Mapping[str, Mapping[str, int]] | None = None,
     ignorable: Callable[[str], bool] | None = None,
-    moved: Mapping[str, str] | None = None,
-    transfer: Mapping[int, str] | None = None,
+    choices: Choices | None = None,
 ) -> Plan:
     """Decide for every module of `model` (a `transformers` model on meta, unchanged afterwards).
 
-    extra_bytes: {"kv cache": {"cpu": n}}. ignorable tells stored tensors that may be left unread; by
-    default the source knows. moved: {module: device} where operators go whatever their rule says (see optimize/fill).
-    transfer: {first layer: device} where no rule has a transfer_map (see optimize/spread).
+    ignorable tells stored tensors that may be left unread; by default the source knows. The plan has no extra_bytes.
     A rule that decides nothing is a logged warning; with strict, an error. Raises RuleError, UnsupportedError, and
     TensorMismatchError naming tensors that are missing, left over or of the wrong shape.
     """
+    choices = choices or Choices()
     model_type = operator_config.facts.model_type
-    homes = Homes(model, model_type, rules, machine, transfer)
-    planner = _Planner(model, rules, operator_config, source, machine, moved or {}, homes)
+    homes = Homes(model, model_type, rules, machine, choices.transfer)
+    planner = _Planner(model, rules, operator_config, source, machine, choices.moved, homes)
     planner.visit(model, "", None)
     planner.report_fallback()
     unmatched = explain_unmatched(model, model_type, rules, {entry.key: entry.rule for entry in planner.entries})
@@ -174,7 +181,6 @@ def make_plan(
         entries=tuple(entries),
         operators=planner.operators,
         kept=planner.kept,
-        extra_bytes={what: dict(nbytes) for what, nbytes in (extra_bytes or {}).items()},
         unmatched=unmatched,
         tied=planner.tied,
         shared=shared,
@@ -261,7 +267,7 @@ class _Planner:
         type."""
         placement = self._placement(rule, key)
         if self._is_narrow_linear(module, key):
-            self._keep_bits(module, key, rule, Placement(*[placement.generate_device] * 3))
+            self._keep_bits(module, key, rule, Placement.on(placement.generate_device, placement.home))
             return
         state = DenseState(module, key, self.config.devices[placement.generate_device])
         if any(len(shape) == 3 and name.endswith("down_proj") for name, shape in state.names()):
@@ -332,11 +338,11 @@ class _Planner:
 
     def _placement(self, rule: Rule | None, key: str) -> Placement:
         """The rule's devices on this machine. A missing prefill or out device is the generate device."""
+        home = self.homes.of(key)
         if rule is None:
-            device = self.homes.default_device(key)
-            return Placement(device, device, device)
+            return Placement.on(self.homes.default_device(key), home)
         if key in self.moved:
-            return Placement(*[self.moved[key]] * 3)
+            return Placement.on(self.moved[key], home)
         wanted = self._wanted(rule, key)
         devices = [self._device(device, rule, key) for device in wanted]
         return Placement(
@@ -345,6 +351,7 @@ class _Planner:
             out_device=devices[2],
             generate_op=rule.ops.get("generate_op"),
             prefill_op=rule.ops.get("prefill_op"),
+            home=home,
         )
 
     def _wanted(self, rule: Rule, key: str) -> tuple[str, str, str]:

@@ -98,7 +98,7 @@ def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidat
     """By device."""
     found: dict[str, list[_Candidate]] = {}
     for entry in plan.entries:
-        operator, home = plan.operators.get(entry.key), plan.home_of(entry.key)
+        operator, home = plan.operators.get(entry.key), entry.placement.home
         if not isinstance(operator, KTransformersExperts) or home is None or not plan.devices[home].is_gpu:
             continue
         place = entry.placement

@@ -19,6 +19,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.runner import ModelRunner
 from ktransformers.engine.sampler import RequestSampler, sample_batch
@@ -58,7 +59,7 @@ class Pair:
         """A fresh one over an empty cache, the weights shared."""
         paged = self.paged
         cache = PagedCache(paged.cache.shapes, num_pages or paged.cache.num_pages, PAGE)
-        runner = ModelRunner(self.paged_model, paged.pool)
+        runner = ModelRunner(ForwardPass(self.paged_model, paged.pool))
         return PagedExecutor(runner, cache, paged.pool, paged.model.vocab_size)
 
     @property

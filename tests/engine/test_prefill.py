@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from rich.console import Console
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine import prefill as module
-from ktransformers.engine.builder import Engine, build_engine, build_paged_engine, plan_model
+from ktransformers.engine.builder import build_engine, build_paged_engine, plan_model
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
-from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.optimize.report import print_plan
@@ -64,10 +62,6 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(model_path: Path, rules: Path) -> EngineConfig:
     return EngineConfig(model_path=model_path, optimize_config_path=rules, cache_lens=64, cpu_infer=1, cpu_quant="q8_0")
-
-
-def experts_of(engine: Engine) -> Iterator[KTransformersExperts]:
-    return (op for op in engine.plan.operators.values() if isinstance(op, KTransformersExperts))
 
 
 def test_a_streamed_prompt_gives_what_the_cpu_gives(config: EngineConfig) -> None:
@@ -171,7 +165,7 @@ def test_memory_that_cannot_be_pinned(
     monkeypatch.setattr(gpu.driver, "pin", pin)
     engine = build_engine(config, hardware=gpu.hardware())
     assert [r.levelname for r in caplog.records if "cannot be pinned" in r.getMessage()] == ["WARNING"]
-    assert all(experts.prefill is None for experts in experts_of(engine))
+    assert not engine.plan.devices["cuda:0"].besides
     engine.close()
 
 

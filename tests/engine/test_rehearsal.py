@@ -17,7 +17,7 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import COMPILING
-from ktransformers.engine import builder
+from ktransformers.engine import builder, ready
 from ktransformers.engine import prefill as prefill_module
 from ktransformers.engine.builder import Hardware, PagedEngine, build_engine, build_paged_engine
 from ktransformers.engine.rehearsal import Extent, row_counts
@@ -44,9 +44,10 @@ PAGE, CHUNK, BATCH, PAGES = 32, 300, 5, 16
 def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
     """What was rehearsed while loading."""
     found: list[Compiled] = []
-    real = builder.rehearse
-    monkeypatch.setattr(builder, "compiles", lambda: True)
-    monkeypatch.setattr(builder, "rehearse", lambda *args: found.append(real(*args)))
+    real = ready.rehearse
+    for module in (builder, ready):
+        monkeypatch.setattr(module, "compiles", lambda: True)
+    monkeypatch.setattr(ready, "rehearse", lambda *args: found.append(real(*args)))
     return found
 
 
@@ -158,7 +159,8 @@ def test_a_rehearsal_changes_nothing(
     stats = ExpertStats()
     new_paged(tmp_path, expert_stats=stats)
     assert len(rehearsals) == 2
-    monkeypatch.setattr(builder, "compiles", lambda: False)
+    for module in (builder, ready):
+        monkeypatch.setattr(module, "compiles", lambda: False)
     assert torch.equal(logits_in_steps(build_engine(config, hardware=fake_hardware()), ids), got)
     plain = ExpertStats()
     new_paged(tmp_path, expert_stats=plain)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from ktransformers.errors import TensorMismatchError
-from ktransformers.operators.base import Requirements
-from ktransformers.optimize.apply import apply_plan, load_plan
+from ktransformers.operators.base import Requirements, Site
+from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
 from tests.support.fake_operators import (
     EXPERTS_RULE,
     FakeExperts,
@@ -133,3 +135,36 @@ def test_owned_children_may_stay_on_meta() -> None:
     apply_plan(model, plan)
     load_plan(model, plan, source)
     assert model.model.layers[0].mlp.inner.gate.weight.is_meta
+
+
+def test_an_operator_lives_through_its_stages_once_and_in_order() -> None:
+    model = meta_model("llama")
+    source = FakeSource(model)
+    plan = plan_with(model, "- {match: {name: up_proj}, replace: {class: tests.optimize.test_apply.Attachable}}\n")
+    key = "model.layers.0.mlp.up_proj"
+    one = plan.operators[key]
+    assert isinstance(one, Attachable)
+    with pytest.raises(RuntimeError, match=rf"^{key} cannot become ATTACHED: it is PLANNED$"):
+        attach_plan(plan, 8)
+    apply_plan(model, plan)
+    load_plan(model, plan, source)
+    assert one.is_loaded
+    with pytest.raises(RuntimeError, match=rf"^{key} cannot become LOADED: it is LOADED$"):
+        one.fill(source)
+    assert one.sites == []
+    attach_plan(plan, 8)
+    for again in (lambda: one.attach(Site(9)), lambda: one.fill(source)):
+        with pytest.raises(RuntimeError, match=r"it is ATTACHED$"):
+            again()
+    assert one.sites == [Site(8)]
+
+
+class Attachable(FakeLinear):
+    """Notes the sites that it was given."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.sites: list[Site] = []
+
+    def settle(self, site: Site) -> None:
+        self.sites.append(site)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -173,9 +174,16 @@ EXPERTS_RULE = r"""
 """
 
 
-def plan_with(model: Any, rules: str | Rules, source: Any = None, machine: Machine = MACHINE, **options: Any) -> Plan:
-    """make_plan with the usual companions."""
-    return make_plan(
+def plan_with(
+    model: Any,
+    rules: str | Rules,
+    source: Any = None,
+    machine: Machine = MACHINE,
+    extra_bytes: Mapping[str, Mapping[str, int]] | None = None,
+    **options: Any,
+) -> Plan:
+    """make_plan with the usual companions, and a cache."""
+    plan = make_plan(
         model,
         parse_rules(rules, trust=True) if isinstance(rules, str) else rules,
         operator_config=OperatorConfig(ModelFacts.of(model.config)),
@@ -183,3 +191,4 @@ def plan_with(model: Any, rules: str | Rules, source: Any = None, machine: Machi
         machine=machine,
         **options,
     )
+    return replace(plan, extra_bytes=extra_bytes or {})

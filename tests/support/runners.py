@@ -7,6 +7,7 @@ import copy
 import torch
 
 from ktransformers.cache.static import StaticCache
+from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.runner import StaticRunner
 from ktransformers.engine.skeleton import build_skeleton, cache_shapes, restore_buffers
 from ktransformers.kernels.cpu import WorkerPool
@@ -39,7 +40,7 @@ def runner_of(model: torch.nn.Module, max_len: int = 64) -> StaticRunner:
     apply_plan(skeleton, plan)
     restore_buffers(skeleton)
     load_plan(skeleton, plan, source)
-    return StaticRunner(skeleton, StaticCache(shapes, max_len), pool, skeleton.config.vocab_size)
+    return StaticRunner(ForwardPass(skeleton, pool), StaticCache(shapes, max_len), skeleton.config.vocab_size)
 
 
 def plan_ties(model: torch.nn.Module) -> set[str]:

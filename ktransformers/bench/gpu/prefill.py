@@ -197,7 +197,7 @@ def bench_gpu_prefill(work: PrefillWork) -> Record:
             made = time.perf_counter()
             prefill_shape = PrefillShape(shape.experts, shape.top_k, shape.hidden, shape.inner, max(work.tokens))
             used = [kernels[layer % shape.copies] for layer in range(shape.layers)]
-            stream = open_prefill(device, used, prefill_shape, size, tools, pool, remembers=False)
+            stream = open_prefill(device, used, prefill_shape, size, tools, remembers=False)
             assert stream is not None
             print(
                 f"{name}: {shape.copies} layers of {shape.experts * nbytes / 1e6:.0f} MB made in {made - began:.1f} s, "

@@ -22,6 +22,7 @@ from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GqaParts, gqa_forward
+from ktransformers.operators.base import Site
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
 from ktransformers.operators.recognize.attention import recognize_attention
@@ -175,15 +176,14 @@ class KAttention(WrapperOperator):
         if getattr(self.inner, "kv_lora_rank", None) is not None:
             _say_expanded(type(self.inner).__name__)
         self.spec = recognize_attention(self.inner) if self.device.is_gpu else None
-        self._parts: GqaParts | None = None  # on a GPU, once loaded
-        self.flash: FlashLayer | None = None
+        self._parts: GqaParts | None = None  # on a GPU, once attached
 
     def attention_shape(self) -> Shape | None:
         return None if self.spec is None else self.spec.shape(self.device.dtype)
 
-    def settle(self) -> None:
+    def settle(self, site: Site) -> None:
         if self.spec is not None:
-            self._parts = GqaParts.of(self.inner, self.spec)
+            self._parts = GqaParts.of(self.inner, self.spec, self.device, site.find(FlashLayer))
 
     def op(self, phase: Phase) -> str:
         if self.spec is not None:
@@ -196,4 +196,4 @@ class KAttention(WrapperOperator):
             return self.inner(*args, **kwargs)
         if kwargs.get("attention_mask") is not None:
             raise UnsupportedError(f"{self.key}: attention over the cache takes no mask")
-        return gqa_forward(self._parts, kwargs["hidden_states"], angles, context, self.device, self.flash), None
+        return gqa_forward(self._parts, kwargs["hidden_states"], angles, context), None

@@ -26,7 +26,8 @@ __all__ = ["GqaParts", "gqa_forward"]
 class GqaParts:
     """What a loaded attention module's forward on a GPU is made of.
 
-    projections: q, k and v. norm_weights: of queries and keys, where spec has norms. sinks: fp32 [heads].
+    projections: q, k and v. norm_weights: of queries and keys, where spec has norms. sinks: fp32 [heads]. flash: what
+    attends in prefill steps, None for Triton's kernels.
     """
 
     spec: GqaSpec
@@ -35,9 +36,12 @@ class GqaParts:
     o_proj: nn.Module
     norm_weights: tuple[torch.Tensor, ...]
     sinks: torch.Tensor | None
+    device: Device
+    flash: FlashLayer | None
 
     @classmethod
-    def of(cls, module: nn.Module, spec: GqaSpec) -> GqaParts:
+    def of(cls, module: nn.Module, spec: GqaSpec, device: Device, flash: FlashLayer | None) -> GqaParts:
+        """Of a module that `recognize_attention` found to be `spec`, its projections loaded."""
         projections = JoinedLinears([module.get_submodule(name) for name in ("q_proj", "k_proj", "v_proj")])
         norms = () if spec.norms is None else spec.norms.names
         return cls(
@@ -47,6 +51,8 @@ class GqaParts:
             module.get_submodule("o_proj"),
             tuple(module.get_parameter(f"{name}.weight") for name in norms),
             module.get_parameter("sinks").float() if spec.has_sinks else None,
+            device,
+            flash,
         )
 
 
@@ -55,19 +61,14 @@ def gqa_forward(
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     context: ForwardContext,
-    device: Device,
-    flash: FlashLayer | None = None,
 ) -> torch.Tensor:
-    """The module's attention of [1, T, hidden] on a GPU; cos and sin are [1, T, P], of any float type.
-
-    flash: what attends in prefill steps, if not Triton's kernels.
-    """
+    """The module's attention of [1, T, hidden] on its GPU; cos and sin are [1, T, P], of any float type."""
     keys, values = context.cache.layer(parts.layer_idx)
     here, spec = context.on(keys.device), parts.spec
     flat = parts.projections(hidden_states[0])
     use(keys.device)
     query = _to_cache(parts, tuple(flat), position_embeddings, (keys, values), here.slot_mapping)
-    attend = None if flash is None else flash.of(context)
+    attend = None if parts.flash is None else parts.flash.of(context)
     if attend is not None:
         out = attend(query, keys, values)
     else:
@@ -83,7 +84,7 @@ def gqa_forward(
             window=spec.window,
             sinks=parts.sinks,
             softcap=spec.softcap,
-            counters=device.counters(),
+            counters=parts.device.counters(),
         )
     output: torch.Tensor = parts.o_proj(out.view(1, out.shape[0], -1))
     return output

@@ -32,7 +32,7 @@ from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.latent_expansion import Choice, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
-from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
+from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.linear.joined import JoinedLinears
 from ktransformers.operators.norm import KRMSNorm
@@ -106,7 +106,8 @@ class KMLAAttention(WrapperOperator):
         self._query_norm: NormSpec | None = None  # of the compressed query, where a kernel computes it
         self._gpu: GpuLatent | None = None
         self.absorb_for_prefill = absorb_for_prefill
-        self.flash: FlashLayer | None = None
+        self._flash: FlashLayer | None = None
+        self._choice: Choice | None = None
         if absorb_for_prefill is False and not self.device.is_gpu:
             _say_absorbed()
         if self.device.is_gpu:
@@ -123,12 +124,12 @@ class KMLAAttention(WrapperOperator):
         scale = float(self.inner.scaling)  # type: ignore[arg-type]
         return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, scale)
 
-    def expansion_choice(self) -> Choice | None:
-        """How prefill steps choose between the two forms; None where all are absorbed."""
-        is_bound = self.flash is not None and self.flash.is_required
+    def expansion_choice(self, flash: FlashLayer | None = None) -> Choice | None:
+        """How prefill steps would choose between the two forms on a site with `flash`; None where all are absorbed."""
+        is_bound = flash is not None and flash.is_required
         if not self.device.is_gpu or self.absorb_for_prefill or is_bound:
             return None
-        rates = Rates() if self.flash is None else Rates().with_flashinfer()
+        rates = Rates() if flash is None else Rates().with_flashinfer()
         dims = LatentDims(self.num_heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
         return Choice(dims, self.device.dtype, rates, is_forced=self.absorb_for_prefill is False)
 
@@ -179,7 +180,9 @@ class KMLAAttention(WrapperOperator):
             self._gpu = GpuLatent.of(self._k_b, self._v_b, self.device, self.config.require_pool())
             self._k_b = self._v_b = None
 
-    def settle(self) -> None:
+    def settle(self, site: Site) -> None:
+        self._flash = site.find(FlashLayer)
+        self._choice = self.expansion_choice(self._flash)
         if not self.device.is_gpu:
             return
         inner: Any = self.inner
@@ -248,7 +251,7 @@ class KMLAAttention(WrapperOperator):
         assert self._compressions is not None, f"{self.key} is not settled"
         assert self._latent_norm is not None
         query, compressed = self._compressions(hidden_states[0])
-        choice = self.expansion_choice() if forward_context.phase is Phase.PREFILL else None
+        choice = self._choice if forward_context.phase is Phase.PREFILL else None
         expansion = None if choice is None else StepRuns.expansion_of(forward_context, choice, keys.device)
         step = LatentStep(
             compressed,
@@ -257,7 +260,7 @@ class KMLAAttention(WrapperOperator):
             keys,
             forward_context.on(keys.device),
             float(inner.scaling),
-            attend=None if self.flash is None or expansion is not None else self.flash.of(forward_context),
+            attend=None if self._flash is None or expansion is not None else self._flash.of(forward_context),
             expansion=expansion,
             workspace=None if expansion is None or choice is None else self.device.latent_workspace(choice.room),
         )

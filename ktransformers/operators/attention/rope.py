@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from ktransformers.core import Phase
-from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.base import OperatorConfig, Placement, Site
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["KRotaryEmbedding", "SettledRotation", "settle_rotations"]
@@ -49,20 +50,27 @@ def _depends_on_sequence(module: nn.Module) -> bool:
 
 
 def settle_rotations(model: nn.Module, max_len: int) -> int:
-    """Make angles depend on the position alone, for sequences of up to `max_len`; how many modules that concerns."""
+    """Make angles depend on the position alone, for sequences of up to `max_len`; how many modules that concerns.
+
+    Those that an operator stands in for are its own affair.
+    """
     found = [
         (parent, name)
         for parent in list(model.modules())
-        if not isinstance(parent, SettledRotation)
+        if not isinstance(parent, SettledRotation | KRotaryEmbedding)
         for name, child in parent.named_children()
         if _depends_on_sequence(child) and not isinstance(child, WrapperOperator)
     ]
     for parent, name in found:
+        _say_settled(str(getattr(parent.get_submodule(name), "rope_type", None)), max_len)
         setattr(parent, name, SettledRotation(parent.get_submodule(name), max_len - 1))
-    if found:
-        kind = getattr(found[0][0].get_submodule(found[0][1]).get_submodule("inner"), "rope_type", None)
-        logger.info("RoPE of type %s: every step has the factors of %d positions (--cache_lens)", kind, max_len)
     return len(found)
+
+
+@functools.cache
+def _say_settled(kind: str, max_len: int) -> None:
+    """Once for all modules."""
+    logger.info("RoPE of type %s: every step has the factors of %d positions (--cache_lens)", kind, max_len)
 
 
 def _table_rows(needed: int) -> int:
@@ -97,18 +105,21 @@ class KRotaryEmbedding(WrapperOperator):
     def op(self, phase: Phase) -> str:
         return "KRotaryTable" if self._is_plain else "KRotaryTorch"
 
-    def reserve(self, max_len: int) -> None:
-        if self.device.is_gpu:
-            self._grow(torch.empty(1, 1, 1), max_len)  # in a step, asking for the largest position would stop the GPU
+    def settle(self, site: Site) -> None:
+        if _depends_on_sequence(self.inner):
+            _say_settled(str(getattr(self.inner, "rope_type", None)), site.max_len)
+            self.inner = SettledRotation(self.inner, site.max_len - 1)
+        if self.device.is_gpu:  # in a step, asking for the largest position would stop the GPU
+            self._grow(torch.empty(1, 1, 1), site.max_len)
 
     def table_nbytes(self, max_len: int) -> int:
-        """Bytes that `reserve` will take on the operator's GPU: cosines and sines, fp32, of every position."""
+        """Bytes that `settle` will take on the operator's GPU: cosines and sines, fp32, of every position."""
         frequencies = getattr(self.inner, "inv_freq", None)
         if not self.device.is_gpu or not self._is_plain or not isinstance(frequencies, torch.Tensor):
             return 0
         return _table_rows(max_len) * 2 * frequencies.shape[-1] * 2 * 4
 
-    def forget_table(self) -> None:
+    def forget(self) -> None:
         """Give the table's memory back; the next step fills it as far as it needs."""
         if not self.device.is_gpu:
             self._table = ()

@@ -6,7 +6,7 @@ E experts, T tokens, K experts per token, H hidden, I intermediate.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.kernels.triton.compiling import is_rehearsal
 from ktransformers.kernels.types import ExpertWeight, ExpertWeights, Fp8Matrix
-from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, empty_parameter
+from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, Site, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back
 from ktransformers.operators.experts.resident import (
     GpuExperts,
@@ -29,7 +29,7 @@ from ktransformers.operators.experts.resident import (
     why_not_on_gpu,
 )
 from ktransformers.operators.experts.streamed import PrefillLayer, PrefillTicket
-from ktransformers.operators.linear.packed import pack_experts, resident_nbytes, takes_bf16, wants_bf16
+from ktransformers.operators.linear.packed import CpuProducts, pack_experts, resident_nbytes
 from ktransformers.operators.recognize.activation import recognize_expert_activation
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
@@ -83,6 +83,11 @@ def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
     )
 
 
+def _own_activation(module: Any, layout: ExpertsLayout) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The module's: [..., 2 I] -> [..., I] with a gate, else of [..., I]. Holds it without being its parent."""
+    return lambda rows: module._apply_gate(rows) if layout.has_gate else module.act_fn(rows)
+
+
 class KTransformersExperts(Operator):
     """The routed experts of one layer: forward(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H].
 
@@ -91,7 +96,7 @@ class KTransformersExperts(Operator):
     CPU as KExpertsTorch: experts that are hit are dequantized for the step, and the plan says so. Inputs may be on
     another device; results go back to it. `submit` and `collect` are the only places where devices meet: experts on the
     CPU of a layer on a GPU run in the order of its stream, up to STREAM_ROWS rows, and the host waits for more. Where
-    `prefill` is set (engine/prefill.py does), steps from its threshold on are run by GPU and CPU together.
+    its site has a PrefillLayer, steps from its threshold on are run by GPU and CPU together.
     cpu_prefill, cpu_bf16: see KTransformersLinear.
     """
 
@@ -100,7 +105,7 @@ class KTransformersExperts(Operator):
         "KExpertsTorch": "dequantized experts and torch",
         "KExpertsMarlin": "experts on the GPU, in the types of the file",
     }
-    KWARGS: ClassVar[frozenset[str]] = frozenset({"cpu_prefill", "cpu_bf16"})
+    KWARGS: ClassVar[frozenset[str]] = CpuProducts.KWARGS
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn"})  # fused into the kernel
     PREFILLS_AT_HOME: ClassVar[bool] = True
 
@@ -110,12 +115,10 @@ class KTransformersExperts(Operator):
         key: str,
         config: OperatorConfig,
         placement: Placement | None = None,
-        cpu_prefill: str | None = None,
-        cpu_bf16: str | None = None,
+        **options: str | None,
     ):
         super().__init__(module, key, config, placement)
-        self.wants_bf16 = wants_bf16(key, cpu_prefill, config.cpu_prefill)
-        self.takes_bf16 = takes_bf16(key, cpu_bf16, config.cpu_bf16)
+        self.products = CpuProducts.of(key, config, **options)
         self.layout = read_layout(module, key)
         self.num_experts = self.layout.num_experts
         self.activation = recognize_expert_activation(module, self.layout)
@@ -126,13 +129,16 @@ class KTransformersExperts(Operator):
             logger.warning(
                 "%s: no native kernel for its activation, runs as KExpertsTorch (slow)", type(module).__name__
             )
-        object.__setattr__(self, "_module", module)  # for its _apply_gate only; its parameters stay on meta
+        self._act = _own_activation(module, self.layout)
         self.gate_up_proj = empty_parameter((self.num_experts, 0, 0))
         self._gpu: GpuExperts | None = None
         self._kernel: cpu.MoeKernel | None = None
         self._weights: ExpertWeights | None = None
         self._streams: dict[StreamedExperts, int] = {}  # and the layer's number in each
-        self.prefill: PrefillLayer | None = None
+        self._prefill: PrefillLayer | None = None
+
+    def settle(self, site: Site) -> None:
+        self._prefill = site.find(PrefillLayer)
 
     def op(self, phase: Phase) -> str:
         if self.activation is None:
@@ -146,7 +152,7 @@ class KTransformersExperts(Operator):
         return info
 
     def _resident_nbytes(self, part: TensorInfo) -> int:
-        return resident_nbytes(part, takes_bf16=self.takes_bf16)
+        return resident_nbytes(part, self.products)
 
     def requirements(self, source: WeightSource) -> Requirements:
         info = self._info(source)
@@ -197,9 +203,7 @@ class KTransformersExperts(Operator):
         pool = self.config.require_pool()
         is_streamed = self.home.is_gpu and self.placement.prefill_device == self.home.name
         is_pinned = is_streamed and self.streamed_nbytes(source) is not None
-        self._weights = pack_experts(
-            weights, pool, wants_bf16=self.wants_bf16, takes_bf16=self.takes_bf16, is_pinned=is_pinned
-        )
+        self._weights = pack_experts(weights, pool, self.products, is_pinned=is_pinned)
         if self.activation is not None:
             self._kernel = cpu.MoeKernel(self._weights, self.activation, pool)
 
@@ -208,8 +212,8 @@ class KTransformersExperts(Operator):
         device = self.device
         if is_rehearsal():
             return self._rehearse(hidden_states, topk_ids, topk_weights)
-        if self.prefill is not None:
-            large = self.prefill.submit(hidden_states, topk_ids, topk_weights)
+        if self._prefill is not None:
+            large = self._prefill.submit(hidden_states, topk_ids, topk_weights)
             if large is not None:
                 return Ticket(hidden_states, prefill=large)
         if self._runs_in_order(hidden_states):
@@ -233,8 +237,8 @@ class KTransformersExperts(Operator):
         if self._gpu is not None:
             ids, weights = device.move(topk_ids), topk_weights.to(device.torch_device, torch.float32).contiguous()
             self._gpu.forward(device.take(rows).contiguous(), ids, weights)
-        elif self.prefill is not None:
-            self.prefill.rehearse(rows, topk_ids)
+        elif self._prefill is not None:
+            self._prefill.rehearse(rows, topk_ids)
         return Ticket(hidden_states, torch.zeros_like(hidden_states))
 
     def _runs_in_order(self, hidden_states: torch.Tensor) -> bool:
@@ -256,8 +260,8 @@ class KTransformersExperts(Operator):
 
     def collect(self, ticket: Ticket) -> torch.Tensor:
         """Wait for the result of `submit`: [T, H], where its input was and of its type."""
-        if ticket.prefill is not None and self.prefill is not None:
-            return self.prefill.collect(ticket.prefill, ticket.like)
+        if ticket.prefill is not None and self._prefill is not None:
+            return self._prefill.collect(ticket.prefill, ticket.like)
         if ticket.stream is not None:
             rows = ticket.like.reshape(-1, self.layout.hidden_size)
             out = torch.empty(rows.shape, dtype=ticket.stream.shape.dtype, device=rows.device)
@@ -291,13 +295,7 @@ class KTransformersExperts(Operator):
             return cpu.linear(x.contiguous(), weight, pool, bias=None if bias is None else bias[expert])
 
         up = project(weights.up, weights.up_bias, rows)
-        module: Any = self.__dict__["_module"]
-        if weights.gate is None:
-            acted = module.act_fn(up)
-        else:
-            gate = project(weights.gate, weights.gate_bias, rows)
-            if self.layout.is_concatenated:
-                acted = module._apply_gate(torch.cat((gate, up), dim=-1))
-            else:
-                acted = module._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
-        return project(weights.down, weights.down_bias, acted)
+        if weights.gate is not None:
+            both = project(weights.gate, weights.gate_bias, rows), up
+            up = torch.cat(both, dim=-1) if self.layout.is_concatenated else torch.stack(both, dim=-1).flatten(-2)
+        return project(weights.down, weights.down_bias, self._act(up))

@@ -83,9 +83,10 @@ def _norm(module: object) -> Norm:
 
 
 def _projection(module: object) -> Projection:
-    if not isinstance(module, KTransformersLinear) or module._weight is None:
+    native = module.native if isinstance(module, KTransformersLinear) else None
+    if native is None:
         raise _DoesNotFit(f"{type(module).__name__} is not a native linear layer")
-    return Projection(module._weight, module._bias)
+    return Projection(*native)
 
 
 def _attention(layer: nn.Module, call: LayerCall) -> AttentionLayer:
@@ -117,11 +118,11 @@ def _moe(layer: nn.Module, block: KMoEBlock) -> tuple[MoeLayer, ExpertStats]:
     router, experts = _child(block.inner, "gate"), _child(block.inner, "experts")
     if not isinstance(router, KRouter) or router.spec is None or router.logit_bias is not None:
         raise _DoesNotFit("a router of its own")
-    if not isinstance(experts, KTransformersExperts) or experts._kernel is None:
+    if not isinstance(experts, KTransformersExperts) or experts.kernel is None:
         raise _DoesNotFit("experts that run on torch")
     weight = RawTensor.from_tensor(router.weight)
     norm, shared = _norm(_child(layer, "post_attention_layernorm")), _shared_experts(block.inner)
-    return MoeLayer(norm, weight, router.spec, experts._kernel, router.bias, shared), experts.config.expert_stats
+    return MoeLayer(norm, weight, router.spec, experts.kernel, router.bias, shared), experts.config.expert_stats
 
 
 def _shared_experts(block: nn.Module) -> SharedExperts | None:

@@ -146,7 +146,7 @@ class JoinedLinears:
 def _give_away(modules: Sequence[nn.Module], whole: GpuMatrix, columns: Sequence[slice]) -> None:
     for module, share in zip(modules, columns, strict=True):
         assert isinstance(module, KTransformersLinear)
-        module.matrix = ColumnsOf(whole, share)
+        module.give_away(ColumnsOf(whole, share))
 
 
 class GatedLinears:

@@ -22,7 +22,7 @@ from ktransformers.operators.base import (
 )
 from ktransformers.operators.device import give_back
 from ktransformers.operators.linear.matrix import GpuMatrix, gpu_matrix, gpu_nbytes, takes_fp8
-from ktransformers.operators.linear.packed import pack_matrix, resident_nbytes, takes_bf16, wants_bf16
+from ktransformers.operators.linear.packed import CpuProducts, pack_matrix, resident_nbytes
 from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["KTransformersLinear"]
@@ -35,7 +35,7 @@ class KTransformersLinear(Operator):
 
     On the CPU every op name runs as KLinearCPUInfer, the native kernel, which reads every type; the same arithmetic in
     both phases keeps a token's result independent of the step's size, unless cpu_prefill (rule file, else
-    --cpu_prefill) is bf16. cpu_bf16 says for BF16 weights how they are multiplied, see `takes_bf16`. On a GPU one form
+    --cpu_prefill) is bf16. cpu_bf16 says for BF16 weights how they are multiplied, see CpuProducts. On a GPU one form
     of the weight serves both phases, that of generate_op: quantized (KLinearMarlin, and what the other names of
     quantized weights mean), or dense (KLinearTorch) where that is asked for or no kernel reads the type. The LM head's
     result is fp32.
@@ -50,7 +50,7 @@ class KTransformersLinear(Operator):
         "KLinearQ8": "8-bit weight on the GPU",
     }
 
-    KWARGS: ClassVar[frozenset[str]] = frozenset({"cpu_prefill", "cpu_bf16"})
+    KWARGS: ClassVar[frozenset[str]] = CpuProducts.KWARGS
 
     def __init__(
         self,
@@ -58,12 +58,10 @@ class KTransformersLinear(Operator):
         key: str,
         config: OperatorConfig,
         placement: Placement | None = None,
-        cpu_prefill: str | None = None,
-        cpu_bf16: str | None = None,
+        **options: str | None,
     ):
         super().__init__(module, key, config, placement)
-        self.wants_bf16 = wants_bf16(key, cpu_prefill, config.cpu_prefill)
-        self.takes_bf16 = takes_bf16(key, cpu_bf16, config.cpu_bf16)
+        self.products = CpuProducts.of(key, config, **options)
         # A subclass with a forward of its own is more than a product: some routers are.
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             raise UnsupportedError(
@@ -76,8 +74,22 @@ class KTransformersLinear(Operator):
         self.is_dense_wanted = self.placement.generate_op == "KLinearTorch"
         self.is_head = key.rpartition(".")[2] == "lm_head"
         self._weight: RawTensor | PackedTensor | None = None
-        self.matrix: GpuMatrix | None = None  # the weight on a GPU, once loaded; may be a share of a larger one
+        self._matrix: GpuMatrix | None = None  # the weight on a GPU; may be a share of a larger one
         self._bias: torch.Tensor | None = None
+
+    @property
+    def matrix(self) -> GpuMatrix | None:
+        """The weight on a GPU, once loaded, with its bias; None on the CPU."""
+        return self._matrix
+
+    @property
+    def native(self) -> tuple[RawTensor | PackedTensor, torch.Tensor | None] | None:
+        """The weight on the CPU, once loaded, and the bias; None on a GPU."""
+        return None if self._weight is None else (self._weight, self._bias)
+
+    def give_away(self, share: GpuMatrix) -> None:
+        """The weight is part of a larger matrix now, and this layer's product a share of that one's."""
+        self._matrix = share
 
     def op(self, phase: Phase) -> str:
         if not self.device.is_gpu:
@@ -97,7 +109,7 @@ class KTransformersLinear(Operator):
             shape = self.out_features, self.in_features
             nbytes = gpu_nbytes(info.resident_type, shape, device, self.is_dense_wanted)
         else:
-            nbytes = resident_nbytes(info, takes_bf16=self.takes_bf16)
+            nbytes = resident_nbytes(info, self.products)
         needs.add(device.name, info, nbytes)
         if self.has_bias:
             name = f"{self.key}.bias"
@@ -113,15 +125,15 @@ class KTransformersLinear(Operator):
         is_fp8 = self._info(source).resident_type is OwnType.F8_E4M3
         stored = source.fp8(name) if is_fp8 else source.tensor(name)
         if not self.device.is_gpu:
-            self._weight = pack_matrix(stored, pool, wants_bf16=self.wants_bf16, takes_bf16=self.takes_bf16)
+            self._weight = pack_matrix(stored, pool, self.products)
         else:
-            self.matrix = gpu_matrix(stored, self._bias, self.device, pool, self.is_dense_wanted)
+            self._matrix = gpu_matrix(stored, self._bias, self.device, pool, self.is_dense_wanted)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = self.device.take(hidden_states)
         rows = x.reshape(-1, self.in_features).contiguous()
-        if self.matrix is not None:
-            out = self.matrix(rows, torch.float32 if self.is_head else x.dtype)
+        if self._matrix is not None:
+            out = self._matrix(rows, torch.float32 if self.is_head else x.dtype)
         else:
             assert self._weight is not None, f"{self.key} is not loaded"
             out = cpu.linear(rows, self._weight, self.config.require_pool(), bias=self._bias)

@@ -11,7 +11,7 @@ from torch import nn
 from ktransformers.core import Phase
 from ktransformers.kernels.types import ActivationSpec
 from ktransformers.operators.activation import activate
-from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.base import OperatorConfig, Placement, Site
 from ktransformers.operators.device import give_back
 from ktransformers.operators.linear.joined import GatedLinears
 from ktransformers.operators.recognize.activation import recognize_activation
@@ -46,7 +46,7 @@ class KMLP(WrapperOperator):
     def bypassed(self) -> Iterable[nn.Module]:
         return () if self.spec is None else (self.inner.get_submodule("act_fn"),)
 
-    def settle(self) -> None:
+    def settle(self, site: Site) -> None:
         if self.spec is not None and self.device.is_gpu:
             gate, up = (self.inner.get_submodule(name) for name in ("gate_proj", "up_proj"))
             self._gated = GatedLinears(gate, up, self.spec)

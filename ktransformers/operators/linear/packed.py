@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeGuard
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeGuard
 
 import torch
 
@@ -29,9 +29,10 @@ from ktransformers.kernels.types import (
     QuantType,
     RawTensor,
 )
+from ktransformers.operators.base import OperatorConfig
 from ktransformers.weights.source import TensorInfo
 
-__all__ = ["pack_experts", "pack_matrix", "resident_nbytes", "takes_bf16", "wants_bf16"]
+__all__ = ["CpuProducts", "pack_experts", "pack_matrix", "resident_nbytes"]
 
 _PRECISE = re.compile(r"(^|\.)(\w*attn|\w*attention|gate|router)(\.|$)")
 """Names of attention and routers, and of what is in them."""
@@ -40,9 +41,40 @@ _PIECE = 32 << 20
 _SHARE = 8 << 20
 
 
-def resident_nbytes(info: TensorInfo, *, takes_bf16: bool = True) -> int:
+@dataclass(frozen=True, slots=True)
+class CpuProducts:
+    """How an operator's matrices are multiplied on the CPU.
+
+    wants_bf16: quantized ones with many rows in bf16, see PackedTensor. takes_bf16: whether activations in front of
+    BF16 ones may be rounded to bf16.
+    """
+
+    KWARGS: ClassVar[frozenset[str]] = frozenset({"cpu_prefill", "cpu_bf16"})
+    """What a rule file may say of it."""
+
+    wants_bf16: bool = False
+    takes_bf16: bool = True
+
+    @classmethod
+    def of(
+        cls, key: str, config: OperatorConfig, cpu_prefill: str | None = None, cpu_bf16: str | None = None
+    ) -> CpuProducts:
+        """For the operator `key`: what the rule file says, or else what holds for all.
+
+        Routers, where rounding sends tokens to other experts, and attention's projections take no bf16 unless it says
+        so. Raises UnsupportedError for values that there are not.
+        """
+        prefill = cpu_prefill or config.cpu_prefill
+        bf16 = cpu_bf16 or ("fp32" if _PRECISE.search(key) else config.cpu_bf16)
+        for name, chosen, known in (("cpu_prefill", prefill, CPU_PREFILLS), ("cpu_bf16", bf16, CPU_BF16S)):
+            if chosen not in known:
+                raise UnsupportedError(f"{key}: {name} {chosen!r} is not one of {', '.join(known)}")
+        return cls(prefill == "bf16", bf16 == "bf16")
+
+
+def resident_nbytes(info: TensorInfo, products: CpuProducts) -> int:
     """Resident bytes of a matrix [N, K], or of E matrices [E, N, K], after `pack_matrix`."""
-    if len(info.shape) < 2 or (info.resident_type is QuantType.BF16 and not takes_bf16):
+    if len(info.shape) < 2 or (info.resident_type is QuantType.BF16 and not products.takes_bf16):
         return info.nbytes
     is_fp8 = info.resident_type is OwnType.F8_E4M3
     if not is_fp8 and not cpu.can_pack(info.resident_type, info.shape[-1], cpu.active_isa()):
@@ -51,31 +83,14 @@ def resident_nbytes(info: TensorInfo, *, takes_bf16: bool = True) -> int:
     return count * cpu.packed_nbytes(info.resident_type, info.shape[-2], info.shape[-1])
 
 
-def wants_bf16(key: str, given: str | None, default: str) -> bool:
-    """What cpu_prefill says for the operator `key`: its own in the rule file, or the default of all."""
-    chosen = default if given is None else given
-    if chosen not in CPU_PREFILLS:
-        raise UnsupportedError(f"{key}: cpu_prefill {chosen!r} is not one of {', '.join(CPU_PREFILLS)}")
-    return chosen == "bf16"
-
-
-def takes_bf16(key: str, given: str | None, default: str) -> bool:
-    """Whether activations in front of BF16 weights of the operator `key` may be rounded to bf16.
-
-    given: what the rule file says for it; default: for all but routers, where rounding sends tokens to other experts,
-    and attention's projections.
-    """
-    chosen = given or ("fp32" if _PRECISE.search(key) else default)
-    if chosen not in CPU_BF16S:
-        raise UnsupportedError(f"{key}: cpu_bf16 {chosen!r} is not one of {', '.join(CPU_BF16S)}")
-    return chosen == "bf16"
+_DEFAULT = CpuProducts()
 
 
 def pack_matrix(
-    weight: RawTensor | Fp8Matrix, pool: WorkerPool, *, wants_bf16: bool = False, takes_bf16: bool = True
+    weight: RawTensor | Fp8Matrix, pool: WorkerPool, products: CpuProducts = _DEFAULT
 ) -> RawTensor | PackedTensor:
-    """A matrix [N, K] as the kernels want it. wants_bf16: see PackedTensor; takes_bf16: see above."""
-    if isinstance(weight, RawTensor) and not _is_packed(weight, pool, takes_bf16):
+    """A matrix [N, K] as the kernels want it."""
+    if isinstance(weight, RawTensor) and not _is_packed(weight, pool, products.takes_bf16):
         return weight
     rows, cols = weight.shape
     data = cpu.empty_bytes(cpu.packed_nbytes(weight.qtype, rows, cols), pool)
@@ -85,7 +100,7 @@ def pack_matrix(
         stop = min(start + step, rows)
         first = cpu.packed_nbytes(weight.qtype, start, cols)
         _pack(weight.rows_slice(start, stop), pool, data[first : cpu.packed_nbytes(weight.qtype, stop, cols)])
-    return PackedTensor(data, weight.qtype, (rows, cols), wants_bf16)
+    return PackedTensor(data, weight.qtype, (rows, cols), products.wants_bf16)
 
 
 def _is_packed(weight: ExpertWeight, pool: WorkerPool, takes_bf16: bool) -> TypeGuard[RawTensor | Fp8Matrix]:
@@ -131,33 +146,26 @@ def _copied_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> Sequence[E
 
 
 def _projection(
-    weights: Sequence[ExpertWeight] | None, pool: WorkerPool, wants_bf16: bool, takes_bf16: bool, is_pinned: bool
+    weights: Sequence[ExpertWeight] | None, pool: WorkerPool, products: CpuProducts, is_pinned: bool
 ) -> Sequence[ExpertWeight] | None:
     """One projection of all experts, side by side in one buffer if they are packed or pinned."""
     if not weights:
         return weights
-    if not _is_packed(weights[0], pool, takes_bf16):
+    if not _is_packed(weights[0], pool, products.takes_bf16):
         kept = weights if isinstance(weights, list) else weights[:]  # of what is made on demand
         return _copied_all(kept, pool) if is_pinned else kept
-    return [replace(made, wants_bf16=wants_bf16) for made in _packed_all(weights, pool)]
+    return [replace(made, wants_bf16=products.wants_bf16) for made in _packed_all(weights, pool)]
 
 
 def pack_experts(
-    weights: ExpertWeights,
-    pool: WorkerPool,
-    *,
-    wants_bf16: bool = False,
-    takes_bf16: bool = True,
-    is_pinned: bool = False,
+    weights: ExpertWeights, pool: WorkerPool, products: CpuProducts = _DEFAULT, *, is_pinned: bool = False
 ) -> ExpertWeights:
-    """The experts of one layer as the kernels want them. wants_bf16: see PackedTensor; takes_bf16: see `pack_matrix`.
+    """The experts of one layer as the kernels want them.
 
     is_pinned: whether their memory is to be pinned for a GPU. Those that stay as they are in the memory map of a file,
     which cannot be, are then copied out of it.
     """
-    gate, up, down = (
-        _projection(part, pool, wants_bf16, takes_bf16, is_pinned) for part in (weights.gate, weights.up, weights.down)
-    )
+    gate, up, down = (_projection(part, pool, products, is_pinned) for part in (weights.gate, weights.up, weights.down))
     assert up is not None
     assert down is not None
     return ExpertWeights(gate, up, down, weights.gate_bias, weights.up_bias, weights.down_bias)

@@ -291,7 +291,7 @@ def test_on_a_device(num_buffers: int, pool: WorkerPool) -> None:
     kernels.append(make_kernel(pool, 3, QuantType.MXFP4, is_oai=True))
     nbytes = HostExperts(kernels[0].weights).expert_nbytes
     shape, size = PrefillShape(E, K, H, INNER, 64), StagingSize(num_buffers, 2 * (nbytes + 3 * 256))
-    stream = open_prefill(device, kernels, shape, size, tools, pool, remembers=False)
+    stream = open_prefill(device, kernels, shape, size, tools, remembers=False)
     assert stream is not None
     assert stream.pinned.nbytes >= 4 * E * nbytes
     slow = CpuRate((1,), (100.0,))

@@ -9,7 +9,9 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import Isa, WorkerPool
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, PackedTensor, QuantType, RawTensor
+from ktransformers.operators.base import OperatorConfig
 from ktransformers.operators.linear import packed as module
+from ktransformers.operators.linear.packed import CpuProducts
 from ktransformers.weights.quantize import quantize
 
 
@@ -60,28 +62,29 @@ def test_bf16_is_re_laid_where_it_can_be_multiplied(isa: Isa, monkeypatch: pytes
     assert module.pack_matrix(weight, scalar) is weight
     narrow = RawTensor.from_tensor(values[:, :40])
     assert module.pack_matrix(narrow, pool) is narrow
-    assert module.pack_matrix(weight, pool, takes_bf16=False) is weight
+    assert module.pack_matrix(weight, pool, CpuProducts(takes_bf16=False)) is weight
     experts = ExpertWeights(None, [weight, weight], [RawTensor.from_tensor(values.T.contiguous())] * 2)
     relaid = module.pack_experts(experts, pool)
     assert [type(part[1]) for part in (relaid.up, relaid.down)] == [
         PackedTensor,
         RawTensor,
     ]  # 100 columns: no whole tiles
-    assert module.pack_experts(experts, pool, takes_bf16=False).up is experts.up
+    assert module.pack_experts(experts, pool, CpuProducts(takes_bf16=False)).up is experts.up
     for used in (pool, scalar):
         used.close()
 
 
 def test_the_wish_for_bf16_comes_from_the_rule_or_the_default() -> None:
-    assert [module.wants_bf16("a", given, "int8") for given in (None, "int8", "bf16")] == [False, False, True]
-    assert [module.wants_bf16("a", given, "bf16") for given in (None, "int8", "bf16")] == [True, False, True]
+    for default, wanted in (("int8", [False, False, True]), ("bf16", [True, False, True])):
+        config = OperatorConfig(None, cpu_prefill=default)
+        assert [CpuProducts.of("a", config, given).wants_bf16 for given in (None, "int8", "bf16")] == wanted
     with pytest.raises(UnsupportedError, match=r"a\.b: cpu_prefill 'fp4' is not one of int8, bf16"):
-        module.wants_bf16("a.b", "fp4", "int8")
+        CpuProducts.of("a.b", OperatorConfig(None), "fp4")
     weight = RawTensor(torch.zeros(16 * 34, dtype=torch.uint8), QuantType.Q8_0, (16, 32))
     pool = WorkerPool(1)
-    made = [module.pack_matrix(weight, pool, wants_bf16=wish) for wish in (False, True)]
+    made = [module.pack_matrix(weight, pool, CpuProducts(wants_bf16=wish)) for wish in (False, True)]
     assert [isinstance(one, PackedTensor) and one.wants_bf16 for one in made] == [False, True]
-    relaid = module.pack_experts(ExpertWeights(None, [weight], [weight]), pool, wants_bf16=True)
+    relaid = module.pack_experts(ExpertWeights(None, [weight], [weight]), pool, CpuProducts(wants_bf16=True))
     assert [isinstance(part[0], PackedTensor) and part[0].wants_bf16 for part in (relaid.up, relaid.down)] == [
         True,
         True,
@@ -131,6 +134,10 @@ def test_experts_are_re_laid_in_a_few_jobs(monkeypatch: pytest.MonkeyPatch) -> N
     pool.close()
 
 
+def takes(key: str, default: str, given: str | None = None) -> bool:
+    return CpuProducts.of(key, OperatorConfig(None, cpu_bf16=default), cpu_bf16=given).takes_bf16
+
+
 def test_routers_and_attention_are_multiplied_in_fp32() -> None:
     for key in (
         "model.layers.3.self_attn.q_proj",
@@ -139,10 +146,10 @@ def test_routers_and_attention_are_multiplied_in_fp32() -> None:
         "a.mlp.gate.wg",
         "b.router",
     ):
-        assert not module.takes_bf16(key, None, "bf16"), key
+        assert not takes(key, "bf16"), key
     for key in ("a.mlp.gate_proj", "a.mlp.experts", "lm_head", "a.mlp.shared_expert_gate"):
-        assert module.takes_bf16(key, None, "bf16"), key
-        assert not module.takes_bf16(key, None, "fp32"), key
-    assert module.takes_bf16("a.self_attn.q_proj", "bf16", "fp32")  # a rule file is taken at its word
+        assert takes(key, "bf16"), key
+        assert not takes(key, "fp32"), key
+    assert takes("a.self_attn.q_proj", "fp32", "bf16")  # a rule file is taken at its word
     with pytest.raises(UnsupportedError, match=r"a\.b: cpu_bf16 'int8' is not one of bf16, fp32"):
-        module.takes_bf16("a.b", "int8", "bf16")
+        takes("a.b", "bf16", "int8")

@@ -1,0 +1,105 @@
+"""How many tokens a cache is to hold, and in which pages: one sequence in one page, or many that share pages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ktransformers.cache.paged import LayerShape, PagedCache
+from ktransformers.cache.static import StaticCache
+from ktransformers.config import EngineConfig
+from ktransformers.engine.opened import OpenedModel
+from ktransformers.models.facts import ModelFacts
+from ktransformers.optimize.plan import Plan
+
+__all__ = ["DEFAULT_CACHE_LEN", "CachePlan", "OneSequence", "SharedPages", "cache_len_of"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CACHE_LEN = 8192
+"""Tokens of the static cache when --cache_lens is not given, if the model's context is that long."""
+
+PAGED_SHARE = 0.25
+"""Of the free memory, what the pages may take when --cache_lens is not given."""
+
+CacheT_co = TypeVar("CacheT_co", bound=PagedCache, covariant=True)
+
+
+def cache_len_of(config: EngineConfig, facts: ModelFacts) -> int:
+    """Tokens of a static cache: what the user says, else up to DEFAULT_CACHE_LEN; never more than the model takes."""
+    context = facts.context_len
+    wanted = config.cache_lens or DEFAULT_CACHE_LEN
+    if context is None or wanted <= context:
+        return wanted
+    if config.cache_lens:
+        message = "--cache_lens %d: the model takes %d tokens, prompt and answer together; the cache holds as many"
+        logger.warning(message, config.cache_lens, context)
+    return context
+
+
+class CachePlan(Protocol[CacheT_co]):
+    """A cache that is not there yet."""
+
+    @property
+    def max_batch_size(self) -> int:
+        """Most sequences of a decode step."""
+        ...
+
+    def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:
+        """Positions that it holds, for a plan that has no cache yet and its layers' shapes."""
+        ...
+
+    def page_size(self, num_slots: int) -> int:
+        """Positions of a page."""
+        ...
+
+    def make(self, shapes: Sequence[LayerShape], num_slots: int) -> CacheT_co:
+        """The cache itself."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneSequence:
+    """A StaticCache of --cache_lens tokens."""
+
+    max_batch_size: int = 1
+
+    def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:
+        return cache_len_of(opened.config, opened.facts)
+
+    def page_size(self, num_slots: int) -> int:
+        return num_slots
+
+    def make(self, shapes: Sequence[LayerShape], num_slots: int) -> StaticCache:
+        return StaticCache(shapes, num_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPages:
+    """A PagedCache of --cache_lens tokens, in pages of `size`, that up to max_batch_size sequences share."""
+
+    size: int
+    max_batch_size: int
+
+    def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:
+        """When --cache_lens is 0, for max_batch_size long sequences, if they fit comfortably."""
+        asked = opened.config.cache_lens
+        if asked:
+            return -(-asked // self.size) * self.size
+        num_tokens = cache_len_of(opened.config, opened.facts) * self.max_batch_size
+        fitting = min(
+            int(PAGED_SHARE * max(plan.capacity.get(place, 0) - plan.weight_bytes.get(place, 0), 0) / nbytes)
+            for place, nbytes in PagedCache.size_by_place(shapes, 1).items()
+        )
+        chosen = max(min(num_tokens, fitting), self.size)
+        if chosen < num_tokens:
+            logger.info("--cache_lens: %d tokens, a quarter of the free memory; set it to have more", chosen)
+        return chosen // self.size * self.size
+
+    def page_size(self, num_slots: int) -> int:
+        return self.size
+
+    def make(self, shapes: Sequence[LayerShape], num_slots: int) -> PagedCache:
+        return PagedCache(shapes, num_slots // self.size, self.size)

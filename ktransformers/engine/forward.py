@@ -1,0 +1,83 @@
+"""The forward pass of a loaded model, on inputs where it wants them. Knows no sequences, no padding, no graphs."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.engine.layout import StepLayout
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.device import CPU
+from ktransformers.operators.exact import NativeMathMode, modules_on_torch
+
+__all__ = ["ForwardPass", "StepInputs"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step on the devices of the layers.
+
+    hidden_states: [1, T, H], what the embedding gave, and positions int64 [1, T], on the first layer's device; keep:
+    int64 [N] rows, on the last layer's. context: replicated on all of them.
+    """
+
+    hidden_states: Tensor
+    positions: Tensor
+    keep: Tensor
+    context: ForwardContext
+
+
+class ForwardPass:
+    """A loaded model's forward, which steps of every kind share.
+
+    layout: the devices of its layers, None where all are on the CPU. announce: whether modules that keep torch's
+    forward get a line in the log.
+    """
+
+    def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None, *, announce: bool = True):
+        self.model, self.pool = model, pool
+        self.layout = None if layout is None or layout.is_cpu else layout
+        left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
+        if left and announce:
+            logger.info("%s and %d more modules keep their forward, on native products", left[0], len(left) - 1)
+        self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
+
+    @torch.inference_mode()
+    def on_cpu(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
+        """int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size]."""
+        return self._logits(input_ids=token_ids[None], positions=positions[None], keep=keep, context=context)
+
+    @torch.inference_mode()
+    def inputs_of(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> StepInputs:
+        """Bring a step to the GPU: rows are looked up where the table is, then everything moves once."""
+        layout = self.layout
+        assert layout is not None, "steps on the CPU stay there"
+        return StepInputs(
+            hidden_states=layout.entry.take(layout.embedding(token_ids[None])),
+            positions=layout.entry.move(positions[None]),
+            keep=layout.last.move(keep),
+            context=context.replicated(device.torch_device for device in layout.devices),
+        )
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs) -> Tensor:
+        """From inputs that are on the GPU to logits [N, vocab_size] there. What a graph captures."""
+        return self._logits(
+            inputs_embeds=inputs.hidden_states, positions=inputs.positions, keep=inputs.keep, context=inputs.context
+        )
+
+    def _logits(self, *, positions: Tensor, keep: Tensor, context: ForwardContext, **tokens: Tensor) -> Tensor:
+        with self._math:
+            output = self.model(
+                **tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, forward_context=context
+            )
+        logits: Tensor = output.logits[0]
+        return logits

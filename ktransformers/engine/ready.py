@@ -1,0 +1,70 @@
+"""Makes the steps of a loaded model ready on GPUs before any is asked for: kernels compiled, decode steps captured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from ktransformers.cache.paged import PagedCache
+from ktransformers.core import CAPTURING, COMPILING
+from ktransformers.engine.decode import DecodeSteps
+from ktransformers.engine.forward import ForwardPass
+from ktransformers.engine.graphs import GraphBackend
+from ktransformers.engine.rehearsal import Extent, rehearse
+from ktransformers.kernels.triton.compiling import compiles
+from ktransformers.optimize.plan import Plan
+
+__all__ = ["Progress", "forget_positions", "prepare_decode"]
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int, str], None]
+"""Called while loading with (bytes loaded, bytes in all, dotted name of the module).
+
+After it, while steps on a GPU are made ready, with (kernels, kernels in all, COMPILING) and (graphs captured, graphs in
+all, CAPTURING).
+"""
+
+
+def forget_positions(plan: Plan) -> None:
+    """Give back what operators hold for the positions of a step that was made up."""
+    for operator in plan.operators.values():
+        operator.forget()
+
+
+@torch.inference_mode()
+def prepare_decode(
+    forward: ForwardPass,
+    cache: PagedCache,
+    plan: Plan,
+    extent: Extent,
+    backend: GraphBackend | None,
+    progress: Progress | None,
+) -> DecodeSteps | None:
+    """Compile what steps of `extent` launch, and capture those of few rows on `backend`; None: they are not captured.
+
+    Returns None when layers are on the CPU: their steps are all alike.
+    """
+    layout = forward.layout
+    if layout is None:
+        return None
+    report = progress or (lambda done, total, name: None)
+
+    def steps(backend: GraphBackend | None) -> DecodeSteps:
+        return DecodeSteps(
+            forward,
+            cache,
+            max_batch_size=extent.max_batch_size,
+            num_pages=extent.num_pages,
+            backend=backend,
+            progress=lambda done, total: report(done, total, CAPTURING),
+        )
+
+    can_pad = all(device.is_gpu for device in layout.devices)
+    if compiles():
+        decode = steps(None) if can_pad else None
+        rehearse(forward, cache, decode, extent, lambda done, total: report(done, total, COMPILING))
+        forget_positions(plan)
+    return steps(backend) if can_pad else None
