@@ -37,7 +37,7 @@ def layer() -> Iterator[MakeLayer]:
             codes, scales, _ = to_fp8(torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)))
             weight = Fp8Matrix(codes.view(torch.uint8), scales)
             bias = torch.randn(rows, generator=torch.Generator().manual_seed(seed))
-            operator.matrix = gpu_matrix(weight, bias, operator.device, pool, is_dense_wanted=False)
+            operator._matrix = gpu_matrix(weight, bias, operator.device, pool, is_dense_wanted=False)
             return operator
 
         yield made
