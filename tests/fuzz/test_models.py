@@ -13,9 +13,11 @@ import pytest
 SCRIPT = "tests.support.fuzz.models"
 
 
-@pytest.mark.parametrize(("kind", "few"), [("gguf", 300), ("folder", 150)])
-def test_mutated_models_are_planned_or_refused(kind: str, few: int, random_cases: Callable[[int, int], int]) -> None:
-    count = random_cases(few, 1000)
+@pytest.mark.parametrize(("kind", "few", "many"), [("gguf", 300, 10_000), ("folder", 150, 1000)])
+def test_mutated_models_are_planned_or_refused(
+    kind: str, few: int, many: int, random_cases: Callable[[int, int], int]
+) -> None:
+    count = random_cases(few, many)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
     result = subprocess.run(
         [sys.executable, "-m", SCRIPT, kind, str(count), "1"],

@@ -29,7 +29,7 @@ from ktransformers.errors import (
 from ktransformers.server.backend.balance_serve import BalanceServeBackend, _commands
 from ktransformers.server.balance.messages import Command, decode, encode
 from ktransformers.server.balance.supervisor import BalanceConfig
-from tests.support.balance_backend import backend, check, collect, gone, request, run, until
+from tests.support.balance_backend import DEADLINE, backend, check, collect, gone, request, run, until
 from tests.support.balance_fakes import MODEL_LEN, POISON
 from tests.support.demo import DEMO_GGUF
 from tests.support.fake_engine import VOCAB_SIZE
@@ -112,7 +112,7 @@ def test_streams_go_on_when_the_engine_is_killed(random_cases: Callable[[int, in
             assert made.stats().num_engine_restarts == kills
             assert made.stats().scheduler.num_engine_losses == kills  # type: ignore[union-attr]
 
-    run(work)
+    run(work, kills * DEADLINE / 3)
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_an_engine_that_never_comes_back_ends_the_service() -> None:
 PARENT = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
-from tests.support.balance_backend import backend, collect, request, until
+from tests.support.balance_backend import DEADLINE, backend, collect, request, until
 
 async def main():
     async with backend("load_slow") as made:
