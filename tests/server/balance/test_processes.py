@@ -172,7 +172,7 @@ def test_an_engine_that_never_comes_back_ends_the_service() -> None:
 PARENT = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
-from tests.support.balance_backend import DEADLINE, backend, collect, request, until
+from tests.support.balance_backend import backend, collect, request, until
 
 async def main():
     async with backend("load_slow") as made:
