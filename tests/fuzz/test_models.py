@@ -28,7 +28,7 @@ def test_mutated_models_are_planned_or_refused(
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    counts = json.loads(result.stdout)
+    counts = json.loads(result.stdout.splitlines()[-1])  # transformers prints about what it does not know
     assert counts["failed"] == []
     assert counts["planned"] > count // 20
     assert counts["refused"] > count // 4
