@@ -10,13 +10,14 @@ BIN := $(VENV)/bin
 CSRC := $(shell find csrc -type f 2>/dev/null)
 SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(CSRC)
 
-.PHONY: chat serve test lint bench format sanitize clean help
+.PHONY: chat serve test test-all lint bench format sanitize clean help
 
 help:
 	@echo "make chat    chat with the bundled model (installs everything into $(VENV) first:"
 	@echo "             5.6 GB with CUDA where there is an NVIDIA GPU, 1.2 GB without; TORCH=cpu or TORCH=cuda says which)"
 	@echo "make serve   serve the bundled model over HTTP"
 	@echo "make test    run the tests"
+	@echo "make test-all  and all that is thinned there: whole products, long counts of random cases"
 	@echo "make lint    ruff, clang-format, mypy --strict, import layers"
 	@echo "make sanitize  the tests of the kernels with AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench   measure the native kernels on this machine"
@@ -27,8 +28,13 @@ chat: $(VENV)/.installed
 serve: $(VENV)/.installed
 	@exec $(BIN)/ktransformers serve $(ARGS)
 
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
+
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: $(VENV)/.installed-dev
+	$(PYTEST) --exhaustive $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,14 +1,45 @@
-"""Triton interprets its kernels where there is no GPU: decided when a kernel is defined, so set before any import."""
+"""Options of the whole suite, and what has to be so before any test.
+
+Triton interprets its kernels where there is no GPU: decided when a kernel is defined, so set before any import.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton") is not None:
+        from tests.support.interpreter import quicken
+
+        quicken()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="whole products and long counts too (make test-all)")
+    parser.addoption("--random_cases", type=int, metavar="COUNT", help="mutations of each fuzzed kind, instead of ours")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what only `make test-all` runs."""
+    if config.getoption("--exhaustive"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive") is not None]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("exhaustive") is None]
+
+
+@pytest.fixture(scope="session")
+def random_cases(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+    """random_cases(few, many): how many to take; many under --exhaustive, or what --random_cases says."""
+    option, is_exhaustive = request.config.getoption("--random_cases"), request.config.getoption("--exhaustive")
+    return lambda few, many: option or (many if is_exhaustive else few)
 
 
 @pytest.fixture(autouse=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ktransformers.errors import RuleError
+from ktransformers.errors import KTransformersError, RuleError
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.rules import load_rules
 from tests.support.fake_operators import GIB, meta_model, plan_with
+from tests.support.products import product
 from tests.support.tiny_models import DENSE_TYPES, MOE_TYPES
 
 SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -60,6 +62,16 @@ def test_shipped_rules_all_match(file: str, model_type: str, values: dict[str, A
     has_experts = [key for key, name in found.items() if name == "KTransformersExperts"]
     assert bool(has_experts) == ("dense" not in file)
     assert len([name for name in found.values() if name == "KRouter"]) == len(has_experts)
+
+
+@product(strength=1, model_type=(*DENSE_TYPES, *MOE_TYPES), file=sorted(SHIPPED))
+def test_any_family_with_any_file_is_planned_whole_or_refused(model_type: str, file: str) -> None:
+    model = meta_model(model_type)
+    with contextlib.suppress(KTransformersError):
+        plan = plan_with(model, load_rules(RULES_DIR / file))
+        read = {name for entry in plan.entries for name in entry.stored_names}
+        assert {name for name, _ in model.named_parameters() if ".experts." not in name} <= read
+        assert {f"{name}.all" for name, _ in model.named_modules() if name.endswith(".experts")} <= read
 
 
 @pytest.mark.parametrize(("file", "model_type", "values"), CASES[:9])

@@ -24,9 +24,9 @@ from tests.support.fake_engine import VOCAB_SIZE, answer_alone, make_config, mak
 DEADLINE = 60.0
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
+def run(work: Callable[[], Awaitable[None]], seconds: float = DEADLINE) -> None:
     async def main() -> None:
-        async with asyncio.timeout(DEADLINE):
+        async with asyncio.timeout(seconds):
             await work()
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""A chat program on a model without weights, for tests that need a process of its own: `python fake_chat.py [flags]`.
+"""A chat on a model without weights, for tests that need a process: `python -m tests.support.fake_chat [flags]`.
 
 The model answers every prompt with what stands in REPLIES for its last user turn, or repeats that turn.
 """

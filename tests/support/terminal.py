@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PROGRAM = [sys.executable, str(ROOT / "tests" / "support" / "fake_chat.py")]
+PROGRAM = [sys.executable, "-m", "tests.support.fake_chat"]
 TIMEOUT = 60  # seconds; only a hang reaches it
 
 

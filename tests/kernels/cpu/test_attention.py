@@ -7,6 +7,7 @@ import torch
 
 from ktransformers.kernels import reference
 from ktransformers.kernels.cpu import attention
+from tests.support.products import product
 
 PAGE = 16
 
@@ -26,8 +27,7 @@ def case(heads, kv_heads, dim_k, dim_v, seed=0):
 OPTIONS = [{}, {"window": 100}, {"softcap": 3.0}, {"sinks": True}, {"window": 7, "sinks": True, "softcap": 5.0}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-@pytest.mark.parametrize("shape", [(8, 2, 64, 64), (6, 6, 40, 24), (20, 1, 48, 40)], ids=str)
+@product(strength=1, shape=[(8, 2, 64, 64), (6, 6, 40, 24), (20, 1, 48, 40)], options=OPTIONS)
 def test_against_the_oracle_and_equal_bits(shape, options, pools):
     q, k, v, table, seq_ids, kv_lens = case(*shape)
     options = {**options, "sinks": torch.linspace(-1, 2, shape[0])} if options.get("sinks") else options

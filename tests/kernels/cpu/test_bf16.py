@@ -25,6 +25,7 @@ from ktransformers.kernels.types import (
     RawTensor,
     WeightType,
 )
+from tests.support.products import product
 
 EMULATED = (Isa.AVX512_BF16_EMULATED, Isa.AMX_EMULATED)
 TIERS = (*(isa for isa in cpu.available_isas() if isa in (Isa.AVX512_BF16, Isa.AMX)), *EMULATED)
@@ -228,8 +229,7 @@ def test_weights_that_bf16_holds_are_exact(isa: Isa) -> None:
     pool.close()
 
 
-@pytest.mark.parametrize("isa", TIERS)
-@pytest.mark.parametrize("qtype", QUANTIZED)
+@product(strength=1, isa=TIERS, qtype=QUANTIZED)
 def test_quantized_linear_is_near_fp64(make_weight, isa: Isa, qtype: WeightType) -> None:
     pool = WorkerPool(2, isa)
     for rows, cols in ((48, 768), (21, 256), (16, 1024)):
@@ -324,8 +324,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("isa", TIERS)
-@pytest.mark.parametrize("kinds", KINDS)
+@product(strength=1, isa=TIERS, kinds=KINDS)
 def test_experts_equal_their_linears(make_weight, isa: Isa, kinds: tuple[WeightType, ...]) -> None:
     experts, hidden, width, top_k = 3, 256, 256, 2
     pool = WorkerPool(3, isa)

@@ -26,18 +26,21 @@ def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedP
     # fusing s * q - m is wanted; the variable keeps versions quiet that ask for a choice
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, root / "tests" / "support" / "triton_kernels" / name, *arguments]
+    command = [sys.executable, "-m", f"tests.support.triton_kernels.{name}", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(
     ("arguments", "kernels"),
-    [(["--sm", "90"], (*PRODUCTS, *ATTENTION)), (["--sm", "89", "--attention"], ATTENTION)],
-    ids=["sm90", "sm89"],
+    [
+        pytest.param(["--sm", "90", "--few"], (*PRODUCTS, *ATTENTION), id="sm90"),
+        pytest.param(["--sm", "90"], (*PRODUCTS, *ATTENTION), id="sm90-more", marks=pytest.mark.exhaustive),
+        pytest.param(["--sm", "89", "--attention"], ATTENTION, id="sm89"),
+    ],
 )
 def test_kernels_compile_and_fit(arguments, kernels, tmp_path):
     """For an H100; and attention for a GPU of a workstation, which has less than half of its shared memory."""
-    done = run_script("compile_launches.py", *arguments, cache=tmp_path)
+    done = run_script("compile_launches", *arguments, cache=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for kernel in kernels:
         assert kernel in done.stdout
@@ -46,7 +49,7 @@ def test_kernels_compile_and_fit(arguments, kernels, tmp_path):
 def test_what_is_rehearsed_is_compiled_once(tmp_path):
     """Into Triton's folder, from which the next process reads it; what nobody rehearsed is named in the log."""
     for expected in ("rehearsed 6 compiled 3", "rehearsed 6 from disk 3"):
-        done = run_script("rehearse_launches.py", cache=tmp_path)
+        done = run_script("rehearse_launches", cache=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert expected in done.stdout
         (line,) = [line for line in done.stdout.splitlines() if "while serving" in line]

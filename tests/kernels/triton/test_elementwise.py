@@ -11,7 +11,7 @@ from ktransformers.kernels.triton.elementwise import activate, add_rms_norm, rms
 from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.attention.mla import rotate
-from tests.support.triton_kernels.numbers import close, normal
+from tests.support.triton_kernels.comparing import close, normal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

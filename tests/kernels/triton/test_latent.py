@@ -8,7 +8,7 @@ import torch
 from ktransformers.kernels import reference
 from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
 from ktransformers.operators.attention.mla import rotate
-from tests.support.triton_kernels.numbers import RELATIVE, close, normal
+from tests.support.triton_kernels.comparing import RELATIVE, close, normal
 
 
 def angles_of(rows, half, is_interleaved, device):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -20,12 +22,12 @@ def check(case: schemathesis.Case) -> None:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_no_server_error(server: ServerProcess) -> None:
+def test_no_server_error(server: ServerProcess, random_cases: Callable[[int, int], int]) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
     assert len(operations) >= 9
     limits = settings(
-        max_examples=60,
+        max_examples=random_cases(25, 100),
         derandomize=True,
         database=None,
         deadline=None,

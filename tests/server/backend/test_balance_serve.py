@@ -242,11 +242,11 @@ def mixes() -> tuple[Mix, Mix]:
     ("chunk_size", "max_batch_size", "more", "kills"),
     [
         (16, 4, (), 0),
-        (256, 1, (), 0),
-        (256, 32, ("--no-prefix_cache",), 0),
+        pytest.param(256, 1, (), 0, marks=pytest.mark.exhaustive),
+        pytest.param(256, 32, ("--no-prefix_cache",), 0, marks=pytest.mark.exhaustive),
         (256, 32, ("--cache_lens", "480", "--page_size", "4"), 0),  # they throw each other out
         (256, 32, (), 3),
-        (16, 32, (), 0),
+        pytest.param(16, 32, (), 0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_64_mixed_requests(

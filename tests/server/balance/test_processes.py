@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from ktransformers.errors import (
 from ktransformers.server.backend.balance_serve import BalanceServeBackend, _commands
 from ktransformers.server.balance.messages import Command, decode, encode
 from ktransformers.server.balance.supervisor import BalanceConfig
-from tests.support.balance_backend import backend, check, collect, gone, request, run, until
+from tests.support.balance_backend import DEADLINE, backend, check, collect, gone, request, run, until
 from tests.support.balance_fakes import MODEL_LEN, POISON
 from tests.support.demo import DEMO_GGUF
 from tests.support.fake_engine import VOCAB_SIZE
@@ -88,12 +89,15 @@ def test_many_requests_at_once_get_the_answers_they_get_alone() -> None:
 
 
 @pytest.mark.slow
-def test_streams_go_on_when_the_engine_is_killed() -> None:
+def test_streams_go_on_when_the_engine_is_killed(random_cases: Callable[[int, int], int]) -> None:
+    kills = random_cases(3, 12)
+
     async def work() -> None:
-        async with backend("load_slow") as made:
-            requests = [request(number, params={"max_tokens": 120, "ignore_eos": True}) for number in range(8)]
+        async with backend("load_slow", max_engine_restarts=kills) as made:
+            params = {"max_tokens": 40 * kills, "ignore_eos": True}
+            requests = [request(number, params=params) for number in range(8)]
             streams = [asyncio.create_task(collect(made, asked)) for asked in requests]
-            for kill in range(3):
+            for kill in range(kills):
                 steps = made.stats().engine.num_steps
                 await until(lambda: made.stats().engine.num_steps >= steps + 12)  # noqa: B023
                 pid = made.supervisor.engine_pid
@@ -105,10 +109,10 @@ def test_streams_go_on_when_the_engine_is_killed() -> None:
                 await until(lambda: made.supervisor.num_restarts == kill + 1)  # noqa: B023
             for stream, asked in zip(streams, requests, strict=True):
                 check(await stream, asked)
-            assert made.stats().num_engine_restarts == 3
-            assert made.stats().scheduler.num_engine_losses == 3  # type: ignore[union-attr]
+            assert made.stats().num_engine_restarts == kills
+            assert made.stats().scheduler.num_engine_losses == kills  # type: ignore[union-attr]
 
-    run(work)
+    run(work, kills * DEADLINE / 3)
 
 
 @pytest.mark.slow

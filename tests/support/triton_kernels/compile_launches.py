@@ -1,6 +1,6 @@
 """Compiles for a GPU what calls would launch, on a machine without one: what the interpreter does not check.
 
-    python tests/support/triton_kernels/compile_launches.py [--sm 80|86|89|90|120] [--attention | --all]
+    python -m tests.support.triton_kernels.compile_launches [--sm 80|86|89|90|120] [--attention | --few | --all]
 
 Launches are caught, their arguments turned into a signature, and the kernels compiled for such a GPU. Prints a line for
 each; exits with an error for one that does not compile, keeps arrays in local memory or needs more shared memory than
@@ -190,29 +190,34 @@ def all_attention():
     call_expanded(4, 128, 256)
 
 
-def some():
+def few():
+    """Every kernel once or twice."""
     all_attention()
     call_convert(4, 2048)
-    call_convert(1, 2880, 1)
     call_latent(2)
     call_norm(7168, 2)
-    call_router(128, 2048, 1, RouterSpec(8))
     call_router(256, 7168, 4, RouterSpec(8, "sigmoid", num_groups=8, topk_groups=4, scaling=2.5))
     call_linear(QuantType.Q4_K, 2048, 4096, 1)
     call_linear(QuantType.Q6_K, 2048, 2048, 200)
+    call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 1)
+    call_gpt_oss(QuantType.MXFP4, 600, layout=GpuLayout.TILES)
+    call_fp8(576, 7168, 2)
+
+
+def some():
+    few()
+    call_convert(1, 2880, 1)
+    call_router(128, 2048, 1, RouterSpec(8))
     call_pair((QuantType.Q4_K, QuantType.Q6_K), (4608, 512), 2048, 2)
     call_gated(QuantType.Q4_K, 4096, 7168, 4)
     call_gated(QuantType.Q4_K, 4096, 7168, 16)
-    call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 1)
     call_moe((QuantType.Q4_K, QuantType.Q8_0), 2048, 1408, 40)
     call_moe((QuantType.Q4_0, QuantType.Q4_0), 32, 32, 1, layout=GpuLayout.ROWS, num=1, top_k=1)
     call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 600, layout=GpuLayout.TILES)
     call_gpt_oss(QuantType.MXFP4, 1)
-    call_gpt_oss(QuantType.MXFP4, 600, layout=GpuLayout.TILES)
     call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 4, layout=GpuLayout.ROWS)
     call_moe((QuantType.BF16, QuantType.BF16), 2048, 768, 600, layout=GpuLayout.TILES)
     call_moe((OwnType.F8_E4M3, OwnType.F8_E4M3), 2048, 768, 600, layout=GpuLayout.TILES)
-    call_fp8(576, 7168, 2)
 
 
 def everything():
@@ -256,11 +261,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sm", type=int, default=90, choices=sorted(SHARED_BYTES))
     parser.add_argument("--attention", action="store_true", help="kernels of attention alone")
+    parser.add_argument("--few", action="store_true", help="every kernel once or twice")
     parser.add_argument("--all", action="store_true", help="many more types and sizes")
     args = parser.parse_args()
     target, runtime.default_shared_bytes = args.sm, SHARED_BYTES[args.sm]
     triton.runtime.jit.JITFunction.run = compile_launch
-    (everything if args.all else all_attention if args.attention else some)()
+    (everything if args.all else all_attention if args.attention else few if args.few else some)()
 
 
 if __name__ == "__main__":

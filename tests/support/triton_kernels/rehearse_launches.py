@@ -1,6 +1,6 @@
 """Rehearses launches as on an H100, on a machine without a GPU: Triton compiles for one, and nothing is launched.
 
-    python tests/support/triton_kernels/rehearse_launches.py
+    python -m tests.support.triton_kernels.rehearse_launches
 
 Prints "rehearsed KERNELS compiled|from disk VARIANTS", of two devices, then what the log says of a variant that nobody
 rehearsed.
