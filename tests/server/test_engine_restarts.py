@@ -22,6 +22,7 @@ from ktransformers.core import TokenEvent
 from ktransformers.errors import ConfigError, EngineError, WeightError
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_serve import BalanceServeBackend
+from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
 from ktransformers.server.balance.messages import EngineFacts
 from ktransformers.server.balance.model_files import ModelFiles
 from ktransformers.server.balance.restarts import RESTART_SECONDS, DeathLimit, delays, ending, pinned, shortfall
@@ -166,6 +167,84 @@ def test_an_engine_that_hangs_is_killed_and_replaced(caplog: pytest.LogCaptureFi
 
     run(work)
     assert "it hangs, and is killed" in caplog.text
+
+
+@pytest.mark.parametrize("seconds", [300.0, 0.0])
+def test_loading_that_stands_still_is_a_hang(seconds: float) -> None:
+    watch = LoadWatch(seconds)
+    assert watch.pause == seconds / 4
+    looks = [(0, 0), (0, 9), (0, 10), (1, 10)] + 5 * [(1, 11)]  # a slow disk: something comes between two looks
+    assert [watch.is_stuck(progress) for progress in looks] == [False] * 8 + [True]
+
+
+def test_what_a_process_reads_from_a_disk_is_seen(tmp_path: Path) -> None:
+    folder = tmp_path / "7"
+    folder.mkdir()
+    (folder / "io").write_text("rchar: 5\nread_bytes: 4096\nwrite_bytes: 0\n")
+    (folder / "stat").write_text("7 (a) b (c) S 1 7 7 0 -1 4194560 1000 0 33 0 5 1 0 0")
+    assert read_so_far(7, tmp_path) == (4096, 33)
+    assert read_so_far(8, tmp_path) == (0, 0)
+    assert len(read_so_far(os.getpid())) == 2
+
+
+async def hang_in_loading(made: BalanceServeBackend, clock: ManualClock) -> None:
+    """Let time pass while an engine of load_stuck stands still, until somebody notices."""
+
+    def is_noticed() -> bool:
+        supervisor = made._supervisor
+        if supervisor is not None and supervisor._launcher._reported[1] == "layers.7" and 75.0 in clock.sleeping:
+            clock.wake(75.0)
+        return made.pause is not None and "the engine hung while loading" in made.pause
+
+    await until(is_noticed)
+
+
+def test_an_engine_that_hangs_while_loading_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """The first one, and the one after a death."""
+
+    async def work() -> None:
+        clock = ManualClock()
+        engine = EngineConfig(gguf_path=DEMO, cache_lens=4000, chunk_size=16)
+        config = BalanceConfig(
+            engine=engine, page_size=4, factory="tests.server.balance_fakes:load_stuck", log_level="error",
+            has_spare_engine=False, engine_timeout=300.0,
+        )  # fmt: skip
+        made = BalanceServeBackend(config, clock=clock)
+        transport = httpx.ASGITransport(app=create_app(made, ServerConfig(model_names=("demo",))))
+
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            starting = asyncio.create_task(made.start())
+            await hang_in_loading(made, clock)
+            answer = await client.get("/ready")
+            assert answer.status_code == 503
+            assert "for 300 s it read nothing and reported nothing after layers.7" in answer.text
+            await starting
+            assert (await client.get("/ready")).status_code == 200
+            assert made.supervisor.num_restarts == 1
+            stream = await killed(made, 1)
+            await hang_in_loading(made, clock)
+            check(await stream, request(1, params=LONG))
+            assert made.supervisor.num_restarts == 3
+        await made.close()
+
+    run(work)
+    assert "hung while loading" in caplog.text
+
+
+def test_engines_that_always_hang_while_loading_end_the_service() -> None:
+    async def work() -> None:
+        clock = ManualClock()
+        config = BalanceConfig(
+            EngineConfig(gguf_path=DEMO), factory="tests.server.balance_fakes:load_stuck", max_engine_restarts=0
+        )
+        made = BalanceServeBackend(config, clock=clock)
+        starting = asyncio.create_task(made.start())
+        await hang_in_loading(made, clock)
+        with pytest.raises(EngineError, match=r"died 1 times .*--max_engine_restarts"):
+            await starting
+        await made.close()
+
+    run(work)
 
 
 def test_a_spare_becomes_the_next_engine() -> None:

@@ -11,6 +11,7 @@ requests. Everything runs on one event loop.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import shutil
@@ -26,7 +27,7 @@ import zmq.asyncio
 from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError, EngineError, KTransformersError, WeightError
 from ktransformers.server.backend.base import Progress
-from ktransformers.server.balance.launcher import EngineDied, Launcher, RunningEngine
+from ktransformers.server.balance.launcher import EngineDied, EngineHung, Launcher, LoadLimit, RunningEngine
 from ktransformers.server.balance.messages import (
     Command,
     EngineDown,
@@ -64,7 +65,8 @@ class BalanceConfig:
     """What balance_serve is started with. engine.cache_lens counts the tokens of all requests together.
 
     max_engine_restarts: engines that may die within RESTART_SECONDS; one more ends the service.
-    engine_timeout: seconds after which a step of few tokens means that the engine hangs, see StepWatch; 0: never.
+    engine_timeout: seconds after which a step of few tokens means that the engine hangs, see StepWatch, and of loading
+    in which nothing is read or reported; 0: never.
     has_spare_engine: whether a process waits with its imports done, which a restart takes.
     Raises ConfigError on creation for limits that cannot work.
     """
@@ -119,7 +121,8 @@ class Supervisor:
         self._context = zmq.asyncio.Context()
         self._commands = self._bound(zmq.PUSH, "commands")
         self._news = self._bound(zmq.PULL, "news")
-        self._launcher = Launcher(self._bound(zmq.PULL, "status"))
+        limit = LoadLimit(config.engine_timeout, self._clock, self._say_hung)
+        self._launcher = Launcher(self._bound(zmq.PULL, "status"), limit)
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = DeathLimit(config.max_engine_restarts)
         self._engine: RunningEngine | None = None
@@ -155,13 +158,27 @@ class Supervisor:
 
     async def start(self, progress: Progress | None) -> EngineFacts:
         """Load the engine, then start the scheduler. Raises what the engine says when it cannot start."""
-        engine = await self._load(0, self._config.engine, progress)
+        engine = await self._first(progress)
         await self._start_scheduler(engine.facts)
         self._spawn(self._receive_news())
         await self._announce(engine)
         self._spawn(self._keep_engine(engine))
         self._spawn(self._watch_files())
         return engine.facts
+
+    async def _first(self, progress: Progress | None) -> RunningEngine:
+        """One that hangs while it loads may be luck; one that dies will die again."""
+        for epoch in itertools.count():
+            try:
+                return await self._load(epoch, self._config.engine, progress)
+            except EngineHung:
+                self._died_loading(epoch)
+                self.num_restarts += 1
+        raise AssertionError("epochs end")
+
+    def _say_hung(self, what: str) -> None:
+        self.pause = f"{what}; another one is started"
+        logger.error("%s; it is killed", what)
 
     async def _load(self, epoch: int, config: EngineConfig, progress: Progress | None) -> RunningEngine:
         ours = self._config
@@ -310,6 +327,11 @@ class Supervisor:
                 "(--max_engine_restarts)"
             )
 
+    def _died_loading(self, epoch: int) -> None:
+        """Raises EngineError when engines die too often."""
+        self._deaths.count(epoch, self._clock.now())
+        self._check_deaths()
+
     async def _replaced(self, last: RunningEngine) -> RunningEngine:
         """Another engine that can do what `last` could. Waits for memory to come free, however long that takes.
 
@@ -323,8 +345,7 @@ class Supervisor:
                 return await self._load_equal(epoch, config, last.facts)
             except EngineDied as error:
                 logger.warning("%s: trying again", error)
-                self._deaths.count(epoch, self._clock.now())
-                self._check_deaths()
+                self._died_loading(epoch)
                 await self._check_files()
             except KTransformersError as error:
                 await self._check_files()
