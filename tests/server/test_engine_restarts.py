@@ -344,6 +344,7 @@ def test_what_is_seen_of_files(tmp_path: Path) -> None:
         file.write_bytes(b"12345678")
         os.utime(file, ns=(1, 1))
         files = ModelFiles([file])
+        files.take_samples()
         assert files.written_to() is None
         assert files.changed() is None
         change()
@@ -352,6 +353,51 @@ def test_what_is_seen_of_files(tmp_path: Path) -> None:
     assert after(lambda: os.truncate(file, 4)) == (True, True)
     assert after(lambda: file.write_bytes(b"87654321")) == (True, True)
     assert after(file.unlink) == (False, True)  # the mapping lives on
+    assert after(file.touch) == (False, False)
+
+
+def test_a_touch_is_told_once_and_a_write_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ktransformers.server")
+    file, unsampled = tmp_path / "weights", tmp_path / "more"
+    file.write_bytes(bytes(5 << 20))
+    unsampled.write_bytes(bytes(4096))
+    files = ModelFiles([file, unsampled])
+    unsampled.write_bytes(b"written while the model loads".ljust(4096, b"."))
+    files.take_samples()
+    assert "more was written to" in str(files.written_to())
+    os.utime(unsampled, ns=(1, 1))
+    assert "more was written to" in str(files.changed())  # nobody knows what it held
+
+    files = ModelFiles([file])
+    files.take_samples()
+    for seconds in (1, 2, 2):
+        os.utime(file, (seconds, seconds))
+        assert files.written_to() is None
+        assert files.changed() is None
+    assert caplog.text.count("has another time and the same bytes") == 2  # one line a touch
+    for offset in (7, (5 << 20) - 4096):  # the head, a page
+        with file.open("r+b") as opened:
+            opened.seek(offset)
+            opened.write(b"x")
+        assert "was written to or replaced" in str(files.written_to())
+        with file.open("r+b") as opened:
+            opened.seek(offset)
+            opened.write(b"\0")
+        assert files.written_to() is None
+
+
+def test_a_touch_does_not_end_the_service(tmp_path: Path) -> None:
+    async def work() -> None:
+        clock = ManualClock()
+        async with on_a_copy(tmp_path, clock) as (made, model):
+            await until(lambda: FILE_CHECK_SECONDS in clock.sleeping)
+            os.utime(model, (1, 1))
+            clock.wake(FILE_CHECK_SECONDS)
+            await until(lambda: FILE_CHECK_SECONDS in clock.sleeping)
+            check(await (await killed(made, 1)), request(1, params=LONG))  # on an engine that loads the file again
+            assert not made.supervisor.failed.done()
+
+    run(work)
 
 
 def test_deaths_are_counted_within_a_time() -> None:

@@ -158,12 +158,12 @@ class Supervisor:
 
     async def start(self, progress: Progress | None) -> EngineFacts:
         """Load the engine, then start the scheduler. Raises what the engine says when it cannot start."""
+        self._spawn(self._watch_files())
         engine = await self._first(progress)
         await self._start_scheduler(engine.facts)
         self._spawn(self._receive_news())
         await self._announce(engine)
         self._spawn(self._keep_engine(engine))
-        self._spawn(self._watch_files())
         return engine.facts
 
     async def _first(self, progress: Progress | None) -> RunningEngine:
@@ -283,6 +283,7 @@ class Supervisor:
 
     async def _watch_files(self) -> None:
         """Raises WeightError when a file that engines have mapped is written to."""
+        await asyncio.to_thread(self._files.take_samples)
         while True:
             await self._clock.sleep(FILE_CHECK_SECONDS)
             what = await asyncio.to_thread(self._files.written_to)
