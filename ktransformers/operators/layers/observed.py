@@ -59,13 +59,26 @@ class AttentionCall:
 class LayerCall:
     """One call of a decoder layer. kwargs: as the model gave them, without mask and context.
 
-    mask: what the model's mask for this layer allows; None when it made none.
+    mask: what the model's mask for this layer allows; None when it made none. reads: layers of the cache that it asked
+    for, as all attention of ours does.
     """
 
     kwargs: dict[str, Any]
     args: tuple[Any, ...]
     mask: MaskFunction | None
     attention: list[AttentionCall] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+
+
+class _ProbeCache(PagedCache):
+    """Notes in `reads` which layers are asked for."""
+
+    reads: list[int] | None = None
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.reads is not None:
+            self.reads.append(layer_idx)
+        return super().layer(layer_idx)
 
 
 class _MaskStandIn:
@@ -93,7 +106,7 @@ def layer_list(model: Any) -> nn.ModuleList | None:
 
 def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: int = 0) -> ForwardContext:
     """A step of `rows` tokens of one sequence behind `past` random keys and values, on a cache of its own."""
-    cache = PagedCache(shapes, 1, past + rows)
+    cache = _ProbeCache(shapes, 1, past + rows)
     generator = torch.Generator().manual_seed(5)
     for layer_idx in range(len(shapes) if past else 0):
         for tensor in cache.layer(layer_idx):
@@ -128,6 +141,9 @@ def observe_step(model: Any, run: Callable[[], object]) -> list[LayerCall]:
         call = LayerCall(kept, clean_args[1:], masks[0].function if masks else None)
         calls[index].append(call)
         current[:] = [call]
+        cache = getattr(clean.get("forward_context"), "cache", None)
+        if isinstance(cache, _ProbeCache):
+            cache.reads = call.reads
         return clean_args, clean
 
     def watched(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +206,7 @@ def _attention_named(model: Any, function: Callable[..., Any]) -> Iterator[None]
 
 
 def check_calls(model: Any, calls: list[LayerCall], max_len: int) -> None:
-    """Refuse what the cache cannot hold: attention twice in a layer, a window that only the mask knows.
+    """Refuse what the cache cannot hold: attention twice in a layer or none, a window that only the mask knows.
 
     max_len: most positions of a sequence. Raises UnsupportedError that names the layer.
     """
@@ -201,6 +217,11 @@ def check_calls(model: Any, calls: list[LayerCall], max_len: int) -> None:
             raise UnsupportedError(
                 f"layer {index} ({type(layer).__name__}) calls attention {len(call.attention)} times in a step; its "
                 "keys and values would overwrite each other, so this model cannot run"
+            )
+        if not call.reads:
+            raise UnsupportedError(
+                f"layer {index} ({type(layer).__name__}) attends by code of its own, which no cache and no sequence's "
+                "bounds reach, so its answers would be wrong; its model has to call transformers' attention interface"
             )
         window = call.attention[0].window if call.attention else _window_of(attention)
         if call.mask is not None and (id(call.mask), window) not in compared:
