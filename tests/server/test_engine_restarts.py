@@ -19,14 +19,19 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import TokenEvent
-from ktransformers.errors import ConfigError, EngineError, WeightError
+from ktransformers.engine import planning
+from ktransformers.engine.planning import Hardware
+from ktransformers.errors import CapacityError, ConfigError, EngineError, WeightError
+from ktransformers.optimize.machine import Machine
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_serve import BalanceServeBackend
+from ktransformers.server.balance import model_engine
+from ktransformers.server.balance.launcher import Launcher
 from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
-from ktransformers.server.balance.messages import EngineFacts
+from ktransformers.server.balance.messages import EngineFacts, EngineOptions
 from ktransformers.server.balance.model_files import ModelFiles
 from ktransformers.server.balance.restarts import RESTART_SECONDS, DeathLimit, delays, ending, pinned, shortfall
-from ktransformers.server.balance.supervisor import FILE_CHECK_SECONDS, BalanceConfig, Supervisor
+from ktransformers.server.balance.supervisor import FILE_CHECK_SECONDS, SPARE_BYTES, BalanceConfig, Supervisor
 from ktransformers.server.config import ServerConfig
 from tests.server.balance_fakes import POISON, ManualClock
 from tests.server.conftest import DEMO
@@ -269,6 +274,36 @@ def test_a_spare_becomes_the_next_engine() -> None:
         await until(lambda: gone(last))
 
     run(work)
+
+
+@pytest.mark.parametrize("has_spare", [True, False])
+def test_memory_of_the_spare_is_planned(has_spare: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[EngineOptions] = []
+
+    async def load(self: Launcher, options: EngineOptions, progress: object) -> None:
+        told.append(options)
+        raise CapacityError("no engine in this test")
+
+    def build(config: EngineConfig, *, hardware: Hardware, **others: object) -> None:
+        told_of = hardware.machine
+        assert (told_of.available_bytes, told_of.devices["cpu"]) == (1000, 1000)
+        raise CapacityError("seen")
+
+    monkeypatch.setattr(Launcher, "load", load)
+
+    async def work() -> None:
+        with pytest.raises(CapacityError, match="no engine"):
+            async with backend("load", has_spare_engine=has_spare):
+                raise AssertionError("it started")
+
+    run(work)
+    (options,) = told
+    assert options.spare_bytes == (SPARE_BYTES if has_spare else 0)
+    free = 1000 + options.spare_bytes
+    monkeypatch.setattr(planning, "detect_machine", lambda: Machine(free, free, {"cpu": free}))
+    monkeypatch.setattr(model_engine, "build_paged_engine", build)
+    with pytest.raises(CapacityError, match="seen"):
+        model_engine.load_engine(options, lambda done, total, name: None)
 
 
 def test_children_leave_signals_to_their_parent() -> None:

@@ -14,11 +14,10 @@ import asyncio
 import itertools
 import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -39,6 +38,7 @@ from ktransformers.server.balance.messages import (
     encode,
 )
 from ktransformers.server.balance.model_files import ModelFiles
+from ktransformers.server.balance.private_folder import PrivateFolder
 from ktransformers.server.balance.restarts import (
     RESTART_SECONDS,
     Clock,
@@ -57,7 +57,8 @@ logger = logging.getLogger("ktransformers.server")
 FILE_CHECK_SECONDS = 5.0
 """Between two looks at the files of weights."""
 
-_MAX_IPC_PATH = 90  # of some 107 that a socket's address can hold, file names included
+SPARE_BYTES = 300 << 20
+"""Of host memory, what a process with an engine's imports holds for itself, beside code that it shares with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +95,6 @@ class BalanceConfig:
             raise ConfigError(f"--engine_timeout must be a number of seconds, or 0, got {self.engine_timeout}")
 
 
-def _private_folder() -> Path:
-    """A new folder that only this user can enter, with a path short enough for socket addresses."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    if len(base) > _MAX_IPC_PATH - 30 or not os.access(base, os.W_OK):
-        base = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="ktransformers-", dir=base))
-
-
 class Supervisor:
     """on_news is called with what the scheduler tells, on the event loop. files: of weights, as they were opened.
 
@@ -117,7 +110,7 @@ class Supervisor:
     ):
         self._config, self._on_news, self._clock = config, on_news, clock or SystemClock()
         self._files = ModelFiles(files)
-        self._folder = _private_folder()
+        self._folder = PrivateFolder()
         self._context = zmq.asyncio.Context()
         self._commands = self._bound(zmq.PUSH, "commands")
         self._news = self._bound(zmq.PULL, "news")
@@ -144,7 +137,7 @@ class Supervisor:
         return self._launcher.spare_pid
 
     def _endpoint(self, name: str) -> str:
-        return f"ipc://{self._folder / name}"
+        return f"ipc://{self._folder.path / name}"
 
     def _bound(self, kind: int, name: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
@@ -193,6 +186,7 @@ class Supervisor:
             page_size=ours.page_size,
             max_batch_size=ours.max_batch_size,
             factory=ours.factory,
+            spare_bytes=SPARE_BYTES if ours.has_spare_engine else 0,
         )
         return await self._launcher.load(options, progress)
 
@@ -255,15 +249,16 @@ class Supervisor:
             logger.error("the engine has not finished a step in time (--engine_timeout): it hangs, and is killed")
             engine.process.kill()
 
-    def _spawn(self, work: object) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task: asyncio.Task[None] = asyncio.create_task(self._guarded(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # one that was cancelled before it began
 
-    async def _guarded(self, work: object) -> None:
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         """A background task that fails ends the service: nobody else would notice."""
         try:
-            await work  # type: ignore[misc]
+            await work
         except KTransformersError as error:
             self._fail(error)
         except Exception as error:
@@ -377,4 +372,4 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._launcher.end_all()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
