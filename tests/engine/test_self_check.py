@@ -160,7 +160,28 @@ def test_of_large_experts_the_last_rows_are_compared(
     folder = write_safetensors(tiny_model("qwen3_moe"), tmp_path)
     monkeypatch.setattr(self_check, "_EXPERT_BYTES", 4 * 3 * 64 * 96 * 7)  # one less than there are
     load(folder).close()
-    assert "on 64 tokens; experts for the last 1 of them only" in said(caplog)[0]
+    assert "on 64 tokens; wide parts for the last 1 of them only" in said(caplog)[-1]
+
+
+@pytest.mark.usefixtures("_all_untested")
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_wide_models_are_compared_in_parts(
+    is_wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One layer of each kind, feed-forward parts for the last rows, one run; and what differs is named as ever."""
+    monkeypatch.setattr(self_check, "_MOST_WORK_OF_A_PART", 64 * 96 * 3 * 5)
+    monkeypatch.setattr(self_check, "_LEAST_ROWS_OF_A_PART", 2)
+    monkeypatch.setattr(self_check, "_MOST_WORK", 1)
+    folder = write_safetensors(tiny_model("smollm3", layers=6), tmp_path)
+    if is_wrong:
+        monkeypatch.setattr(fused, "_agrees", lambda *args: True)
+        with pytest.raises(UnsupportedError, match=r"smollm3: model\.layers\.1 \(SmolLM3DecoderLayer\) differs"):
+            load(folder)
+        return
+    load(folder).close()
+    announced, line = said(caplog)
+    assert "takes a while (--no_self_check)" in announced
+    assert "2 of 6 layers and the head, on 64 tokens; wide parts for the last 5 of them only" in line
 
 
 @pytest.mark.usefixtures("_all_untested")
