@@ -34,8 +34,9 @@ from ktransformers.engine.planning import Hardware, Planner
 from ktransformers.engine.prefill import stream_prefill
 from ktransformers.engine.rehearsal import Extent, rehearse
 from ktransformers.engine.runner import ModelRunner, StaticRunner
-from ktransformers.engine.self_check import check_model
+from ktransformers.engine.self_check import check_model, is_checked
 from ktransformers.engine.skeleton import restore_buffers
+from ktransformers.engine.stack_check import StackCheck
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.native import WorkerPool
@@ -332,7 +333,11 @@ def _arrange_layers(
     else:
         check_model(opened, plan, shapes, pool, layout, calls, max_len)  # before stacks stand in for layers
         homes = {home.key: plan.devices[home.device] for home in plan.homes}
+        stacks = StackCheck(opened.model, shapes, pool, layout, int(opened.hf_config.vocab_size))
+        if is_checked(opened):
+            stacks.begin()
         stack_gpu_layers(opened.model, homes, move_into)
+        stacks.compare()
 
 
 def _first_step(

@@ -41,7 +41,7 @@ from ktransformers.operators.layers.observed import LayerCall, layer_list
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.tied import TiedSource
 
-__all__ = ["check_model"]
+__all__ = ["check_model", "is_checked"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,14 @@ class _TwinFails(Exception):
     """transformers' own modules cannot be computed here."""
 
 
+def is_checked(opened: OpenedModel) -> bool:
+    """Whether no test covers a model's family, and it is compared for that."""
+    config = opened.config
+    if config.model_path is None and config.gguf_path is None:
+        return False  # random weights, which are measured and answer nothing
+    return config.self_check and not is_tested(opened.hf_config)
+
+
 @torch.inference_mode()
 def check_model(
     opened: OpenedModel,
@@ -83,11 +91,8 @@ def check_model(
     calls: of its layers, as the first step saw them. max_len: most positions of a sequence. Raises UnsupportedError,
     which names the module that differs.
     """
-    config = opened.config
-    if is_tested(opened.hf_config) or not config.self_check:
+    if not is_checked(opened):
         return
-    if config.model_path is None and config.gguf_path is None:
-        return  # random weights, which are measured and answer nothing
     started, kind = time.monotonic(), opened.hf_config.model_type
     ours = _Ours(opened.model, shapes, pool, layout)
     try:

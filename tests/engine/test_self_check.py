@@ -24,6 +24,7 @@ from ktransformers.models import registry
 from ktransformers.operators.attention import gqa as attention
 from ktransformers.operators.attention.gqa_gpu import gqa_forward
 from ktransformers.operators.layers import cpu as fused
+from ktransformers.operators.layers import gpu
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import WINDOW, tiny_model, write_safetensors
@@ -223,3 +224,27 @@ def test_layers_on_a_gpu(
     monkeypatch.setattr(attention, "gqa_forward", lambda *args: 1.25 * gqa_forward(*args))
     with pytest.raises(UnsupportedError, match=r"arcee: model\.layers\.0\.self_attn \(ArceeAttention\) differs"):
         build_engine(config, hardware=hardware)
+
+
+@pytest.mark.parametrize("fault", ["sum", "given"])
+def test_layers_that_were_joined_are_compared_with_each_alone(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum that is wrong in the stack's own launches, and layers that were not given all the same."""
+    add_norm, forward = gpu.add_rms_norm, gpu.LayerStack.forward
+
+    def wrong_sum(added: torch.Tensor, total: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return add_norm(1.2 * added, total, *args, **kwargs)
+
+    def wrong_angles(self: gpu.LayerStack, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        cos, sin = kwargs["position_embeddings"]
+        return forward(self, hidden_states, *args, **{**kwargs, "position_embeddings": (cos, -sin)})
+
+    if fault == "sum":
+        monkeypatch.setattr(gpu, "add_rms_norm", wrong_sum)
+    if fault == "given":
+        monkeypatch.setattr(gpu.LayerStack, "forward", wrong_angles)
+    folder = write_safetensors(tiny_model("arcee", layers=2), tmp_path)
+    config = EngineConfig(model_path=folder, cache_lens=48, cpu_infer=1)
+    with pytest.raises(UnsupportedError, match="layers 0 to 1 differ, joined, from what they compute one by one"):
+        build_engine(config, hardware=fake_hardware(dtype=torch.bfloat16))
