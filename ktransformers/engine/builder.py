@@ -46,7 +46,14 @@ from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.cpu import fuse_layers
 from ktransformers.operators.layers.gpu import stack_gpu_layers
-from ktransformers.operators.layers.observed import PROBE_ROWS, LayerCall, check_calls, observe_step, probe_context
+from ktransformers.operators.layers.observed import (
+    PROBE_ROWS,
+    LayerCall,
+    check_calls,
+    failing_module,
+    observe_step,
+    probe_context,
+)
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.streaming import experts_per_token
@@ -363,8 +370,10 @@ def _first_step(
         return observe_step(opened.model, step)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         logger.debug("the first step failed", exc_info=True)
+        where = failing_module(opened.model, error)
         raise UnsupportedError(
-            f"model type {opened.hf_config.model_type} does not run here: its first step fails with "
+            f"model type {opened.hf_config.model_type} does not run here: its first step fails "
+            f"{'' if where is None else f'in {where} '}with "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         ) from error
     finally:

@@ -31,6 +31,7 @@ __all__ = [
     "LayerCall",
     "check_calls",
     "decoder_layers",
+    "failing_module",
     "layer_list",
     "observe_step",
     "probe_context",
@@ -203,6 +204,16 @@ def _attention_named(model: Any, function: Callable[..., Any]) -> Iterator[None]
     finally:
         for config in ours:
             config._attn_implementation = ATTENTION_NAME
+
+
+def failing_module(model: nn.Module, error: BaseException) -> str | None:
+    """The innermost module of `model` in which an error came up, by name and class; None when it was outside of all."""
+    names = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name}
+    trace, found = error.__traceback__, None
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
 
 
 def check_calls(model: Any, calls: list[LayerCall], max_len: int) -> None:
