@@ -33,8 +33,9 @@ from ktransformers.engine.prefill import open_prefills
 from ktransformers.engine.ready import Progress, forget_positions, prepare_decode
 from ktransformers.engine.rehearsal import Extent
 from ktransformers.engine.runner import ModelRunner, StaticRunner
-from ktransformers.engine.self_check import check_model
+from ktransformers.engine.self_check import check_model, is_checked
 from ktransformers.engine.skeleton import restore_buffers
+from ktransformers.engine.stack_check import StackCheck
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
@@ -45,7 +46,14 @@ from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.cpu import fuse_layers
 from ktransformers.operators.layers.gpu import stack_gpu_layers
-from ktransformers.operators.layers.observed import PROBE_ROWS, LayerCall, check_calls, observe_step, probe_context
+from ktransformers.operators.layers.observed import (
+    PROBE_ROWS,
+    LayerCall,
+    check_calls,
+    failing_module,
+    observe_step,
+    probe_context,
+)
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
 from ktransformers.optimize.plan import Plan
@@ -279,7 +287,11 @@ def _arrange_layers(loaded: _Loaded) -> None:
     check_model(opened, plan, shapes, pool, loaded.layout, calls, loaded.longest)
     if not is_on_cpu:  # stacks stand in for layers, which the check wants to see
         homes = {home.key: plan.devices[home.device] for home in plan.homes}
+        stacks = StackCheck(opened.model, shapes, pool, loaded.layout, opened.facts.vocab_size)
+        if is_checked(opened):
+            stacks.begin()
         stack_gpu_layers(opened.model, homes, move_into)
+        stacks.compare()
 
 
 def _first_step(loaded: _Loaded) -> list[LayerCall]:
@@ -304,8 +316,10 @@ def _first_step(loaded: _Loaded) -> list[LayerCall]:
         return observe_step(opened.model, step)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         logger.debug("the first step failed", exc_info=True)
+        where = failing_module(opened.model, error)
         raise UnsupportedError(
-            f"model type {opened.facts.model_type} does not run here: its first step fails with "
+            f"model type {opened.facts.model_type} does not run here: its first step fails "
+            f"{'' if where is None else f'in {where} '}with "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         ) from error
     finally:

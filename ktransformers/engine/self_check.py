@@ -43,7 +43,7 @@ from ktransformers.operators.layers.observed import LayerCall, layer_list
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.tied import TiedSource
 
-__all__ = ["check_model"]
+__all__ = ["check_model", "is_checked"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,10 @@ _MARGIN = 4.0
 (between the experts' two products, in the parts of latent attention), and other values of the same blocks."""
 _EXPERT_BYTES = 2 << 30
 """Of experts in fp32, per layer. Where there are more, they are computed for the last rows alone."""
+_MOST_WORK_OF_A_PART, _MOST_WORK = 1 << 33, 1 << 37
+"""Products of a feed-forward part, and of all layers, in a pass of the twin: a core takes some tenths of a second, and
+some seconds, for them. Wider parts see the last rows alone; beyond the latter one layer of each kind is computed."""
+_LEAST_ROWS_OF_A_PART = 64
 _MOST_LAYERS = 8
 
 _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
@@ -64,6 +68,14 @@ _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, A
 
 class _TwinFails(Exception):
     """transformers' own modules cannot be computed here."""
+
+
+def is_checked(opened: OpenedModel) -> bool:
+    """Whether no test covers a model's family, and it is compared for that."""
+    config = opened.config
+    if config.model_path is None and config.gguf_path is None:
+        return False  # random weights, which are measured and answer nothing
+    return config.self_check and not is_tested(opened.facts)
 
 
 @torch.inference_mode()
@@ -81,11 +93,8 @@ def check_model(
     calls: of its layers, as the first step saw them. max_len: most positions of a sequence. Raises UnsupportedError,
     which names the module that differs.
     """
-    config = opened.config
-    if is_tested(opened.facts) or not config.self_check:
+    if not is_checked(opened):
         return
-    if config.model_path is None and config.gguf_path is None:
-        return  # random weights, which are measured and answer nothing
     started, kind = time.monotonic(), opened.facts.model_type
     ours = _Ours(opened.model, shapes, pool, layout)
     try:
@@ -178,14 +187,30 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _selected(layers: Sequence[nn.Module]) -> frozenset[int]:
-    """The first layer of each kind and, as long as they are few, the last."""
+def _selected(layers: Sequence[nn.Module], work: Callable[[int], int]) -> frozenset[int]:
+    """The first layer of each kind and, as long as they are few and quick, the last. work: of a layer, in products."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for index, layer in enumerate(layers):
         kinds.setdefault(_kind(layer), []).append(index)
     chosen = [found[0] for found in kinds.values()][:_MOST_LAYERS]
-    chosen += [found[-1] for found in kinds.values()][: _MOST_LAYERS - len(chosen)]
+    left = _MOST_WORK - sum(map(work, chosen))
+    for index in [found[-1] for found in kinds.values()][: _MOST_LAYERS - len(chosen)]:
+        left -= work(index) * (index not in chosen)
+        if left >= 0:
+            chosen.append(index)
     return frozenset(chosen)
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _feed_forward_parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What is neither attention nor routed: it computes row by row."""
+    for name, child in layer.named_children():
+        has_state = any(hasattr(part, "layer_idx") for part in child.modules())
+        if not has_state and any(isinstance(part, nn.Linear) for part in child.modules()):
+            yield name, child
 
 
 class _Check:
@@ -203,9 +228,12 @@ class _Check:
             self.layers = model_layers(self.twin)
             self.weights = StoredWeights(self.twin, TiedSource(opened.source, plan.tied), plan, ours.pool)
             self.last_rows = self._limit_experts()
+            self.last_rows |= self._limit_feed_forward()
         except (*_FAILURES, KTransformersError) as error:
             raise _failed(error) from error
-        self.selected = _selected(self.layers)
+        self.selected = _selected(self.layers, self._work_of)
+        if self.last_rows:
+            logger.info("self check: comparing %s, which takes a while (--no_self_check)", config.model_type)
 
     def run(self) -> str | None:
         """What differs, in words; None when nothing does."""
@@ -217,7 +245,10 @@ class _Check:
             exact = self._twin(self.selected, None, is_rounded=False)
         rounded = self._twin(self.selected, exact, is_rounded=True) if self.weights.rounds else None
         num_rows = len(self.ids)
-        for cuts in ((num_rows,), (num_rows - max(num_rows // 3, 1), num_rows)):
+        runs = [(num_rows,), (num_rows - max(num_rows // 3, 1), num_rows)]
+        if self.last_rows:  # one run has to do: most rows, more than a window, then some behind them
+            runs = [(num_rows - self._num_logits, num_rows)]
+        for cuts in runs:
             how = "" if len(cuts) == 1 else ", in two chunks"
             try:
                 got = self.ours.step(self.ids, cuts, lambda rows: Taps(self.selected, exact, rows), self._num_logits)
@@ -233,11 +264,12 @@ class _Check:
         count, total = len(self.selected), len(self.layers)
         text = f"embeddings, {count} of {total} layers and the head, on {len(self.ids)} tokens"
         rows = sorted(set(self.last_rows.values()))
-        return text + (f"; experts for the last {rows[0]} of them only" if rows else "")
+        return text + (f"; wide parts for the last {rows[0]} of them only" if rows else "")
 
     @property
     def _num_logits(self) -> int:
-        return max(min(_BEYOND, len(self.ids) // 3), 1)
+        most = _BEYOND // 2 if self.last_rows else _BEYOND
+        return max(min(most, len(self.ids) // 3), 1)
 
     def _twin(self, selected: frozenset[int], given: Trace | None, *, is_rounded: bool) -> Trace:
         """One pass of the twin. Raises _TwinFails."""
@@ -264,6 +296,27 @@ class _Check:
                 limited[key] = max(_EXPERT_BYTES // expert // 8, 1)
                 _see_last_rows(module, limited[key])
         return limited
+
+    def _limit_feed_forward(self) -> dict[str, int]:
+        """The same for feed-forward parts that are wide."""
+        limited, names = {}, {id(module): name for name, module in self.twin.named_modules()}
+        routed = {id(module) for module, _ in routed_experts(self.twin).values()}
+        for layer in self.layers:
+            for _, part in _feed_forward_parts(layer):
+                rows = max(_MOST_WORK_OF_A_PART // max(_num_weights(part), 1), _LEAST_ROWS_OF_A_PART)
+                if rows < len(self.ids) and not any(id(inner) in routed for inner in part.modules()):
+                    limited[names[id(part)]] = rows
+                    _see_last_rows(part, rows)
+        return limited
+
+    def _work_of(self, index: int) -> int:
+        """Products of a layer in a pass; experts, of which a row sees few, excepted."""
+        work, inside = _num_weights(self.layers[index]) * len(self.ids), f".{index}."
+        routed = {key: _num_weights(module) for key, (module, _) in routed_experts(self.twin).items() if inside in key}
+        for key, rows in self.last_rows.items():
+            if inside in key and key not in routed:
+                work -= _num_weights(self.twin.get_submodule(key)) * (len(self.ids) - rows)
+        return work - sum(routed.values()) * len(self.ids)
 
     def _compare(self, got: Trace, exact: Trace, rounded: Trace | None, how: str) -> str | None:
         """What differs, in words."""
@@ -304,12 +357,12 @@ class _Check:
         with watched(model_layers(self.ours.model)[index]) as got:
             self.ours.step(self.ids, (rows.stop,), lambda rows: Taps(self.selected, exact, rows), self._num_logits)
         key = next(name for name, module in self.twin.named_modules() if module is self.layers[index])
-        near = 0.1 if self.is_rough or self.weights.rounds else 1e-3
+        near, last = 0.1 if self.is_rough or self.weights.rounds else 1e-3, self._rows_of(index)
         for name, want in wanted.items():
             if (
                 name in got
-                and _is_near(got[name].taken, want.taken, near)
-                and not _is_near(got[name].given, want.given, near)
+                and _is_near(got[name].taken, want.taken, near, last)
+                and not _is_near(got[name].given, want.given, near, last)
             ):
                 return f"{key}.{name} ({type(self.layers[index].get_submodule(name)).__name__})"
         return f"{key} ({type(self.layers[index]).__name__})"
@@ -344,12 +397,12 @@ def _by_row(values: torch.Tensor) -> torch.Tensor:
     return values.reshape(-1, values.shape[-1]).amax(0)
 
 
-def _is_near(got: torch.Tensor, want: torch.Tensor, near: float) -> bool:
-    """In most rows. Operators may take rows in other shapes than modules do."""
+def _is_near(got: torch.Tensor, want: torch.Tensor, near: float, last: int) -> bool:
+    """In most of the last rows; 0: of all. Operators may take rows in other shapes than modules do."""
     if got.numel() != want.numel() or got.shape[-1] != want.shape[-1]:
         return got.numel() == want.numel()  # laid out anew: cannot be told
     error, size = ((part.reshape(-1, want.shape[-1])).norm(dim=-1) for part in (got.reshape(want.shape) - want, want))
-    return bool((error / size.clamp_min(torch.finfo(torch.float32).tiny)).quantile(0.9) <= near)
+    return bool((error / size.clamp_min(torch.finfo(torch.float32).tiny))[-last:].quantile(0.9) <= near)
 
 
 def _see_last_rows(module: nn.Module, count: int) -> None:

@@ -40,6 +40,14 @@ class Machine:
         devices = {name: free if name == "cpu" else min(free, nbytes) for name, free in self.devices.items()}
         return replace(self, devices=devices)
 
+    def beside(self, nbytes: int) -> Machine:
+        """This machine without `nbytes` of host memory, which other processes will take."""
+        return replace(
+            self,
+            available_bytes=max(self.available_bytes - nbytes, 0),
+            devices={**self.devices, "cpu": max(self.devices["cpu"] - nbytes, 0)},
+        )
+
 
 def detect_machine(root: Path = Path("/"), gpus: Callable[[], Mapping[str, int]] | None = None) -> Machine:
     """Measure this machine. root is where /proc and /sys are, gpus tells what GPUs have free (tests make both up)."""

@@ -13,6 +13,7 @@ import socket
 import ssl
 import sys
 import time
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
@@ -53,17 +54,28 @@ class _Protocol(H11Protocol):
     def __init__(self, *args: Any, room: Connections, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._room = room
+        self._accepted: asyncio.Transport | None = None
+
+    def accept(self, transport: asyncio.Transport) -> bool:
+        """Count a connection, which may have its handshake before it. False when there is no room."""
+        self._accepted = transport
+        return self._room.add(self)
+
+    def leave(self) -> None:
+        """Count it no more."""
+        self._room.remove(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._room.add(self):
+        if self._accepted is not None or self.accept(transport):
             self._watch()
         else:
             transport.write(_NO_ROOM)
             transport.close()
 
     def drop(self) -> None:
-        self.transport.abort()
+        assert self._accepted is not None, "nobody else is in the room"
+        self._accepted.abort()
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -76,7 +88,7 @@ class _Protocol(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._room.remove(self)
+        self.leave()
         self._be_patient()
         super().connection_lost(exc)
 
@@ -99,6 +111,25 @@ class _Protocol(H11Protocol):
         if self._impatience is not None:
             self._impatience.cancel()
             self._impatience = None
+
+
+class _Tls(SSLProtocol):
+    """TLS around a connection that counts from when it is accepted: asyncio's own is silent until hands are shaken."""
+
+    def __init__(self, inner: _Protocol, context: ssl.SSLContext):
+        self._inner = inner
+        loop, nobody, patience = asyncio.get_running_loop(), cast(Any, None), cast(int, HEADER_TIMEOUT)
+        super().__init__(loop, inner, context, nobody, server_side=True, ssl_handshake_timeout=patience)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._inner.accept(transport):
+            super().connection_made(transport)
+        else:
+            transport.abort()  # an answer would have to wait for the handshake
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._inner.leave()
+        super().connection_lost(exc)
 
 
 _NO_ROOM = (
@@ -155,6 +186,9 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         made.load()
     except (ssl.SSLError, OSError) as error:
         raise ConfigError(f"--ssl_certfile and --ssl_keyfile cannot be used: {reason_of(error)}") from error
+    context, plain = made.ssl, cast(Any, made.http_protocol_class)
+    if context is not None:
+        made.ssl, made.http_protocol_class = None, cast(Any, lambda **kwargs: _Tls(plain(**kwargs), context))
     return made
 
 

@@ -20,6 +20,7 @@ from ktransformers.errors import ConfigError, ContextLengthError, ConversationEr
 from ktransformers.file_kinds import why_not_json
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
+from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, unknown_patterns
 from ktransformers.tokenizer.template_limits import limited
 from ktransformers.tokenizer.template_variables import template_variables
 
@@ -62,11 +63,16 @@ class Tokenizer:
         self._special: frozenset[int] = frozenset()
         self._skipped: frozenset[int] = frozenset()
         self._token_bytes = None
+        self._timed: TimedEncoder | None = None
         if backend is None:
             return
         # A tokenizer.json may ask for them; they are about training, and would change prompts without a word.
         backend.backend_tokenizer.no_truncation()
         backend.backend_tokenizer.no_padding()
+        own = unknown_patterns(backend.backend_tokenizer)
+        if own:
+            _log.info("the tokenizer has a pattern of its own, %r: texts get a limit of time", own[0][:80])
+            self._timed = TimedEncoder(backend.backend_tokenizer)
         if not eos_token_ids and backend.eos_token_id is not None:
             self.eos_token_ids = (int(backend.eos_token_id),)
         self._special = frozenset(i for i, token in backend.added_tokens_decoder.items() if token.special)
@@ -135,21 +141,26 @@ class Tokenizer:
                 raise ConfigError(
                     f"the text is not valid Unicode: {error.reason} at character {error.start}"
                 ) from error
-        encoding = self._encoding(text, add_special_tokens)
-        if max_len is not None and len(encoding) > max_len:
-            raise _too_long(f"{len(encoding)} tokens", len(encoding), max_len)
-        return list(encoding.ids)
+        ids = self._ids(text, add_special_tokens)
+        if isinstance(ids, str):
+            raise ConfigError(f"the tokenizer gives up on this text of {len(text)} characters: {ids[:200]}")
+        if max_len is not None and len(ids) > max_len:
+            raise _too_long(f"{len(ids)} tokens", len(ids), max_len)
+        return ids
 
-    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int] | str:
+        """The ids, or why the tokenizer gave up."""
         try:
+            if self._timed is not None:
+                return self._timed.encode(text, add_special_tokens)
             # Unlike `encode`, this lets other threads run in every version of the library, and computes no offsets.
-            return self.backend.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            encode = self.backend.backend_tokenizer.encode_batch_fast
+            return list(encode([text], add_special_tokens=add_special_tokens)[0].ids)
         except BaseException as error:
             # What panics in Rust is no Exception, so that nobody takes it for one; here it is about this text alone.
-            if type(error).__name__ != "PanicException":
+            if not isinstance(error, PatternTimeout) and type(error).__name__ != "PanicException":
                 raise
-            reason = str(error)[:200]
-            raise ConfigError(f"the tokenizer gives up on this text of {len(text)} characters: {reason}") from error
+            return str(error)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`: what a Detokenizer returns piece by piece."""

@@ -22,6 +22,7 @@ from ktransformers.models import registry
 from ktransformers.operators.attention import gqa as attention
 from ktransformers.operators.attention.gqa_gpu import gqa_forward
 from ktransformers.operators.layers import cpu as fused
+from ktransformers.operators.layers import gpu
 from tests.support.agreement import TYPES
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
@@ -65,13 +66,13 @@ def test_what_tests_cover_is_not_computed_again(tmp_path: Path, monkeypatch: pyt
     load(tmp_path, self_check=False).close()
 
 
-def test_a_model_that_is_computed_wrongly_is_refused_by_name(tmp_path: Path) -> None:
-    """XGLM's attention asks no attention function, so no cache and no mask reach it."""
+@pytest.mark.parametrize("self_check", [True, False])
+def test_layers_with_attention_of_their_own_are_refused_by_name(self_check: bool, tmp_path: Path) -> None:
+    """XGLM's attention asks no attention function, so no cache and no mask reach it: seen without comparing."""
     values = {"d_model": 64, "ffn_dim": 96, "num_layers": 3, "attention_heads": 4}
     folder = write_safetensors(tiny_model("xglm", **values), tmp_path)
-    with pytest.raises(UnsupportedError, match=r"xglm: model\.layers\.0\.self_attn \(XGLMAttention\).*--no_self_check"):
-        load(folder)
-    load(folder, self_check=False).close()
+    with pytest.raises(UnsupportedError, match=r"layer 0 \(XGLMDecoderLayer\) attends by code of its own"):
+        load(folder, self_check=self_check)
 
 
 def wrong_attention(change: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
@@ -166,7 +167,28 @@ def test_of_large_experts_the_last_rows_are_compared(
     folder = write_safetensors(tiny_model("qwen3_moe"), tmp_path)
     monkeypatch.setattr(self_check, "_EXPERT_BYTES", 4 * 3 * 64 * 96 * 7)  # one less than there are
     load(folder).close()
-    assert "on 64 tokens; experts for the last 1 of them only" in said(caplog)[0]
+    assert "on 64 tokens; wide parts for the last 1 of them only" in said(caplog)[-1]
+
+
+@pytest.mark.usefixtures("_all_untested")
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_wide_models_are_compared_in_parts(
+    is_wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One layer of each kind, feed-forward parts for the last rows, one run; and what differs is named as ever."""
+    monkeypatch.setattr(self_check, "_MOST_WORK_OF_A_PART", 64 * 96 * 3 * 5)
+    monkeypatch.setattr(self_check, "_LEAST_ROWS_OF_A_PART", 2)
+    monkeypatch.setattr(self_check, "_MOST_WORK", 1)
+    folder = write_safetensors(tiny_model("smollm3", layers=6), tmp_path)
+    if is_wrong:
+        monkeypatch.setattr(fused, "_agrees", lambda *args: True)
+        with pytest.raises(UnsupportedError, match=r"smollm3: model\.layers\.1 \(SmolLM3DecoderLayer\) differs"):
+            load(folder)
+        return
+    load(folder).close()
+    announced, line = said(caplog)
+    assert "takes a while (--no_self_check)" in announced
+    assert "2 of 6 layers and the head, on 64 tokens; wide parts for the last 5 of them only" in line
 
 
 @pytest.mark.usefixtures("_all_untested")
@@ -208,3 +230,27 @@ def test_layers_on_a_gpu(
     monkeypatch.setattr(attention, "gqa_forward", lambda *args: 1.25 * gqa_forward(*args))
     with pytest.raises(UnsupportedError, match=r"arcee: model\.layers\.0\.self_attn \(ArceeAttention\) differs"):
         build_engine(config, hardware=hardware)
+
+
+@pytest.mark.parametrize("fault", ["sum", "given"])
+def test_layers_that_were_joined_are_compared_with_each_alone(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum that is wrong in the stack's own launches, and layers that were not given all the same."""
+    add_norm, forward = gpu.add_rms_norm, gpu.LayerStack.forward
+
+    def wrong_sum(added: torch.Tensor, total: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return add_norm(1.2 * added, total, *args, **kwargs)
+
+    def wrong_angles(self: gpu.LayerStack, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        cos, sin = kwargs["position_embeddings"]
+        return forward(self, hidden_states, *args, **{**kwargs, "position_embeddings": (cos, -sin)})
+
+    if fault == "sum":
+        monkeypatch.setattr(gpu, "add_rms_norm", wrong_sum)
+    if fault == "given":
+        monkeypatch.setattr(gpu.LayerStack, "forward", wrong_angles)
+    folder = write_safetensors(tiny_model("arcee", layers=2), tmp_path)
+    config = EngineConfig(model_path=folder, cache_lens=48, cpu_infer=1)
+    with pytest.raises(UnsupportedError, match="layers 0 to 1 differ, joined, from what they compute one by one"):
+        build_engine(config, hardware=fake_hardware(dtype=torch.bfloat16))

@@ -12,10 +12,14 @@ import contextlib
 import http.client
 import json
 import resource
+import shutil
 import socket
+import ssl
 import struct
+import subprocess
 import threading
 from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -413,6 +417,57 @@ def test_connections_in_use_are_kept_and_new_ones_refused() -> None:
         streams[0].close()
         while exchange(port, head("GET", "/health"))[0] != 200:
             pass
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Flags of a server with TLS."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    folder = tmp_path_factory.mktemp("tls")
+    paths = {"ssl_keyfile": folder / "key.pem", "ssl_certfile": folder / "cert.pem"}
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-keyout", str(paths["ssl_keyfile"]), "-out", str(paths["ssl_certfile"])]
+    subprocess.run(command, check=True, capture_output=True)
+    return paths
+
+
+def over_tls(client: socket.socket, certificate: dict[str, Path]) -> ssl.SSLSocket:
+    context = ssl.create_default_context(cafile=str(certificate["ssl_certfile"]))
+    return context.wrap_socket(client, server_hostname="localhost")
+
+
+def test_handshakes_count_as_connections(certificate: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        impatient_server(EndlessBackend(), max_connections=4, **certificate) as port,
+        contextlib.ExitStack() as opened,
+    ):
+        silent = [opened.enter_context(connect(port)) for _ in range(4)]
+        for stream in [over_tls(connect(port), certificate) for _ in range(3)]:
+            opened.enter_context(stream)
+            stream.sendall(post(CHAT, {**QUESTION, "stream": True}))
+            assert read_chunk(stream)["object"] == "chat.completion.chunk"
+        assert [read_to_end(client) for client in silent[:3]] == [b""] * 3  # they had been idle for longest
+        with over_tls(silent[3], certificate) as last:
+            last.sendall(post(CHAT, {**QUESTION, "stream": True}))
+            assert read_chunk(last)["object"] == "chat.completion.chunk"
+            with connect(port) as refused:
+                assert read_to_end(refused) == b""
+    assert len([line for line in caplog.messages if "connections are open" in line]) == 1
+
+
+def test_a_handshake_that_does_not_come_is_not_waited_for(
+    certificate: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.2)
+    with impatient_server(EndlessBackend(), max_connections=4, **certificate) as port:
+        for start in (b"", b"\x16\x03\x01\x02\x00", b"GET /health HTTP/1.1\r\n\r\n"):
+            for _ in range(5):  # more than there is room for: they leave it again
+                with connect(port) as client:
+                    client.sendall(start)
+                    read_to_end(client)
+        with over_tls(connect(port), certificate) as client:
+            assert read_to_end(client) == b""  # a head is waited for no longer than without TLS
 
 
 def test_descriptors_are_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,14 @@ def load_hanging(options: EngineOptions, progress: Progress) -> LoadedEngine:
     return facts(options), (Executor if options.epoch else Hanging)(options)
 
 
+def load_stuck(options: EngineOptions, progress: Progress) -> LoadedEngine:
+    """Every other engine never gets beyond half of its weights."""
+    progress(1, 2, "layers.7")
+    if options.epoch % 2 == 0:
+        threading.Event().wait()
+    return facts(options), Executor(options, step_seconds=0.01)
+
+
 class ManualClock:
     """Stands still. Whoever sleeps on it is woken by the test."""
 
@@ -129,8 +137,12 @@ class ManualClock:
         return 0.0
 
     async def sleep(self, seconds: float) -> None:
-        self.sleeping[seconds] = asyncio.get_running_loop().create_future()
-        await self.sleeping[seconds]
+        sleeper = self.sleeping[seconds] = asyncio.get_running_loop().create_future()
+        try:
+            await sleeper
+        finally:
+            if self.sleeping.get(seconds) is sleeper:  # cancelled
+                del self.sleeping[seconds]
 
     def wake(self, seconds: float) -> None:
         self.sleeping.pop(seconds).set_result(None)

@@ -63,6 +63,10 @@ class LayerStack(nn.Module):
         self._parts = parts
         keep_attention_type(self, layers[0])
 
+    def part(self, first: int, last: int) -> LayerStack:
+        """The layers from `first` to before `last` as a stack of their own."""
+        return LayerStack(list(self.layers[first:last]), self._parts[first:last], self.device)
+
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         use(self.device.torch_device)
         shape = hidden_states.shape

@@ -31,6 +31,7 @@ __all__ = [
     "LayerCall",
     "check_calls",
     "decoder_layers",
+    "failing_module",
     "keep_attention_type",
     "layer_list",
     "observe_step",
@@ -60,13 +61,26 @@ class AttentionCall:
 class LayerCall:
     """One call of a decoder layer. kwargs: as the model gave them, without mask and context.
 
-    mask: what the model's mask for this layer allows; None when it made none.
+    mask: what the model's mask for this layer allows; None when it made none. reads: layers of the cache that it asked
+    for, as all attention of ours does.
     """
 
     kwargs: dict[str, Any]
     args: tuple[Any, ...]
     mask: MaskFunction | None
     attention: list[AttentionCall] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+
+
+class _ProbeCache(PagedCache):
+    """Notes in `reads` which layers are asked for."""
+
+    reads: list[int] | None = None
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.reads is not None:
+            self.reads.append(layer_idx)
+        return super().layer(layer_idx)
 
 
 class _MaskStandIn:
@@ -100,7 +114,7 @@ def keep_attention_type(stand_in: nn.Module, layer: nn.Module) -> None:
 
 def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: int = 0) -> ForwardContext:
     """A step of `rows` tokens of one sequence behind `past` random keys and values, on a cache of its own."""
-    cache = PagedCache(shapes, 1, past + rows)
+    cache = _ProbeCache(shapes, 1, past + rows)
     generator = torch.Generator().manual_seed(5)
     for layer_idx in range(len(shapes) if past else 0):
         for tensor in cache.layer(layer_idx):
@@ -135,6 +149,9 @@ def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]
         call = LayerCall(kept, clean_args[1:], masks[0].function if masks else None)
         calls[index].append(call)
         current[:] = [call]
+        cache = getattr(clean.get("forward_context"), "cache", None)
+        if isinstance(cache, _ProbeCache):
+            cache.reads = call.reads
         return clean_args, clean
 
     def watched(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -196,8 +213,18 @@ def _attention_named(model: nn.Module, function: Callable[..., Any]) -> Iterator
             config._attn_implementation = ATTENTION_NAME
 
 
+def failing_module(model: nn.Module, error: BaseException) -> str | None:
+    """The innermost module of `model` in which an error came up, by name and class; None when it was outside of all."""
+    names = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name}
+    trace, found = error.__traceback__, None
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
+
+
 def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int) -> None:
-    """Refuse what the cache cannot hold: attention twice in a layer, a window that only the mask knows.
+    """Refuse what the cache cannot hold: attention twice in a layer or none, a window that only the mask knows.
 
     max_len: most positions of a sequence. Raises UnsupportedError that names the layer.
     """
@@ -208,6 +235,11 @@ def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int) -> None:
             raise UnsupportedError(
                 f"layer {index} ({type(layer).__name__}) calls attention {len(call.attention)} times in a step; its "
                 "keys and values would overwrite each other, so this model cannot run"
+            )
+        if not call.reads:
+            raise UnsupportedError(
+                f"layer {index} ({type(layer).__name__}) attends by code of its own, which no cache and no sequence's "
+                "bounds reach, so its answers would be wrong; its model has to call transformers' attention interface"
             )
         window = call.attention[0].window if call.attention else _window_of(attention)
         if call.mask is not None and (id(call.mask), window) not in compared:

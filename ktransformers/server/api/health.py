@@ -27,9 +27,9 @@ async def ready(request: Request) -> Response:
     service = service_of(request)
     if service.admission.is_draining:
         raise NotReadyError("the server is shutting down")
-    service.model  # noqa: B018 - raises while loading
     if service.backend.pause is not None:
         raise NotReadyError(service.backend.pause)
+    service.model  # noqa: B018 - raises while loading
     return ApiResponse({"status": "ready"})
 
 

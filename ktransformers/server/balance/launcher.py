@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +20,7 @@ from ktransformers import errors
 from ktransformers.errors import EngineError, KTransformersError
 from ktransformers.server.backend.base import Progress
 from ktransformers.server.balance.child import PARENTS_SIGNALS, framed
+from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
 from ktransformers.server.balance.messages import (
     EngineFacts,
     EngineFailed,
@@ -30,9 +32,9 @@ from ktransformers.server.balance.messages import (
     decode,
     encode,
 )
-from ktransformers.server.balance.restarts import ending
+from ktransformers.server.balance.restarts import Clock, ending
 
-__all__ = ["EngineDied", "Launcher", "RunningEngine"]
+__all__ = ["EngineDied", "EngineHung", "Launcher", "LoadLimit", "RunningEngine"]
 
 logger = logging.getLogger("ktransformers.server")
 
@@ -44,6 +46,20 @@ Process = asyncio.subprocess.Process
 
 class EngineDied(EngineError):
     """The process ended while it was loading, and did not say why."""
+
+
+class EngineHung(EngineDied):
+    """The process was killed because its loading did not go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLimit:
+    """seconds: in which an engine that loads has to read or report something; 0: no limit. on_hang: called with what
+    is wrong with one that does not, before it is killed."""
+
+    seconds: float
+    clock: Clock
+    on_hang: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +74,9 @@ class RunningEngine:
 class Launcher:
     """status: where engines tell how far they are. Whoever waits for a process `forget`s it afterwards."""
 
-    def __init__(self, status: zmq.asyncio.Socket):
-        self._status = status
+    def __init__(self, status: zmq.asyncio.Socket, limit: LoadLimit):
+        self._status, self._limit = status, limit
+        self._reported: tuple[int, str] = (0, "its imports")  # reports of the engine that loads, and where it is
         self._children: set[Process] = set()
         self._spare: tuple[str, Process] | None = None  # what it has imported
         self._spawning = asyncio.Lock()
@@ -102,23 +119,43 @@ class Launcher:
 
     async def load(self, options: EngineOptions, progress: Progress | None) -> RunningEngine:
         """An engine with these options. Raises what it says when it cannot start, EngineDied when it says nothing."""
+        self._reported = (0, "its imports")
         process = await self._engine_process(options.factory)
         _write(process, options)
         dying = asyncio.create_task(process.wait())
         listening = asyncio.create_task(self._facts(options.epoch, progress))
+        watching = asyncio.create_task(self._kill_if_stuck(process))
         try:
             await asyncio.wait((dying, listening), return_when=asyncio.FIRST_COMPLETED)
             if not listening.done():  # it may have said why, just before
                 await asyncio.wait((listening,), timeout=1.0)
             if not listening.done():
+                if watching.done() and watching.result() is not None:
+                    raise EngineHung(watching.result())
                 raise EngineDied(f"the engine process ended while loading, with {ending(dying.result())}")
             return RunningEngine(options.epoch, process, listening.result())
         except KTransformersError:
             await self.end(process)
             raise
         finally:
-            listening.cancel()
-            dying.cancel()
+            for task in (listening, dying, watching):
+                task.cancel()
+
+    async def _kill_if_stuck(self, process: Process) -> str | None:
+        """Kill an engine whose loading does not go on, and say what was wrong with it."""
+        limit = self._limit
+        if not limit.seconds:
+            return None
+        watch = LoadWatch(limit.seconds)
+        while not watch.is_stuck((self._reported, read_so_far(process.pid))):
+            await limit.clock.sleep(watch.pause)
+        what = (
+            f"the engine hung while loading: for {limit.seconds:g} s it read nothing and reported nothing after "
+            f"{self._reported[1]} (--engine_timeout)"
+        )
+        limit.on_hang(what)
+        process.kill()
+        return what
 
     async def _facts(self, epoch: int, progress: Progress | None) -> EngineFacts:
         while True:
@@ -127,6 +164,7 @@ class Launcher:
                 continue
             match status:
                 case EngineLoading(_, done, total, name):
+                    self._reported = (self._reported[0] + 1, name)
                     if progress is not None:
                         progress(done, total, name)
                 case EngineFailed(_, error, message):

@@ -37,7 +37,8 @@ __all__ = [
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine process is started with. Addresses are ZMQ endpoints.
 
-    factory: "module:function" that builds the engine from these options.
+    factory: "module:function" that builds the engine from these options. spare_bytes: host memory that the spare
+    process will take beside it.
     """
 
     epoch: int
@@ -50,6 +51,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     max_batch_size: int
     factory: str
+    spare_bytes: int = 0
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):

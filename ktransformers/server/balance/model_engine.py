@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ktransformers.engine.builder import build_paged_engine
+from dataclasses import replace
+
+from ktransformers.engine.builder import Hardware, build_paged_engine
 from ktransformers.server.balance.engine_process import LoadedEngine, Progress
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
 
@@ -11,8 +13,13 @@ __all__ = ["load_engine"]
 
 def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
     """Raises the KTransformersError that the user has to see."""
+    hardware = Hardware.detect(options.config)
     engine = build_paged_engine(
-        options.config, page_size=options.page_size, max_batch_size=options.max_batch_size, progress=progress
+        options.config,
+        page_size=options.page_size,
+        max_batch_size=options.max_batch_size,
+        progress=progress,
+        hardware=replace(hardware, machine=hardware.machine.beside(options.spare_bytes)),
     )
     facts = EngineFacts(
         num_pages=engine.cache.num_pages,

@@ -11,13 +11,13 @@ requests. Everything runs on one event loop.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -26,7 +26,7 @@ import zmq.asyncio
 from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError, EngineError, KTransformersError, WeightError
 from ktransformers.server.backend.base import Progress
-from ktransformers.server.balance.launcher import EngineDied, Launcher, RunningEngine
+from ktransformers.server.balance.launcher import EngineDied, EngineHung, Launcher, LoadLimit, RunningEngine
 from ktransformers.server.balance.messages import (
     Command,
     EngineDown,
@@ -38,6 +38,7 @@ from ktransformers.server.balance.messages import (
     encode,
 )
 from ktransformers.server.balance.model_files import ModelFiles
+from ktransformers.server.balance.private_folder import PrivateFolder
 from ktransformers.server.balance.restarts import (
     RESTART_SECONDS,
     Clock,
@@ -56,7 +57,8 @@ logger = logging.getLogger("ktransformers.server")
 FILE_CHECK_SECONDS = 5.0
 """Between two looks at the files of weights."""
 
-_MAX_IPC_PATH = 90  # of some 107 that a socket's address can hold, file names included
+SPARE_BYTES = 300 << 20
+"""Of host memory, what a process with an engine's imports holds for itself, beside code that it shares with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class BalanceConfig:
     """What balance_serve is started with. engine.cache_lens counts the tokens of all requests together.
 
     max_engine_restarts: engines that may die within RESTART_SECONDS; one more ends the service.
-    engine_timeout: seconds after which a step of few tokens means that the engine hangs, see StepWatch; 0: never.
+    engine_timeout: seconds after which a step of few tokens means that the engine hangs, see StepWatch, and of loading
+    in which nothing is read or reported; 0: never.
     has_spare_engine: whether a process waits with its imports done, which a restart takes.
     Raises ConfigError on creation for limits that cannot work.
     """
@@ -92,14 +95,6 @@ class BalanceConfig:
             raise ConfigError(f"--engine_timeout must be a number of seconds, or 0, got {self.engine_timeout}")
 
 
-def _private_folder() -> Path:
-    """A new folder that only this user can enter, with a path short enough for socket addresses."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    if len(base) > _MAX_IPC_PATH - 30 or not os.access(base, os.W_OK):
-        base = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="ktransformers-", dir=base))
-
-
 class Supervisor:
     """on_news is called with what the scheduler tells, on the event loop. files: of weights, as they were opened.
 
@@ -115,11 +110,12 @@ class Supervisor:
     ):
         self._config, self._on_news, self._clock = config, on_news, clock or SystemClock()
         self._files = ModelFiles(files)
-        self._folder = _private_folder()
+        self._folder = PrivateFolder()
         self._context = zmq.asyncio.Context()
         self._commands = self._bound(zmq.PUSH, "commands")
         self._news = self._bound(zmq.PULL, "news")
-        self._launcher = Launcher(self._bound(zmq.PULL, "status"))
+        limit = LoadLimit(config.engine_timeout, self._clock, self._say_hung)
+        self._launcher = Launcher(self._bound(zmq.PULL, "status"), limit)
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = DeathLimit(config.max_engine_restarts)
         self._engine: RunningEngine | None = None
@@ -141,7 +137,7 @@ class Supervisor:
         return self._launcher.spare_pid
 
     def _endpoint(self, name: str) -> str:
-        return f"ipc://{self._folder / name}"
+        return f"ipc://{self._folder.path / name}"
 
     def _bound(self, kind: int, name: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
@@ -155,13 +151,27 @@ class Supervisor:
 
     async def start(self, progress: Progress | None) -> EngineFacts:
         """Load the engine, then start the scheduler. Raises what the engine says when it cannot start."""
-        engine = await self._load(0, self._config.engine, progress)
+        self._spawn(self._watch_files())
+        engine = await self._first(progress)
         await self._start_scheduler(engine.facts)
         self._spawn(self._receive_news())
         await self._announce(engine)
         self._spawn(self._keep_engine(engine))
-        self._spawn(self._watch_files())
         return engine.facts
+
+    async def _first(self, progress: Progress | None) -> RunningEngine:
+        """One that hangs while it loads may be luck; one that dies will die again."""
+        for epoch in itertools.count():
+            try:
+                return await self._load(epoch, self._config.engine, progress)
+            except EngineHung:
+                self._died_loading(epoch)
+                self.num_restarts += 1
+        raise AssertionError("epochs end")
+
+    def _say_hung(self, what: str) -> None:
+        self.pause = f"{what}; another one is started"
+        logger.error("%s; it is killed", what)
 
     async def _load(self, epoch: int, config: EngineConfig, progress: Progress | None) -> RunningEngine:
         ours = self._config
@@ -176,6 +186,7 @@ class Supervisor:
             page_size=ours.page_size,
             max_batch_size=ours.max_batch_size,
             factory=ours.factory,
+            spare_bytes=SPARE_BYTES if ours.has_spare_engine else 0,
         )
         return await self._launcher.load(options, progress)
 
@@ -238,15 +249,16 @@ class Supervisor:
             logger.error("the engine has not finished a step in time (--engine_timeout): it hangs, and is killed")
             engine.process.kill()
 
-    def _spawn(self, work: object) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task: asyncio.Task[None] = asyncio.create_task(self._guarded(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # one that was cancelled before it began
 
-    async def _guarded(self, work: object) -> None:
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         """A background task that fails ends the service: nobody else would notice."""
         try:
-            await work  # type: ignore[misc]
+            await work
         except KTransformersError as error:
             self._fail(error)
         except Exception as error:
@@ -266,6 +278,7 @@ class Supervisor:
 
     async def _watch_files(self) -> None:
         """Raises WeightError when a file that engines have mapped is written to."""
+        await asyncio.to_thread(self._files.take_samples)
         while True:
             await self._clock.sleep(FILE_CHECK_SECONDS)
             what = await asyncio.to_thread(self._files.written_to)
@@ -310,6 +323,11 @@ class Supervisor:
                 "(--max_engine_restarts)"
             )
 
+    def _died_loading(self, epoch: int) -> None:
+        """Raises EngineError when engines die too often."""
+        self._deaths.count(epoch, self._clock.now())
+        self._check_deaths()
+
     async def _replaced(self, last: RunningEngine) -> RunningEngine:
         """Another engine that can do what `last` could. Waits for memory to come free, however long that takes.
 
@@ -323,8 +341,7 @@ class Supervisor:
                 return await self._load_equal(epoch, config, last.facts)
             except EngineDied as error:
                 logger.warning("%s: trying again", error)
-                self._deaths.count(epoch, self._clock.now())
-                self._check_deaths()
+                self._died_loading(epoch)
                 await self._check_files()
             except KTransformersError as error:
                 await self._check_files()
@@ -355,4 +372,4 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._launcher.end_all()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()

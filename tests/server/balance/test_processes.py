@@ -8,7 +8,8 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from ktransformers.errors import (
 )
 from ktransformers.server.backend.balance_serve import BalanceServeBackend, _commands
 from ktransformers.server.balance.messages import Command, decode, encode
+from ktransformers.server.balance.private_folder import PrivateFolder
 from ktransformers.server.balance.supervisor import BalanceConfig
 from tests.support.balance_backend import DEADLINE, backend, check, collect, gone, request, run, until
 from tests.support.balance_fakes import MODEL_LEN, POISON
@@ -169,6 +171,38 @@ def test_an_engine_that_never_comes_back_ends_the_service() -> None:
     run(work)
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """As addresses of sockets need it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_folders_of_killed_services_are_removed_by_the_next_one(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    code = (
+        "from ktransformers.server.balance.private_folder import PrivateFolder\n"
+        "print(PrivateFolder().path, flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        left = Path(other.stdout.readline().decode().strip())
+        (left / "commands").touch()
+        (short_path / "ktransformers-of-somebody").mkdir()
+        first = PrivateFolder()
+        assert left.exists()
+        other.kill()
+    second = PrivateFolder()
+    assert {path.name for path in short_path.iterdir()} == {
+        first.path.name, second.path.name, "ktransformers-of-somebody"
+    }  # fmt: skip
+    first.remove()
+    second.remove()
+    assert [path.name for path in short_path.iterdir()] == ["ktransformers-of-somebody"]
+
+
 PARENT = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
@@ -231,7 +265,7 @@ def test_loading_reports_progress_and_leaves_nothing_behind() -> None:
             made.check(request(1))
         await made.start(lambda *report: heard.append(report))
         assert heard[-1] == (2, 2, "module 2")
-        folder = made.supervisor._folder
+        folder = made.supervisor._folder.path
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         await collect(made, request(1))
         await made.close()

@@ -19,13 +19,19 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import TokenEvent
-from ktransformers.errors import ConfigError, EngineError, WeightError
+from ktransformers.engine import planning
+from ktransformers.engine.planning import Hardware
+from ktransformers.errors import CapacityError, ConfigError, EngineError, WeightError
+from ktransformers.optimize.machine import Machine
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_serve import BalanceServeBackend
-from ktransformers.server.balance.messages import EngineFacts
+from ktransformers.server.balance import model_engine
+from ktransformers.server.balance.launcher import Launcher
+from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
+from ktransformers.server.balance.messages import EngineFacts, EngineOptions
 from ktransformers.server.balance.model_files import ModelFiles
 from ktransformers.server.balance.restarts import RESTART_SECONDS, DeathLimit, delays, ending, pinned, shortfall
-from ktransformers.server.balance.supervisor import FILE_CHECK_SECONDS, BalanceConfig, Supervisor
+from ktransformers.server.balance.supervisor import FILE_CHECK_SECONDS, SPARE_BYTES, BalanceConfig, Supervisor
 from ktransformers.server.config import ServerConfig
 from tests.support.balance_backend import backend, check, collect, gone, request, run, until
 from tests.support.balance_fakes import POISON, ManualClock
@@ -168,6 +174,84 @@ def test_an_engine_that_hangs_is_killed_and_replaced(caplog: pytest.LogCaptureFi
     assert "it hangs, and is killed" in caplog.text
 
 
+@pytest.mark.parametrize("seconds", [300.0, 0.0])
+def test_loading_that_stands_still_is_a_hang(seconds: float) -> None:
+    watch = LoadWatch(seconds)
+    assert watch.pause == seconds / 4
+    looks = [(0, 0), (0, 9), (0, 10), (1, 10)] + 5 * [(1, 11)]  # a slow disk: something comes between two looks
+    assert [watch.is_stuck(progress) for progress in looks] == [False] * 8 + [True]
+
+
+def test_what_a_process_reads_from_a_disk_is_seen(tmp_path: Path) -> None:
+    folder = tmp_path / "7"
+    folder.mkdir()
+    (folder / "io").write_text("rchar: 5\nread_bytes: 4096\nwrite_bytes: 0\n")
+    (folder / "stat").write_text("7 (a) b (c) S 1 7 7 0 -1 4194560 1000 0 33 0 5 1 0 0")
+    assert read_so_far(7, tmp_path) == (4096, 33)
+    assert read_so_far(8, tmp_path) == (0, 0)
+    assert len(read_so_far(os.getpid())) == 2
+
+
+async def hang_in_loading(made: BalanceServeBackend, clock: ManualClock) -> None:
+    """Let time pass while an engine of load_stuck stands still, until somebody notices."""
+
+    def is_noticed() -> bool:
+        supervisor = made._supervisor
+        if supervisor is not None and supervisor._launcher._reported[1] == "layers.7" and 75.0 in clock.sleeping:
+            clock.wake(75.0)
+        return made.pause is not None and "the engine hung while loading" in made.pause
+
+    await until(is_noticed)
+
+
+def test_an_engine_that_hangs_while_loading_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """The first one, and the one after a death."""
+
+    async def work() -> None:
+        clock = ManualClock()
+        engine = EngineConfig(gguf_path=DEMO_GGUF, cache_lens=4000, chunk_size=16)
+        config = BalanceConfig(
+            engine=engine, page_size=4, factory="tests.support.balance_fakes:load_stuck", log_level="error",
+            has_spare_engine=False, engine_timeout=300.0,
+        )  # fmt: skip
+        made = BalanceServeBackend(config, clock=clock)
+        transport = httpx.ASGITransport(app=create_app(made, ServerConfig(model_names=("demo",))))
+
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            starting = asyncio.create_task(made.start())
+            await hang_in_loading(made, clock)
+            answer = await client.get("/ready")
+            assert answer.status_code == 503
+            assert "for 300 s it read nothing and reported nothing after layers.7" in answer.text
+            await starting
+            assert (await client.get("/ready")).status_code == 200
+            assert made.supervisor.num_restarts == 1
+            stream = await killed(made, 1)
+            await hang_in_loading(made, clock)
+            check(await stream, request(1, params=LONG))
+            assert made.supervisor.num_restarts == 3
+        await made.close()
+
+    run(work)
+    assert "hung while loading" in caplog.text
+
+
+def test_engines_that_always_hang_while_loading_end_the_service() -> None:
+    async def work() -> None:
+        clock = ManualClock()
+        config = BalanceConfig(
+            EngineConfig(gguf_path=DEMO_GGUF), factory="tests.support.balance_fakes:load_stuck", max_engine_restarts=0
+        )
+        made = BalanceServeBackend(config, clock=clock)
+        starting = asyncio.create_task(made.start())
+        await hang_in_loading(made, clock)
+        with pytest.raises(EngineError, match=r"died 1 times .*--max_engine_restarts"):
+            await starting
+        await made.close()
+
+    run(work)
+
+
 def test_a_spare_becomes_the_next_engine() -> None:
     async def work() -> None:
         async with backend("load_slow", has_spare_engine=True) as made:
@@ -190,6 +274,36 @@ def test_a_spare_becomes_the_next_engine() -> None:
         await until(lambda: gone(last))
 
     run(work)
+
+
+@pytest.mark.parametrize("has_spare", [True, False])
+def test_memory_of_the_spare_is_planned(has_spare: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[EngineOptions] = []
+
+    async def load(self: Launcher, options: EngineOptions, progress: object) -> None:
+        told.append(options)
+        raise CapacityError("no engine in this test")
+
+    def build(config: EngineConfig, *, hardware: Hardware, **others: object) -> None:
+        told_of = hardware.machine
+        assert (told_of.available_bytes, told_of.devices["cpu"]) == (1000, 1000)
+        raise CapacityError("seen")
+
+    monkeypatch.setattr(Launcher, "load", load)
+
+    async def work() -> None:
+        with pytest.raises(CapacityError, match="no engine"):
+            async with backend("load", has_spare_engine=has_spare):
+                raise AssertionError("it started")
+
+    run(work)
+    (options,) = told
+    assert options.spare_bytes == (SPARE_BYTES if has_spare else 0)
+    free = 1000 + options.spare_bytes
+    monkeypatch.setattr(planning, "detect_machine", lambda: Machine(free, free, {"cpu": free}))
+    monkeypatch.setattr(model_engine, "build_paged_engine", build)
+    with pytest.raises(CapacityError, match="seen"):
+        model_engine.load_engine(options, lambda done, total, name: None)
 
 
 def test_children_leave_signals_to_their_parent() -> None:
@@ -265,6 +379,7 @@ def test_what_is_seen_of_files(tmp_path: Path) -> None:
         file.write_bytes(b"12345678")
         os.utime(file, ns=(1, 1))
         files = ModelFiles([file])
+        files.take_samples()
         assert files.written_to() is None
         assert files.changed() is None
         change()
@@ -273,6 +388,51 @@ def test_what_is_seen_of_files(tmp_path: Path) -> None:
     assert after(lambda: os.truncate(file, 4)) == (True, True)
     assert after(lambda: file.write_bytes(b"87654321")) == (True, True)
     assert after(file.unlink) == (False, True)  # the mapping lives on
+    assert after(file.touch) == (False, False)
+
+
+def test_a_touch_is_told_once_and_a_write_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ktransformers.server")
+    file, unsampled = tmp_path / "weights", tmp_path / "more"
+    file.write_bytes(bytes(5 << 20))
+    unsampled.write_bytes(bytes(4096))
+    files = ModelFiles([file, unsampled])
+    unsampled.write_bytes(b"written while the model loads".ljust(4096, b"."))
+    files.take_samples()
+    assert "more was written to" in str(files.written_to())
+    os.utime(unsampled, ns=(1, 1))
+    assert "more was written to" in str(files.changed())  # nobody knows what it held
+
+    files = ModelFiles([file])
+    files.take_samples()
+    for seconds in (1, 2, 2):
+        os.utime(file, (seconds, seconds))
+        assert files.written_to() is None
+        assert files.changed() is None
+    assert caplog.text.count("has another time and the same bytes") == 2  # one line a touch
+    for offset in (7, (5 << 20) - 4096):  # the head, a page
+        with file.open("r+b") as opened:
+            opened.seek(offset)
+            opened.write(b"x")
+        assert "was written to or replaced" in str(files.written_to())
+        with file.open("r+b") as opened:
+            opened.seek(offset)
+            opened.write(b"\0")
+        assert files.written_to() is None
+
+
+def test_a_touch_does_not_end_the_service(tmp_path: Path) -> None:
+    async def work() -> None:
+        clock = ManualClock()
+        async with on_a_copy(tmp_path, clock) as (made, model):
+            await until(lambda: FILE_CHECK_SECONDS in clock.sleeping)
+            os.utime(model, (1, 1))
+            clock.wake(FILE_CHECK_SECONDS)
+            await until(lambda: FILE_CHECK_SECONDS in clock.sleeping)
+            check(await (await killed(made, 1)), request(1, params=LONG))  # on an engine that loads the file again
+            assert not made.supervisor.failed.done()
+
+    run(work)
 
 
 def test_deaths_are_counted_within_a_time() -> None:

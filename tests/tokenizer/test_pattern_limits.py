@@ -1,0 +1,102 @@
+"""Patterns that come with a tokenizer: unusual ones run in a process, which is ended when they take too long."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from ktransformers.errors import ConfigError
+from ktransformers.tokenizer import Tokenizer as OurTokenizer
+from ktransformers.tokenizer import pattern_limits
+from ktransformers.tokenizer.pattern_limits import unknown_patterns
+from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS
+from tests.tokenizer.conftest import STRINGS, train_byte_level
+
+SLOW = r"(a*)(a*)c|."  # cubic
+# As the models' authors publish them.
+PUBLISHED = {
+    "llama-3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": PRETOKENIZE_REGEX,
+    "o200k": r"[^\r\n\p{L}\p{N}]?"
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "deepseek-v3, numbers": r"\p{N}{1,3}",
+    "deepseek-v3, characters": "[一-龥぀-ゟ゠-ヿ]+",
+    "deepseek-v3, words": r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+}
+
+
+def byte_level(pattern: str) -> Tokenizer:
+    return train_byte_level(pre_tokenizers.Split(Regex(pattern), behavior="isolated"), nfc=False)
+
+
+def loaded(tokenizer: Tokenizer) -> OurTokenizer:
+    return OurTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+
+@pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
+def test_patterns_of_gguf_files_are_known(name: str) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[name].build()
+    assert unknown_patterns(tokenizer) == []
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_patterns_that_models_publish_are_known(name: str) -> None:
+    assert unknown_patterns(byte_level(PUBLISHED[name])) == []
+
+
+def test_where_patterns_are_found() -> None:
+    tokenizer = Tokenizer(models.BPE())
+    assert unknown_patterns(tokenizer) == []
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("x", behavior="isolated"), pre_tokenizers.Split(Regex(SLOW), behavior="isolated")]
+    )
+    tokenizer.decoder = decoders.Replace("_", " ")
+    assert unknown_patterns(tokenizer) == [" {2,}", SLOW]
+    tokenizer.decoder = decoders.Replace(Regex("(a*)*"), " ")
+    with pytest.raises(ConfigError, match="decoder has a pattern of its own"):
+        unknown_patterns(tokenizer)
+
+
+def test_a_pattern_of_ones_own_gives_the_same_ids(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ktransformers")
+    tokenizer = byte_level(r"\w+|\s|[^\w\s]+")
+    ours = loaded(tokenizer)
+    assert len([line for line in caplog.messages if "has a pattern of its own" in line]) == 1
+    for text in STRINGS:
+        assert ours.encode(text) == tokenizer.encode(text).ids
+    assert ours._timed is not None
+    process = ours._timed._process
+    assert process is not None
+    process.kill()  # by whoever kills for want of memory
+    process.wait()
+    with pytest.raises(ConfigError, match="its process died"):
+        ours.encode("a text")
+    assert ours.encode("a text") == tokenizer.encode("a text").ids
+    ours._timed.close()
+
+
+def test_a_text_that_takes_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level(SLOW)
+    ours = loaded(tokenizer)
+    assert ours.encode("abc") == tokenizer.encode("abc").ids
+    monkeypatch.setattr(pattern_limits, "SECONDS", 0.2)
+    assert ours._timed is not None
+    process = ours._timed._process
+    assert process is not None
+    with pytest.raises(ConfigError, match=r"gives up on this text of 20000 characters: it took more than 0 s"):
+        ours.encode("a" * 20_000)  # an hour
+    assert not Path(f"/proc/{process.pid}").exists()
+    monkeypatch.setattr(pattern_limits, "SECONDS", 60.0)
+    assert ours.encode("abc") == tokenizer.encode("abc").ids
+    ours._timed.close()
