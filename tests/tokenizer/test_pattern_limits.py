@@ -15,7 +15,7 @@ from ktransformers.tokenizer import Tokenizer as OurTokenizer
 from ktransformers.tokenizer import pattern_limits
 from ktransformers.tokenizer.pattern_limits import unknown_patterns
 from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS
-from tests.tokenizer.conftest import STRINGS, train_byte_level
+from tests.support.vocabularies import STRINGS, train_byte_level
 
 SLOW = r"(a*)(a*)c|."  # cubic
 # As the models' authors publish them.
