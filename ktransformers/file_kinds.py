@@ -69,6 +69,7 @@ def read_head(path: Path) -> bytes:
 
 
 def is_gguf(head: bytes) -> bool:
+    """Whether a file begins as GGUF does."""
     return head[:4] == b"GGUF"
 
 

@@ -34,6 +34,7 @@ class LayerShape:
     dtype: torch.dtype = torch.float32
 
     def nbytes(self, num_slots: int) -> int:
+        """Of one layer's keys and values at `num_slots` positions."""
         values = 0 if self.is_latent else self.value_dim
         return self.dtype.itemsize * num_slots * self.kv_heads * (self.key_dim + values)
 

@@ -36,6 +36,7 @@ class PagePool:
         return self._holders[page]
 
     def is_free(self, page: int) -> bool:
+        """Whether no block table holds the page, nor the tree."""
         return self._is_free[page]
 
     def allocate(self) -> int:

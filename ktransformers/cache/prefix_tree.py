@@ -101,6 +101,7 @@ class PrefixTree:
         del self._idle[page]
 
     def is_idle(self, page: int) -> bool:
+        """Whether the page is in the tree and no sequence uses it."""
         return page in self._idle
 
     def evict(self) -> int:

@@ -32,9 +32,11 @@ class Conversation:
         return [*head, *self.turns]
 
     def add_user(self, text: str) -> None:
+        """Append a question."""
         self.turns.append({"role": "user", "content": text})
 
     def add_assistant(self, content: str, reasoning: str = "") -> None:
+        """Append an answer. reasoning: as templates want it back, left out when there is none."""
         turn = {"role": "assistant", "content": content}
         self.turns.append(turn | {"reasoning_content": reasoning} if reasoning else turn)
 

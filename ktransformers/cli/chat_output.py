@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import TextIO
 
+from typing_extensions import override
+
 from ktransformers.cli.terminal_text import Sanitizer
 from ktransformers.core import GenerationStats
 
@@ -96,18 +98,22 @@ class PlainView(View):
         self._is_line_open = True  # an empty answer is an empty line, so that answers can be counted
         self._is_reasoning = False
 
+    @override
     def reading(self, done: int, total: int) -> None:
         pass  # a pipe has no line that could be erased
 
+    @override
     def reasoning(self, text: str) -> None:
         self._is_reasoning = True
         self._write(self._err, text)
 
+    @override
     def content(self, text: str) -> None:
         if text:
             self._is_line_open = not text.endswith("\n")
             self._write(self._out, text)
 
+    @override
     def end(self) -> None:
         for stream, sanitizer in self._sanitizers.items():
             stream.write(sanitizer.flush())
@@ -117,12 +123,15 @@ class PlainView(View):
             self._write(self._out, "\n")
         self._is_line_open, self._is_reasoning = True, False
 
+    @override
     def stats(self, stats: GenerationStats) -> None:
         self.note(format_stats(stats))
 
+    @override
     def note(self, text: str) -> None:
         self._write(self._err, text + "\n")
 
+    @override
     def error(self, text: str) -> None:
         self._write(self._err, f"error: {text}\n")
 

@@ -28,14 +28,17 @@ class Finding:
 
 
 def ok(name: str, text: str) -> Finding:
+    """Something that is as it should be."""
     return Finding(Level.OK, name, text)
 
 
 def warning(name: str, text: str, remedy: str) -> Finding:
+    """Something that costs speed or memory, and what mends it."""
     return Finding(Level.WARNING, name, text, remedy)
 
 
 def problem(name: str, text: str, remedy: str) -> Finding:
+    """Something that does not work, and what mends it."""
     return Finding(Level.PROBLEM, name, text, remedy)
 
 

@@ -233,6 +233,7 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Sampl
 
 
 def add_logging_flag(parser: argparse._ActionsContainer) -> None:
+    """Register --log_level."""
     levels = ("debug", "info", "warning", "error")
     parser.add_argument(
         "--log_level", type=str.lower, choices=levels, default="info", help="what is logged to standard error"

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from typing_extensions import override
+
 from ktransformers.cli import foreign_flags, settings
 from ktransformers.cli.foreign_flags import MODEL, ForeignFlag
 from ktransformers.cli.settings import Setting
@@ -344,6 +346,7 @@ class ArgumentParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(None, f"unknown command {value!r}{hint}")
         super()._check_value(action, value)
 
+    @override
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {self._where()}{message} (see {self.prog} --help)\n")
 

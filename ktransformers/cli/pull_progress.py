@@ -20,7 +20,9 @@ class Progress(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-    def advance(self, nbytes: int) -> None: ...
+    def advance(self, nbytes: int) -> None:
+        """So many bytes came."""
+        ...
 
 
 def make_progress(name: str, total: int, here: int) -> Progress:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO, cast
 
+from typing_extensions import override
+
 from ktransformers.cli.chat_output import View, short_stats
 from ktransformers.cli.loading import StatusLine
 from ktransformers.cli.terminal_keys import muted_keys
@@ -102,16 +104,19 @@ class TerminalView(View):
             finally:
                 self._clear_status()
 
+    @override
     def reading(self, done: int, total: int) -> None:
         if self._status is not None:
             self._status.show(f"reading {done:,} of {total:,} tokens" if done else f"reading {total:,} tokens")
 
+    @override
     def reasoning(self, text: str) -> None:
         self._clear_status()
         if self._reasoning is None:
             self._reasoning = self._writer(Style.REASONING)
         self._reasoning.write(text)
 
+    @override
     def content(self, text: str) -> None:
         if not text:
             return
@@ -121,6 +126,7 @@ class TerminalView(View):
             self._content = self._writer(None)
         self._content.write(text)
 
+    @override
     def end(self) -> None:
         self._clear_status()
         if self._content is not None:
@@ -131,12 +137,15 @@ class TerminalView(View):
         self._end_reasoning(blank_lines=0)
         self._content = None
 
+    @override
     def stats(self, stats: GenerationStats) -> None:
         self.note(short_stats(stats, self._width()))
 
+    @override
     def note(self, text: str) -> None:
         self._write_whole(text, Style.NOTE)
 
+    @override
     def error(self, text: str) -> None:
         self._write_whole(f"error: {text}", Style.ERROR)
 
@@ -192,6 +201,7 @@ class MarkdownView(TerminalView):
         self._sanitizer = Sanitizer()
         self._block = ""  # that is being written
 
+    @override
     def content(self, text: str) -> None:
         if self._reasoning is not None:
             self._clear_status()
@@ -208,6 +218,7 @@ class MarkdownView(TerminalView):
         if self._status is not None and self._block.strip():
             self._status.show(f"writing, line {self._block.strip().count(chr(10)) + 1}")
 
+    @override
     def end(self) -> None:
         self._clear_status()
         self._end_reasoning(blank_lines=0)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from typing_extensions import override
+
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.cache.static import StaticCache
 from ktransformers.config import EngineConfig
@@ -61,23 +63,26 @@ class CachePlan(Protocol[CacheT_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class OneSequence:
+class OneSequence(CachePlan[StaticCache]):
     """A StaticCache of --cache_lens tokens."""
 
     max_batch_size: int = 1
 
+    @override
     def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:
         return cache_len_of(opened.config, opened.facts)
 
+    @override
     def page_size(self, num_slots: int) -> int:
         return num_slots
 
+    @override
     def make(self, shapes: Sequence[LayerShape], num_slots: int) -> StaticCache:
         return StaticCache(shapes, num_slots)
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPages:
+class SharedPages(CachePlan[PagedCache]):
     """A PagedCache of --cache_lens tokens, in pages of `size`, that up to max_batch_size sequences share."""
 
     size: int
@@ -98,8 +103,10 @@ class SharedPages:
             logger.info("--cache_lens: %d tokens, a quarter of the free memory; set it to have more", chosen)
         return chosen // self.size * self.size
 
+    @override
     def page_size(self, num_slots: int) -> int:
         return self.size
 
+    @override
     def make(self, shapes: Sequence[LayerShape], num_slots: int) -> PagedCache:
         return PagedCache(shapes, num_slots // self.size, self.size)

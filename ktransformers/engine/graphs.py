@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 __all__ = [
     "CudaGraphs",
@@ -140,7 +141,9 @@ class StaticInputs:
 class Replayable(Protocol):
     """A captured graph."""
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        """Launch what was captured, in the current stream."""
+        ...
 
 
 class GraphBackend(Protocol):
@@ -210,7 +213,7 @@ class _OverDevices:
             stream.wait_stream(here)
 
 
-class CudaGraphs:
+class CudaGraphs(GraphBackend):
     """The GraphBackend of CUDA devices: work begins and ends on the first of them.
 
     A graph spans devices because streams of the others join the capture by waiting for the first one's. torch sends
@@ -224,6 +227,7 @@ class CudaGraphs:
         self._sides = [_Side.of(device, cuda) for device in devices[1:]]
         self._done = cuda.Event(blocking=True)  # spinning would take a core from the CPU's experts
 
+    @override
     def warm_up(self, work: Callable[[], Tensor]) -> None:
         for stream in (self._stream, *(side.stream for side in self._sides)):
             stream.wait_stream(self._cuda.current_stream(stream.device))
@@ -242,6 +246,7 @@ class CudaGraphs:
             self._cuda.set_device(self._device)
             yield
 
+    @override
     def capture(self, work: Callable[[], Tensor]) -> tuple[Replayable, Tensor]:
         graph = self._cuda.CUDAGraph()
         with ExitStack() as stack:
@@ -258,9 +263,11 @@ class CudaGraphs:
         others = tuple(side.device for side in self._sides)
         return (_OverDevices(graph, self._device, others) if others else graph), result
 
+    @override
     def replayed(self) -> None:
         self._done.record(self._cuda.current_stream(self._device))
 
+    @override
     def wait(self) -> None:
         self._done.synchronize()
 

@@ -33,7 +33,9 @@ class StepRunner(Protocol):
 
     def step(
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Logits of the rows in `keep`."""
+        ...
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.kernels import cpu
@@ -60,14 +61,17 @@ class KActivation(WrapperOperator):
         super().__init__(module, key, config, placement)
         self.spec = recognize_activation(module)
 
+    @override
     def op(self, phase: Phase) -> str:
         if self.spec is None:
             return "KActivationTorch"
         return "KActivationTriton" if self.device.is_gpu else "KActivationNative"
 
+    @override
     def bypassed(self) -> Iterable[nn.Module]:
         return () if self.spec is None else (self.inner,)
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.device.take(x)
         if self.spec is None:

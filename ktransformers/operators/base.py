@@ -23,6 +23,7 @@ from typing import Any, ClassVar, TypeVar, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.core import Phase
@@ -240,6 +241,7 @@ class Operator(nn.Module, ABC):
         """Modules it holds whose own forward is never called, or runs under the operator's own care."""
         return ()
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(type(self).__name__)
 

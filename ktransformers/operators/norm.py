@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.kernels import cpu
@@ -31,11 +32,13 @@ class KRMSNorm(WrapperOperator):
         super().__init__(module, key, config, placement)
         self.spec: NormSpec | None = recognize_norm(module)
 
+    @override
     def op(self, phase: Phase) -> str:
         if self.spec is None:
             return "KNormTorch"
         return "KRMSNormTriton" if self.device.is_gpu else "KRMSNormNative"
 
+    @override
     def state(self) -> DenseState:
         # The kernel takes a weight of any type; a module's own forward would widen its result to the weight's.
         return DenseState(self.inner, self.key, self.device, torch.float32 if self.spec is not None else None)
@@ -44,6 +47,7 @@ class KRMSNorm(WrapperOperator):
     def weight(self) -> torch.Tensor:
         return self.inner.weight  # type: ignore[return-value]
 
+    @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = self.device.take(hidden_states)
         rows = x.reshape(-1, x.shape[-1])

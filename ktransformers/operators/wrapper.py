@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, expect_shape
 from ktransformers.operators.device import CPU, Device
@@ -70,11 +71,14 @@ class WrapperOperator(Operator):
         """What the module itself holds, and in which type."""
         return DenseState(self.inner, self.key, self.device)
 
+    @override
     def requirements(self, source: WeightSource) -> Requirements:
         return self.state().requirements(source)
 
+    @override
     def load(self, source: WeightSource) -> None:
         self.state().load(source)
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)

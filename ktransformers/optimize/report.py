@@ -40,6 +40,7 @@ class Row:
         return cls(entry, [] if layer is None else [layer], [entry.total_bytes], Counter([entry.quant_types]))
 
     def add(self, entry: PlanEntry, layer: int) -> None:
+        """Count one more layer with such an operator."""
         self.layers.append(layer)
         self.nbytes.append(entry.total_bytes)
         self.types[entry.quant_types] += 1

@@ -150,6 +150,7 @@ class Rules:
     rules: tuple[Rule, ...]
 
     def first_match(self, key: str, module: nn.Module, model_type: str) -> Rule | None:
+        """The rule that decides about a module; None when no rule matches."""
         return next((rule for rule in self.rules if rule.matches(key, module, model_type)), None)
 
 

@@ -45,6 +45,7 @@ class PageTables:
         return self._tree.num_idle
 
     def pages_for(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` positions take."""
         return -(-num_tokens // self.page_size)
 
     def start(self, seq: Sequence, run_id: int, num_reserved: int) -> Run | None:

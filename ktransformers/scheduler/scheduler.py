@@ -331,6 +331,7 @@ class Scheduler:
     # Looking at it.
 
     def stats(self) -> SchedulerStats:
+        """Counts since the start, and of what runs and waits now."""
         num_available, totals = self._pages.num_available, self._totals
         return SchedulerStats(
             num_running=len(self._running),

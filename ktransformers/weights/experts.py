@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from ktransformers.config import physical_cores
 from ktransformers.errors import TensorMismatchError, UnsupportedError
@@ -68,7 +69,7 @@ class ExpertMatrix(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RawMatrix:
+class RawMatrix(ExpertMatrix):
     """A matrix that is already in a type the kernels read."""
 
     raw: RawTensor
@@ -77,16 +78,18 @@ class RawMatrix:
     def shape(self) -> tuple[int, int]:
         return (self.raw.rows, self.raw.cols)
 
+    @override
     def view(self) -> RawTensor | None:
         return self.raw
 
+    @override
     def rows_f32(self, start: int, stop: int) -> torch.Tensor:
         rows = self.raw.rows_slice(start, stop)
         return typed_view(rows.data, FLOAT_DTYPES[rows.qtype]).reshape(rows.shape).float()
 
 
 @dataclass(frozen=True, slots=True)
-class FloatMatrix:
+class FloatMatrix(ExpertMatrix):
     """A float matrix [rows, cols] with any strides (a transposed or interleaved part of a fused tensor)."""
 
     values: torch.Tensor
@@ -95,15 +98,17 @@ class FloatMatrix:
     def shape(self) -> tuple[int, int]:
         return (self.values.shape[0], self.values.shape[1])
 
+    @override
     def view(self) -> RawTensor | None:
         return RawTensor.from_tensor(self.values) if self.values.is_contiguous() else None
 
+    @override
     def rows_f32(self, start: int, stop: int) -> torch.Tensor:
         return self.values[start:stop].float()
 
 
 @dataclass(frozen=True, slots=True)
-class BlockScaledMatrix:
+class BlockScaledMatrix(ExpertMatrix):
     """FP8 values [rows, cols] times one fp32 scale per `block` (rows, cols) of them: scales [ceil, ceil]."""
 
     values: torch.Tensor
@@ -114,9 +119,11 @@ class BlockScaledMatrix:
     def shape(self) -> tuple[int, int]:
         return (self.values.shape[0], self.values.shape[1])
 
+    @override
     def view(self) -> RawTensor | None:
         return None
 
+    @override
     def rows_f32(self, start: int, stop: int) -> torch.Tensor:
         row_blocks = torch.arange(start, stop) // self.block[0]
         scales = self.scales[row_blocks].repeat_interleave(self.block[1], dim=1)[:, : self.shape[1]]

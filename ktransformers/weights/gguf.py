@@ -276,6 +276,7 @@ class GGUFModel:
         return value
 
     def info(self, name: str) -> GGUFTensor | None:
+        """What the headers say of a tensor; None when there is none of that name."""
         file = self._file_of.get(name)
         return None if file is None else file.tensors[name]
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from ktransformers.errors import KernelError
 from ktransformers.kernels.transfer.cuda import CudaDriver
@@ -63,7 +64,7 @@ class CopyQueue(Protocol):
         ...
 
 
-class CudaCopies:
+class CudaCopies(CopyQueue):
     """The CopyQueue of a CUDA device: a stream of its own, which a copy engine works off."""
 
     def __init__(self, driver: CudaDriver) -> None:
@@ -73,32 +74,40 @@ class CudaCopies:
             self._stream = cuda.Stream(driver.device)
         self._handle = int(self._stream.cuda_stream)
 
+    @override
     def copy(self, target: int, source: int, nbytes: int) -> None:
         self._driver.copy_to_device(target, source, nbytes, self._handle)
 
+    @override
     def mark(self) -> Mark:
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
+    @override
     def compute_mark(self) -> Mark:
         # Whoever waits for it sleeps: a thread that spins would take a core from the CPU's experts.
         event: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._driver.device))
         return event
 
+    @override
     def wait(self, mark: Mark) -> None:
         self._stream.wait_event(mark)
 
+    @override
     def compute_waits(self, mark: Mark) -> None:
         torch.cuda.current_stream(self._driver.device).wait_event(mark)
 
+    @override
     def is_done(self, mark: Mark) -> bool:
         return bool(mark.query())
 
+    @override
     def synchronize(self, mark: Mark) -> None:
         mark.synchronize()
 
+    @override
     def seconds_between(self, first: Mark, last: Mark) -> float:
         return float(first.elapsed_time(last)) / 1e3
 

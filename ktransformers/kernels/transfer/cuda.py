@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ktransformers.errors import KernelError
 from ktransformers.kernels.triton import runtime
@@ -92,7 +93,7 @@ def _load_driver() -> ctypes.CDLL:
     return library
 
 
-class CudaDriver:
+class CudaDriver(StreamDriver):
     """The StreamDriver of a CUDA device. Raises KernelError when a call fails, with the driver's own words.
 
     uses_kernels: whether Triton kernels make small copies, up to kernel_rows rows, and wait for values, where there is
@@ -120,16 +121,20 @@ class CudaDriver:
         with torch.cuda.device(self.device):
             self._call(name, int(torch.cuda.current_stream(self.device).cuda_stream), *arguments)
 
+    @override
     def is_capturing(self) -> bool:
         with torch.cuda.device(self.device):
             return bool(torch.cuda.is_current_stream_capturing())
 
+    @override
     def launch_host_func(self, function: int, argument: int) -> None:
         self._call_on_stream("cuLaunchHostFunc", function, argument)
 
+    @override
     def write_value(self, address: int, value: int) -> None:
         self._call_on_stream("cuStreamWriteValue32_v2", address, value, 0)
 
+    @override
     def wait_value(self, address: int, value: int) -> None:
         if self._uses_kernels:
             with torch.cuda.device(self.device):
@@ -137,6 +142,7 @@ class CudaDriver:
             return
         self._call_on_stream("cuStreamWaitValue32_v2", address, value, _WAIT_EQUAL)
 
+    @override
     def memory_operations(self) -> str | None:
         ordinal, answer = ctypes.c_int(), ctypes.c_int()
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
@@ -172,14 +178,17 @@ class CudaDriver:
             torch.cuda.synchronize(self.device)
         return None if word.item() == 2 else "stream memory operations have no effect in a CUDA graph"
 
+    @override
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
 
+    @override
     def device_address(self, tensor: Tensor) -> int:
         address = ctypes.c_uint64()
         self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), tensor.data_ptr(), 0)
         return int(address.value)
 
+    @override
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         rows = sources[0].shape[0]
         if self._uses_kernels and rows <= self._kernel_rows:
@@ -191,6 +200,7 @@ class CudaDriver:
                 source = source.to(target.dtype)
             target.copy_(source, non_blocking=True)
 
+    @override
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 

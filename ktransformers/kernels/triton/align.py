@@ -35,6 +35,7 @@ class AlignedPairs:
 
     @classmethod
     def allocate(cls, pairs: int, num_experts: int, block: int, device: torch.device) -> AlignedPairs:
+        """Room for `pairs` (token, expert) pairs in blocks of `block` rows."""
         blocks = max_blocks(pairs, num_experts, block)
         sizes = (blocks * block, blocks, num_experts)
         return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.attention_kernels import decode_kernel, prefill_kernel, reduce_kernel
-from ktransformers.kernels.triton.runtime import is_interpreted, num_multiprocessors, shared_bytes, tl
+from ktransformers.kernels.triton.runtime import is_interpreted, num_multiprocessors, power_of_two, shared_bytes, tl
 
 __all__ = [
     "DECODE_ROWS",
@@ -96,6 +96,23 @@ class Call:
 
 def check_call(call: Call) -> None:
     """Raises TypeError (dtype) or ValueError (shape, stride, device, range) that names the wrong argument."""
+    _check_heads(call)
+    _check_numbers(call)
+    others = (
+        call.k_cache,
+        call.v_cache,
+        call.out,
+        call.block_table,
+        call.seq_ids,
+        call.kv_lens,
+        call.sinks,
+        call.counters,
+    )
+    if any(tensor is not None and tensor.device != call.q.device for tensor in others):
+        raise ValueError(f"all tensors must be on q's device, {call.q.device}")
+
+
+def _check_heads(call: Call) -> None:
     q, k, v = call.q, call.k_cache, call.v_cache
     for name, tensor in (("q", q), ("k_cache", k), ("v_cache", v), ("out", call.out)):
         if tensor.dtype not in _FLOATS:
@@ -110,7 +127,10 @@ def check_call(call: Call) -> None:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads")
     if call.out.shape != (q.shape[0], q.shape[1], v.shape[2]):
         raise ValueError(f"out must have shape {[*q.shape[:2], v.shape[2]]}, got {list(call.out.shape)}")
-    table = call.block_table
+
+
+def _check_numbers(call: Call) -> None:
+    q, table = call.q, call.block_table
     if table.dtype != torch.int32 or table.dim() != 2 or (table.numel() and table.stride(1) != 1):
         raise TypeError(f"block_table must be int32 [num_seqs, max_pages] with contiguous rows, got {table.dtype}")
     for name, numbers in (("seq_ids", call.seq_ids), ("kv_lens", call.kv_lens)):
@@ -124,11 +144,8 @@ def check_call(call: Call) -> None:
         raise ValueError(
             f"page_size {call.page_size} must be >= 1, window {call.window} and softcap {call.softcap} >= 0"
         )
-    others = (k, v, call.out, table, call.seq_ids, call.kv_lens, call.sinks, call.counters)
     if call.counters is not None and (call.counters.dtype != torch.int32 or not call.counters.is_contiguous()):
         raise TypeError(f"counters must be contiguous int32, got {call.counters.dtype}")
-    if any(tensor is not None and tensor.device != q.device for tensor in others):
-        raise ValueError(f"all tensors must be on q's device, {q.device}")
 
 
 def _parts(dim: int) -> tuple[int, int]:
@@ -136,10 +153,6 @@ def _parts(dim: int) -> tuple[int, int]:
     main = max(16, 1 << (dim.bit_length() - 1))
     rest = dim - main
     return main, 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +265,7 @@ def _fit(call: Call, block_m: int, num_warps: int) -> Tile:
 
 def decode_tile(call: Call) -> Tile:
     """Tile of the split-KV kernel: the heads that share a KV head, up to 64."""
-    block_m = 16 if _is_wide(call) else _rows(call, min(MAX_HEADS, max(16, _power_of_two(call.group))))
+    block_m = 16 if _is_wide(call) else _rows(call, min(MAX_HEADS, max(16, power_of_two(call.group))))
     return _fit(call, block_m, 8 if block_m * call.dim_v > 16384 else 4)
 
 
@@ -308,15 +321,15 @@ def _launch_splits(call: Call, tile: Tile, splits: int, workspace: Tensor) -> No
         out if call.sinks is None else call.sinks, out, counters if is_folded else call.kv_lens,
         *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.window,
         NUM_HEADS=num_heads, MAX_SPLITS=splits, MIN_CHUNK=tile.min_chunk, FOLDED=is_folded,
-        SPLITS_P2=_power_of_two(splits), HAS_SINKS=call.sinks is not None, **constants, **_constants(call),
+        SPLITS_P2=power_of_two(splits), HAS_SINKS=call.sinks is not None, **constants, **_constants(call),
     )  # fmt: skip
     if is_folded:
         return
-    block_d = min(128, _power_of_two(call.dim_v))
+    block_d = min(128, power_of_two(call.dim_v))
     reduce_kernel[(num_rows, num_heads, -(-call.dim_v // block_d))](
         parts, lse, call.kv_lens, call.sinks, call.out, call.out.stride(0), call.out.stride(1), call.window,
         NUM_HEADS=num_heads, DV=call.dim_v, BLOCK_D=block_d, BLOCK_N=tile.block_n, MAX_SPLITS=splits,
-        SPLITS_P2=_power_of_two(splits), MIN_CHUNK=tile.min_chunk, HAS_SINKS=call.sinks is not None,
+        SPLITS_P2=power_of_two(splits), MIN_CHUNK=tile.min_chunk, HAS_SINKS=call.sinks is not None,
         num_warps=4,
     )  # fmt: skip
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ktransformers.kernels.triton.attention_launch import compute_type
 from ktransformers.kernels.triton.elementwise import check_float
-from ktransformers.kernels.triton.rope import power_of_two
-from ktransformers.kernels.triton.runtime import jit, num_multiprocessors, shared_bytes, tl
+from ktransformers.kernels.triton.runtime import jit, num_multiprocessors, power_of_two, shared_bytes, tl
 
 __all__ = ["ExpandedRun", "ExpandedTile", "expanded_attention", "expanded_tile", "tiles_of"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.elementwise import check_float
-from ktransformers.kernels.triton.runtime import jit, tl
+from ktransformers.kernels.triton.runtime import jit, power_of_two, tl
 
 __all__ = [
     "check_angles",
@@ -24,7 +24,6 @@ __all__ = [
     "is_cached",
     "latent_to_cache",
     "pair_columns",
-    "power_of_two",
     "rope_to_cache",
     "rotate_heads",
 ]
@@ -130,11 +129,8 @@ def _rope_kernel(
         tl.store(target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
 
 
-def power_of_two(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
-
-
 def check_angles(cos: Tensor, sin: Tensor, positions: Tensor | None, num_rows: int, rotary_dim: int) -> None:
+    """Raises ValueError for tables that do not have an angle for each row, or position, and pair of columns."""
     for name, table in (("cos", cos), ("sin", sin)):
         check_float(name, table, (None, None))
         if table.shape[1] < rotary_dim // 2 or (positions is None and table.shape[0] != num_rows):
@@ -146,6 +142,7 @@ def check_angles(cos: Tensor, sin: Tensor, positions: Tensor | None, num_rows: i
 
 
 def check_ids(name: str, ids: Tensor, num_rows: int) -> None:
+    """Raises TypeError or ValueError unless `ids` are num_rows contiguous whole numbers."""
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}")
     if tuple(ids.shape) != (num_rows,) or not ids.is_contiguous():

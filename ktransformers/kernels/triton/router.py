@@ -15,7 +15,7 @@ from torch import Tensor
 from ktransformers.kernels.cpu.router import RouterSpec
 from ktransformers.kernels.triton.elementwise import check_float
 from ktransformers.kernels.triton.matmul import arrive_last
-from ktransformers.kernels.triton.runtime import jit, tl
+from ktransformers.kernels.triton.runtime import jit, power_of_two, tl
 
 __all__ = ["MAX_ROUTED_ROWS", "RouterSpec", "route_rows", "topk_router"]
 
@@ -165,10 +165,6 @@ def _product_kernel(
         )  # fmt: skip
 
 
-def _power_of_two(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
-
-
 def _constants(spec: RouterSpec, num_experts: int, bias: Tensor | None) -> dict[str, Any]:
     """Of the kernels. Raises ValueError for a spec that does not fit so many experts."""
     if num_experts % spec.num_groups:
@@ -181,8 +177,8 @@ def _constants(spec: RouterSpec, num_experts: int, bias: Tensor | None) -> dict[
     if bias is not None:
         check_float("bias", bias, (num_experts,))
     return {
-        "TOP_K": spec.top_k, "K_P2": _power_of_two(spec.top_k), "NUM_GROUPS": spec.num_groups,
-        "G_P2": _power_of_two(spec.num_groups), "PER_GROUP": per_group, "PER_P2": _power_of_two(per_group),
+        "TOP_K": spec.top_k, "K_P2": power_of_two(spec.top_k), "NUM_GROUPS": spec.num_groups,
+        "G_P2": power_of_two(spec.num_groups), "PER_GROUP": per_group, "PER_P2": power_of_two(per_group),
         "TOPK_GROUPS": spec.topk_groups, "SIGMOID": spec.scoring == "sigmoid", "TOP2": spec.group_score == "top2",
         "HAS_BIAS": bias is not None, "RENORMALIZE": spec.renormalize,
     }  # fmt: skip
@@ -265,7 +261,7 @@ def route_rows(
     _product_kernel[(programs, -(-num_rows // at_once))](
         x, weight, logit_bias, bias, logits, ids, weights, counters, x.stride(0), weight.stride(0), logits.stride(0),
         ids.stride(0), weights.stride(0), float(spec.scaling), num_rows, NUM_EXPERTS=num_experts, WIDTH=width,
-        BE=experts, BK=min(1024, max(16, _power_of_two(width))), PROGRAMS=programs,
+        BE=experts, BK=min(1024, max(16, power_of_two(width))), PROGRAMS=programs,
         HAS_LOGIT_BIAS=logit_bias is not None, R=at_once, num_warps=4, **constants,
     )  # fmt: skip
     return logits, ids, weights

@@ -25,6 +25,7 @@ __all__ = [
     "jit",
     "kernels",
     "num_multiprocessors",
+    "power_of_two",
     "shared_bytes",
     "tl",
     "triton",
@@ -113,3 +114,8 @@ def shared_bytes(device: torch.device) -> int:
 def _shared_bytes(device: torch.device) -> int:
     properties: Any = torch.cuda.get_device_properties(device)  # builds for the CPU do not declare all of them
     return int(properties.shared_memory_per_block_optin)
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is not below `value`."""
+    return 1 << max(0, value - 1).bit_length()

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
@@ -179,17 +180,21 @@ class KAttention(WrapperOperator):
         self._parts: GqaParts | None = None  # on a GPU, once attached
 
     def attention_shape(self) -> Shape | None:
+        """What FlashInfer is asked about; None where another kernel has to attend."""
         return None if self.spec is None else self.spec.shape(self.device.dtype)
 
+    @override
     def settle(self, site: Site) -> None:
         if self.spec is not None:
             self._parts = GqaParts.of(self.inner, self.spec, self.device, site.find(FlashLayer))
 
+    @override
     def op(self, phase: Phase) -> str:
         if self.spec is not None:
             return "KAttentionFused"
         return "KAttentionTriton" if self.device.is_gpu else "KAttentionNative"
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context, angles = kwargs.get("forward_context"), kwargs.get("position_embeddings")
         if self._parts is None or context is None or not isinstance(angles, tuple) or args:

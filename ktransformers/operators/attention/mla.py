@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
@@ -119,6 +120,7 @@ class KMLAAttention(WrapperOperator):
         self._v_b: RawTensor | None = None  # [H, V, R]
 
     def attention_shape(self) -> Shape | None:
+        """What FlashInfer is asked about; None where another kernel has to attend."""
         if not self.device.is_gpu:
             return None
         scale = float(self.inner.scaling)  # type: ignore[arg-type]
@@ -133,6 +135,7 @@ class KMLAAttention(WrapperOperator):
         dims = LatentDims(self.num_heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
         return Choice(dims, self.device.dtype, rates, is_forced=self.absorb_for_prefill is False)
 
+    @override
     def op(self, phase: Phase) -> str:
         return "KMLATriton" if self.device.is_gpu else "KMLANative"
 
@@ -150,6 +153,7 @@ class KMLAAttention(WrapperOperator):
         name = f"{self.key}.kv_b_proj.weight"
         return expect_shape(source.find(name), name, (self.num_heads * (self.nope_dim + self.v_dim), self.rank))
 
+    @override
     def requirements(self, source: WeightSource) -> Requirements:
         needs = super().requirements(source)
         split = self._split_infos(source)
@@ -168,6 +172,7 @@ class KMLAAttention(WrapperOperator):
             needs.nbytes["cpu"] += v_share + 4 * self.num_heads * self.nope_dim * self.rank - info.nbytes
         return needs
 
+    @override
     def load(self, source: WeightSource) -> None:
         super().load(source)
         if self._split_infos(source) is not None:
@@ -180,6 +185,7 @@ class KMLAAttention(WrapperOperator):
             self._gpu = GpuLatent.of(self._k_b, self._v_b, self.device, self.config.require_pool())
             self._k_b = self._v_b = None
 
+    @override
     def settle(self, site: Site) -> None:
         self._flash = site.find(FlashLayer)
         self._choice = self.expansion_choice(self._flash)
@@ -208,6 +214,7 @@ class KMLAAttention(WrapperOperator):
         transposed = k_bytes.view(heads, nope, rank).transpose(1, 2).contiguous()
         return RawTensor(transposed.view(torch.uint8).view(-1), k_type, (heads, rank, nope)), v_b
 
+    @override
     def forward(
         self,
         hidden_states: torch.Tensor,

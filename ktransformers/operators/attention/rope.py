@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.operators.base import OperatorConfig, Placement, Site
@@ -35,6 +36,7 @@ class SettledRotation(nn.Module):
         super().__init__()
         self.inner, self.longest = inner, longest
 
+    @override
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         last = position_ids.new_full((*position_ids.shape[:-1], 1), self.longest)
         angles = self.inner(x, torch.cat((position_ids, last), dim=-1), *args, **kwargs)
@@ -102,9 +104,11 @@ class KRotaryEmbedding(WrapperOperator):
         """Whether angles depend on the position alone."""
         return self._is_plain and (self._is_static or isinstance(self.inner, SettledRotation))
 
+    @override
     def op(self, phase: Phase) -> str:
         return "KRotaryTable" if self._is_plain else "KRotaryTorch"
 
+    @override
     def settle(self, site: Site) -> None:
         if _depends_on_sequence(self.inner):
             _say_settled(str(getattr(self.inner, "rope_type", None)), site.max_len)
@@ -133,6 +137,7 @@ class KRotaryEmbedding(WrapperOperator):
         rows = self.inner(x[:1, :1], torch.arange(size, device=x.device)[None])
         self._table = tuple(self.device.move(part[0]) for part in (rows if isinstance(rows, tuple) else (rows,)))
 
+    @override
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.has_table or (x.dtype is not torch.float32 and not self.device.is_gpu):
             return self._inner_forward(x, position_ids, *args, **kwargs)

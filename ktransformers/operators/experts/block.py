@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.activation import sigmoid
@@ -57,6 +58,7 @@ class KMoEBlock(WrapperOperator):
                 f"{', '.join(sorted(self.PARTS))}; drop this rule, KTransformersExperts works without it"
             )
 
+    @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         output = self.addends(self.device.take(hidden_states.reshape(-1, hidden_states.shape[-1]))).total(self)
         return give_back(output, hidden_states).view(hidden_states.shape)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError, UnsupportedError
@@ -137,9 +138,11 @@ class KTransformersExperts(Operator):
         self._streams: dict[StreamedExperts, int] = {}  # and the layer's number in each
         self._prefill: PrefillLayer | None = None
 
+    @override
     def settle(self, site: Site) -> None:
         self._prefill = site.find(PrefillLayer)
 
+    @override
     def op(self, phase: Phase) -> str:
         if self.activation is None:
             return "KExpertsTorch"
@@ -154,6 +157,7 @@ class KTransformersExperts(Operator):
     def _resident_nbytes(self, part: TensorInfo) -> int:
         return resident_nbytes(part, self.products)
 
+    @override
     def requirements(self, source: WeightSource) -> Requirements:
         info = self._info(source)
         parts = [part for part in (info.gate, info.up, info.down) if part is not None]
@@ -194,6 +198,7 @@ class KTransformersExperts(Operator):
         """The native kernel of experts that are loaded on the CPU; None for others."""
         return self._kernel
 
+    @override
     def load(self, source: WeightSource) -> None:
         weights = source.experts(self.key, self.layout, self.config.cpu_quant)
         if self.device.is_gpu:
@@ -269,6 +274,7 @@ class KTransformersExperts(Operator):
         assert ticket.output is not None
         return give_back(ticket.output, ticket.like)
 
+    @override
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.kernels import cpu
@@ -46,14 +47,17 @@ class KRouter(WrapperOperator):
         super().__init__(module, key, config, placement)
         self.spec: RouterSpec | None = recognize_router(module)
 
+    @override
     def op(self, phase: Phase) -> str:
         if not self.device.is_gpu:
             return "KRouterNative"
         return "KRouterTorch" if self.spec is None else "KRouterTriton"
 
+    @override
     def state(self) -> DenseState:
         return DenseState(self.inner, self.key, self.device, torch.float32)
 
+    @override
     def bypassed(self) -> Iterable[nn.Module]:
         return (self.inner,)
 
@@ -100,6 +104,7 @@ class KRouter(WrapperOperator):
         ids, weights = route(logits, spec, pool, self.bias)
         return logits, weights, ids
 
+    @override
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         use(self.device.torch_device)
         x = hidden_states.to(self.device.torch_device, torch.float32)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.cache.paged import LayerShape
 from ktransformers.errors import KTransformersError
@@ -171,6 +172,7 @@ class FusedLayer(nn.Module):
         self.layer_idx = int(_inner(layer.get_submodule("self_attn")).layer_idx)  # type: ignore[arg-type]
         keep_attention_type(self, layer)
 
+    @override
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
         self._attend(rows, hidden_states.shape, args, kwargs)

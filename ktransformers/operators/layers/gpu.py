@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.kernels.triton.elementwise import add_rms_norm, rms_norm
 from ktransformers.operators.device import Device, use
@@ -67,6 +68,7 @@ class LayerStack(nn.Module):
         """The layers from `first` to before `last` as a stack of their own."""
         return LayerStack(list(self.layers[first:last]), self._parts[first:last], self.device)
 
+    @override
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         use(self.device.torch_device)
         shape = hidden_states.shape

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
@@ -46,9 +47,11 @@ class KEmbedding(Operator):
         self.weight = empty_parameter((self.num_embeddings, self.embedding_dim))
         self._table: RawTensor | None = None
 
+    @override
     def op(self, phase: Phase) -> str:
         return "KEmbeddingRows" if self.inner is None else "KEmbeddingTorch"
 
+    @override
     def requirements(self, source: WeightSource) -> Requirements:
         if self.inner is not None:
             return DenseState(self.inner, self.key, self.device).requirements(source)
@@ -56,6 +59,7 @@ class KEmbedding(Operator):
         needs.add(self.device.name, expect_shape(source.find(name), name, (self.num_embeddings, self.embedding_dim)))
         return needs
 
+    @override
     def load(self, source: WeightSource) -> None:
         self.requirements(source)
         if self.inner is not None:
@@ -63,6 +67,7 @@ class KEmbedding(Operator):
         else:
             self._table = source.tensor(f"{self.key}.weight")
 
+    @override
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.inner is not None:
             return self.inner(self.device.move(input_ids))  # type: ignore[no-any-return]

@@ -136,6 +136,7 @@ class JoinedLinears:
             _give_away(self.modules, self._whole, self._columns)
 
     def __call__(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """What each of the modules makes of rows [T, K]."""
         if self._whole is None:
             return [module(rows) for module in self.modules]
         use(rows.device)
@@ -166,6 +167,7 @@ class GatedLinears:
             self._joined = JoinedLinears([gate, up])
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """act(gate(rows)) * up(rows) of rows [T, K]."""
         use(rows.device)
         if self._gated is None:
             assert self._joined is not None

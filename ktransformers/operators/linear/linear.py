@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
@@ -91,6 +92,7 @@ class KTransformersLinear(Operator):
         """The weight is part of a larger matrix now, and this layer's product a share of that one's."""
         self._matrix = share
 
+    @override
     def op(self, phase: Phase) -> str:
         if not self.device.is_gpu:
             return "KLinearCPUInfer"
@@ -102,6 +104,7 @@ class KTransformersLinear(Operator):
         is_taken = not self.device.is_gpu or (not self.is_dense_wanted and takes_fp8(*info.shape))
         return info.as_fp8() if info.is_fp8 and is_taken else info
 
+    @override
     def requirements(self, source: WeightSource) -> Requirements:
         needs, device = Requirements(), self.device
         info = self._info(source)
@@ -118,6 +121,7 @@ class KTransformersLinear(Operator):
             needs.stored_names.update(info.stored_names)
         return needs
 
+    @override
     def load(self, source: WeightSource) -> None:
         self.requirements(source)
         name, pool = f"{self.key}.weight", self.config.require_pool()
@@ -129,6 +133,7 @@ class KTransformersLinear(Operator):
         else:
             self._matrix = gpu_matrix(stored, self._bias, self.device, pool, self.is_dense_wanted)
 
+    @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = self.device.take(hidden_states)
         rows = x.reshape(-1, self.in_features).contiguous()

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ktransformers.core import Phase
 from ktransformers.kernels.types import ActivationSpec
@@ -38,19 +39,23 @@ class KMLP(WrapperOperator):
             self.spec = recognize_activation(children["act_fn"])
         self._gated: GatedLinears | None = None
 
+    @override
     def op(self, phase: Phase) -> str:
         if self.spec is None:
             return "KMLPTorch"
         return "KMLPTriton" if self.device.is_gpu else "KMLPNative"
 
+    @override
     def bypassed(self) -> Iterable[nn.Module]:
         return () if self.spec is None else (self.inner.get_submodule("act_fn"),)
 
+    @override
     def settle(self, site: Site) -> None:
         if self.spec is not None and self.device.is_gpu:
             gate, up = (self.inner.get_submodule(name) for name in ("gate_proj", "up_proj"))
             self._gated = GatedLinears(gate, up, self.spec)
 
+    @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         block, x = self.inner, self.device.take(hidden_states)
         if self.spec is None:

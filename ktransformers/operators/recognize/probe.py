@@ -54,6 +54,7 @@ class Draws:
         self._generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Standard normal numbers times `scale`, fp32."""
         return torch.randn(shape, generator=self._generator) * scale
 
     def positive(self, *shape: int) -> Tensor:
