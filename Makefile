@@ -9,7 +9,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: chat serve test lint bench format clean help
+.PHONY: chat serve test lint bench format web clean help
 
 help:
 	@echo "make chat    chat with the bundled model (installs everything into $(VENV) first:"
@@ -18,6 +18,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, mypy --strict, import layers"
 	@echo "make bench   measure the native kernels on this machine"
+	@echo "make web     build the chat page of the server (needs node 20 and npm)"
 
 chat: $(VENV)/.installed
 	@$(BIN)/ktransformers chat $(ARGS)
@@ -40,6 +41,10 @@ bench: $(VENV)/.installed
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The built page is committed: users need no node.
+web:
+	cd web && npm ci && npm run build
 
 # Everything an install prints goes to stderr, so that `make -s chat` leaves stdout to the answers.
 $(VENV)/.installed: $(SOURCES)
