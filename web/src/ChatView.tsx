@@ -1,5 +1,6 @@
 // One chat: its messages in the shown branch, and the field to write in.
 import { useSignal } from "@preact/signals";
+import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { liveHere } from "./answer";
 import { Composer } from "./Composer";
@@ -40,7 +41,7 @@ function Title() {
     );
   }
   const done = () => {
-    const title = field.current!.value.trim();
+    const title = field.current?.value.trim(); // leaving the page takes the focus, too
     isEdited.value = false;
     if (title && title !== own.title) void changeChat(own.id, { title });
   };
@@ -126,8 +127,7 @@ export function ChatView() {
     isAtEnd.value = true;
     scroller.current!.scrollTop = scroller.current!.scrollHeight;
   }, [chat.value?.id, shown.length]);
-  const onScroll = () => {
-    const box = scroller.current!;
+  const onScroll = ({ currentTarget: box }: JSX.TargetedEvent<HTMLElement>) => {
     isAtEnd.value = box.scrollHeight - box.scrollTop - box.clientHeight < 48;
   };
   return (

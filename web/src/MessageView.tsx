@@ -146,7 +146,7 @@ function Calls({ message, isLive }: { message: Message; isLive: boolean }) {
       {calls.map((call: ToolCall, index) => (
         <section class="call" key={call.id}>
           <h3><Icon name="tool" /> {t("toolCall", call.name)}</h3>
-          <pre tabIndex={0} role="region" aria-label={t("code")}><code>{pretty(call.arguments)}</code></pre>
+          <pre tabIndex={0} role="group" aria-label={t("code")}><code>{pretty(call.arguments)}</code></pre>
           {isLast && !isLive && (
             <textarea
               rows={2}

@@ -30,16 +30,14 @@ function NumberField({ name, min, max, step }: (typeof NUMBERS)[number]) {
         type="number"
         min={min}
         max={max}
-        step={step}
+        step={step < 1 ? "any" : step}
         inputMode={step < 1 ? "decimal" : "numeric"}
-        value={settings.value[name] ?? ""}
-        onChange={(event) => {
-          const field = event.currentTarget;
-          field.reportValidity();
-          if (field.value === "" || (field.validity.valid || field.validity.stepMismatch)) {
-            change(name, field.value === "" ? undefined : field.valueAsNumber);
-          }
+        defaultValue={settings.peek()[name]?.toString() ?? ""}
+        onInput={(event) => {
+          const { value, valueAsNumber, validity } = event.currentTarget;
+          if (validity.valid) change(name, value === "" ? undefined : valueAsNumber);
         }}
+        onChange={(event) => event.currentTarget.reportValidity()}
       />
     </label>
   );
@@ -69,7 +67,11 @@ export function SettingsDialog() {
       )}
       <label class="field wide">
         <span>{t("system")}</span>
-        <textarea rows={4} value={now.system ?? ""} onChange={(event) => change("system", event.currentTarget.value || undefined)} />
+        <textarea
+          rows={4}
+          defaultValue={now.system ?? ""}
+          onInput={(event) => change("system", event.currentTarget.value || undefined)}
+        />
       </label>
       <div class="grid">
         {NUMBERS.map((number) => <NumberField key={number.name} {...number} />)}
@@ -92,8 +94,8 @@ export function SettingsDialog() {
         <span>{t("stopStrings")}</span>
         <textarea
           rows={2}
-          value={now.stop?.join("\n") ?? ""}
-          onChange={(event) => {
+          defaultValue={now.stop?.join("\n") ?? ""}
+          onInput={(event) => {
             const stops = event.currentTarget.value.split("\n").filter(Boolean);
             change("stop", stops.length ? stops : undefined);
           }}
@@ -105,9 +107,9 @@ export function SettingsDialog() {
           rows={4}
           class="code-field"
           spellcheck={false}
-          value={now.tools ?? ""}
+          defaultValue={now.tools ?? ""}
           aria-invalid={toolsError.value !== ""}
-          onChange={(event) => {
+          onInput={(event) => {
             const text = event.currentTarget.value;
             toolsError.value = wrongTools(text);
             if (!toolsError.value) change("tools", text.trim() || undefined);

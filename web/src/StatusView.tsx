@@ -106,7 +106,7 @@ function Requests({ lines }: { lines: Figures["requests"] }) {
       <h2>{t("requests")}</h2>
       {!lines.length && <p class="hint">{t("noRequests")}</p>}
       {lines.length > 0 && (
-        <div class="table-box" tabIndex={0} role="region" aria-label={t("requests")}>
+        <div class="table-box" tabIndex={0} role="group" aria-label={t("requests")}>
           <table class="log">
             <thead>
               <tr>

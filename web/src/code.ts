@@ -28,7 +28,7 @@ export function codeBlock(code: HTMLElement): HTMLElement {
   bar.append(name, copy);
   const pre = document.createElement("pre");
   pre.tabIndex = 0;
-  pre.role = "region";
+  pre.role = "group";
   pre.ariaLabel = t("code");
   pre.append(code);
   box.append(bar, pre);

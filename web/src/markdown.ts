@@ -4,8 +4,9 @@
 // through a short list, and links, code and formulas are finished here with DOM calls.
 import DOMPurify, { type Config } from "dompurify";
 import MarkdownIt, { type Token } from "markdown-it";
-import { addMath } from "./mathRules";
 import { codeBlock } from "./code";
+import { t } from "./i18n";
+import { addMath } from "./mathRules";
 
 const ALLOWED_URI = /^(?:https?:\/\/|mailto:)/i;
 const SANITIZER: Config & { RETURN_DOM_FRAGMENT: true } = {
@@ -13,7 +14,8 @@ const SANITIZER: Config & { RETURN_DOM_FRAGMENT: true } = {
     "a b blockquote br code del em h1 h2 h3 h4 h5 h6 hr i li ol p pre s span strong sub sup table tbody td th thead tr ul"
   ).split(" "),
   ALLOWED_ATTR: ["href", "title", "start", "data-align", "data-lang", "data-tex", "data-display"],
-  ALLOWED_URI_REGEXP: ALLOWED_URI,
+  ALLOWED_URI_REGEXP: ALLOWED_URI, // for every attribute that is not named in the next line
+  ADD_URI_SAFE_ATTR: ["title", "start", "data-align", "data-lang", "data-tex", "data-display"],
   ALLOW_ARIA_ATTR: false,
   ALLOW_DATA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,
@@ -73,8 +75,8 @@ function finish(fragment: DocumentFragment): void {
     const box = document.createElement("div");
     box.className = "table-box";
     box.tabIndex = 0; // scrolls sideways, by keyboard too
-    box.role = "region";
-    box.ariaLabel = "table";
+    box.role = "group";
+    box.ariaLabel = t("table");
     table.replaceWith(box);
     box.append(table);
   }
