@@ -1,3 +1,4 @@
+import { createHash } from "node:crypto";
 import { readdirSync, readFileSync } from "node:fs";
 import { defineConfig, type Plugin } from "vite";
 
@@ -26,10 +27,24 @@ const licenses: Plugin = {
   },
 };
 
+/** What the page was built from: a test without node sees whether somebody forgot `make web`. */
+const sources: Plugin = {
+  name: "sources",
+  generateBundle() {
+    const inSrc = readdirSync("src", { recursive: true, withFileTypes: true }).filter((entry) => entry.isFile());
+    const names = inSrc.map((entry) => `${entry.parentPath}/${entry.name}`);
+    const hash = createHash("sha256");
+    for (const name of [...names, "index.html", "package-lock.json", "package.json", "tsconfig.json", "vite.config.ts"].sort()) {
+      hash.update(`${name}\0`).update(readFileSync(name)).update("\0");
+    }
+    this.emitFile({ type: "asset", fileName: "page/sources.sha256", source: `${hash.digest("hex")}\n` });
+  },
+};
+
 // File names carry no hash: the server sends an ETag, and the built files are committed.
 export default defineConfig({
   base: "./",
-  plugins: [woff2Only, licenses],
+  plugins: [woff2Only, licenses, sources],
   oxc: { jsx: { runtime: "automatic", importSource: "preact" } },
   build: {
     target: "es2022",

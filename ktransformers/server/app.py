@@ -72,7 +72,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     app.state.service = service
     for router in (chat.router, completions.router, models.router, tokens.router, health.router, front.router):
         app.include_router(router)
-    if config.web or (config.has_web and web.has_page()):
+    if config.has_web:
         app.mount(PAGE_PREFIX, web.page_files())
     install_error_handlers(app)
     # The last one added is the outermost.

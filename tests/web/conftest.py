@@ -1,4 +1,4 @@
-"""A browser for the tests of the page: Debian's Chromium, driven by Playwright. Where there is none they are skipped."""
+"""A browser for the tests of the page: Debian's Chromium, driven by Playwright. Without one they are skipped."""
 
 from __future__ import annotations
 

@@ -192,7 +192,9 @@ def test_files_can_be_dropped(page: Page, api: FakeApi) -> None:
             const transfer = new DataTransfer();
             transfer.items.add(new File(["x = 1"], "x.py"));
             for (const type of ["dragover", "drop"])
-                document.body.dispatchEvent(new DragEvent(type, {dataTransfer: transfer, bubbles: true, cancelable: true}));
+                document.body.dispatchEvent(
+                    new DragEvent(type, {dataTransfer: transfer, bubbles: true, cancelable: true})
+                );
         }"""
     )
     expect(page.locator(".composer .files .name")).to_have_text("x.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,26 +29,35 @@ TEXTS = {
     "links": "[a](javascript:window.pwned=1) [b](JaVaScRiPt:window.pwned=1) [c](data:text/html,<script>1</script>) "
     "[d](vbscript:x) [e](\tjavascript:window.pwned=1) <javascript:window.pwned=1> [f](java&#115;cript:window.pwned=1) "
     "[g](file:///etc/passwd) [h](/v1/models) [i](https://evil.example/ok 'title') [j]: javascript:pwned=1\n\n[j]",
-    "pictures": "![a](https://evil.example/a.png) ![b](data:image/svg+xml;base64,PHN2Zy8+) ![c](//evil.example/c.png)\n\n"
-    "[![d](https://evil.example/d.png)](https://evil.example)\n\n![e][r]\n\n[r]: https://evil.example/e.png",
+    "pictures": "![a](https://evil.example/a.png) ![b](data:image/svg+xml;base64,PHN2Zy8+) ![c](//evil.example/c.png)"
+    "\n\n[![d](https://evil.example/d.png)](https://evil.example)\n\n![e][r]\n\n[r]: https://evil.example/e.png",
     "mutations": "<math><mtext><table><mglyph><style><!--</style><img title='--><img src=1 onerror=window.pwned=1>'>"
     "<noscript><p title='</noscript><img src=x onerror=window.pwned=1>'>",
-    "markup in code": "```html\n</code></pre><script>window.pwned=1</script>\n```\n\n`<img src=x onerror=window.pwned=1>`",
-    "language": "```\"><img/src=x/onerror=window.pwned=1>\nx\n```\n\n```python onload=alert(1)\nprint(1)\n```",
+    "markup in code": "```html\n</code></pre><script>window.pwned=1</script>\n```\n\n"
+    "`<img src=x onerror=window.pwned=1>`",
+    "language": '```"><img/src=x/onerror=window.pwned=1>\nx\n```\n\n```python onload=alert(1)\nprint(1)\n```',
     "formula": "$\\href{javascript:window.pwned=1}{x}$ $\\includegraphics{https://evil.example/f.png}$ "
     "$\\htmlStyle{position:fixed}{x}$ $\\url{javascript:pwned=1}$ $</span><img src=x onerror=window.pwned=1>$ "
     "$\\htmlData{x=1}{y}$",
     "bombs": "$\\def\\a{\\a\\a}\\a$ $\\frac{$ $$\\begin{matrix} 1 & 2$$ $\\left($ \\[ \\rule{1000000em}{1000000em} \\]",
-    "nesting": ">" * 3000 + " deep\n\n" + "- " * 400 + "x\n\n" + "[" * 5000 + "\n\n" + "**" * 3000 + "\n\n" + "$" * 3001,
+    "nesting": ">" * 3000
+    + " deep\n\n"
+    + "- " * 400
+    + "x\n\n"
+    + "[" * 5000
+    + "\n\n"
+    + "**" * 3000
+    + "\n\n"
+    + "$" * 3001,
     "table": "\n".join(["|" + "|".join(f"c{i}" for i in range(60)) + "|", "|" + "---|" * 60] + ["|" + "x|" * 60] * 300),
     "clobbering": "<a id=app name=app></a><img name=getElementById><form id=document><input name=body></form>",
     "controls": "\u202e\u0000\ufffe\u200d<b>\u2028\u2029&lt;script&gt;&#60;script&#62;\x1b]8;;x\x07",
 }
-ALLOWED = (
-    "a b blockquote br button code del div em figcaption figure h1 h2 h3 h4 h5 h6 hr li ol p path pre s span strong svg "
-    "table tbody td th thead tr ul math semantics mrow mi mo mn mtext mspace msup msub msubsup mfrac msqrt mover munder "
-    "mstyle annotation mpadded mtable mtr mtd menclose line g img"
-).split()
+ALLOWED = re.compile(
+    "a|b|blockquote|br|button|code|del|div|em|figcaption|figure|h[1-6]|hr|li|ol|p|pre|s|span|strong"
+    "|table|tbody|td|th|thead|tr|ul|svg|path|line|g|math|semantics|annotation"
+    "|m(row|i|o|n|text|space|sup|sub|subsup|frac|sqrt|over|under|style|padded|table|tr|td)"
+)
 
 INSPECT = """() => {
     const found = {tags: new Set(), handlers: [], links: [], pictures: 0, violations: window.violations};
@@ -90,7 +100,7 @@ def test_nothing_runs_and_nothing_leaves(page: Page, api: FakeApi, name: str) ->
     assert found["handlers"] == []
     assert found["pictures"] == 0
     assert found["violations"] == []  # the sanitizer was first; the policy had nothing left to stop
-    assert set(found["tags"]) <= set(ALLOWED)
+    assert [tag for tag in found["tags"] if not ALLOWED.fullmatch(tag)] == []
     for href, rel, target in found["links"]:
         assert href.startswith((EVIL, "http://", "mailto:")), href
         assert (rel, target) == ("noopener noreferrer nofollow", "_blank")

@@ -6,7 +6,7 @@ import { KeyDialog, Preferences } from "./Dialogs";
 import { t } from "./i18n";
 import { SettingsDialog } from "./SettingsDialog";
 import { Sidebar } from "./Sidebar";
-import { isSidebarOpen, notice, open, shownDialog, view } from "./state";
+import { isSidebarOpen, notice, open, openSidebar, shownDialog, view } from "./state";
 import { StatusView } from "./StatusView";
 
 
@@ -15,7 +15,7 @@ function onKey(event: KeyboardEvent): void {
   const key = event.key.toLowerCase();
   if (isCommand && key === "k") {
     event.preventDefault();
-    isSidebarOpen.value = true;
+    openSidebar();
     document.getElementById("search")?.focus();
   } else if (isCommand && event.shiftKey && key === "o") {
     event.preventDefault();
@@ -52,7 +52,7 @@ export function App() {
       {isSidebarOpen.value && (
         <button class="backdrop" aria-label={t("close")} onClick={() => (isSidebarOpen.value = false)} />
       )}
-      <main>{view.value.name === "status" ? <StatusView /> : <ChatView />}</main>
+      <main inert={isSidebarOpen.value}>{view.value.name === "status" ? <StatusView /> : <ChatView />}</main>
       <Notice />
       {shownDialog.value === "settings" && <SettingsDialog />}
       {shownDialog.value === "preferences" && <Preferences />}

@@ -1,6 +1,5 @@
 // One chat: its messages in the shown branch, and the field to write in.
 import { useSignal } from "@preact/signals";
-import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { liveHere } from "./answer";
 import { Composer } from "./Composer";
@@ -9,12 +8,12 @@ import { n, t } from "./i18n";
 import { Icon, Logo } from "./icons";
 import { Announcer } from "./Announcer";
 import { MessageView } from "./MessageView";
-import { changeChat, chat, isSidebarOpen, model, obstacle, path, removeChat, shownDialog } from "./state";
+import { changeChat, chat, isSidebarOpen, model, obstacle, openSidebar, path, removeChat, shownDialog } from "./state";
 import { download, exportChats } from "./transfer";
 
 export function MenuButton() {
   return (
-    <button class="quiet only-narrow" aria-label={t("menu")} onClick={() => (isSidebarOpen.value = true)}>
+    <button class="quiet only-narrow" aria-label={t("menu")} aria-expanded={isSidebarOpen.value} onClick={openSidebar}>
       <Icon name="menu" />
     </button>
   );
@@ -127,7 +126,7 @@ export function ChatView() {
     isAtEnd.value = true;
     scroller.current!.scrollTop = scroller.current!.scrollHeight;
   }, [chat.value?.id, shown.length]);
-  const onScroll = ({ currentTarget: box }: JSX.TargetedEvent<HTMLElement>) => {
+  const onScroll = ({ currentTarget: box }: { currentTarget: HTMLElement }) => {
     isAtEnd.value = box.scrollHeight - box.scrollTop - box.clientHeight < 48;
   };
   return (

@@ -99,6 +99,12 @@ export function Preferences() {
         </section>
       )}
       <section>
+        <h3>{t("api")}</h3>
+        <p class="hint">
+          {t("apiText", new URL("v1", document.baseURI).href)} <a href="docs" target="_blank" rel="noopener">{t("apiDocs")}</a>
+        </p>
+      </section>
+      <section>
         <h3>{t("keyboard")}</h3>
         <dl class="keys">
           {KEYS.map(([key, what]) => (
@@ -122,7 +128,7 @@ function KeyForm() {
     const key = field.current!.value.trim();
     if (!key) return;
     apiKey.set(key, isRemembered.value);
-    void connect();
+    void connect(true);
   };
   return (
     <Dialog title={t("keyNeeded")}>

@@ -121,7 +121,7 @@ export function SettingsDialog() {
         <button
           onClick={() => {
             keepDefaults(now);
-            notice.value = t("save");
+            notice.value = t("saved");
             shownDialog.value = "";
           }}
         >

@@ -1,6 +1,6 @@
 // The list of chats, search in them, and the way to the other views.
 import { useSignal } from "@preact/signals";
-import { useEffect } from "preact/hooks";
+import { useEffect, useRef } from "preact/hooks";
 import { live } from "./answer";
 import { t } from "./i18n";
 import { Icon, Logo } from "./icons";
@@ -50,6 +50,11 @@ export function Sidebar() {
     return () => clearTimeout(timer);
   }, [query.value]);
 
+  const closer = useRef<HTMLButtonElement>(null);
+  useEffect(() => {
+    if (isSidebarOpen.value && document.activeElement?.id !== "search") closer.current?.focus();
+  }, [isSidebarOpen.value]);
+
   const wanted = query.value.trim().toLowerCase();
   const shown = chats.value.filter(
     (chat) => !wanted || chat.title.toLowerCase().includes(wanted) || found.value?.has(chat.id),
@@ -60,7 +65,7 @@ export function Sidebar() {
       <div class="brand">
         <Logo />
         <span>ktransformers</span>
-        <button class="quiet only-narrow" aria-label={t("close")} onClick={close}>
+        <button ref={closer} class="quiet only-narrow" aria-label={t("close")} onClick={close}>
           <Icon name="close" />
         </button>
       </div>

@@ -11,6 +11,7 @@ import { explain, obstacle } from "./state";
 
 const EVERY = 1000; // ms
 const MAX_SAMPLES = 120;
+const MIN_SHOWN = 30;
 
 function Card({ title, children }: { title: string; children: ComponentChildren }) {
   return (
@@ -41,7 +42,7 @@ function Meter({ share, label }: { share: number; label: string }) {
 function Sparkline({ values }: { values: number[] }) {
   const top = Math.max(...values, 1e-9);
   const points = values.map((value, index) => {
-    const x = ((MAX_SAMPLES - values.length + index) / (MAX_SAMPLES - 1)) * 240;
+    const x = (index / Math.max(values.length - 1, MIN_SHOWN)) * 240;
     return `${x.toFixed(1)},${(38 - (value / top) * 34).toFixed(1)}`;
   });
   return (

@@ -15,7 +15,7 @@ const en = {
   chats: "Chats",
   close: "Close",
   cancel: "Cancel",
-  save: "Save",
+  saved: "Saved",
   delete: "Delete",
   rename: "Rename",
   chatName: "Name of the chat",
@@ -90,7 +90,7 @@ const en = {
   seed: "Seed",
   stopStrings: "Stop strings, one per line",
   thinkingMode: "Thinking",
-  byModel: "As the model does",
+  byModel: "Default",
   on: "On",
   off: "Off",
   tools: "Tools (JSON, as in OpenAI's API)",
@@ -102,6 +102,9 @@ const en = {
   light: "Light",
   dark: "Dark",
   data: "Chats",
+  api: "API",
+  apiText: "Programs use {0}.",
+  apiDocs: "All routes and fields",
   keyboard: "Keyboard",
   keySend: "Send",
   keyLine: "New line",
@@ -149,7 +152,6 @@ const en = {
   duration: "Duration",
   end: "End",
   noStatus: "This server does not offer figures (GET /v1/status).",
-  chatIsFull: "The chat does not fit the model's context any more.",
 };
 
 export type Key = keyof typeof en;
@@ -168,7 +170,7 @@ const zh: Record<Key, string> = {
   chats: "对话",
   close: "关闭",
   cancel: "取消",
-  save: "保存",
+  saved: "已保存",
   delete: "删除",
   rename: "重命名",
   chatName: "对话名称",
@@ -243,7 +245,7 @@ const zh: Record<Key, string> = {
   seed: "随机种子",
   stopStrings: "停止字符串，每行一个",
   thinkingMode: "思考",
-  byModel: "由模型决定",
+  byModel: "默认",
   on: "开",
   off: "关",
   tools: "工具（JSON，与 OpenAI API 相同）",
@@ -255,6 +257,9 @@ const zh: Record<Key, string> = {
   light: "浅色",
   dark: "深色",
   data: "对话",
+  api: "API",
+  apiText: "程序请使用 {0}。",
+  apiDocs: "所有接口与字段",
   keyboard: "键盘",
   keySend: "发送",
   keyLine: "换行",
@@ -302,7 +307,6 @@ const zh: Record<Key, string> = {
   duration: "用时",
   end: "结束原因",
   noStatus: "此服务器不提供统计数据（GET /v1/status）。",
-  chatIsFull: "对话已超出模型的上下文长度。",
 };
 
 const TEXTS = { en, zh };

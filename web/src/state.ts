@@ -20,6 +20,7 @@ export const models = signal<Model[]>([]);
 export const obstacle = signal("");
 export const isKeyWanted = signal<"" | "needed" | "wrong">("");
 export const notice = signal("");
+/** Where the page is narrow the list of chats lies over it. */
 export const isSidebarOpen = signal(false);
 export const shownDialog = signal<"" | "settings" | "preferences">("");
 export const theme = signal<Theme>((localStorage.getItem("ktransformers.theme") as Theme | null) ?? "auto");
@@ -124,12 +125,16 @@ export async function start(): Promise<void> {
   await connect();
 }
 
+export function openSidebar(): void {
+  isSidebarOpen.value = matchMedia("(max-width: 50rem)").matches;
+}
+
 // The server.
 
 let timer = 0;
 
 /** Asks for the models until they come. */
-export async function connect(): Promise<void> {
+export async function connect(hasNewKey = false): Promise<void> {
   clearTimeout(timer);
   try {
     models.value = await getModels();
@@ -137,16 +142,17 @@ export async function connect(): Promise<void> {
     obstacle.value = "";
     if (isKeyWanted.value) isKeyWanted.value = "";
   } catch (error) {
-    await explain(error);
+    await explain(error, hasNewKey);
   }
 }
 
 /** Shows what is in the way, and keeps asking until it is not. */
-export async function explain(error: unknown): Promise<void> {
+export async function explain(error: unknown, hasNewKey = false): Promise<void> {
   clearTimeout(timer);
   if (!(error instanceof ApiError)) throw error;
   if (error.status === 401) {
-    isKeyWanted.value = isKeyWanted.value ? "wrong" : "needed";
+    if (hasNewKey) isKeyWanted.value = "wrong";
+    else isKeyWanted.value ||= "needed";
     return;
   }
   obstacle.value = error.status === 0 ? t("unreachable") : error.code === "not_ready" ? await progress(error) : error.message;

@@ -111,7 +111,7 @@ async def front(request: Request) -> Response:
     """JSON, or a page for browsers: the chat, or where that is off what JSON says."""
     service = service_of(request)
     is_browser = "text/html" in request.headers.get("accept", "")
-    if is_browser and service.config.has_web and web.has_page():
+    if is_browser and service.config.has_web:
         return web.page()
     facts = _facts(service)
     headers = {**_SAFE, "Vary": "Accept", "Cache-Control": "no-store"}

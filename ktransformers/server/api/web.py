@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from ktransformers.errors import ConfigError
 from ktransformers.server.api_paths import PAGE_PREFIX
 
-__all__ = ["WEB_PATH", "has_page", "page", "page_files"]
+__all__ = ["WEB_PATH", "page", "page_files"]
 
 WEB_PATH = Path(__file__).resolve().parents[2] / "assets" / "web"
 """index.html, and the folder that it refers to."""
@@ -48,11 +48,6 @@ _HEADERS = {
 }
 
 
-def has_page() -> bool:
-    """Whether the built page is there: a checkout may lack it."""
-    return (WEB_PATH / "index.html").is_file()
-
-
 def page() -> Response:
     """The page itself, for GET / of a browser."""
     return FileResponse(WEB_PATH / "index.html", media_type="text/html", headers={**_HEADERS, "Vary": "Accept"})
@@ -69,5 +64,5 @@ def page_files() -> StaticFiles:
     """What is mounted at PAGE_PREFIX. Raises ConfigError where the built page is missing."""
     folder = WEB_PATH / PAGE_PREFIX.strip("/")
     if not folder.is_dir():
-        raise ConfigError(f"--web: the built page is missing ({folder}); build it with `make web`, or say --no_web")
+        raise ConfigError(f"the built web page is missing ({folder}): build it with `make web`, or serve with --no_web")
     return _PageFiles(directory=folder)
