@@ -66,6 +66,8 @@ class FakeApi:
         self.answers: list[Sequence[dict[str, Any] | str] | Response] = []
         self.bodies: list[dict[str, Any]] = []
         self.key = ""
+        self.usage = USAGE
+        self.model = "fake-model"
         self.loading = ""
         self.status: Any = None
         self.left = threading.Event()
@@ -96,7 +98,7 @@ class FakeApi:
         return web.page()
 
     async def _models(self, request: Request) -> Response:
-        models = [{"id": "fake-model", "max_model_len": 4096}, {"id": "alias", "max_model_len": 4096}]
+        models = [{"id": self.model, "max_model_len": 4096}, {"id": "alias", "max_model_len": 4096}]
         return self._refusal(request) or JSONResponse({"object": "list", "data": models})
 
     async def _ready(self, request: Request) -> Response:
@@ -132,7 +134,7 @@ class FakeApi:
                     yield _event([{"index": 0, "delta": piece, "finish_reason": None}])
             reason = "tool_calls" if any("tool_calls" in piece for piece in pieces) else "stop"
             yield _event([{"index": 0, "delta": {}, "finish_reason": reason}])
-            yield _event([], usage=USAGE)
+            yield _event([], usage=self.usage)
             yield "data: [DONE]\n\n"
         except (asyncio.CancelledError, GeneratorExit):
             self.left.set()

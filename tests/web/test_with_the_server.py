@@ -23,6 +23,7 @@ def test_a_chat_with_the_bundled_model(page: Page) -> None:
     page.on("console", lambda message: violations.append(message.text) if "policy" in message.text.lower() else None)
     flags = ("--backend_type", "ktransformers", "--model_name", "demo", "--cache_lens", "2048", "--api_key", "the-key")
     with ServerProcess(*flags) as server:
+        server.wait_for(f"chat in a browser on {server.url}$")
         page.goto(server.url)
         page.get_by_role("textbox", name="API key").fill("the-key")
         page.keyboard.press("Enter")

@@ -117,7 +117,7 @@ function Reasoning({ message, isLive }: { message: Message; isLive: boolean }) {
   const isOpen = useSignal(false);
   const isThinking = isLive && !message.content && !message.calls;
   const seconds = message.reasoningSeconds;
-  const label = isThinking ? t("thinking") : seconds ? t("thoughtFor", n(seconds, 1)) : t("thought");
+  const label = isThinking ? t("thinking") : seconds && seconds >= 0.1 ? t("thoughtFor", n(seconds, 1)) : t("thought");
   return (
     <details class="reasoning" onToggle={(event) => (isOpen.value = event.currentTarget.open)}>
       <summary>

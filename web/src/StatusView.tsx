@@ -47,6 +47,7 @@ function Sparkline({ values }: { values: number[] }) {
   });
   return (
     <svg class="sparkline" viewBox="0 0 240 40" preserveAspectRatio="none" aria-hidden="true">
+      <polygon points={`0,40 ${points.join(" ")} ${points.at(-1)?.split(",")[0] ?? 0},40`} />
       <polyline points={points.join(" ")} />
     </svg>
   );
@@ -82,7 +83,8 @@ function Cards({ now, history }: { now: Figures; history: Figures[] }) {
       )}
       {kv && kv.total > 0 && (
         <Card title={t("kvCache")}>
-          <Big value={`${n((kv.used / kv.total) * 100)} %`} unit={t("ofTokens", n(kv.used), n(kv.total))} />
+          <Big value={`${n((kv.used / kv.total) * 100)} %`} unit="" />
+          <p class="hint">{t("ofTokens", n(kv.used), n(kv.total))}</p>
           <Meter share={kv.used / kv.total} label={t("kvCache")} />
         </Card>
       )}
@@ -90,8 +92,9 @@ function Cards({ now, history }: { now: Figures; history: Figures[] }) {
         <Card title={t("prefixHits")}>
           <Big
             value={prefix.queries ? `${n((prefix.hits / prefix.queries) * 100)} %` : "–"}
-            unit={t("ofTokens", n(prefix.hits), n(prefix.queries))}
+            unit=""
           />
+          <p class="hint">{t("ofTokens", n(prefix.hits), n(prefix.queries))}</p>
           {prefix.queries > 0 && <Meter share={prefix.hits / prefix.queries} label={t("prefixHits")} />}
         </Card>
       )}
