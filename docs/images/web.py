@@ -1,6 +1,8 @@
 """Pictures of the web page for docs/web.md: the page as it is built, over an API whose answers stand here.
 
     python -m docs.images.web        # writes web-*.png beside this file; needs playwright, Pillow, Chromium
+
+The figures on them are as made up as the answers.
 """
 
 from __future__ import annotations

@@ -112,6 +112,7 @@ def test_reasoning_is_folded(page: Page, api: FakeApi) -> None:
     open_page(page, api)
     say(page, "Think", waits=False)
     expect(page.locator(".reasoning summary")).to_have_text("Thinking")
+    page.wait_for_timeout(150)  # the thinking has a duration then
     api.release()
     whole(page)
     expect(page.locator(".reasoning summary")).to_contain_text("Thought for")
@@ -263,6 +264,18 @@ def test_chats_are_renamed_and_deleted(page: Page, api: FakeApi) -> None:
     page.locator("dialog .danger").click()
     expect(page.locator(".chat-list .title")).to_have_count(0)
     expect(page.locator(".greeting")).to_be_visible()
+
+
+def test_a_chat_that_is_deleted_in_mid_answer(page: Page, api: FakeApi) -> None:
+    api.answers = [[said("Long"), HOLD]]
+    open_page(page, api)
+    say(page, "Go on", waits=False)
+    expect(answers(page)).to_have_text("Long")
+    button(page, "Delete").click()
+    page.locator("dialog .danger").click()
+    assert api.left.wait(20)
+    page.reload()
+    expect(page.locator(".chat-list")).to_have_text("Chats stay in this browser.")
 
 
 def test_chinese(page: Page, api: FakeApi) -> None:

@@ -1,12 +1,12 @@
 // The frame: sidebar, view, dialogs, and keys that work everywhere.
 import { useEffect } from "preact/hooks";
-import { liveHere } from "./answer";
+import { stopAnswers } from "./answer";
 import { ChatView } from "./ChatView";
 import { KeyDialog, Preferences } from "./Dialogs";
 import { t } from "./i18n";
 import { SettingsDialog } from "./SettingsDialog";
 import { Sidebar } from "./Sidebar";
-import { isSidebarOpen, notice, open, openSidebar, shownDialog, view } from "./state";
+import { chat, isSidebarOpen, notice, open, openSidebar, shownDialog, view } from "./state";
 import { StatusView } from "./StatusView";
 
 
@@ -23,7 +23,7 @@ function onKey(event: KeyboardEvent): void {
     document.getElementById("composer")?.focus();
   } else if (key === "escape" && !document.querySelector("dialog[open]")) {
     if (isSidebarOpen.value) isSidebarOpen.value = false;
-    else liveHere.value?.stop();
+    else if (chat.value) stopAnswers(chat.value.id);
   }
 }
 

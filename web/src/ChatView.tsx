@@ -1,7 +1,7 @@
 // One chat: its messages in the shown branch, and the field to write in.
 import { useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
-import { liveHere } from "./answer";
+import { liveHere, stopAnswers } from "./answer";
 import { Composer } from "./Composer";
 import { ask } from "./Confirm";
 import { n, t } from "./i18n";
@@ -66,7 +66,9 @@ function Title() {
 function Header() {
   const own = chat.value;
   const remove = async () => {
-    if (await ask(t("deleteChat"), t("deleteChatText", own!.title), t("delete"))) await removeChat(own!.id);
+    if (!(await ask(t("deleteChat"), t("deleteChatText", own!.title), t("delete")))) return;
+    stopAnswers(own!.id);
+    await removeChat(own!.id);
   };
   const save = async () => {
     const name = own!.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "chat";

@@ -1,7 +1,7 @@
 // The field to write in. Text files come by drop, by paste or by the button.
 import { useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
-import { liveHere, send } from "./answer";
+import { liveHere, send, stopAnswers } from "./answer";
 import { t } from "./i18n";
 import { Icon } from "./icons";
 import { FileChips } from "./MessageView";
@@ -125,7 +125,7 @@ export function Composer() {
           }}
         />
         {answer ? (
-          <button type="button" class="round primary" title={`${t("stop")} (Esc)`} aria-label={t("stop")} onClick={() => answer.stop()}>
+          <button type="button" class="round primary" title={`${t("stop")} (Esc)`} aria-label={t("stop")} onClick={() => stopAnswers(answer.message.value.chat)}>
             <Icon name="stop" />
           </button>
         ) : (

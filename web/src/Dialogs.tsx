@@ -1,6 +1,7 @@
 // Preferences of this browser, and the question for the API key.
 import { useSignal } from "@preact/signals";
 import { useRef } from "preact/hooks";
+import { stopAnswers } from "./answer";
 import { apiKey } from "./api";
 import { ask, Confirm } from "./Confirm";
 import { Dialog } from "./Dialog";
@@ -36,6 +37,7 @@ function Chats() {
   const remove = async () => {
     if (await ask(t("deleteAll"), t("deleteAllText", chats.value.length), t("delete"))) {
       shownDialog.value = "";
+      stopAnswers();
       await removeAll();
     }
   };

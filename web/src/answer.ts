@@ -14,12 +14,17 @@ export interface LiveAnswer {
   stop(): void;
 }
 
-const SHOW_EVERY = 40; // ms
+const SHOW_EVERY = 40; // ms, and more for long texts
 const SAVE_EVERY = 500; // ms
 
 /** By the id of the message. */
 export const live = signal<ReadonlyMap<string, LiveAnswer>>(new Map());
 export const liveHere = computed(() => [...live.value.values()].find((one) => one.message.value.chat === chat.value?.id));
+
+/** Ends what is on its way in one chat, or everywhere. */
+export function stopAnswers(id?: string): void {
+  for (const one of live.value.values()) if (!id || one.message.value.chat === id) one.stop();
+}
 
 // What is sent.
 
@@ -137,7 +142,8 @@ class Reader {
 
   private showSoon(): void {
     if (this.pending) return;
-    const wait = Math.max(0, this.shownAt + SHOW_EVERY - performance.now());
+    const every = SHOW_EVERY + (this.now.content.length + (this.now.reasoning?.length ?? 0)) / 2000;
+    const wait = Math.max(0, this.shownAt + every - performance.now());
     this.pending = window.setTimeout(() => this.show(), wait);
   }
 

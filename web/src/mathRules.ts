@@ -18,6 +18,19 @@ function isDollarPair(src: string, from: number, to: number): boolean {
   return !/\s/.test(src[from]!) && !/\s/.test(src[to - 1]!) && !/\d/.test(src[to + 1] ?? "");
 }
 
+/** The last text that has no `mark` from some place on: else a text of unclosed formulas takes quadratic time. */
+const missing = new Map<string, { src: string; from: number }>();
+
+function closeOf(src: string, mark: string, from: number): number {
+  const known = missing.get(mark);
+  if (known && known.src === src && from >= known.from) return -1;
+  const at = endOf(src, mark, from);
+  if (at < 0) missing.set(mark, { src, from });
+  return at;
+}
+
+const MAX_LINES = 200; // of a formula
+
 const PAIRS: [string, string, boolean][] = [
   ["$$", "$$", true],
   ["\\[", "\\]", true],
@@ -31,7 +44,7 @@ function inline(state: StateInline, isSilent: boolean): boolean {
   if (!pair) return false;
   const [open, close, isDisplay] = pair;
   const from = pos + open.length;
-  const to = endOf(src, close, from);
+  const to = closeOf(src, close, from);
   if (to <= from || to > state.posMax - close.length || (open === "$" && !isDollarPair(src, from, to))) return false;
   if (!isSilent) {
     const token = state.push("formula", "span", 0);
@@ -48,14 +61,15 @@ function block(state: StateBlock, startLine: number, endLine: number, isSilent: 
   const open = ["$$", "\\["].find((mark) => first.startsWith(mark));
   if (!open || state.sCount[startLine]! - state.blkIndent >= 4) return false;
   const close = open === "$$" ? "$$" : "\\]";
+  const lastLine = Math.min(endLine, startLine + MAX_LINES);
   let line = startLine;
-  let text = first.slice(2);
-  while (!text.trimEnd().endsWith(close)) {
+  const lines = [first.slice(2)];
+  while (!lines.at(-1)!.trimEnd().endsWith(close)) {
     line += 1;
-    if (line >= endLine || state.isEmpty(line)) return false; // not closed in this paragraph: the text is shown
-    text += "\n" + state.src.slice(state.bMarks[line]! + state.tShift[line]!, state.eMarks[line]);
+    if (line >= lastLine || state.isEmpty(line)) return false; // not closed in this paragraph: the text is shown
+    lines.push(state.src.slice(state.bMarks[line]! + state.tShift[line]!, state.eMarks[line]));
   }
-  const formula = text.trimEnd().slice(0, -2);
+  const formula = lines.join("\n").trimEnd().slice(0, -2);
   if (formula.includes(close)) return false;
   if (isSilent) return true;
   const token = state.push("formula", "span", 0);
