@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,16 @@ from tests.web.steps import answers, button, open_page, say, whole
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
+
+KEPT = """(text) => new Promise((resolve) => {
+    indexedDB.open("ktransformers").onsuccess = ({target: {result: database}}) => {
+        const request = database.transaction("messages").objectStore("messages").getAll();
+        request.onsuccess = () => {
+            database.close();
+            resolve(request.result.some((message) => message.content === text));
+        };
+    };
+})"""
 
 
 def test_an_answer_streams_in(page: Page, api: FakeApi) -> None:
@@ -82,9 +94,11 @@ def test_a_reload_in_mid_answer_keeps_the_text_so_far(page: Page, api: FakeApi) 
     open_page(page, api)
     say(page, "Tell me", waits=False)
     expect(answers(page)).to_have_text("Long")
-    page.wait_for_timeout(600)  # the page saves what came every half second
     api.release()
     expect(answers(page)).to_have_text("Long text")
+    end = time.monotonic() + 20
+    while not page.evaluate(KEPT, "Long text"):  # nothing more comes; what came is kept all the same
+        assert time.monotonic() < end
     page.reload()
     expect(answers(page)).to_have_text("Long text")
     expect(page.locator(".ending")).to_have_text("This answer was interrupted.")
@@ -108,14 +122,15 @@ def test_one_chat_answers_while_another_is_read(page: Page, api: FakeApi) -> Non
 
 
 def test_reasoning_is_folded(page: Page, api: FakeApi) -> None:
+    page.clock.install()
     api.answers = [[thought("Let me "), thought("think."), HOLD, said("Done.")]]
     open_page(page, api)
     say(page, "Think", waits=False)
     expect(page.locator(".reasoning summary")).to_have_text("Thinking")
-    page.wait_for_timeout(150)  # the thinking has a duration then
+    page.clock.fast_forward(2000)
     api.release()
     whole(page)
-    expect(page.locator(".reasoning summary")).to_contain_text("Thought for")
+    expect(page.locator(".reasoning summary")).to_have_text(re.compile(r"Thought for [2-9]\.\d s"))
     expect(page.get_by_text("Let me think.")).to_have_count(0)
     page.locator(".reasoning summary").click()
     expect(page.get_by_text("Let me think.")).to_be_visible()

@@ -94,7 +94,7 @@ class Reader {
   private firstAt = 0;
   private numDeltas = 0;
   private shownAt = 0;
-  private savedAt = performance.now();
+  private saving = 0;
   private pending = 0;
   private readonly began = performance.now();
 
@@ -155,15 +155,16 @@ class Reader {
       this.answer.message.value = this.now;
       if (this.numDeltas > 2 && elapsed > 0.1) this.answer.rate.value = (this.numDeltas - 1) / elapsed;
     });
-    if (performance.now() - this.savedAt > SAVE_EVERY) {
-      this.savedAt = performance.now();
+    this.saving ||= window.setTimeout(() => {
+      this.saving = 0;
       void putMessage(this.now);
-    }
+    }, SAVE_EVERY);
   }
 
   /** The last state of the message. */
   end(change: Partial<Message>): Message {
     clearTimeout(this.pending);
+    clearTimeout(this.saving);
     this.now = { ...this.now, ...change };
     if (this.now.state === "streaming") this.now.state = "done";
     if (this.now.reasoning && !this.now.reasoningSeconds) this.now.reasoningSeconds = this.seconds(this.firstAt);
