@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 CSRC := $(shell find csrc -type f 2>/dev/null)
 SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(CSRC)
 
-.PHONY: chat serve test test-all lint bench format sanitize clean help
+.PHONY: chat serve test test-all lint bench format sanitize web clean help
 
 help:
 	@echo "make chat    chat with the bundled model (installs everything into $(VENV) first:"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint    ruff, clang-format, mypy --strict, import layers"
 	@echo "make sanitize  the tests of the kernels with AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench   measure the native kernels on this machine"
+	@echo "make web     build the chat page of the server (needs node 20 and npm)"
 
 chat: $(VENV)/.installed
 	@$(BIN)/ktransformers chat $(ARGS)
@@ -54,6 +55,10 @@ format: $(VENV)/.installed-dev
 sanitize: $(VENV)/.installed-dev
 	tools/sanitize/run.sh $(BIN)/python address $(ARGS)
 	tools/sanitize/run.sh $(BIN)/python thread $(ARGS)
+
+# The built page is committed: users need no node.
+web:
+	cd web && npm ci && npm run build
 
 # Everything an install prints goes to stderr, so that `make -s chat` leaves stdout to the answers.
 $(VENV)/.installed: $(SOURCES)

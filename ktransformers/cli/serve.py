@@ -112,7 +112,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
     group.add_argument("--sched_strategy", choices=("FCFS",), default="FCFS", help="order of service (%(default)s)")
     group.add_argument("--cpu_memory_size_GB", type=float, help="not supported: K/V pages stay in one memory")
-    add_toggle(group, "web", default=False, help="not part of this version")
+    add_toggle(group, "web", default=None, help="the chat page at / (on where only this machine can connect)")
     add_logging_flag(group)
     parser.set_defaults(run=run)
 
@@ -120,10 +120,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _check_flags(args: argparse.Namespace) -> None:
     if args.backend_type not in BACKENDS:
         raise UnsupportedError(f"--backend_type {args.backend_type} is not one of {', '.join(BACKENDS)}")
-    if args.web:
-        raise UnsupportedError(
-            "--web: this version has no web page; use a client of OpenAI's API, or `ktransformers chat`"
-        )
     if args.cpu_memory_size_GB is not None:
         raise UnsupportedError(
             "--cpu_memory_size_GB is not supported; --cache_lens sets the tokens that the cache holds"
@@ -162,6 +158,7 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
         most_new_tokens=args.max_new_tokens,
         is_strict_on_names=args.strict_model_name,
         force_think=args.force_think,
+        web=args.web,
         max_queue=args.max_queue,
         max_queue_per_key=args.max_queue_per_key,
         request_timeout=args.request_timeout,

@@ -9,8 +9,9 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ktransformers import __version__
 from ktransformers.server.admission import Admission
-from ktransformers.server.api import front, health, tokens
+from ktransformers.server.api import front, health, tokens, web
 from ktransformers.server.api.openai import chat, completions, models
+from ktransformers.server.api_paths import PAGE_PREFIX
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.hosts import HostRule
@@ -71,6 +72,8 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     app.state.service = service
     for router in (chat.router, completions.router, models.router, tokens.router, health.router, front.router):
         app.include_router(router)
+    if config.has_web:
+        app.mount(PAGE_PREFIX, web.page_files())
     install_error_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_body=lambda: service.json_limits.max_bytes, body_timeout=config.body_timeout)

@@ -28,6 +28,7 @@ class ServerConfig:
     max_new_tokens: most tokens of an answer to a request that names no limit; most_new_tokens: of any, if bounded.
     is_strict_on_names: a request for a model that is not among model_names is refused.
     allowed_hosts: names that requests may give in Host beside loopback ones and `host`; * for all.
+    web: the chat page is served at /; None: if only this machine can connect.
     max_queue: answers that may wait beyond those that the backend computes; more get a 503. An answer is one choice of
     one prompt. max_queue_per_key: of those that wait and are computed, how many may be for one API key.
     max_connections: open at once; None: as many as the limit on open files leaves room for.
@@ -48,6 +49,7 @@ class ServerConfig:
     most_new_tokens: int | None = None
     is_strict_on_names: bool = False
     force_think: bool = False
+    web: bool | None = None
     max_queue: int = 256
     max_queue_per_key: int | None = None
     max_connections: int | None = None
@@ -94,6 +96,11 @@ class ServerConfig:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def has_web(self) -> bool:
+        """Whether browsers get the chat page at /."""
+        return self.is_loopback if self.web is None else self.web
 
     @property
     def host_names(self) -> tuple[str, ...]:

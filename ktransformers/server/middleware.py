@@ -20,7 +20,7 @@ from ktransformers.errors import (
     QueueFullError,
 )
 from ktransformers.file_kinds import size_of
-from ktransformers.server.api_paths import OPEN_PATHS, SCOPE_KEY
+from ktransformers.server.api_paths import SCOPE_KEY, is_open
 from ktransformers.server.hosts import HostRule
 from ktransformers.server.responses import refuse
 
@@ -46,7 +46,7 @@ class ApiKeys:
         return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not is_open(scope["path"]):
             headers = [value for name, value in scope["headers"] if name == b"authorization"]
             known = self._known(headers[0]) if len(headers) == 1 else None
             if known is None:

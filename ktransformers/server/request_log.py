@@ -20,7 +20,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktransformers.server.answers.generations import Tally
-from ktransformers.server.api_paths import PROBE_PATHS
+from ktransformers.server.api_paths import PROBE_PATHS, is_of_page
 
 __all__ = ["RequestLog", "note_reason", "note_request", "without_quotes"]
 
@@ -103,7 +103,8 @@ class RequestLog:
             status = status or 500  # the framework answers so, outside of us
             raise
         finally:
-            level = logging.DEBUG if scope["path"] in PROBE_PATHS else logging.INFO
+            is_quiet = scope["path"] in PROBE_PATHS or is_of_page(scope["path"])
+            level = logging.DEBUG if is_quiet else logging.INFO
             if logger.isEnabledFor(level):
                 logger.log(
                     level,

@@ -271,6 +271,8 @@ def _announce(service: Service, listener: socket.socket, seconds: float) -> None
         logger.warning("the model's files hold no vocabulary: only requests with token ids can be answered")
     logger.info("ready after %s", duration(seconds))
     logger.info("serving %s on %s://%s:%d/v1", ", ".join(service.model_names), scheme, shown, port)
+    if service.config.has_web:
+        logger.info("chat in a browser on %s://%s:%d", scheme, shown, port)
 
 
 async def _drain(service: Service, received: asyncio.Queue[int]) -> None:

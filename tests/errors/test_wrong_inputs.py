@@ -222,7 +222,6 @@ FLAGS = [
         SERVE + "@",
         [
             ("--backend_type other", "--backend_type other is not one of"),
-            ("--web", "--web: this version has no web page"),
             ("--cpu_memory_size_GB 5", "--cpu_memory_size_GB is not supported"),
             ("--model_path {} --gguf_path {}/good.gguf", "together say too much"),
             ("--model_name ,", "--model_name must not be empty"),

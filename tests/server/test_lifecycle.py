@@ -163,7 +163,6 @@ def test_cors_is_off_unless_asked_for() -> None:
     [
         (("--model_path", "/no/such/folder"), "--model_path /no/such/folder does not exist"),
         (("--backend_type", "other"), "--backend_type other is not one of"),
-        (("--web",), "--web: this version has no web page"),
         (("--cpu_memory_size_GB", "5"), "--cpu_memory_size_GB is not supported"),
         (("--ssl_keyfile", __file__), "TLS needs both"),
         (("--ssl_keyfile", __file__, "--ssl_certfile", __file__), "cannot be used"),

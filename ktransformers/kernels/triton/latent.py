@@ -18,10 +18,9 @@ from ktransformers.kernels.triton.rope import (
     check_ids,
     is_cached,
     pair_columns,
-    power_of_two,
     rotate_heads,
 )
-from ktransformers.kernels.triton.runtime import jit, tl
+from ktransformers.kernels.triton.runtime import jit, power_of_two, tl
 
 __all__ = ["MAX_LATENT_ROWS", "absorb", "expand", "norm_to_cache"]
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, Response
 
 from ktransformers import __version__
+from ktransformers.server.api import web
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import Service, service_of
 
@@ -107,10 +108,14 @@ def _page(facts: dict[str, Any]) -> str:
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def front(request: Request) -> Response:
-    """JSON, or a page for browsers."""
-    facts = _facts(service_of(request))
+    """JSON, or a page for browsers: the chat, or where that is off what JSON says."""
+    service = service_of(request)
+    is_browser = "text/html" in request.headers.get("accept", "")
+    if is_browser and service.config.has_web:
+        return web.page()
+    facts = _facts(service)
     headers = {**_SAFE, "Vary": "Accept", "Cache-Control": "no-store"}
-    if "text/html" in request.headers.get("accept", ""):
+    if is_browser:
         return HTMLResponse(_page(facts), headers={**headers, "Content-Security-Policy": _FRONT_POLICY})
     return ApiResponse(facts, headers=headers)
 

@@ -24,7 +24,7 @@ SECRET = "my secret"
 
 def ask(method: str, path: str, *, keys: tuple[str, ...] = (), is_loaded: bool = True, **more: Any) -> httpx.Response:
     """One request to a new app, from 203.0.113.9:4711."""
-    config = ServerConfig(model_names=("demo", "other"), api_keys=keys, is_strict_on_names=True)
+    config = ServerConfig(model_names=("demo", "other"), api_keys=keys, is_strict_on_names=True, web=False)
     app = create_app(FakeBackend(is_loaded), config)
 
     async def send() -> httpx.Response:

@@ -1,0 +1,46 @@
+"""The page in front of the real server and the bundled model."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="the page is driven by the package playwright")
+
+from playwright.sync_api import expect
+
+from tests.support.server_process import ServerProcess
+from tests.web.steps import answers, button, say, whole
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+
+def test_a_chat_with_the_bundled_model(page: Page) -> None:
+    violations: list[str] = []
+    page.on("console", lambda message: violations.append(message.text) if "policy" in message.text.lower() else None)
+    flags = ("--backend_type", "ktransformers", "--model_name", "demo", "--cache_lens", "2048", "--api_key", "the-key")
+    with ServerProcess(*flags) as server:
+        server.wait_for(f"chat in a browser on {server.url}$")
+        page.goto(server.url)
+        page.get_by_role("textbox", name="API key").fill("the-key")
+        page.keyboard.press("Enter")
+        expect(page.locator(".model-name")).to_have_text("demo")
+        button(page, "Settings of this chat").click()
+        page.get_by_label("Temperature").fill("0")
+        page.keyboard.press("Escape")
+        say(page, "What is 17 + 25?")
+        expect(answers(page)).to_have_text("17 + 25 = 42.")
+        expect(page.locator(".figures")).to_have_text(
+            re.compile(r"^12 tokens · [\d,.]+ tokens/s · first after \d+\.\d\d s$")
+        )
+        button(page, "Retry").click()
+        expect(page.locator(".message.assistant .numbers")).to_have_text("2/2")
+        whole(page)
+        page.reload()
+        expect(answers(page)).to_have_text("17 + 25 = 42.")
+        page.goto(f"{server.url}/#/status")
+        expect(page.get_by_role("heading", name="Status")).to_be_visible()
+    assert violations == []

@@ -1,0 +1,259 @@
+// Answers: asked for, streamed into a message, stopped. One chat may stream while another is looked at.
+import { batch, computed, signal, type Signal } from "@preact/signals";
+import { ApiError, streamChat, type CallDelta, type Chunk } from "./api";
+import { t } from "./i18n";
+import { changeChat, chat, chats, ensureChat, explain, messages, model, putMessage, tellOthers } from "./state";
+import { newId } from "./store";
+import { pathTo } from "./tree";
+import type { Message, Settings, TextFile, ToolCall } from "./types";
+
+export interface LiveAnswer {
+  message: Signal<Message>;
+  /** Tokens per second so far; 0: not known yet. */
+  rate: Signal<number>;
+  stop(): void;
+}
+
+const SHOW_EVERY = 40; // ms, and more for long texts
+const SAVE_EVERY = 500; // ms
+
+/** By the id of the message. */
+export const live = signal<ReadonlyMap<string, LiveAnswer>>(new Map());
+export const liveHere = computed(() => [...live.value.values()].find((one) => one.message.value.chat === chat.value?.id));
+
+/** Ends what is on its way in one chat, or everywhere. */
+export function stopAnswers(id?: string): void {
+  for (const one of live.value.values()) if (!id || one.message.value.chat === id) one.stop();
+}
+
+// What is sent.
+
+/** The text of a message with its files in front, each in a fence longer than any in it. */
+export function withFiles(content: string, files: TextFile[] = []): string {
+  const parts = files.map(({ name, text }) => {
+    const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([ticks]) => ticks.length));
+    const fence = "`".repeat(longest + 1);
+    return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
+  });
+  return [...parts, content].filter(Boolean).join("\n\n");
+}
+
+function apiMessage(message: Message): object {
+  if (message.role === "tool") return { role: "tool", content: message.content, tool_call_id: message.callId };
+  if (message.role === "user") return { role: "user", content: withFiles(message.content, message.files) };
+  if (!message.calls?.length) return { role: "assistant", content: message.content };
+  return {
+    role: "assistant",
+    content: message.content,
+    ...(message.reasoning && { reasoning_content: message.reasoning }),
+    tool_calls: message.calls.map((call) => ({
+      id: call.id,
+      type: "function",
+      function: { name: call.name, arguments: call.arguments },
+    })),
+  };
+}
+
+const SAMPLING = [
+  "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens",
+  "seed",
+] as const; // prettier-ignore
+
+function bodyOf(context: Message[], chosen: Settings): object {
+  const body: Record<string, unknown> = {
+    stream: true,
+    stream_options: { include_usage: true },
+    return_speed: true,
+    messages: [
+      ...(chosen.system ? [{ role: "system", content: chosen.system }] : []),
+      ...context.filter((one) => one.role !== "assistant" || one.content || one.calls?.length).map(apiMessage),
+    ],
+  };
+  if (model.value) body.model = model.value.id;
+  for (const name of SAMPLING) if (chosen[name] !== undefined) body[name] = chosen[name];
+  if (chosen.stop?.length) body.stop = chosen.stop;
+  if (chosen.thinking !== undefined) body.chat_template_kwargs = { enable_thinking: chosen.thinking };
+  if (chosen.tools?.trim()) body.tools = JSON.parse(chosen.tools);
+  return body;
+}
+
+// What comes back.
+
+function addCalls(calls: ToolCall[], deltas: CallDelta[]): ToolCall[] {
+  const next = calls.map((call) => ({ ...call }));
+  for (const delta of deltas) {
+    const call = (next[delta.index] ??= { id: delta.id ?? newId(), name: "", arguments: "" });
+    call.name += delta.function?.name ?? "";
+    call.arguments += delta.function?.arguments ?? "";
+  }
+  return next.filter(Boolean);
+}
+
+/** One answer being read: keeps the newest state, shows it and saves it now and then. */
+class Reader {
+  private firstAt = 0;
+  private numDeltas = 0;
+  private shownAt = 0;
+  private saving = 0;
+  private pending = 0;
+  private readonly began = performance.now();
+
+  constructor(
+    private now: Message,
+    private readonly answer: LiveAnswer,
+  ) {}
+
+  take(chunk: Chunk): void {
+    const choice = chunk.choices?.[0];
+    const delta = choice?.delta;
+    const reasoning = delta?.reasoning_content ?? delta?.reasoning;
+    const next = { ...this.now, model: chunk.model ?? this.now.model };
+    if (reasoning) next.reasoning = (next.reasoning ?? "") + reasoning;
+    if (delta?.content) next.content += delta.content;
+    if (delta?.tool_calls) next.calls = addCalls(next.calls ?? [], delta.tool_calls);
+    if (reasoning || delta?.content || delta?.tool_calls) this.count();
+    const isAnswer = next.content || next.calls;
+    if (next.reasoning && !this.now.reasoningSeconds && isAnswer) next.reasoningSeconds = this.seconds(this.firstAt);
+    if (choice?.finish_reason) next.state = choice.finish_reason === "length" ? "length" : "done";
+    if (chunk.usage) next.usage = this.usage(chunk.usage);
+    this.now = next;
+    this.showSoon();
+  }
+
+  private seconds(since: number): number {
+    return (performance.now() - since) / 1000;
+  }
+
+  private count(): void {
+    this.firstAt ||= performance.now();
+    this.numDeltas += 1;
+  }
+
+  private usage(usage: NonNullable<Chunk["usage"]>) {
+    const firstAt = this.firstAt || performance.now();
+    return {
+      prompt: usage.prompt_tokens,
+      cached: usage.prompt_tokens_details?.cached_tokens ?? 0,
+      completion: usage.completion_tokens,
+      firstToken: (firstAt - this.began) / 1000,
+      decode: usage.decode_time ?? this.seconds(firstAt),
+    };
+  }
+
+  private showSoon(): void {
+    if (this.pending) return;
+    const every = SHOW_EVERY + (this.now.content.length + (this.now.reasoning?.length ?? 0)) / 2000;
+    const wait = Math.max(0, this.shownAt + every - performance.now());
+    this.pending = window.setTimeout(() => this.show(), wait);
+  }
+
+  private show(): void {
+    this.pending = 0;
+    this.shownAt = performance.now();
+    const elapsed = this.seconds(this.firstAt);
+    batch(() => {
+      this.answer.message.value = this.now;
+      if (this.numDeltas > 2 && elapsed > 0.1) this.answer.rate.value = (this.numDeltas - 1) / elapsed;
+    });
+    this.saving ||= window.setTimeout(() => {
+      this.saving = 0;
+      void putMessage(this.now);
+    }, SAVE_EVERY);
+  }
+
+  /** The last state of the message. */
+  end(change: Partial<Message>): Message {
+    clearTimeout(this.pending);
+    clearTimeout(this.saving);
+    this.now = { ...this.now, ...change };
+    if (this.now.state === "streaming") this.now.state = "done";
+    if (this.now.reasoning && !this.now.reasoningSeconds) this.now.reasoningSeconds = this.seconds(this.firstAt);
+    return this.now;
+  }
+}
+
+function saying(error: ApiError): string {
+  const what = error.code === "unreachable" || error.code === "cut_off" ? t(error.code) : error.message;
+  return error.retryAfter ? `${what} ${t("tryAgainIn", error.retryAfter)}` : what;
+}
+
+async function generate(parent: Message): Promise<void> {
+  const own = chats.value.find((one) => one.id === parent.chat)!;
+  const context = pathTo(messages.value, parent.id);
+  const made: Message = {
+    id: newId(), chat: own.id, parent: parent.id, role: "assistant", content: "", created: Date.now(), state: "streaming",
+  }; // prettier-ignore
+  const controller = new AbortController();
+  const answer: LiveAnswer = { message: signal(made), rate: signal(0), stop: () => controller.abort() };
+  live.value = new Map(live.value).set(made.id, answer);
+  await putMessage(made);
+  await changeChat(own.id, { selected: { ...own.selected, [parent.id]: made.id }, updated: Date.now() });
+  const reader = new Reader(made, answer);
+  let last: Partial<Message> = {};
+  try {
+    for await (const chunk of streamChat(bodyOf(context, own.settings), controller.signal)) reader.take(chunk);
+  } catch (error) {
+    if (controller.signal.aborted) last = { state: "stopped" };
+    else if (error instanceof ApiError) {
+      last = { state: "error", error: saying(error) };
+      if (error.status === 401 || error.status === 0 || error.code === "not_ready") void explain(error);
+    } else last = { state: "error", error: String(error) };
+  }
+  const ended = reader.end(last);
+  await putMessage(ended);
+  answer.message.value = ended;
+  const rest = new Map(live.value);
+  rest.delete(made.id);
+  live.value = rest;
+  tellOthers();
+}
+
+// What a person can ask for.
+
+function titleOf(content: string, files: TextFile[]): string {
+  const line = content.trim().split("\n")[0] || files.map((file) => file.name).join(", ");
+  return line.length > 60 ? `${line.slice(0, 59)}…` : line;
+}
+
+/** A user's message after `parent` ("" is the beginning), and its answer. */
+export async function send(content: string, files: TextFile[], parent: string): Promise<void> {
+  const own = await ensureChat(titleOf(content, files));
+  const made: Message = {
+    id: newId(), chat: own.id, parent, role: "user", content, created: Date.now(), ...(files.length && { files }),
+  }; // prettier-ignore
+  await putMessage(made);
+  await changeChat(own.id, { selected: { ...own.selected, [parent]: made.id }, updated: Date.now() });
+  await generate(made);
+}
+
+/** Another answer to the same message; the old one stays. */
+export async function retry(message: Message): Promise<void> {
+  const parent = messages.value.get(message.parent);
+  if (parent) await generate(parent);
+}
+
+/** What the tools said, in the order of the calls, and the answer to that. */
+export async function sendResults(message: Message, results: string[]): Promise<void> {
+  let parent = message;
+  for (const [index, call] of (message.calls ?? []).entries()) {
+    const made: Message = {
+      id: newId(), chat: message.chat, parent: parent.id, role: "tool", content: results[index] ?? "", callId: call.id,
+      created: Date.now(),
+    }; // prettier-ignore
+    await putMessage(made);
+    parent = made;
+  }
+  await generate(parent);
+}
+
+/** Whether the tools in the settings can be sent; else why not. */
+export function wrongTools(text: string): string {
+  if (!text.trim()) return "";
+  try {
+    if (!Array.isArray(JSON.parse(text))) throw new Error("[...]");
+    return "";
+  } catch (error) {
+    return t("toolsInvalid", error instanceof Error ? error.message : String(error));
+  }
+}
+

@@ -1,0 +1,222 @@
+// What the page shows, as signals, and what changes it. Answers on their way are in answer.ts.
+import { computed, effect, signal } from "@preact/signals";
+import * as store from "./store";
+import { ApiError, getModels, getReady, type Model } from "./api";
+import { language, t, type Language } from "./i18n";
+import { shownPath, type Messages } from "./tree";
+import type { Chat, Message, Settings } from "./types";
+
+export type View = { name: "chat"; id: string } | { name: "new" } | { name: "status" };
+export type Theme = "auto" | "light" | "dark";
+
+const DEFAULTS = "ktransformers.defaults";
+
+export const chats = signal<Chat[]>([]);
+/** Of the chat that is shown. */
+export const messages = signal<Messages>(new Map());
+export const view = signal<View>({ name: "new" });
+export const models = signal<Model[]>([]);
+/** What keeps requests waiting: a text to show, "" when nothing does. */
+export const obstacle = signal("");
+export const isKeyWanted = signal<"" | "needed" | "wrong">("");
+export const notice = signal("");
+/** Where the page is narrow the list of chats lies over it. */
+export const isSidebarOpen = signal(false);
+export const shownDialog = signal<"" | "settings" | "preferences">("");
+export const theme = signal<Theme>((localStorage.getItem("ktransformers.theme") as Theme | null) ?? "auto");
+/** Of the chat that is not there yet. */
+export const draftSettings = signal<Settings>(defaults());
+
+export const chat = computed(() => {
+  const now = view.value;
+  return now.name === "chat" ? chats.value.find((one) => one.id === now.id) : undefined;
+});
+export const path = computed(() => (chat.value ? shownPath(messages.value, chat.value.selected) : []));
+export const settings = computed(() => chat.value?.settings ?? draftSettings.value);
+export const model = computed(() => {
+  const wanted = settings.value.model;
+  return models.value.find((one) => one.id === wanted) ?? models.value[0];
+});
+
+export function defaults(): Settings {
+  try {
+    return JSON.parse(localStorage.getItem(DEFAULTS) ?? "{}") as Settings;
+  } catch {
+    return {};
+  }
+}
+
+export function keepDefaults(kept: Settings): void {
+  localStorage.setItem(DEFAULTS, JSON.stringify(kept));
+}
+
+effect(() => {
+  document.documentElement.dataset.theme = theme.value;
+  localStorage.setItem("ktransformers.theme", theme.value);
+});
+effect(() => {
+  document.documentElement.lang = language.value === "zh" ? "zh-CN" : "en";
+});
+effect(() => {
+  const what = view.value.name === "status" ? t("status") : chat.value?.title;
+  document.title = what ? `${what} · ktransformers` : "ktransformers";
+});
+
+export function setLanguage(next: Language): void {
+  localStorage.setItem("ktransformers.language", next);
+  language.value = next;
+}
+
+// Other tabs of this browser show the same chats.
+const others = "BroadcastChannel" in window ? new BroadcastChannel("ktransformers") : undefined;
+others?.addEventListener("message", () => void reloadChats());
+
+async function reloadChats(): Promise<void> {
+  chats.value = await store.allChats();
+  const shown = chat.value?.id;
+  if (shown) {
+    const kept = await store.messagesOf(shown);
+    if (chat.value?.id === shown) messages.value = new Map(kept.map((message) => [message.id, message]));
+  }
+}
+
+export function tellOthers(): void {
+  others?.postMessage("changed");
+}
+
+/** Runs a write to the store; where the browser refuses, says so once and goes on without. */
+export async function kept(write: Promise<unknown>): Promise<void> {
+  try {
+    await write;
+  } catch (error) {
+    notice.value = t("storageFailed", error instanceof Error ? error.message : String(error));
+  }
+}
+
+// Which view: the part of the address after #.
+
+function viewOf(hash: string): View {
+  const [, name, id] = hash.replace(/^#/, "").split("/");
+  if (name === "status") return { name };
+  return name === "chat" && id ? { name, id } : { name: "new" };
+}
+
+export function open(next: View): void {
+  location.hash = next.name === "chat" ? `#/chat/${next.id}` : next.name === "status" ? "#/status" : "#/";
+}
+
+async function show(next: View): Promise<void> {
+  if (next.name === "chat") {
+    if (!chats.value.some((one) => one.id === next.id)) return open({ name: "new" });
+    if (chat.value?.id !== next.id) {
+      const found = await store.messagesOf(next.id);
+      if (location.hash !== `#/chat/${next.id}`) return;
+      messages.value = new Map(found.map((message) => [message.id, message]));
+    }
+  } else if (next.name === "new" && view.value.name !== "new") draftSettings.value = defaults();
+  view.value = next;
+}
+
+/** Takes up what this browser keeps, then what the server says. */
+export async function start(): Promise<void> {
+  await kept(store.allChats().then((found) => (chats.value = found)));
+  window.addEventListener("hashchange", () => void show(viewOf(location.hash)));
+  await show(viewOf(location.hash));
+  await connect();
+}
+
+export function openSidebar(): void {
+  isSidebarOpen.value = matchMedia("(max-width: 50rem)").matches;
+}
+
+// The server.
+
+let timer = 0;
+
+/** Asks for the models until they come. */
+export async function connect(hasNewKey = false): Promise<void> {
+  clearTimeout(timer);
+  try {
+    models.value = await getModels();
+    await getReady();
+    obstacle.value = "";
+    if (isKeyWanted.value) isKeyWanted.value = "";
+  } catch (error) {
+    await explain(error, hasNewKey);
+  }
+}
+
+/** Shows what is in the way, and keeps asking until it is not. */
+export async function explain(error: unknown, hasNewKey = false): Promise<void> {
+  clearTimeout(timer);
+  if (!(error instanceof ApiError)) throw error;
+  if (error.status === 401) {
+    if (hasNewKey) isKeyWanted.value = "wrong";
+    else isKeyWanted.value ||= "needed";
+    return;
+  }
+  obstacle.value = error.status === 0 ? t("unreachable") : error.code === "not_ready" ? await progress(error) : error.message;
+  timer = window.setTimeout(() => void connect(), 1500);
+}
+
+async function progress(error: ApiError): Promise<string> {
+  try {
+    await getReady();
+    return error.message;
+  } catch (reason) {
+    return reason instanceof ApiError && reason.message ? reason.message : t("loading");
+  }
+}
+
+// Chats.
+
+export async function changeChat(id: string, change: Partial<Chat>): Promise<void> {
+  const old = chats.value.find((one) => one.id === id);
+  if (!old) return;
+  const next = { ...old, ...change };
+  chats.value = chats.value.map((one) => (one.id === id ? next : one)).sort((a, b) => b.updated - a.updated);
+  await kept(store.putChat(next));
+  tellOthers();
+}
+
+export function changeSettings(next: Settings): void {
+  if (chat.value) void changeChat(chat.value.id, { settings: next });
+  else draftSettings.value = next;
+}
+
+export function select(message: Message): void {
+  if (chat.value) void changeChat(chat.value.id, { selected: { ...chat.value.selected, [message.parent]: message.id } });
+}
+
+/** The chat that is shown; a new one where none is. */
+export async function ensureChat(title: string): Promise<Chat> {
+  if (chat.value) return chat.value;
+  const now = Date.now();
+  const made: Chat = { id: store.newId(), title, created: now, updated: now, settings: draftSettings.value, selected: {} };
+  chats.value = [made, ...chats.value];
+  messages.value = new Map();
+  await kept(store.putChat(made));
+  view.value = { name: "chat", id: made.id };
+  open(view.value);
+  return made;
+}
+
+/** Puts a message where its chat is: on the screen if that shows it, and into the store. */
+export async function putMessage(message: Message): Promise<void> {
+  if (chat.value?.id === message.chat) messages.value = new Map(messages.value).set(message.id, message);
+  await kept(store.putMessage(message));
+}
+
+export async function removeChat(id: string): Promise<void> {
+  chats.value = chats.value.filter((one) => one.id !== id);
+  if (view.value.name === "chat" && view.value.id === id) open({ name: "new" });
+  await kept(store.deleteChat(id));
+  tellOthers();
+}
+
+export async function removeAll(): Promise<void> {
+  chats.value = [];
+  open({ name: "new" });
+  await kept(store.deleteEverything());
+  tellOthers();
+}

@@ -1,0 +1,72 @@
+// What is kept in the browser, and what an exported file holds.
+
+/** Sampling and prompt of one chat. What is left out is the server's to decide. */
+export interface Settings {
+  model?: string;
+  system?: string;
+  temperature?: number;
+  top_p?: number;
+  top_k?: number;
+  min_p?: number;
+  repetition_penalty?: number;
+  presence_penalty?: number;
+  frequency_penalty?: number;
+  max_tokens?: number;
+  seed?: number;
+  stop?: string[];
+  /** Sent as the chat template's enable_thinking. */
+  thinking?: boolean;
+  /** JSON text of OpenAI's `tools`. */
+  tools?: string;
+}
+
+export interface Chat {
+  id: string;
+  title: string;
+  created: number;
+  updated: number;
+  settings: Settings;
+  /** Which child of a message is shown, by the id of the parent; "" is the parent of the first one. */
+  selected: Record<string, string>;
+}
+
+export interface TextFile {
+  name: string;
+  text: string;
+}
+
+export interface ToolCall {
+  id: string;
+  name: string;
+  arguments: string;
+}
+
+/** Of an answer; times in seconds. */
+export interface Usage {
+  prompt: number;
+  cached: number;
+  completion: number;
+  firstToken: number;
+  decode: number;
+}
+
+export type MessageState = "streaming" | "done" | "length" | "stopped" | "error";
+
+export interface Message {
+  id: string;
+  chat: string;
+  parent: string;
+  role: "user" | "assistant" | "tool";
+  content: string;
+  created: number;
+  files?: TextFile[];
+  reasoning?: string;
+  reasoningSeconds?: number;
+  calls?: ToolCall[];
+  /** Of a tool's result: which call it answers. */
+  callId?: string;
+  model?: string;
+  state?: MessageState;
+  error?: string;
+  usage?: Usage;
+}
