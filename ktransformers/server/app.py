@@ -15,7 +15,7 @@ from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.hosts import HostRule
 from ktransformers.server.metrics import Metrics
-from ktransformers.server.middleware import ApiKeys, BodyLimits, SameSite
+from ktransformers.server.middleware import ApiKeys, BodyLimits, PlainPaths, SameSite
 from ktransformers.server.request_log import RequestLog
 from ktransformers.server.responses import ApiResponse, install_error_handlers
 from ktransformers.server.service import Service
@@ -51,6 +51,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     404: _error("There is no such model"),
     408: _error("Too slow"),
     413: _error("The body is too large"),
+    429: _error("This API key has used up what it may"),
     421: _error("The request names a host that this server is not"),
     503: _error("Not now: loading, draining, or too many requests wait"),
 }
@@ -65,6 +66,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
         responses=_RESPONSES,
         docs_url=None,  # FastAPI's own pages load scripts from the internet; see api/front.py
         redoc_url=None,
+        redirect_slashes=False,  # see PlainPaths
     )
     metrics = Metrics(backend, config.model_names[0])
     service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics)
@@ -75,12 +77,14 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_body=lambda: service.json_limits.max_bytes, body_timeout=config.body_timeout)
     if config.api_keys:
-        app.add_middleware(ApiKeys, keys=config.api_keys)
+        local = HostRule((), bound=config.host) if config.is_loopback else None
+        app.add_middleware(ApiKeys, keys=config.api_keys, limits=config.key_limits, local=local)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(SameSite, hosts=HostRule(config.host_names, bound=config.host), cors_origins=config.cors_origins)
+    app.add_middleware(PlainPaths)
     app.add_middleware(RequestLog)
     _drop_422(app)
     return app

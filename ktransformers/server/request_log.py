@@ -1,18 +1,23 @@
 """One line per request: who asked for what, the outcome, and of an answer its counts, times and rates. Never a text.
 
     127.0.0.1:50312 POST /v1/chat/completions 200 in 1.234 s, chatcmpl-...: 812 prompt tokens (700 cached),
-        prefill 0.301 s (372.1 tokens/s), 96 tokens in 0.912 s (104.2 tokens/s), stop
+        prefill 0.301 s (372.1 tokens/s), 96 tokens in 0.912 s (104.2 tokens/s), stop [alice, 3f2a...]
     127.0.0.1:50314 POST /v1/chat/completions 400 in 0.002 s: temperature: Input should be a valid number
+        [alice, my-id-17]
 
-The reason of a refusal is its error message without what it quotes, which may be anything that a client sent.
+In brackets: the name of the API key, where there are keys, and the request's id, which is in x-request-id of the
+response: the client's own if it sent one that can stand in a log, else a new one. The reason of a
+refusal is its error message without what it quotes, which may be anything that a client sent.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -20,26 +25,52 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktransformers.server.answers.generations import Tally
-from ktransformers.server.api_paths import PROBE_PATHS
+from ktransformers.server.api_paths import PROBE_PATHS, plain_path
 
-__all__ = ["RequestLog", "note_reason", "note_request", "without_quotes"]
+__all__ = ["RequestLog", "note_key", "note_reason", "note_request", "request_id_of", "without_quotes"]
 
 logger = logging.getLogger("ktransformers.server")
 
-_GENERATION_KEY = "ktransformers.generation"
-_REASON_KEY = "ktransformers.reason"
+_NOTES_KEY = "ktransformers.notes"
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
 _MAX_PATH, _MAX_REASON = 120, 240
 _QUOTED = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|['"].*)""", re.DOTALL)  # also one never closed
 
 
+@dataclass(slots=True)
+class _Notes:
+    """What became known of a request on its way. Copies of its scope share the one object."""
+
+    request_id: str = ""
+    key_name: str = ""
+    reason: str = ""
+    generation: tuple[str, Tally] | None = None
+
+
+def _notes(scope: MutableMapping[str, Any]) -> _Notes:
+    notes = scope.setdefault(_NOTES_KEY, _Notes())
+    assert isinstance(notes, _Notes)
+    return notes
+
+
+def request_id_of(request: Request) -> str:
+    """The id under which the log shows this request."""
+    return _notes(request.scope).request_id
+
+
 def note_request(request: Request, request_id: str, tally: Tally) -> None:
     """Say which generations this request is about, for its line in the log."""
-    request.scope[_GENERATION_KEY] = (request_id, tally)
+    _notes(request.scope).generation = (request_id, tally)
+
+
+def note_key(scope: MutableMapping[str, Any], name: str) -> None:
+    """Say by which API key, for the line in the log: its name, not the key."""
+    _notes(scope).key_name = name
 
 
 def note_reason(scope: MutableMapping[str, Any], reason: str) -> None:
     """Say why this request is refused, for its line in the log: nothing that the client wrote may be in it."""
-    scope[_REASON_KEY] = reason
+    _notes(scope).reason = reason
 
 
 def without_quotes(message: str) -> str:
@@ -47,10 +78,10 @@ def without_quotes(message: str) -> str:
     return _QUOTED.sub("'...'", message)
 
 
-def _described(scope: Scope) -> str:
-    if _GENERATION_KEY not in scope:
+def _described(notes: _Notes) -> str:
+    if notes.generation is None:
         return ""
-    request_id, tally = scope[_GENERATION_KEY]
+    request_id, tally = notes.generation
     total = tally.total
     reasons = ", ".join(dict.fromkeys(reason or "cut off" for reason in tally.finish_reasons))
     return (
@@ -60,8 +91,8 @@ def _described(scope: Scope) -> str:
     )
 
 
-def _refused(scope: Scope) -> str:
-    reason = " ".join(scope.get(_REASON_KEY, "").split())
+def _refused(notes: _Notes) -> str:
+    reason = " ".join(notes.reason.split())
     if not reason:
         return ""
     shown = reason if len(reason) <= _MAX_REASON else reason[: _MAX_REASON - 3] + "..."
@@ -79,6 +110,13 @@ def _asked_for(scope: Scope) -> str:
     return path if len(path) <= _MAX_PATH else path[: _MAX_PATH - 3] + "..."
 
 
+def _new_notes(scope: Scope) -> _Notes:
+    """With the id that the client sent. One that could not stand in a log is as if it were not there."""
+    sent = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    is_good = len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0]) is not None
+    return _Notes(sent[0].decode() if is_good else secrets.token_hex(8))
+
+
 class RequestLog:
     """ASGI middleware, the outermost. clock: seconds, for tests."""
 
@@ -90,11 +128,13 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         began, status = self._clock(), 0
+        notes = scope[_NOTES_KEY] = _new_notes(scope)
 
         async def watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", notes.request_id.encode())]
             await send(message)
 
         try:
@@ -103,15 +143,16 @@ class RequestLog:
             status = status or 500  # the framework answers so, outside of us
             raise
         finally:
-            level = logging.DEBUG if scope["path"] in PROBE_PATHS else logging.INFO
+            level = logging.DEBUG if plain_path(scope["path"]) in PROBE_PATHS else logging.INFO
             if logger.isEnabledFor(level):
                 logger.log(
                     level,
-                    "%s %s %s %s in %.3f s%s",
+                    "%s %s %s %s in %.3f s%s [%s]",
                     _asked_by(scope),
                     scope["method"],
                     _asked_for(scope),
                     status or "without an answer",
                     self._clock() - began,
-                    _described(scope) + _refused(scope),
+                    _described(notes) + _refused(notes),
+                    ", ".join(filter(None, (notes.key_name, notes.request_id))),
                 )
