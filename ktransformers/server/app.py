@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ktransformers import __version__
 from ktransformers.server.admission import Admission
-from ktransformers.server.api import front, health, tokens
+from ktransformers.server.api import front, health, helpers, status, tokens
 from ktransformers.server.api.openai import chat, completions, models
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
@@ -71,8 +71,8 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     metrics = Metrics(backend, config.model_names[0])
     service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics)
     app.state.service = service
-    for router in (chat.router, completions.router, models.router, tokens.router, health.router, front.router):
-        app.include_router(router)
+    for module in (chat, completions, models, tokens, status, health, helpers, front):
+        app.include_router(module.router)
     install_error_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_body=lambda: service.json_limits.max_bytes, body_timeout=config.body_timeout)
@@ -85,7 +85,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
         )
     app.add_middleware(SameSite, hosts=HostRule(config.host_names, bound=config.host), cors_origins=config.cors_origins)
     app.add_middleware(PlainPaths)
-    app.add_middleware(RequestLog)
+    app.add_middleware(RequestLog, recent=service.recent)
     _drop_422(app)
     return app
 

@@ -17,7 +17,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktransformers.server.answers.generations import Tally
 from ktransformers.server.api_paths import PROBE_PATHS, plain_path
+from ktransformers.server.recent import PastRequest, RecentRequests
 
 __all__ = ["RequestLog", "note_key", "note_reason", "note_request", "request_id_of", "without_quotes"]
 
@@ -78,12 +79,15 @@ def without_quotes(message: str) -> str:
     return _QUOTED.sub("'...'", message)
 
 
+def _reasons(tally: Tally) -> str:
+    return ", ".join(dict.fromkeys(reason or "cut off" for reason in tally.finish_reasons))
+
+
 def _described(notes: _Notes) -> str:
     if notes.generation is None:
         return ""
     request_id, tally = notes.generation
-    total = tally.total
-    reasons = ", ".join(dict.fromkeys(reason or "cut off" for reason in tally.finish_reasons))
+    total, reasons = tally.total, _reasons(tally)
     return (
         f", {request_id}: {total.prompt_len} prompt tokens ({total.cached_len} cached), "
         f"prefill {total.prefill_seconds:.3f} s ({total.prefill_rate:.1f} tokens/s), "
@@ -117,11 +121,37 @@ def _new_notes(scope: Scope) -> _Notes:
     return _Notes(sent[0].decode() if is_good else secrets.token_hex(8))
 
 
-class RequestLog:
-    """ASGI middleware, the outermost. clock: seconds, for tests."""
+def _is_for_answers(scope: Scope, notes: _Notes, status: int) -> bool:
+    """Those that got that far, and those that were refused on their way. Strangers without a key leave no trace."""
+    return notes.generation is not None or (scope["method"] == "POST" and status >= 400 and status not in (401, 404))
 
-    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.perf_counter):
-        self._app, self._clock = app, clock
+
+def _past(scope: Scope, notes: _Notes, status: int, seconds: float) -> PastRequest:
+    past = PastRequest(
+        notes.request_id, round(time.time() - seconds, 3), _asked_for(scope), status, round(seconds, 4), notes.key_name
+    )
+    if notes.generation is None:
+        return past
+    request_id, tally = notes.generation
+    total = tally.total
+    return replace(
+        past,
+        id=request_id,
+        prompt_tokens=total.prompt_len,
+        cached_tokens=total.cached_len,
+        completion_tokens=total.completion_len,
+        ttft=None if tally.first_token_seconds is None else round(tally.first_token_seconds, 4),
+        finish_reason=_reasons(tally),
+    )
+
+
+class RequestLog:
+    """ASGI middleware, the outermost. recent: where requests for answers are kept. clock: seconds, for tests."""
+
+    def __init__(
+        self, app: ASGIApp, recent: RecentRequests | None = None, clock: Callable[[], float] = time.perf_counter
+    ):
+        self._app, self._recent, self._clock = app, recent, clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -143,6 +173,9 @@ class RequestLog:
             status = status or 500  # the framework answers so, outside of us
             raise
         finally:
+            seconds = self._clock() - began
+            if self._recent is not None and _is_for_answers(scope, notes, status):
+                self._recent.add(_past(scope, notes, status, seconds))
             level = logging.DEBUG if plain_path(scope["path"]) in PROBE_PATHS else logging.INFO
             if logger.isEnabledFor(level):
                 logger.log(
@@ -152,7 +185,7 @@ class RequestLog:
                     scope["method"],
                     _asked_for(scope),
                     status or "without an answer",
-                    self._clock() - began,
+                    seconds,
                     _described(notes) + _refused(notes),
                     ", ".join(filter(None, (notes.key_name, notes.request_id))),
                 )

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, Response
 
 from ktransformers import __version__
+from ktransformers.server.api.status import state_of
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import Service, service_of
 
@@ -27,10 +28,18 @@ ROUTES: tuple[tuple[str, str], ...] = (
     ("GET /v1/models/{name}", "one of them"),
     ("POST /tokenize", "token ids of a text or of a conversation"),
     ("POST /detokenize", "the text of token ids"),
+    ("GET /v1/status", "queue, cache, speed and the last requests"),
     ("GET /health", "200 as long as the process answers"),
+    ("GET /v1/health", "the same"),
+    ("GET /ping", "the same"),
     ("GET /ready", "200 when requests are served"),
     ("GET /metrics", "figures in Prometheus' text format"),
     ("GET /version", "the version of the program, and the backend"),
+    ("GET /server_info", "what is served, and how"),
+    ("GET /tokenizer_info", "special tokens and chat template"),
+    ("GET /props", "the model and its settings, as llama.cpp says it"),
+    ("GET /slots", "what is computed at once, as llama.cpp says it"),
+    ("GET /load", "how many requests are in"),
     ("GET /docs", "every field of every route, to read and to try"),
     ("GET /openapi.json", "the same for programs"),
 )
@@ -76,16 +85,10 @@ _START = """SwaggerUIBundle({
 _ASSETS = {"swagger-ui.css": "text/css", "swagger-ui-bundle.js": "text/javascript"}
 
 
-def _status(service: Service) -> str:
-    if service.admission.is_draining:
-        return "stopping"
-    return "ready" if service.backend.is_ready else "loading"
-
-
 def _facts(service: Service) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": "ktransformers", "version": __version__, "status": _status(service)}
+    facts: dict[str, Any] = {"name": "ktransformers", "version": __version__, "status": state_of(service)}
     if service.config.api_keys:
-        facts["authentication"] = "send Authorization: Bearer KEY"
+        facts["authentication"] = "send Authorization: Bearer KEY, or x-api-key: KEY"
     else:
         facts["models"] = list(service.model_names)
     return facts | {"docs": "/docs", "health": "/health", "routes": dict(ROUTES)}

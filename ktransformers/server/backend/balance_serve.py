@@ -75,6 +75,7 @@ class BalanceServeBackend(Backend):
         self._config, self._max_unread, self._clock = config, max_unread, clock
         self._supervisor: Supervisor | None = None
         self._model: ModelInfo | None = None
+        self._total_len = 0  # of the cache, all requests together
         self._streams: dict[str, _Stream] = {}
         self._outbox: list[GenerationRequest] = []  # that the scheduler has not been told of yet
         self._scheduler_stats: SchedulerStats | None = None
@@ -86,7 +87,7 @@ class BalanceServeBackend(Backend):
         described, files = await asyncio.to_thread(_described, self._config.engine)
         self._supervisor = Supervisor(self._config, self._on_news, files, self._clock)
         facts = await self._supervisor.start(progress)
-        self._model = _model_info(described, facts)
+        self._model, self._total_len = _model_info(described, facts), facts.num_pages * facts.page_size
         self._watching = asyncio.create_task(self._watch(self._supervisor))
 
     async def _watch(self, supervisor: Supervisor) -> None:
@@ -132,6 +133,7 @@ class BalanceServeBackend(Backend):
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             cache_usage=stats.num_used_pages / stats.num_pages,
+            cache_len=self._total_len,
             scheduler=stats,
             engine=self._totals,
             num_engine_restarts=0 if self._supervisor is None else self._supervisor.num_restarts,

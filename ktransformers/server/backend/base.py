@@ -74,11 +74,12 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class BackendStats:
-    """Of this moment. Cache figures are fractions in [0, 1]."""
+    """Of this moment. cache_usage: a fraction of cache_len, the tokens that the cache holds (0: not known)."""
 
     num_running: int
     num_waiting: int
     cache_usage: float = 0.0
+    cache_len: int = 0
 
 
 class Backend(ABC):

@@ -86,10 +86,11 @@ class SingleBackend(Backend):
         return 1
 
     def stats(self) -> BackendStats:
-        used = 0.0
-        if self._loaded is not None:
-            used = len(self._loaded.session.cached_ids) / self._loaded.session.max_len
-        return BackendStats(num_running=len(self._running), num_waiting=self._num_waiting, cache_usage=used)
+        if self._loaded is None:
+            return BackendStats(num_running=len(self._running), num_waiting=self._num_waiting)
+        session = self._loaded.session
+        used = len(session.cached_ids) / session.max_len
+        return BackendStats(len(self._running), self._num_waiting, used, session.max_len)
 
     def _require(self) -> Loaded:
         if self._loaded is None:
