@@ -21,7 +21,15 @@ from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each,
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
-from ktransformers.scheduler.records import PromptLogprobs, Row, RowResult, SequenceStart, StepPlan, StepResult
+from ktransformers.scheduler.records import (
+    ExpertCounts,
+    PromptLogprobs,
+    Row,
+    RowResult,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+)
 
 __all__ = ["PagedExecutor", "StepRunner"]
 
@@ -81,7 +89,7 @@ class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
     expert_counts: see ExpertStats.totals; asked before and after a step. mask_of: asked when a run starts, for what
-    decides which tokens may come next (structured output).
+    decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
     """
 
     def __init__(
@@ -92,9 +100,10 @@ class PagedExecutor:
         vocab_size: int,
         expert_counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
         mask_of: Callable[[SequenceStart], TokenMask | None] | None = None,
+        take_counts: Callable[[], ExpertCounts] = tuple,
     ):
         self._runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
-        self._expert_counts = expert_counts
+        self._expert_counts, self._take_counts = expert_counts, take_counts
         self._mask_of = mask_of or (lambda start: None)
         self._runs: dict[int, _Run] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
@@ -128,6 +137,7 @@ class PagedExecutor:
             prompt_logprobs=scored,
             seconds=seconds,
             experts=_difference(self._expert_counts(), before),
+            expert_counts=self._take_counts(),
         )
 
     def _started(self, start: SequenceStart) -> _Run:

@@ -23,6 +23,7 @@ import msgspec
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 
 __all__ = [
+    "ExpertCounts",
     "PromptLogprobs",
     "Request",
     "RequestUpdate",
@@ -125,11 +126,15 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     entries: Sequence[TokenLogprobs]
 
 
+ExpertCounts = Sequence[tuple[int, Sequence[int]]]
+"""(layer, rows of its experts 0, 1, ...)."""
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step led to, filled by the engine: one result per sampled row, in the order of the rows.
 
     seconds: how long the step took. experts: (token, expert) pairs computed, layer calls looked at closely, distinct
-    experts that those touched; of this step.
+    experts that those touched; of this step. expert_counts: the rows of each expert in those calls.
     """
 
     step_id: int
@@ -137,6 +142,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     seconds: float = 0.0
     experts: tuple[int, int, int] = (0, 0, 0)
+    expert_counts: ExpertCounts = ()
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from typing import Any
 
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend
+from ktransformers.server.balance.messages import EngineTotals
 from ktransformers.server.metrics import Counts
 
 __all__ = ["PastRequest", "RecentRequests", "SpeedMeter"]
@@ -40,6 +41,16 @@ class PastRequest:
     finish_reason: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """at: seconds. Tokens of prompts that were computed, of answers, and the engine's figures: since the start."""
+
+    at: float
+    prompt_tokens: int
+    answer_tokens: int
+    engine: EngineTotals
+
+
 class RecentRequests:
     """The last MAX_REQUESTS, in memory only."""
 
@@ -63,23 +74,41 @@ class SpeedMeter:
 
     def __init__(self, backend: Backend, counts: Counts, clock: Clock = time.monotonic):
         self._backend, self._counts, self._clock = backend, counts, clock
-        self._seen: deque[tuple[float, int, int]] = deque([(clock(), 0, 0)])
+        self._seen: deque[_Seen] = deque([_Seen(clock(), 0, 0, EngineTotals())])
 
-    def _now(self) -> tuple[float, int, int]:
-        """When, tokens of prompts that were computed, tokens of answers; since the start."""
+    def _now(self) -> _Seen:
         stats, answers = self._backend.stats(), self._counts.answer_tokens
         if isinstance(stats, BalanceStats):  # counts chunk by chunk; the other counts a prompt when its answer begins
-            return self._clock(), max(stats.engine.num_tokens - answers, 0), answers
-        return self._clock(), self._counts.prompt_tokens, answers
+            return _Seen(self._clock(), max(stats.engine.num_tokens - answers, 0), answers, stats.engine)
+        return _Seen(self._clock(), self._counts.prompt_tokens, answers, EngineTotals())
 
-    def read(self) -> dict[str, float]:
-        """prefill_tps and decode_tps."""
+    def _move(self) -> tuple[_Seen, _Seen]:
+        """What was seen at the beginning of the window, and what is seen now."""
         now = self._now()
-        while len(self._seen) > 1 and self._seen[0][0] < now[0] - _WINDOW:
+        while len(self._seen) > 1 and self._seen[0].at < now.at - _WINDOW:
             self._seen.popleft()
         before = self._seen[0]
-        seconds = max(now[0] - before[0], 1e-3)
-        if now[0] - self._seen[-1][0] >= _WINDOW / 20:  # many who ask at once fill no memory
+        if now.at - self._seen[-1].at >= _WINDOW / 20:  # many who ask at once fill no memory
             self._seen.append(now)
-        prefill, decode = (max(now[i] - before[i], 0) / seconds for i in (1, 2))
-        return {"prefill_tps": round(prefill, 3), "decode_tps": round(decode, 3)}
+        return before, now
+
+    def read(self) -> tuple[dict[str, float], dict[str, float | None] | None]:
+        """prefill_tps and decode_tps; and gbps, the experts' weights that steps read from memory, while they ran.
+
+        limit_gbps: what the memory gives at most, which nobody has measured here. None without experts on the CPU, or
+        when no step was looked at.
+        """
+        before, now = self._move()
+        seconds = max(now.at - before.at, 1e-3)
+        prefill, decode = now.prompt_tokens - before.prompt_tokens, now.answer_tokens - before.answer_tokens
+        speed = {"prefill_tps": round(max(prefill, 0) / seconds, 3), "decode_tps": round(decode / seconds, 3)}
+        rate = self._bytes_per_second(before.engine, now.engine)
+        return speed, None if rate is None else {"gbps": round(rate / 1e9, 3), "limit_gbps": None}
+
+    def _bytes_per_second(self, before: EngineTotals, now: EngineTotals) -> float | None:
+        stats = self._backend.stats()
+        busy, samples = now.busy_seconds - before.busy_seconds, now.num_expert_samples - before.num_expert_samples
+        if not isinstance(stats, BalanceStats) or not stats.expert_bytes or busy <= 0 or samples <= 0:
+            return None
+        touched = (now.num_touched_experts - before.num_touched_experts) / samples  # of a layer, in a step
+        return touched * stats.expert_bytes * (now.num_steps - before.num_steps) / busy

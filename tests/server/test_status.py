@@ -6,11 +6,12 @@ import asyncio
 from typing import Any
 
 import httpx
+import torch
 
+from ktransformers.operators.base import ExpertStats
 from ktransformers.scheduler.records import SchedulerStats
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_stats import BalanceStats
-from ktransformers.server.backend.base import BackendStats
 from ktransformers.server.balance.messages import EngineTotals
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.metrics import Counts
@@ -77,13 +78,13 @@ def test_speed_is_of_the_last_seconds() -> None:
     meter = SpeedMeter(backend, counts, clock=lambda: now)
     for second in range(1, 31):
         now, counts.answer_tokens, counts.prompt_tokens = float(second), 5 * second, 100 * (second >= 25)
-        speed = meter.read()
+        speed, _ = meter.read()
         assert speed["decode_tps"] == 5.0
     assert speed["prefill_tps"] == 10.0
     now = 1000.0
-    assert meter.read() == {"prefill_tps": 0.0, "decode_tps": 0.0}
+    assert meter.read() == ({"prefill_tps": 0.0, "decode_tps": 0.0}, None)
     now, counts.answer_tokens = 1001.0, counts.answer_tokens + 7  # an hour of nothing is forgotten at once
-    assert meter.read()["decode_tps"] == 7.0
+    assert meter.read()[0]["decode_tps"] == 7.0
 
 
 def test_prompts_count_while_they_are_computed() -> None:
@@ -91,5 +92,29 @@ def test_prompts_count_while_they_are_computed() -> None:
     meter = SpeedMeter(backend, counts, clock=lambda: now)
     now, counts.answer_tokens = 2.0, 10
     backend.now = BalanceStats(1, 0, engine=EngineTotals(num_tokens=210))
-    assert meter.read() == {"prefill_tps": 100.0, "decode_tps": 5.0}
-    backend.now = BackendStats(0, 0)
+    assert meter.read() == ({"prefill_tps": 100.0, "decode_tps": 5.0}, None)
+
+
+def test_bytes_of_experts_are_those_that_steps_touched() -> None:
+    now, backend = 0.0, FakeBackend()
+    meter = SpeedMeter(backend, Counts(), clock=lambda: now)
+    for second in (1, 2, 3):
+        now = float(second)
+        engine = EngineTotals(
+            num_steps=20 * second,
+            busy_seconds=0.5 * second,
+            num_expert_samples=4 * second,
+            num_touched_experts=32 * second,
+        )
+        backend.now = BalanceStats(1, 0, engine=engine, expert_bytes=5e7)
+        # 40 steps in a second of work, each touches 8 experts of a layer; one of every layer are 50 MB
+        assert meter.read()[1] == {"gbps": 16.0, "limit_gbps": None}
+
+
+def test_experts_are_counted_by_layer() -> None:
+    stats = ExpertStats(sample_every=2)
+    for layer, ids in enumerate(([[9, 9]], [[0, 2], [2, 3]], [[1, 1]], [[1, 5]])):
+        stats.note(torch.tensor(ids), layer)
+    assert stats.take_counts() == [(1, [1, 0, 2, 1]), (3, [0, 1, 0, 0, 0, 1])]
+    assert (stats.num_rows, stats.num_samples, stats.num_touched) == (10, 2, 5)
+    assert stats.take_counts() == []

@@ -38,8 +38,14 @@ def _prefix(stats: BackendStats) -> dict[str, int] | None:
     return {"hits": stats.scheduler.prefix_hit_len, "queries": stats.scheduler.prefix_query_len}
 
 
+def _experts(stats: BackendStats) -> dict[str, Any] | None:
+    if not isinstance(stats, BalanceStats) or not stats.experts:
+        return None
+    return {"layers": [{"layer": layer, "counts": counts} for layer, counts in sorted(stats.experts.items())]}
+
+
 def _status(service: Service) -> dict[str, Any]:
-    stats = service.backend.stats()
+    stats, (speed, memory) = service.backend.stats(), service.speed.read()
     return {
         "model": service.model_names[0],
         "description": service.backend.model.description if service.backend.is_ready else None,
@@ -54,9 +60,9 @@ def _status(service: Service) -> dict[str, Any]:
         },
         "kv": _kv(stats),
         "prefix": _prefix(stats),
-        "speed": service.speed.read(),
-        "memory": None,
-        "experts": None,
+        "speed": speed,
+        "memory": memory,
+        "experts": _experts(stats),
         "requests": service.recent.described(),
     }
 

@@ -75,7 +75,8 @@ class BalanceServeBackend(Backend):
         self._config, self._max_unread, self._clock = config, max_unread, clock
         self._supervisor: Supervisor | None = None
         self._model: ModelInfo | None = None
-        self._total_len = 0  # of the cache, all requests together
+        self._facts: EngineFacts | None = None
+        self._experts: dict[int, list[int]] = {}  # rows of each expert, by layer
         self._streams: dict[str, _Stream] = {}
         self._outbox: list[GenerationRequest] = []  # that the scheduler has not been told of yet
         self._scheduler_stats: SchedulerStats | None = None
@@ -87,7 +88,7 @@ class BalanceServeBackend(Backend):
         described, files = await asyncio.to_thread(_described, self._config.engine)
         self._supervisor = Supervisor(self._config, self._on_news, files, self._clock)
         facts = await self._supervisor.start(progress)
-        self._model, self._total_len = _model_info(described, facts), facts.num_pages * facts.page_size
+        self._model, self._facts = _model_info(described, facts), facts
         self._watching = asyncio.create_task(self._watch(self._supervisor))
 
     async def _watch(self, supervisor: Supervisor) -> None:
@@ -126,17 +127,19 @@ class BalanceServeBackend(Backend):
         return self._supervisor
 
     def stats(self) -> BalanceStats:
-        stats = self._scheduler_stats
-        if stats is None:
+        stats, facts = self._scheduler_stats, self._facts
+        if stats is None or facts is None:
             return BalanceStats(num_running=0, num_waiting=0)
         return BalanceStats(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             cache_usage=stats.num_used_pages / stats.num_pages,
-            cache_len=self._total_len,
+            cache_len=facts.num_pages * facts.page_size,
             scheduler=stats,
             engine=self._totals,
             num_engine_restarts=0 if self._supervisor is None else self._supervisor.num_restarts,
+            experts=self._experts,
+            expert_bytes=facts.expert_bytes,
         )
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
@@ -169,6 +172,8 @@ class BalanceServeBackend(Backend):
 
     def _on_news(self, news: News) -> None:
         self._scheduler_stats, self._totals = news.stats, news.totals
+        for layer, counts in news.expert_counts:
+            self._add_experts(layer, counts)
         for update in news.updates:
             stream = self._streams.get(update.request_id)
             if stream is None:
@@ -179,6 +184,13 @@ class BalanceServeBackend(Backend):
             if has_stopped or (stream.buffer.is_closed and update.finish_reason is None):
                 reason = FinishReason.STOP if has_stopped else FinishReason.ABORT
                 self.supervisor.send_soon(Finish(update.request_id, reason))
+
+    def _add_experts(self, layer: int, counts: Sequence[int]) -> None:
+        known = self._experts.setdefault(layer, [])
+        num_experts = 0 if self._facts is None else self._facts.num_experts
+        known += [0] * (max(num_experts, len(counts)) - len(known))
+        for expert, count in enumerate(counts):
+            known[expert] += count
 
     async def close(self) -> None:
         for stream in self._streams.values():

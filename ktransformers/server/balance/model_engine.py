@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ktransformers.engine.builder import build_paged_engine
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.optimize.plan import Plan
 from ktransformers.server.balance.engine_process import LoadedEngine, Progress
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
 
@@ -14,6 +16,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
     engine = build_paged_engine(
         options.config, page_size=options.page_size, max_batch_size=options.max_batch_size, progress=progress
     )
+    experts = _experts_on_cpu(engine.plan)
     facts = EngineFacts(
         num_pages=engine.cache.num_pages,
         page_size=engine.cache.page_size,
@@ -22,5 +25,13 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         max_model_len=engine.model.context_len,
         chunk_size=engine.config.chunk_size,
         uses_gpus=any(entry.placement.generate_device != "cpu" for entry in engine.plan.entries),
+        num_experts=max((count for count, _ in experts), default=0),
+        expert_bytes=sum(nbytes / count for count, nbytes in experts),
     )
     return facts, engine.executor
+
+
+def _experts_on_cpu(plan: Plan) -> list[tuple[int, int]]:
+    """(experts, bytes of them all) of each layer that has them there."""
+    found = ((plan.operators.get(entry.key), entry.nbytes.get("cpu", 0)) for entry in plan.entries)
+    return [(made.num_experts, nbytes) for made, nbytes in found if isinstance(made, KTransformersExperts) and nbytes]
