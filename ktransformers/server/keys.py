@@ -139,10 +139,10 @@ def _key_limits(words: list[str]) -> KeyLimits:
         if not sign or name not in KeyLimits.__dataclass_fields__ or name in given:
             raise ValueError("after the key come name=TEXT, rpm=N, concurrent=N and priority=N, each once at most")
         given[name] = value
-    name = given.pop("name", None)
-    if name is not None and not (0 < len(name) <= _MAX_NAME and name.isprintable() and name.isascii()):
+    called = given.pop("name", None)
+    if called is not None and not (0 < len(called) <= _MAX_NAME and called.isprintable() and called.isascii()):
         raise ValueError(f"name must be 1 to {_MAX_NAME} visible ASCII characters")
-    return KeyLimits(name, **{option: _number(option, value) for option, value in given.items()})
+    return KeyLimits(called, **{option: _number(option, value) for option, value in given.items()})
 
 
 def _number(option: str, text: str) -> int:
