@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.context import paged_context
+from ktransformers.engine.hidden import HiddenTap, Pooled
 from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 class StepRunner(Protocol):
     """What computes a flattened step. See engine.runner.ModelRunner."""
 
+    @property
+    def tap(self) -> HiddenTap: ...
+
     def step(
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
     ) -> torch.Tensor: ...
@@ -46,11 +51,15 @@ class StepRunner(Protocol):
 
 @dataclass(slots=True)
 class _Run:
-    """error: why no token of this run can be sampled, found when it started. table: room for its block table."""
+    """error: why no token of this run can be sampled, found when it started. table: room for its block table.
+
+    pooled: the embedding of its prompt, on the way.
+    """
 
     start: SequenceStart
     sampler: RequestSampler | None
     error: str | None = None
+    pooled: Pooled | None = None
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     num_pages: int = 0
 
@@ -127,7 +136,7 @@ class PagedExecutor:
             self._runs[start.run_id] = self._started(start)
         kept = self._kept(plan.rows)
         logits = self._forward(plan.rows, kept)
-        results = self._sample(plan.rows, _rows(logits, kept.sampled))
+        results = self._embedded(plan.rows, self._sample(plan.rows, _rows(logits, kept.sampled)))
         self._previous = [0 if result.token_id is None else result.token_id for result in results]
         scored = [self._score(row, logits[at : at + count]) for row, at, count in kept.scored]
         seconds = time.perf_counter() - began
@@ -148,7 +157,7 @@ class PagedExecutor:
             return _Run(start, None, str(error))
         for token_id in start.token_ids[start.prompt_len :]:
             sampler.commit(token_id)
-        return _Run(start, sampler)
+        return _Run(start, sampler, pooled=None if start.params.pooling is None else Pooled(start.params.pooling))
 
     def _kept(self, rows: Sequence[Row]) -> _Kept:
         kept, first = _Kept(), 0
@@ -165,9 +174,24 @@ class PagedExecutor:
         token_ids = np.fromiter(self._token_ids(rows), dtype=np.int64, count=sum(row.num_tokens for row in rows))
         tables = [self._runs[row.run_id].pages(row) for row in rows]
         positions, context = paged_context(self._cache, self._pool, rows, tables)
-        return self._runner.step(
-            torch.from_numpy(token_ids), positions, context, torch.tensor(kept.rows, dtype=torch.int64)
-        )
+        ids, keep = torch.from_numpy(token_ids), torch.tensor(kept.rows, dtype=torch.int64)
+        pooled = [self._runs[row.run_id].pooled for row in rows]
+        if all(one is None for one in pooled):
+            return self._runner.step(ids, positions, context, keep)
+        with self._runner.tap.watch() as seen:
+            logits = self._runner.step(ids, positions, context, keep)
+        for one, hidden_states in zip(pooled, seen[-1].split([row.num_tokens for row in rows]), strict=True):
+            if one is not None:
+                one.add(hidden_states)
+        return logits
+
+    def _embedded(self, rows: Sequence[Row], results: list[RowResult]) -> list[RowResult]:
+        """With the embeddings of prompts that are complete. results: of the sampled rows, in order."""
+        pooled = [self._runs[row.run_id].pooled for row in rows if row.is_sampled]
+        return [
+            result if one is None else msgspec.structs.replace(result, embedding=one.vector())
+            for one, result in zip(pooled, results, strict=True)
+        ]
 
     def _token_ids(self, rows: Sequence[Row]) -> Iterator[int]:
         for row in rows:

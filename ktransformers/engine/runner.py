@@ -12,6 +12,7 @@ import torch
 from ktransformers.cache.static import StaticCache
 from ktransformers.engine.context import static_context
 from ktransformers.engine.decode import DecodeSteps, StepInputs
+from ktransformers.engine.hidden import HiddenTap
 from ktransformers.engine.layout import StepLayout
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.kernels.cpu import WorkerPool
@@ -29,6 +30,7 @@ class ModelRunner:
 
     layout: the devices of its layers; the CPU alone when None. decode: how steps of few rows run on a GPU, once they
     are prepared; like all others when None. announce: whether modules that keep torch's forward get a line in the log.
+    tap: for the hidden states behind the logits.
     """
 
     decode: DecodeSteps | None = None
@@ -40,6 +42,7 @@ class ModelRunner:
             logger.info("%s and %d more modules keep their forward, on native products", left[0], len(left) - 1)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
         self.model, self.pool = model, pool
+        self.tap = HiddenTap(model)
 
     @torch.inference_mode()
     def step(
@@ -71,7 +74,7 @@ class ModelRunner:
         context: ForwardContext,
         keep: torch.Tensor,
     ) -> torch.Tensor:
-        if self.decode is not None and len(token_ids) <= self.decode.max_rows:
+        if self.decode is not None and len(token_ids) <= self.decode.max_rows and not self.tap.is_open:
             hidden_states = layout.embedding(token_ids[None])[0]
             logits = self.decode.step(hidden_states, positions, context, keep)
         else:

@@ -113,6 +113,7 @@ class RowResult(msgspec.Struct, frozen=True):
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    embedding: bytes | None = None
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +155,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     cached_len: prompt tokens found in the prefix cache when the request was first admitted.
     completion_len: tokens of the answer so far, this one included.
     prompt_logprobs: of a stretch of the prompt; such an update may carry nothing else.
+    embedding: with the first token, see TokenEvent.
     """
 
     request_id: str
@@ -166,6 +168,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     is_expired: bool = False
     prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from ktransformers import __version__
 from ktransformers.server.admission import Admission
 from ktransformers.server.api import front, health, helpers, status, tokens
-from ktransformers.server.api.openai import chat, completions, models
+from ktransformers.server.api.openai import chat, completions, embeddings, models
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.hosts import HostRule
@@ -71,7 +71,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     metrics = Metrics(backend, config.model_names[0])
     service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics)
     app.state.service = service
-    for module in (chat, completions, models, tokens, status, health, helpers, front):
+    for module in (chat, completions, embeddings, models, tokens, status, health, helpers, front):
         app.include_router(module.router)
     install_error_handlers(app)
     # The last one added is the outermost.

@@ -24,6 +24,7 @@ router = APIRouter(include_in_schema=False)
 ROUTES: tuple[tuple[str, str], ...] = (
     ("POST /v1/chat/completions", "the next turn of a conversation (OpenAI's API)"),
     ("POST /v1/completions", "the continuation of a text or of token ids"),
+    ("POST /v1/embeddings", "vectors of texts or of token ids"),
     ("GET /v1/models", "the names that requests may use"),
     ("GET /v1/models/{name}", "one of them"),
     ("POST /tokenize", "token ids of a text or of a conversation"),

@@ -23,7 +23,6 @@ router = APIRouter()
 
 _NOT_SERVED = {
     "scores and ranks no texts": ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
-    "makes no embeddings": ("/v1/embeddings", "/embeddings", "/embedding"),
     "classifies no texts, and shows no hidden states": ("/classify", "/pooling", "/v1/moderations"),
     "neither hears nor speaks": ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),
     "makes no images": ("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.core import Pooling, SamplingParams, TokenEvent
 from ktransformers.errors import KTransformersError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class ModelInfo:
 
     max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
     default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
-    name in the model's config.json, if any.
+    name in the model's config.json, if any. pooling: of embeddings; None: in a way that this program does not know.
     """
 
     tokenizer: Tokenizer
@@ -42,6 +42,7 @@ class ModelInfo:
     architecture: str | None
     description: str
     is_models_limit: bool = False
+    pooling: Pooling | None = Pooling.LAST
 
     @property
     def limits(self) -> Limits:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ktransformers.core import TokenEvent
+from ktransformers.engine.hidden import pooling_of
 from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.engine.session import Session, SessionEngine
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
@@ -44,6 +45,7 @@ class Loaded:
             architecture=engine.facts.architecture,
             description=engine.description,
             is_models_limit=engine.runner.is_models_limit,
+            pooling=pooling_of(engine.config.model_path, engine.config.gguf_path),
         )
         return cls(model, Session.of(engine), close)
 
