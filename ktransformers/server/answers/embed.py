@@ -1,14 +1,14 @@
 """The way from a route to embeddings, which all dialects share. A prompt's embedding comes with its first token.
 
-Each input is a generation of its own, of one token that nobody sees: the scheduler batches, chunks and resumes it as any
-other.
+Each input is a generation of its own, of one token that nobody sees: the scheduler batches, chunks and resumes it as
+any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -66,6 +66,8 @@ async def respond_embeddings(
     service.admission.enter(service.backend.max_running, num_inputs, key)
     try:
         asked = read()
+        if key is not None and service.backend.has_priorities:
+            asked = replace(asked, priority=key.priority(asked.priority))
         made = await service.workers.run(size, partial(_generations, service, asked))
         tally = Tally(made, 1, service.metrics)
         note_request(request, asked.id, tally)
@@ -88,11 +90,9 @@ def _generations(service: Service, asked: EmbeddingRequest) -> list[GenerationRe
     if model.pooling is None:
         raise UnsupportedError("this model's files ask for a pooling that is neither of the last token nor the mean")
     params = SamplingParams(temperature=0.0, max_tokens=1, seed=0, pooling=model.pooling)
-    made = []
+    made, max_len = [], None if asked.cuts else model.max_len
     for index, one in enumerate(asked.inputs):
-        ids = (
-            model.tokenizer.encode(one, max_len=None if asked.cuts else model.max_len) if isinstance(one, str) else one
-        )
+        ids: Sequence[int] = model.tokenizer.encode(one, max_len=max_len) if isinstance(one, str) else one
         generation = GenerationRequest(
             request_id=f"{asked.id}-{index}",
             prompt_ids=tuple(ids[: model.max_len - 1] if asked.cuts else ids),
