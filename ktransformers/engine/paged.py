@@ -180,9 +180,11 @@ class PagedExecutor:
             return self._runner.step(ids, positions, context, keep)
         with self._runner.tap.watch() as seen:
             logits = self._runner.step(ids, positions, context, keep)
-        for one, hidden_states in zip(pooled, seen[-1].split([row.num_tokens for row in rows]), strict=True):
+        first = 0
+        for one, row in zip(pooled, rows, strict=True):
             if one is not None:
-                one.add(hidden_states)
+                one.add(seen[-1][first : first + row.num_tokens])
+            first += row.num_tokens
         return logits
 
     def _embedded(self, rows: Sequence[Row], results: list[RowResult]) -> list[RowResult]:
