@@ -127,6 +127,8 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _tuple_of(name, getattr(self, name), Integral))
+        if self.pooling is not None and not isinstance(self.pooling, Pooling):
+            raise ConfigError(f"pooling must be None or a Pooling, got {self.pooling!r:.40}")
         self._check_types()
         checks = (
             (0.0 <= self.temperature < _INF, f"temperature must be at least 0, got {self.temperature}"),

@@ -81,3 +81,8 @@ def test_embeddings_are_those_of_transformers(pooling: Pooling) -> None:
     if pooling is Pooling.LAST:
         assert (chunked == whole).all()
     assert float(whole @ expected) > 0.999 * float(np.linalg.norm(whole) * np.linalg.norm(expected))
+
+
+def test_a_pooling_is_named() -> None:
+    with pytest.raises(ConfigError, match="pooling must be None or a Pooling, got 'mean'"):
+        SamplingParams(pooling="mean")  # type: ignore[arg-type]
