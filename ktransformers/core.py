@@ -66,6 +66,13 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+class Pooling(StrEnum):
+    """How an embedding is made of the hidden states of a prompt's tokens: the last one's, or the mean of all."""
+
+    LAST = "last"
+    MEAN = "mean"
+
+
 _INF = float("inf")
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _OPTIONAL_COUNTS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
@@ -92,6 +99,7 @@ class SamplingParams:
     seed None draws one from the operating system, which is reported with the result.
     logprobs, prompt_logprobs: how many alternatives to report per token of the answer, of the prompt; None: nothing.
     allowed_token_ids: all other tokens are impossible, the end token too; None: no limit.
+    pooling: the first token comes with an embedding of the prompt.
     """
 
     temperature: float = 1.0
@@ -110,6 +118,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         # A string is a sequence of letters, and a list of strings is what people write: both mean a tuple here.
@@ -118,6 +127,8 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _tuple_of(name, getattr(self, name), Integral))
+        if self.pooling is not None and not isinstance(self.pooling, Pooling):
+            raise ConfigError(f"pooling must be None or a Pooling, got {self.pooling!r:.40}")
         self._check_types()
         checks = (
             (0.0 <= self.temperature < _INF, f"temperature must be at least 0, got {self.temperature}"),
@@ -238,6 +249,7 @@ class TokenEvent:
     finish_reason: set in the last event and only there. stop: the stop string, or the id of the end token, behind STOP.
     stats: the same object in every event, filled as the answer goes on.
     prompt_logprobs: in the first event, when asked for: one entry per prompt token, None for the first.
+    embedding: in the first event, when pooling is asked for: fp32 [H], little-endian, as the model has it.
     """
 
     token_id: int | None
@@ -247,3 +259,4 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    embedding: bytes | None = None

@@ -20,6 +20,7 @@
         ├── PayloadTooLargeError    the request's body is longer than the server takes
         ├── NotReadyError           the model is still loading, or the server is draining
         ├── QueueFullError          too many requests wait already
+        ├── RateLimitError          this API key has used up what it may
         ├── DeadlineError           the answer was not complete in the time that the request gave it
         └── SlowReaderError         the client does not read its stream
 
@@ -47,6 +48,7 @@ __all__ = [
     "OriginError",
     "PayloadTooLargeError",
     "QueueFullError",
+    "RateLimitError",
     "RuleError",
     "ServiceError",
     "SlowReaderError",
@@ -177,6 +179,14 @@ class NotReadyError(ServiceError):
 
 class QueueFullError(ServiceError):
     """Too many requests wait already."""
+
+
+class RateLimitError(ServiceError):
+    """This API key has used up what it may. retry_after: seconds until it is worth trying again."""
+
+    def __init__(self, message: str, *, retry_after: float):
+        self.retry_after = retry_after
+        super().__init__(message)
 
 
 class DeadlineError(ServiceError):

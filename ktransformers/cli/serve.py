@@ -94,7 +94,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model_name", action="append", default=[], metavar="NAME", help="name in the API; repeatable")
     add_toggle(group, "strict_model_name", default=False, help="404 for requests that name another model (off)")
     group.add_argument("--api_key", action="append", default=[], metavar="KEY", help="repeatable, or with commas")
-    group.add_argument("--api_key_file", type=user_path, help="a file with one API key per line")
+    group.add_argument(
+        "--api_key_file", type=user_path, help="one API key per line, with limits: rpm=N concurrent=N ..."
+    )
     group.add_argument("--ssl_keyfile", type=user_path, help="TLS: private key (PEM)")
     group.add_argument("--ssl_certfile", type=user_path, help="TLS: certificate chain (PEM)")
     group.add_argument("--cors_origins", action="append", default=[], metavar="ORIGIN", help="repeatable; * for all")
@@ -109,6 +111,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max_queue_per_key", type=int, metavar="N", help="answers at once for one API key (no limit)")
     group.add_argument("--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout")
     group.add_argument("--drain_seconds", type=float, default=30.0, help="for running answers at the end (%(default)s)")
+    group.add_argument(
+        "--ping_seconds",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="a stream that has been silent for so long sends a comment; 0: never (%(default)s)",
+    )
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
     group.add_argument("--sched_strategy", choices=("FCFS",), default="FCFS", help="order of service (%(default)s)")
     group.add_argument("--cpu_memory_size_GB", type=float, help="not supported: K/V pages stay in one memory")
@@ -142,13 +151,21 @@ def _model_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, .
 
 
 def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConfig:
-    from ktransformers.server.config import ServerConfig, read_api_keys
+    from ktransformers.server.config import ServerConfig
+    from ktransformers.server.keys import read_api_keys
+
+    keys = read_api_keys(args.api_key, args.api_key_file)
+    if args.backend_type != "balance_serve" and any(limits.priority is not None for limits in keys.values()):
+        _log.warning(
+            "priority= in --api_key_file has no effect: the %s backend serves by order of arrival", args.backend_type
+        )
 
     return ServerConfig(
         host=args.host,
         port=args.port,
         model_names=_model_names(args, config),
-        api_keys=read_api_keys(args.api_key, args.api_key_file),
+        api_keys=tuple(keys),
+        key_limits=keys,
         cors_origins=tuple(args.cors_origins),
         allowed_hosts=tuple(name.strip() for text in args.allowed_hosts for name in text.split(",") if name.strip()),
         ssl_keyfile=args.ssl_keyfile,
@@ -163,6 +180,7 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
         max_queue_per_key=args.max_queue_per_key,
         request_timeout=args.request_timeout,
         drain_seconds=args.drain_seconds,
+        ping_seconds=args.ping_seconds,
     )
 
 

@@ -37,7 +37,13 @@ class AnswerAssembler:
         if self._prompt_logprobs is not None:
             self._prompt_logprobs[start : start + len(entries)] = entries
 
-    def token(self, token_id: int, logprobs: TokenLogprobs | None, reason: FinishReason | None) -> TokenEvent:
+    def token(
+        self,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        reason: FinishReason | None,
+        embedding: bytes | None = None,
+    ) -> TokenEvent:
         """The event of the next token. reason: why the answer ends with it, as far as tokens tell (AnswerEnd).
 
         An end token has no text. A stop string that the token completes ends the answer, whatever `reason` is.
@@ -60,6 +66,7 @@ class AnswerAssembler:
             reason,
             token_id if reason is FinishReason.STOP and stop is None else stop,
             prompt_logprobs=None if scored is None else tuple(scored),
+            embedding=embedding,
         )
 
     def aborted(self) -> TokenEvent:
@@ -85,7 +92,7 @@ class AnswerAssembler:
             self._first_token_at = now
         stats.decode_seconds = now - self._first_token_at
         if update.token_id is not None:
-            return self.token(update.token_id, update.logprobs, update.finish_reason)
+            return self.token(update.token_id, update.logprobs, update.finish_reason, update.embedding)
         if update.error is not None:
             raise EngineError(update.error)
         return self.aborted()

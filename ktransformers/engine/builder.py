@@ -168,7 +168,14 @@ def build_paged_engine(
     built = _build(opened or open_model(config), SharedPages(page_size, max_batch_size), hardware, progress, stats)
     plan, cache, pool = built.plan, built.cache, built.forward.pool
     runner = ModelRunner(built.forward, built.decode)
-    executor = PagedExecutor(runner, cache, pool, built.model.vocab_size, lambda: stats.totals(plan.devices))
+    executor = PagedExecutor(
+        runner,
+        cache,
+        pool,
+        built.model.vocab_size,
+        lambda: stats.totals(plan.devices),
+        take_counts=stats.take_counts,
+    )
     return PagedEngine(built.config, plan, built.model, pool, executor, cache)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
+from ktransformers.engine.hidden import HiddenTap, Pooled
 from ktransformers.engine.sampler import RequestSampler, sample_batch, token_logprobs
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
@@ -46,6 +47,11 @@ class SequenceRunner(Protocol):
         """Whether max_len is what the model takes, so that a larger cache would not help."""
         ...
 
+    @property
+    def tap(self) -> HiddenTap:
+        """Shows the hidden states of what `forward` runs."""
+        ...
+
     def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
         """Run token_ids at positions start, start + 1, ... and write their keys and values.
 
@@ -69,6 +75,7 @@ class _Answer:
         self.runner, self.prompt_ids, self.params, self.end, self.assembler = runner, prompt_ids, params, end, assembler
         self.stats = assembler.stats
         self.sampler = RequestSampler(params, prompt_ids, runner.vocab_size)
+        self._pooled = None if params.pooling is None else Pooled(params.pooling)
 
     def prefill(
         self, chunk_size: int, is_stopped: Callable[[], bool], on_prefill: PrefillProgress | None = None
@@ -86,10 +93,18 @@ class _Answer:
             chunk = self.prompt_ids[start : start + chunk_size]
             is_last = start + len(chunk) == total
             keep = range(len(chunk)) if self.params.prompt_logprobs is not None else [len(chunk) - 1] if is_last else []
-            logits = self.runner.forward(chunk, start, keep)
+            logits = self._run_chunk(chunk, start, keep)
             self._score(logits, start)
             self.stats.prefill_seconds += time.perf_counter() - began
         return None if logits is None else logits[-1:]
+
+    def _run_chunk(self, chunk: list[int], start: int, keep: Sequence[int]) -> torch.Tensor:
+        if self._pooled is None:
+            return self.runner.forward(chunk, start, keep)
+        with self.runner.tap.watch() as seen:
+            logits = self.runner.forward(chunk, start, keep)
+        self._pooled.add(seen[-1])  # the runner may have computed again what came before
+        return logits
 
     def _score(self, logits: torch.Tensor, start: int) -> None:
         """logits [N, V] of positions start, start + 1, ...: each tells how likely the prompt token after it was."""
@@ -116,7 +131,9 @@ class _Answer:
             stats.decode_seconds += time.perf_counter() - began
         else:
             stats.prefill_seconds += time.perf_counter() - began
-        return self.assembler.token(token_id, sampled.logprobs, self.end.reason(token_id, stats.completion_len + 1))
+        embedding = None if self._pooled is None or stats.completion_len else self._pooled.vector()
+        reason = self.end.reason(token_id, stats.completion_len + 1)
+        return self.assembler.token(token_id, sampled.logprobs, reason, embedding)
 
     def run(
         self, chunk_size: int, is_stopped: Callable[[], bool], on_prefill: PrefillProgress | None = None

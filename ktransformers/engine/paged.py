@@ -11,17 +11,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.context import paged_context
+from ktransformers.engine.hidden import HiddenTap, Pooled
 from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
-from ktransformers.scheduler.records import PromptLogprobs, Row, RowResult, SequenceStart, StepPlan, StepResult
+from ktransformers.scheduler.records import (
+    ExpertCounts,
+    PromptLogprobs,
+    Row,
+    RowResult,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+)
 
 __all__ = ["PagedExecutor", "StepRunner"]
 
@@ -30,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 class StepRunner(Protocol):
     """What computes a flattened step. See engine.runner.ModelRunner."""
+
+    @property
+    def tap(self) -> HiddenTap: ...
 
     def step(
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
@@ -40,11 +53,15 @@ class StepRunner(Protocol):
 
 @dataclass(slots=True)
 class _Run:
-    """error: why no token of this run can be sampled, found when it started. table: room for its block table."""
+    """error: why no token of this run can be sampled, found when it started. table: room for its block table.
+
+    pooled: the embedding of its prompt, on the way.
+    """
 
     start: SequenceStart
     sampler: RequestSampler | None
     error: str | None = None
+    pooled: Pooled | None = None
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     num_pages: int = 0
 
@@ -83,7 +100,7 @@ class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
     expert_counts: see ExpertStats.totals; asked before and after a step. mask_of: asked when a run starts, for what
-    decides which tokens may come next (structured output).
+    decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
     """
 
     def __init__(
@@ -94,9 +111,10 @@ class PagedExecutor:
         vocab_size: int,
         expert_counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
         mask_of: Callable[[SequenceStart], TokenMask | None] | None = None,
+        take_counts: Callable[[], ExpertCounts] = tuple,
     ):
         self._runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
-        self._expert_counts = expert_counts
+        self._expert_counts, self._take_counts = expert_counts, take_counts
         self._mask_of = mask_of or (lambda start: None)
         self._runs: dict[int, _Run] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
@@ -120,7 +138,7 @@ class PagedExecutor:
             self._runs[start.run_id] = self._started(start)
         kept = self._kept(plan.rows)
         logits = self._forward(plan.rows, kept)
-        results = self._sample(plan.rows, _rows(logits, kept.sampled))
+        results = self._embedded(plan.rows, self._sample(plan.rows, _rows(logits, kept.sampled)))
         self._previous = [0 if result.token_id is None else result.token_id for result in results]
         scored = [self._score(row, logits[at : at + count]) for row, at, count in kept.scored]
         seconds = time.perf_counter() - began
@@ -130,6 +148,7 @@ class PagedExecutor:
             prompt_logprobs=scored,
             seconds=seconds,
             experts=_difference(self._expert_counts(), before),
+            expert_counts=self._take_counts(),
         )
 
     def _started(self, start: SequenceStart) -> _Run:
@@ -140,7 +159,7 @@ class PagedExecutor:
             return _Run(start, None, str(error))
         for token_id in start.token_ids[start.prompt_len :]:
             sampler.commit(token_id)
-        return _Run(start, sampler)
+        return _Run(start, sampler, pooled=None if start.params.pooling is None else Pooled(start.params.pooling))
 
     def _kept(self, rows: Sequence[Row]) -> _Kept:
         kept, first = _Kept(), 0
@@ -157,9 +176,26 @@ class PagedExecutor:
         token_ids = np.fromiter(self._token_ids(rows), dtype=np.int64, count=sum(row.num_tokens for row in rows))
         tables = [self._runs[row.run_id].pages(row) for row in rows]
         positions, context = paged_context(self._cache, self._pool, rows, tables)
-        return self._runner.step(
-            torch.from_numpy(token_ids), positions, context, torch.tensor(kept.rows, dtype=torch.int64)
-        )
+        ids, keep = torch.from_numpy(token_ids), torch.tensor(kept.rows, dtype=torch.int64)
+        pooled = [self._runs[row.run_id].pooled for row in rows]
+        if all(one is None for one in pooled):
+            return self._runner.step(ids, positions, context, keep)
+        with self._runner.tap.watch() as seen:
+            logits = self._runner.step(ids, positions, context, keep)
+        first = 0
+        for one, row in zip(pooled, rows, strict=True):
+            if one is not None:
+                one.add(seen[-1][first : first + row.num_tokens])
+            first += row.num_tokens
+        return logits
+
+    def _embedded(self, rows: Sequence[Row], results: list[RowResult]) -> list[RowResult]:
+        """With the embeddings of prompts that are complete. results: of the sampled rows, in order."""
+        pooled = [self._runs[row.run_id].pooled for row in rows if row.is_sampled]
+        return [
+            result if one is None else msgspec.structs.replace(result, embedding=one.vector())
+            for one, result in zip(pooled, results, strict=True)
+        ]
 
     def _token_ids(self, rows: Sequence[Row]) -> Iterator[int]:
         for row in rows:

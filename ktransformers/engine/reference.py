@@ -18,6 +18,7 @@ import torch
 
 from ktransformers.config import CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig, physical_cores
 from ktransformers.engine.cache_plan import cache_len_of
+from ktransformers.engine.hidden import HiddenTap
 from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.ready import Progress
 from ktransformers.engine.skeleton import restore_buffers
@@ -43,6 +44,7 @@ class ReferenceRunner:
     def __init__(self, model: PreTrainedModel, max_len: int, is_models_limit: bool = False):
         self._model, self.max_len, self.is_models_limit = model, max_len, is_models_limit
         self.vocab_size = int(model.config.vocab_size)
+        self.tap = HiddenTap(model)
         self._ids: list[int] = []  # in the cache, by position
         self._is_intact = True  # a step that failed left some layers longer than others
         self._cache = self._new_cache()

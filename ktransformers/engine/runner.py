@@ -10,6 +10,7 @@ from ktransformers.cache.static import StaticCache
 from ktransformers.engine.context import static_context
 from ktransformers.engine.decode import DecodeSteps
 from ktransformers.engine.forward import ForwardPass
+from ktransformers.engine.hidden import HiddenTap
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.operators.context import ForwardContext
 
@@ -19,12 +20,13 @@ __all__ = ["ModelRunner", "StaticRunner"]
 class ModelRunner:
     """A loaded model, one flattened step at a time. Whose tokens they are is in the context.
 
-    decode: how steps of few rows run on GPUs; like all others when None.
+    decode: how steps of few rows run on GPUs; like all others when None. tap: for the hidden states behind the logits.
     """
 
     def __init__(self, forward_pass: ForwardPass, decode: DecodeSteps | None = None):
         self._pass, self._decode = forward_pass, decode
         self.model, self.pool = forward_pass.model, forward_pass.pool
+        self.tap = HiddenTap(forward_pass.model)
 
     @torch.inference_mode()
     def step(
@@ -38,7 +40,7 @@ class ModelRunner:
         forward, layout = self._pass, self._pass.layout
         if layout is None:
             return forward.on_cpu(token_ids, positions, context, keep)
-        if self._decode is not None and len(token_ids) <= self._decode.max_rows:
+        if self._decode is not None and len(token_ids) <= self._decode.max_rows and not self.tap.is_open:
             logits = self._decode.step(token_ids, positions, context, keep)
         else:
             logits = forward.run(forward.inputs_of(token_ids, positions, context, keep)).to("cpu", torch.float32)

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.core import Pooling, SamplingParams, TokenEvent
 from ktransformers.engine.generate import GenerateConfig, PrefillProgress, SequenceRunner, prefill_and_generate
+from ktransformers.engine.hidden import HiddenTap
 from ktransformers.models.facts import ModelFacts
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
@@ -40,6 +41,10 @@ class _RecordingRunner:
     @property
     def vocab_size(self) -> int:
         return self._runner.vocab_size
+
+    @property
+    def tap(self) -> HiddenTap:
+        return self._runner.tap
 
     def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
         del self.token_ids[start:]
@@ -150,7 +155,7 @@ class Session:
         self._stop_running()
         # The last prompt token is always computed: its logits are not in the cache. Nor are those of the others.
         shared = min(common_prefix_len(self._runner.token_ids, prompt_ids), max(len(prompt_ids) - 1, 0))
-        if params.prompt_logprobs is not None or not self._has_prefix_cache:
+        if params.prompt_logprobs is not None or params.pooling is Pooling.MEAN or not self._has_prefix_cache:
             shared = 0
         self._running = prefill_and_generate(
             self._runner,

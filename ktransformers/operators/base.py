@@ -66,13 +66,16 @@ class Placement:
         return self.prefill_device if phase is Phase.PREFILL else self.generate_device
 
 
+_MAX_COUNTS = 1024  # calls that are kept until somebody takes them
+
+
 @dataclass(slots=True)
 class ExpertStats:
     """How the routed experts of a model are used, counted as they run.
 
     num_rows: (token, expert) pairs computed. Every sample_every-th call of any layer is looked at closely:
     num_samples of them, which touched num_touched distinct experts together. `totals` adds what runs in the order of a
-    GPU's stream, where every call is looked at.
+    GPU's stream, where every call is looked at; `take_counts` has which experts those were, of calls that name a layer.
     """
 
     SAMPLE_EVERY: ClassVar[int] = 61  # prime, so that all layers get their turn
@@ -82,6 +85,7 @@ class ExpertStats:
     num_touched: int = 0
     sample_every: int = SAMPLE_EVERY
     _num_calls: int = 0
+    _counts: list[tuple[int, list[int]]] = field(default_factory=list)
 
     def count(self, num_rows: int) -> None:
         """A layer's call whose ids are on a GPU: looking at them would make the host wait."""
@@ -98,13 +102,21 @@ class ExpertStats:
             )
         return rows, samples, touched
 
-    def note(self, topk_ids: torch.Tensor) -> None:
-        """topk_ids int64 [T, K] of one layer's call."""
+    def take_counts(self) -> list[tuple[int, list[int]]]:
+        """(layer, rows of its experts, up to the last that has some) of the calls looked at since the last time."""
+        counts, self._counts = self._counts, []
+        return counts
+
+    def note(self, topk_ids: torch.Tensor, layer: int | None = None) -> None:
+        """topk_ids int64 [T, K] of one call of this layer."""
         self.num_rows += topk_ids.numel()
         self._num_calls += 1
         if self._num_calls % self.sample_every == 0:
             self.num_samples += 1
-            self.num_touched += len(set(topk_ids.flatten().tolist()))
+            counts: list[int] = topk_ids.flatten().bincount().tolist()
+            self.num_touched += sum(count > 0 for count in counts)
+            if layer is not None and len(self._counts) < _MAX_COUNTS:
+                self._counts.append((layer, counts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import msgspec
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 
 __all__ = [
+    "ExpertCounts",
     "PromptLogprobs",
     "Request",
     "RequestUpdate",
@@ -112,6 +113,7 @@ class RowResult(msgspec.Struct, frozen=True):
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    embedding: bytes | None = None
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,11 +127,15 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     entries: Sequence[TokenLogprobs]
 
 
+ExpertCounts = Sequence[tuple[int, Sequence[int]]]
+"""(layer, rows of its experts 0, 1, ...)."""
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step led to, filled by the engine: one result per sampled row, in the order of the rows.
 
     seconds: how long the step took. experts: (token, expert) pairs computed, layer calls looked at closely, distinct
-    experts that those touched; of this step.
+    experts that those touched; of this step. expert_counts: the rows of each expert in those calls.
     """
 
     step_id: int
@@ -137,6 +143,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     seconds: float = 0.0
     experts: tuple[int, int, int] = (0, 0, 0)
+    expert_counts: ExpertCounts = ()
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +155,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     cached_len: prompt tokens found in the prefix cache when the request was first admitted.
     completion_len: tokens of the answer so far, this one included.
     prompt_logprobs: of a stretch of the prompt; such an update may carry nothing else.
+    embedding: with the first token, see TokenEvent.
     """
 
     request_id: str
@@ -160,6 +168,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     is_expired: bool = False
     prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -394,4 +394,5 @@ def _update(
         error=error,
         is_expired=is_expired,
         prompt_logprobs=prompt_logprobs,
+        embedding=None if result is None else result.embedding,
     )

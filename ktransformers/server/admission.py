@@ -5,9 +5,9 @@ draining. An answer is one choice of one prompt: a request with n 128 counts as 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 
 from ktransformers.errors import NotReadyError, QueueFullError
+from ktransformers.server.keys import KeyUse
 
 __all__ = ["Admission"]
 
@@ -23,7 +23,7 @@ class Admission:
         self._max_queue, self._max_per_key = max_queue, max_per_key
         self._num_requests = 0
         self._num_answers = 0
-        self._by_key: Counter[str] = Counter()
+        self._nobody = KeyUse()  # of requests without a key
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -42,19 +42,23 @@ class Admission:
     def is_draining(self) -> bool:
         return self._is_draining
 
-    def enter(self, max_running: int, num_answers: int = 1, key: str = "") -> None:
-        """Count a request in, or raise NotReadyError or QueueFullError. Each one entered must `leave` once, likewise.
+    def enter(self, max_running: int, num_answers: int = 1, key: KeyUse | None = None) -> None:
+        """Count a request in, or raise NotReadyError, QueueFullError or what KeyUse.check does.
+
+        Each one entered must `leave` once, likewise.
 
         A request alone is taken in however many answers it wants.
         """
         if self._is_draining:
             raise NotReadyError("the server is shutting down; send the request to another one, or again in a moment")
+        use = key or self._nobody
+        use.check(num_answers)
         if self._num_answers and self._num_answers + num_answers > max_running + self._max_queue:
             raise QueueFullError(
                 f"{self._num_answers} answers are running or waiting, and {num_answers} more are not taken in "
                 f"(--max_queue {self._max_queue}); try again in a moment"
             )
-        of_key, limit = self._by_key[key], self._max_per_key
+        of_key, limit = use.num_answers, self._max_per_key
         if limit is not None and of_key and of_key + num_answers > limit:
             raise QueueFullError(
                 f"{of_key} answers for this API key are running or waiting, and {num_answers} more are not taken in "
@@ -62,15 +66,15 @@ class Admission:
             )
         self._num_requests += 1
         self._num_answers += num_answers
-        self._by_key[key] += num_answers
+        use.num_answers += num_answers
+        use.note()
         self._idle.clear()
 
-    def leave(self, num_answers: int = 1, key: str = "") -> None:
+    def leave(self, num_answers: int = 1, key: KeyUse | None = None) -> None:
+        """Count it out."""
         self._num_requests -= 1
         self._num_answers -= num_answers
-        self._by_key[key] -= num_answers
-        if not self._by_key[key]:
-            del self._by_key[key]
+        (key or self._nobody).num_answers -= num_answers
         if not self._num_requests:
             self._idle.set()
 

@@ -9,14 +9,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ktransformers import __version__
 from ktransformers.server.admission import Admission
-from ktransformers.server.api import front, health, tokens, web
-from ktransformers.server.api.openai import chat, completions, models
+from ktransformers.server.api import front, health, helpers, status, tokens, web
+from ktransformers.server.api.openai import chat, completions, embeddings, models
 from ktransformers.server.api_paths import PAGE_PREFIX
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.hosts import HostRule
 from ktransformers.server.metrics import Metrics
-from ktransformers.server.middleware import ApiKeys, BodyLimits, SameSite
+from ktransformers.server.middleware import ApiKeys, BodyLimits, PlainPaths, SameSite
 from ktransformers.server.request_log import RequestLog
 from ktransformers.server.responses import ApiResponse, install_error_handlers
 from ktransformers.server.service import Service
@@ -52,6 +52,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     404: _error("There is no such model"),
     408: _error("Too slow"),
     413: _error("The body is too large"),
+    429: _error("This API key has used up what it may"),
     421: _error("The request names a host that this server is not"),
     503: _error("Not now: loading, draining, or too many requests wait"),
 }
@@ -66,25 +67,28 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
         responses=_RESPONSES,
         docs_url=None,  # FastAPI's own pages load scripts from the internet; see api/front.py
         redoc_url=None,
+        redirect_slashes=False,  # see PlainPaths
     )
     metrics = Metrics(backend, config.model_names[0])
     service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics)
     app.state.service = service
-    for router in (chat.router, completions.router, models.router, tokens.router, health.router, front.router):
-        app.include_router(router)
+    for module in (chat, completions, embeddings, models, tokens, status, health, helpers, front):
+        app.include_router(module.router)
     if config.has_web:
         app.mount(PAGE_PREFIX, web.page_files())
     install_error_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_body=lambda: service.json_limits.max_bytes, body_timeout=config.body_timeout)
     if config.api_keys:
-        app.add_middleware(ApiKeys, keys=config.api_keys)
+        local = HostRule((), bound=config.host) if config.is_loopback else None
+        app.add_middleware(ApiKeys, keys=config.api_keys, limits=config.key_limits, local=local)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(SameSite, hosts=HostRule(config.host_names, bound=config.host), cors_origins=config.cors_origins)
-    app.add_middleware(RequestLog)
+    app.add_middleware(PlainPaths)
+    app.add_middleware(RequestLog, recent=service.recent)
     _drop_422(app)
     return app
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ktransformers.core import SamplingParams
-from ktransformers.errors import ConfigError, reason_of
+from ktransformers.errors import ConfigError
+from ktransformers.server.keys import KeyLimits
 
-__all__ = ["DEFAULT_PORT", "ServerConfig", "read_api_keys"]
+__all__ = ["DEFAULT_PORT", "ServerConfig"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +29,14 @@ class ServerConfig:
     sampling: SamplingParams fields that the operator sets for requests that do not; they win over the model's own.
     max_new_tokens: most tokens of an answer to a request that names no limit; most_new_tokens: of any, if bounded.
     is_strict_on_names: a request for a model that is not among model_names is refused.
+    key_limits: what some of api_keys may do; the others have no limits of their own.
     allowed_hosts: names that requests may give in Host beside loopback ones and `host`; * for all.
     web: the chat page is served at /; None: if only this machine can connect.
     max_queue: answers that may wait beyond those that the backend computes; more get a 503. An answer is one choice of
     one prompt. max_queue_per_key: of those that wait and are computed, how many may be for one API key.
     max_connections: open at once; None: as many as the limit on open files leaves room for.
     drain_seconds: how long running answers may take after SIGTERM.
+    ping_seconds: a stream that has had nothing to say for so long says that it lives; 0: never.
     send_timeout: how long a client may keep a full connection without reading; body_timeout: without sending.
     """
 
@@ -40,6 +44,7 @@ class ServerConfig:
     port: int = DEFAULT_PORT
     model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    key_limits: Mapping[str, KeyLimits] = field(default_factory=dict, repr=False)
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     ssl_keyfile: Path | None = None
@@ -56,6 +61,7 @@ class ServerConfig:
     max_body: int = 32 << 20
     request_timeout: float | None = None
     drain_seconds: float = 30.0
+    ping_seconds: float = 15.0
     send_timeout: float = 60.0
     body_timeout: float = 30.0
 
@@ -69,6 +75,7 @@ class ServerConfig:
             ),
             (self.max_new_tokens >= 1, f"--max_new_tokens must be at least 1, got {self.max_new_tokens}"),
             (0 <= self.drain_seconds < _INF, f"--drain_seconds must be at least 0, got {self.drain_seconds}"),
+            (0 <= self.ping_seconds < _INF, f"--ping_seconds must be at least 0, got {self.ping_seconds}"),
             (
                 self.request_timeout is None or 0 < self.request_timeout < _INF,
                 f"--request_timeout must be positive, got {self.request_timeout}",
@@ -111,25 +118,3 @@ class ServerConfig:
         """Say it when strangers can use the service."""
         if not self.is_loopback and not self.api_keys:
             logger.warning("listening on %s without --api_key: everyone who reaches this port can use it", self.host)
-
-
-def read_api_keys(keys: list[str], file: Path | None) -> tuple[str, ...]:
-    """Keys from the command line (each may be a comma-separated list) and from a file, one per line, # for comments.
-
-    Raises ConfigError for an empty key, a key that no HTTP header can carry, or a file without keys.
-    """
-    found = [key.strip() for text in keys for key in text.split(",")]
-    if file is not None:
-        try:
-            lines = [line.strip() for line in file.read_text().splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason_of(error)
-            raise ConfigError(f"--api_key_file {file} cannot be read: {why}") from error
-        in_file = [line for line in lines if line and not line.startswith("#")]
-        if not in_file:
-            raise ConfigError(f"--api_key_file {file} holds no key")
-        found += in_file
-    for key in found:
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError("an API key must not be empty and must consist of visible ASCII characters")
-    return tuple(dict.fromkeys(found))

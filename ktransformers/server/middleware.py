@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,41 +21,87 @@ from ktransformers.errors import (
     QueueFullError,
 )
 from ktransformers.file_kinds import size_of
-from ktransformers.server.api_paths import SCOPE_KEY, is_open
+from ktransformers.server.api_paths import LOCAL_PATHS, SCOPE_KEY, USE_KEY, is_open, plain_path
 from ktransformers.server.hosts import HostRule
+from ktransformers.server.keys import KeyLimits, KeyUse
+from ktransformers.server.request_log import note_key
 from ktransformers.server.responses import refuse
 
-__all__ = ["ApiKeys", "BodyLimits", "SameSite"]
+__all__ = ["ApiKeys", "BodyLimits", "PlainPaths", "SameSite"]
 
 _MIN_RATE = 4 << 10  # bytes per second of a body that takes longer than its timeout
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
+"""Headers of proxies: what comes with one does not come from this machine, whatever its address says."""
 _BODIES_IN_MEMORY = 16  # of the largest size, all requests that are being answered together
 
 
 class ApiKeys:
-    """Lets requests through that carry `Authorization: Bearer KEY` with one of `keys`."""
+    """Lets requests through that carry one of `keys`: `Authorization: Bearer KEY`, or `x-api-key: KEY`.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]):
-        self._app = app
+    local: set where only this machine can connect; what is in LOCAL_PATHS then needs no key, unless it comes through a
+    proxy, or by a host name that a web page may have pointed here.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], limits: Mapping[str, KeyLimits], local: HostRule | None = None
+    ):
+        self._app, self._local = app, local
         # Digests of equal length: the time that comparing takes says nothing, not even how long the keys are.
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._uses = [KeyUse(f"key {index + 1}", limits.get(key)) for index, key in enumerate(keys)]
 
-    def _known(self, header: bytes) -> int | None:
-        """Which of the keys the header carries."""
-        scheme, _, key = header.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
+    def _known(self, key: bytes) -> int | None:
+        """Which of the keys this is."""
+        digest = hashlib.sha256(key).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, always
-        return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
+        return matches.index(True) if any(matches) else None
+
+    def _key_of(self, scope: Scope) -> int | None:
+        """Which key the request carries. Raises AuthenticationError for a wrong one; None: it carries none."""
+        bearer = [value for name, value in scope["headers"] if name == b"authorization"]
+        plain = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        given = [value.strip() for value in plain]
+        for value in bearer:
+            scheme, _, key = value.partition(b" ")
+            given.append(key.strip() if scheme.lower() == b"bearer" else b"")
+        if not given:
+            return None
+        known = [self._known(key) for key in given]
+        right = [index for index in known if index is not None]
+        if not right or len(bearer) > 1 or len(plain) > 1:  # two of a kind: others on the way may have read the other
+            raise AuthenticationError("the API key is wrong")
+        return right[-1]
+
+    def _is_free(self, scope: Scope) -> bool:
+        if is_open(scope["path"]):
+            return True
+        if self._local is None or scope["path"] not in LOCAL_PATHS:
+            return False
+        names = {name for name, _ in scope["headers"]}
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        return not names & _FORWARDED and all(self._local.allows(host) for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not is_open(scope["path"]):
-            headers = [value for name, value in scope["headers"] if name == b"authorization"]
-            known = self._known(headers[0]) if len(headers) == 1 else None
+        if scope["type"] != "http" or self._is_free(scope):
+            await self._app(scope, receive, send)
+            return
+        try:
+            known = self._key_of(scope)
             if known is None:
-                what = "the API key is wrong" if headers else "an API key is needed: send Authorization: Bearer KEY"
-                await refuse(AuthenticationError(what), scope, receive, send)
-                return
-            scope[SCOPE_KEY] = str(known)
-        await self._app(scope, receive, send)
+                raise AuthenticationError("an API key is needed: send Authorization: Bearer KEY, or x-api-key: KEY")
+        except AuthenticationError as error:
+            await refuse(error, scope, receive, send)
+            return
+        use = self._uses[known]
+        scope[SCOPE_KEY], scope[USE_KEY] = str(known), use
+        note_key(scope, use.name)
+
+        async def with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *use.headers()]
+            await send(message)
+
+        await self._app(scope, receive, with_limits)
 
 
 class SameSite:
@@ -94,6 +141,30 @@ class SameSite:
         if origin in self._origins or "*" in self._origins:
             return True
         return host is not None and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
+
+
+class PlainPaths:
+    """Paths may have doubled slashes and one at the end, and HEAD is answered wherever GET is."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = plain_path(scope["path"])
+        plain = scope if path == scope["path"] else {**scope, "path": path, "raw_path": quote(path).encode()}
+        if scope["method"] != "HEAD":
+            await self._app(plain, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**plain, "method": "GET"}, receive, without_body)
 
 
 class BodyLimits:

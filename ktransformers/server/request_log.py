@@ -1,18 +1,23 @@
 """One line per request: who asked for what, the outcome, and of an answer its counts, times and rates. Never a text.
 
     127.0.0.1:50312 POST /v1/chat/completions 200 in 1.234 s, chatcmpl-...: 812 prompt tokens (700 cached),
-        prefill 0.301 s (372.1 tokens/s), 96 tokens in 0.912 s (104.2 tokens/s), stop
+        prefill 0.301 s (372.1 tokens/s), 96 tokens in 0.912 s (104.2 tokens/s), stop [alice, 3f2a...]
     127.0.0.1:50314 POST /v1/chat/completions 400 in 0.002 s: temperature: Input should be a valid number
+        [alice, my-id-17]
 
-The reason of a refusal is its error message without what it quotes, which may be anything that a client sent.
+In brackets: the name of the API key, where there are keys, and the request's id, which is in x-request-id of the
+response: the client's own if it sent one that can stand in a log, else a new one. The reason of a
+refusal is its error message without what it quotes, which may be anything that a client sent.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -20,26 +25,53 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktransformers.server.answers.generations import Tally
-from ktransformers.server.api_paths import PROBE_PATHS, is_of_page
+from ktransformers.server.api_paths import PROBE_PATHS, is_of_page, plain_path
+from ktransformers.server.recent import PastRequest, RecentRequests
 
-__all__ = ["RequestLog", "note_reason", "note_request", "without_quotes"]
+__all__ = ["RequestLog", "note_key", "note_reason", "note_request", "request_id_of", "without_quotes"]
 
 logger = logging.getLogger("ktransformers.server")
 
-_GENERATION_KEY = "ktransformers.generation"
-_REASON_KEY = "ktransformers.reason"
+_NOTES_KEY = "ktransformers.notes"
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
 _MAX_PATH, _MAX_REASON = 120, 240
 _QUOTED = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|['"].*)""", re.DOTALL)  # also one never closed
 
 
+@dataclass(slots=True)
+class _Notes:
+    """What became known of a request on its way. Copies of its scope share the one object."""
+
+    request_id: str = ""
+    key_name: str = ""
+    reason: str = ""
+    generation: tuple[str, Tally] | None = None
+
+
+def _notes(scope: MutableMapping[str, Any]) -> _Notes:
+    notes = scope.setdefault(_NOTES_KEY, _Notes())
+    assert isinstance(notes, _Notes)
+    return notes
+
+
+def request_id_of(request: Request) -> str:
+    """The id under which the log shows this request."""
+    return _notes(request.scope).request_id
+
+
 def note_request(request: Request, request_id: str, tally: Tally) -> None:
     """Say which generations this request is about, for its line in the log."""
-    request.scope[_GENERATION_KEY] = (request_id, tally)
+    _notes(request.scope).generation = (request_id, tally)
+
+
+def note_key(scope: MutableMapping[str, Any], name: str) -> None:
+    """Say by which API key, for the line in the log: its name, not the key."""
+    _notes(scope).key_name = name
 
 
 def note_reason(scope: MutableMapping[str, Any], reason: str) -> None:
     """Say why this request is refused, for its line in the log: nothing that the client wrote may be in it."""
-    scope[_REASON_KEY] = reason
+    _notes(scope).reason = reason
 
 
 def without_quotes(message: str) -> str:
@@ -47,12 +79,15 @@ def without_quotes(message: str) -> str:
     return _QUOTED.sub("'...'", message)
 
 
-def _described(scope: Scope) -> str:
-    if _GENERATION_KEY not in scope:
+def _reasons(tally: Tally) -> str:
+    return ", ".join(dict.fromkeys(reason or "cut off" for reason in tally.finish_reasons))
+
+
+def _described(notes: _Notes) -> str:
+    if notes.generation is None:
         return ""
-    request_id, tally = scope[_GENERATION_KEY]
-    total = tally.total
-    reasons = ", ".join(dict.fromkeys(reason or "cut off" for reason in tally.finish_reasons))
+    request_id, tally = notes.generation
+    total, reasons = tally.total, _reasons(tally)
     return (
         f", {request_id}: {total.prompt_len} prompt tokens ({total.cached_len} cached), "
         f"prefill {total.prefill_seconds:.3f} s ({total.prefill_rate:.1f} tokens/s), "
@@ -60,8 +95,8 @@ def _described(scope: Scope) -> str:
     )
 
 
-def _refused(scope: Scope) -> str:
-    reason = " ".join(scope.get(_REASON_KEY, "").split())
+def _refused(notes: _Notes) -> str:
+    reason = " ".join(notes.reason.split())
     if not reason:
         return ""
     shown = reason if len(reason) <= _MAX_REASON else reason[: _MAX_REASON - 3] + "..."
@@ -79,22 +114,57 @@ def _asked_for(scope: Scope) -> str:
     return path if len(path) <= _MAX_PATH else path[: _MAX_PATH - 3] + "..."
 
 
-class RequestLog:
-    """ASGI middleware, the outermost. clock: seconds, for tests."""
+def _new_notes(scope: Scope) -> _Notes:
+    """With the id that the client sent. One that could not stand in a log is as if it were not there."""
+    sent = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    is_good = len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0]) is not None
+    return _Notes(sent[0].decode() if is_good else secrets.token_hex(8))
 
-    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.perf_counter):
-        self._app, self._clock = app, clock
+
+def _is_for_answers(scope: Scope, notes: _Notes, status: int) -> bool:
+    """Those that got that far, and those that were refused on their way. Strangers without a key leave no trace."""
+    return notes.generation is not None or (scope["method"] == "POST" and status >= 400 and status not in (401, 404))
+
+
+def _past(scope: Scope, notes: _Notes, status: int, seconds: float) -> PastRequest:
+    past = PastRequest(
+        notes.request_id, round(time.time() - seconds, 3), _asked_for(scope), status, round(seconds, 4), notes.key_name
+    )
+    if notes.generation is None:
+        return past
+    request_id, tally = notes.generation
+    total = tally.total
+    return replace(
+        past,
+        id=request_id,
+        prompt_tokens=total.prompt_len,
+        cached_tokens=total.cached_len,
+        completion_tokens=total.completion_len,
+        ttft=None if tally.first_token_seconds is None else round(tally.first_token_seconds, 4),
+        finish_reason=_reasons(tally),
+    )
+
+
+class RequestLog:
+    """ASGI middleware, the outermost. recent: where requests for answers are kept. clock: seconds, for tests."""
+
+    def __init__(
+        self, app: ASGIApp, recent: RecentRequests | None = None, clock: Callable[[], float] = time.perf_counter
+    ):
+        self._app, self._recent, self._clock = app, recent, clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         began, status = self._clock(), 0
+        notes = scope[_NOTES_KEY] = _new_notes(scope)
 
         async def watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", notes.request_id.encode())]
             await send(message)
 
         try:
@@ -103,16 +173,20 @@ class RequestLog:
             status = status or 500  # the framework answers so, outside of us
             raise
         finally:
-            is_quiet = scope["path"] in PROBE_PATHS or is_of_page(scope["path"])
+            seconds = self._clock() - began
+            if self._recent is not None and _is_for_answers(scope, notes, status):
+                self._recent.add(_past(scope, notes, status, seconds))
+            is_quiet = plain_path(scope["path"]) in PROBE_PATHS or is_of_page(scope["path"])
             level = logging.DEBUG if is_quiet else logging.INFO
             if logger.isEnabledFor(level):
                 logger.log(
                     level,
-                    "%s %s %s %s in %.3f s%s",
+                    "%s %s %s %s in %.3f s%s [%s]",
                     _asked_by(scope),
                     scope["method"],
                     _asked_for(scope),
                     status or "without an answer",
-                    self._clock() - began,
-                    _described(scope) + _refused(scope),
+                    seconds,
+                    _described(notes) + _refused(notes),
+                    ", ".join(filter(None, (notes.key_name, notes.request_id))),
                 )

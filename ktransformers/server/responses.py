@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from typing import Any
 
@@ -28,10 +29,11 @@ from ktransformers.errors import (
     OriginError,
     PayloadTooLargeError,
     QueueFullError,
+    RateLimitError,
     SlowReaderError,
     UnsupportedError,
 )
-from ktransformers.server.request_log import note_reason, without_quotes
+from ktransformers.server.request_log import note_reason, request_id_of, without_quotes
 
 __all__ = ["ApiResponse", "error_body", "error_response", "install_error_handlers", "json_bytes", "refuse"]
 
@@ -49,6 +51,7 @@ _ERRORS: tuple[tuple[type[KTransformersError], int, str, str | None], ...] = (
     (MisdirectedRequestError, 421, "invalid_request_error", "host_not_allowed"),
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
     (PayloadTooLargeError, 413, "invalid_request_error", "request_too_large"),
+    (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (DeadlineError, 408, "timeout_error", "deadline_exceeded"),
     (SlowReaderError, 408, "timeout_error", "slow_reader"),
     (NotReadyError, 503, "server_error", "not_ready"),
@@ -92,6 +95,8 @@ def error_response(error: KTransformersError, closes: bool = False) -> ApiRespon
     headers = {}
     if status == 503:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+    if isinstance(error, RateLimitError):
+        headers["Retry-After"] = str(max(math.ceil(error.retry_after), 1))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if closes:
@@ -174,7 +179,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return ApiResponse(_body("the server made a mistake; its log says more", "server_error", None, None), 500)
+    made = _body("the server made a mistake; its log says more", "server_error", None, None)
+    return ApiResponse(made, 500, {"x-request-id": request_id_of(request)})  # made outside of the log's middleware
 
 
 def install_error_handlers(app: FastAPI) -> None:

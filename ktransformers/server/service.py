@@ -14,6 +14,7 @@ from ktransformers.server.backend.base import Backend, ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.json_limits import JsonLimits
 from ktransformers.server.metrics import Metrics
+from ktransformers.server.recent import RecentRequests, SpeedMeter
 from ktransformers.server.workers import TextWorkers
 
 __all__ = ["Service", "service_of"]
@@ -37,9 +38,14 @@ class Service:
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     workers: TextWorkers = field(default_factory=TextWorkers)
+    recent: RecentRequests = field(default_factory=RecentRequests)
+    speed: SpeedMeter = field(init=False)
     _json_limits: JsonLimits | None = None
     _logged: set[str] = field(default_factory=set)  # names of models, each said once
     _has_said_most: bool = False
+
+    def __post_init__(self) -> None:
+        self.speed = SpeedMeter(self.backend, self.metrics.counts)
 
     @property
     def model(self) -> ModelInfo:

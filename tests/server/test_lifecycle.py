@@ -73,7 +73,7 @@ def test_keys_guard_every_route_but_the_probes(tmp_path: Path) -> None:
             assert get_json(process, "GET", path)[0] == 200
         guarded = (("GET", "/v1/models"), ("GET", "/version"), ("POST", CHAT), ("POST", "/v1/completions"),
                    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/openapi.json"), ("GET", "/docs"),
-                   ("GET", "/no/such/route"), ("GET", "/health/"))  # fmt: skip
+                   ("GET", "/no/such/route"), ("GET", "/healthy/"))  # fmt: skip
         for method, path in guarded:
             for headers in (
                 {},
@@ -171,6 +171,7 @@ def test_cors_is_off_unless_asked_for() -> None:
         (("--max_engine_restarts", "-1"), "--max_engine_restarts must be at least 0"),
         (("--engine_timeout", "-1"), "--engine_timeout must be a number of seconds"),
         (("--port", "70000"), "--port must be between"),
+        (("--ping_seconds", "-1"), "--ping_seconds must be at least 0"),
         (("--host", "256.1.1.1"), "cannot listen on 256.1.1.1"),
         (("--prot", "1"), "did you mean --port?"),
         (("--sched-strategy", "LIFO"), "invalid choice: 'LIFO'"),

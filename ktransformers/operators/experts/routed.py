@@ -6,6 +6,7 @@ E experts, T tokens, K experts per token, H hidden, I intermediate.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -37,6 +38,8 @@ from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo,
 __all__ = ["KTransformersExperts", "Ticket", "read_layout"]
 
 logger = logging.getLogger(__name__)
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,8 @@ class KTransformersExperts(Operator):
         self.products = CpuProducts.of(key, config, **options)
         self.layout = read_layout(module, key)
         self.num_experts = self.layout.num_experts
+        found = _LAYER.search(key)
+        self._layer = None if found is None else int(found.group(1))
         self.activation = recognize_expert_activation(module, self.layout)
         reason = why_not_on_gpu(self.layout, self.activation) if self.device.is_gpu else None
         if reason is not None:
@@ -229,7 +234,7 @@ class KTransformersExperts(Operator):
             self.config.expert_stats.count(ids.numel())
             output = self._gpu.forward(rows, ids, weights)
         else:
-            self.config.expert_stats.note(ids)
+            self.config.expert_stats.note(ids, self._layer)
             if self._kernel is not None:
                 output = self._kernel.forward(rows, ids.contiguous(), weights)
             else:

@@ -179,7 +179,7 @@ class FusedLayer(nn.Module):
         if isinstance(self.feed_forward, MoeLayer):
             ids = self.feed_forward.forward(rows, self.pool, self.memory)
             if self.expert_stats is not None:
-                self.expert_stats.note(ids)
+                self.expert_stats.note(ids, self.layer_idx)
         elif self.feed_forward is not None:
             self.feed_forward.forward(rows, self.pool, self.memory)
         else:

@@ -77,6 +77,7 @@ class Tally:
         self._n, self._metrics = n, metrics
         self._began = time.perf_counter()
         self._token_at = [0.0] * len(requests)
+        self.first_token_seconds: float | None = None
         self.finish_reasons: list[str | None] = [None] * len(requests)
         metrics.counts.num_started += len(requests)
 
@@ -93,6 +94,8 @@ class Tally:
                 self._metrics.inter_token.observe(now - self._token_at[index])
             else:
                 self._metrics.first_token.observe(now - self._began)
+                if self.first_token_seconds is None:
+                    self.first_token_seconds = now - self._began
             self._token_at[index] = now
         if event.finish_reason is not None:
             self._metrics.finished(event.finish_reason, event.stats, now - self._began)

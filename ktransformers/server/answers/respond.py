@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,23 +16,28 @@ from ktransformers.errors import KTransformersError
 from ktransformers.server.answers.events import AnswerStep
 from ktransformers.server.answers.job import Job, prepare
 from ktransformers.server.answers.requests import ChatRequest, TextRequest
-from ktransformers.server.api_paths import SCOPE_KEY
+from ktransformers.server.api_paths import USE_KEY
 from ktransformers.server.bodies import body_size
+from ktransformers.server.keys import KeyUse
 from ktransformers.server.request_log import note_request
 from ktransformers.server.responses import ApiResponse
-from ktransformers.server.service import service_of
+from ktransformers.server.service import Service, service_of
 from ktransformers.server.streaming import EventStream, unless_disconnected
 
 __all__ = ["Writer", "respond"]
+
+_Asked = ChatRequest | TextRequest
 
 
 class Writer(ABC):
     """Writes the answers to one request as a dialect does: as a stream (begin, write, end) or as one body (keep, body).
 
     Called on the event loop, between two tokens: nothing here may take long. media_type: of the stream.
+    ping: what may stand between two parts of it to say that the server lives; b"" where the dialect has no such thing.
     """
 
     media_type: ClassVar[str] = "text/event-stream"
+    ping: ClassVar[bytes] = b": keep-alive\n\n"
 
     def begin(self) -> Iterator[bytes]:
         """What a stream begins with, before anything is computed."""
@@ -66,23 +72,33 @@ async def respond(
     num_answers: that it wants. read: from the dialect's body to the request; runs on a thread, where texts may take
     long. Raises KTransformersError for whatever is wrong before the response begins.
     """
-    service, key = service_of(request), request.scope.get(SCOPE_KEY, "")
+    service, key = service_of(request), request.scope.get(USE_KEY)
     size = await body_size(request)
     service.admission.enter(service.backend.max_running, num_answers, key)
     leave = partial(service.admission.leave, num_answers, key)
     is_streaming = False
     try:
-        job = await service.workers.run(size, lambda: prepare(service, read()))
+        job = await service.workers.run(size, lambda: prepare(service, _prioritized(read(), service, key)))
         note_request(request, job.id, job.tally)
         writer = writer_of(job)
         if is_streamed:
-            response = EventStream(_stream(job, writer), writer.media_type, service.config.send_timeout, on_end=leave)
+            config = service.config
+            response = EventStream(
+                _stream(job, writer), writer.media_type, config.send_timeout, leave, writer.ping, config.ping_seconds
+            )
             is_streaming = True
             return response
         return await unless_disconnected(request, _whole(job, writer))
     finally:
         if not is_streaming:
             leave()
+
+
+def _prioritized(asked: _Asked, service: Service, key: KeyUse | None) -> _Asked:
+    """With the priority that its key has, where there are priorities."""
+    if key is None or not service.backend.has_priorities:
+        return asked
+    return replace(asked, priority=key.priority(asked.priority))
 
 
 async def _whole(job: Job, writer: Writer) -> Response:

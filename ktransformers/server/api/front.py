@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from ktransformers import __version__
 from ktransformers.server.api import web
+from ktransformers.server.api.status import state_of
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import Service, service_of
 
@@ -24,14 +25,23 @@ router = APIRouter(include_in_schema=False)
 ROUTES: tuple[tuple[str, str], ...] = (
     ("POST /v1/chat/completions", "the next turn of a conversation (OpenAI's API)"),
     ("POST /v1/completions", "the continuation of a text or of token ids"),
+    ("POST /v1/embeddings", "vectors of texts or of token ids"),
     ("GET /v1/models", "the names that requests may use"),
     ("GET /v1/models/{name}", "one of them"),
     ("POST /tokenize", "token ids of a text or of a conversation"),
     ("POST /detokenize", "the text of token ids"),
+    ("GET /v1/status", "queue, cache, speed and the last requests"),
     ("GET /health", "200 as long as the process answers"),
+    ("GET /v1/health", "the same"),
+    ("GET /ping", "the same"),
     ("GET /ready", "200 when requests are served"),
     ("GET /metrics", "figures in Prometheus' text format"),
     ("GET /version", "the version of the program, and the backend"),
+    ("GET /server_info", "what is served, and how"),
+    ("GET /tokenizer_info", "special tokens and chat template"),
+    ("GET /props", "the model and its settings, as llama.cpp says it"),
+    ("GET /slots", "what is computed at once, as llama.cpp says it"),
+    ("GET /load", "how many requests are in"),
     ("GET /docs", "every field of every route, to read and to try"),
     ("GET /openapi.json", "the same for programs"),
 )
@@ -77,16 +87,10 @@ _START = """SwaggerUIBundle({
 _ASSETS = {"swagger-ui.css": "text/css", "swagger-ui-bundle.js": "text/javascript"}
 
 
-def _status(service: Service) -> str:
-    if service.admission.is_draining:
-        return "stopping"
-    return "ready" if service.backend.is_ready else "loading"
-
-
 def _facts(service: Service) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": "ktransformers", "version": __version__, "status": _status(service)}
+    facts: dict[str, Any] = {"name": "ktransformers", "version": __version__, "status": state_of(service)}
     if service.config.api_keys:
-        facts["authentication"] = "send Authorization: Bearer KEY"
+        facts["authentication"] = "send Authorization: Bearer KEY, or x-api-key: KEY"
     else:
         facts["models"] = list(service.model_names)
     return facts | {"docs": "/docs", "health": "/health", "routes": dict(ROUTES)}

@@ -19,6 +19,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.checks import check_tokenizer
+from ktransformers.engine.hidden import pooling_of
 from ktransformers.engine.opened import ModelDescription, describe_model, open_model
 from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
@@ -75,6 +76,8 @@ class BalanceServeBackend(Backend):
         self._config, self._max_unread, self._clock = config, max_unread, clock
         self._supervisor: Supervisor | None = None
         self._model: ModelInfo | None = None
+        self._facts: EngineFacts | None = None
+        self._experts: dict[int, list[int]] = {}  # rows of each expert, by layer
         self._streams: dict[str, _Stream] = {}
         self._outbox: list[GenerationRequest] = []  # that the scheduler has not been told of yet
         self._scheduler_stats: SchedulerStats | None = None
@@ -86,7 +89,9 @@ class BalanceServeBackend(Backend):
         described, files = await asyncio.to_thread(_described, self._config.engine)
         self._supervisor = Supervisor(self._config, self._on_news, files, self._clock)
         facts = await self._supervisor.start(progress)
-        self._model = _model_info(described, facts)
+        engine = self._config.engine
+        pooling = pooling_of(engine.model_path, engine.gguf_path)
+        self._model, self._facts = replace(_model_info(described, facts), pooling=pooling), facts
         self._watching = asyncio.create_task(self._watch(self._supervisor))
 
     async def _watch(self, supervisor: Supervisor) -> None:
@@ -125,16 +130,19 @@ class BalanceServeBackend(Backend):
         return self._supervisor
 
     def stats(self) -> BalanceStats:
-        stats = self._scheduler_stats
-        if stats is None:
+        stats, facts = self._scheduler_stats, self._facts
+        if stats is None or facts is None:
             return BalanceStats(num_running=0, num_waiting=0)
         return BalanceStats(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             cache_usage=stats.num_used_pages / stats.num_pages,
+            cache_len=facts.num_pages * facts.page_size,
             scheduler=stats,
             engine=self._totals,
             num_engine_restarts=0 if self._supervisor is None else self._supervisor.num_restarts,
+            experts=self._experts,
+            expert_bytes=facts.expert_bytes,
         )
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
@@ -167,6 +175,8 @@ class BalanceServeBackend(Backend):
 
     def _on_news(self, news: News) -> None:
         self._scheduler_stats, self._totals = news.stats, news.totals
+        for layer, counts in news.expert_counts:
+            self._add_experts(layer, counts)
         for update in news.updates:
             stream = self._streams.get(update.request_id)
             if stream is None:
@@ -177,6 +187,13 @@ class BalanceServeBackend(Backend):
             if has_stopped or (stream.buffer.is_closed and update.finish_reason is None):
                 reason = FinishReason.STOP if has_stopped else FinishReason.ABORT
                 self.supervisor.send_soon(Finish(update.request_id, reason))
+
+    def _add_experts(self, layer: int, counts: Sequence[int]) -> None:
+        known = self._experts.setdefault(layer, [])
+        num_experts = 0 if self._facts is None else self._facts.num_experts
+        known += [0] * (max(num_experts, len(counts)) - len(known))
+        for expert, count in enumerate(counts):
+            known[expert] += count
 
     async def close(self) -> None:
         for stream in self._streams.values():

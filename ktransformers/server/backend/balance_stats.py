@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ktransformers.scheduler.records import SchedulerStats
@@ -13,8 +14,13 @@ __all__ = ["BalanceStats"]
 
 @dataclass(frozen=True, slots=True)
 class BalanceStats(BackendStats):
-    """What metrics show besides. Counts are from the start; scheduler None: it has not spoken yet."""
+    """What metrics show besides. Counts are from the start; scheduler None: it has not spoken yet.
+
+    experts: how many rows each expert had, by layer, in the calls that were looked at. expert_bytes: see EngineFacts.
+    """
 
     scheduler: SchedulerStats | None = None
     engine: EngineTotals = field(default_factory=EngineTotals)
     num_engine_restarts: int = 0
+    experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    expert_bytes: float = 0.0

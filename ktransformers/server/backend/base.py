@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.core import Pooling, SamplingParams, TokenEvent
 from ktransformers.errors import KTransformersError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class ModelInfo:
 
     max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
     default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
-    name in the model's config.json, if any.
+    name in the model's config.json, if any. pooling: of embeddings; None: in a way that this program does not know.
     """
 
     tokenizer: Tokenizer
@@ -42,6 +42,7 @@ class ModelInfo:
     architecture: str | None
     description: str
     is_models_limit: bool = False
+    pooling: Pooling | None = Pooling.LAST
 
     @property
     def limits(self) -> Limits:
@@ -74,11 +75,12 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class BackendStats:
-    """Of this moment. Cache figures are fractions in [0, 1]."""
+    """Of this moment. cache_usage: a fraction of cache_len, the tokens that the cache holds (0: not known)."""
 
     num_running: int
     num_waiting: int
     cache_usage: float = 0.0
+    cache_len: int = 0
 
 
 class Backend(ABC):

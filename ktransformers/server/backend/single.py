@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ktransformers.core import TokenEvent
+from ktransformers.engine.hidden import pooling_of
 from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.engine.session import Session, SessionEngine
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
@@ -44,6 +45,7 @@ class Loaded:
             architecture=engine.facts.architecture,
             description=engine.description,
             is_models_limit=engine.runner.is_models_limit,
+            pooling=pooling_of(engine.config.model_path, engine.config.gguf_path),
         )
         return cls(model, Session.of(engine), close)
 
@@ -86,10 +88,11 @@ class SingleBackend(Backend):
         return 1
 
     def stats(self) -> BackendStats:
-        used = 0.0
-        if self._loaded is not None:
-            used = len(self._loaded.session.cached_ids) / self._loaded.session.max_len
-        return BackendStats(num_running=len(self._running), num_waiting=self._num_waiting, cache_usage=used)
+        if self._loaded is None:
+            return BackendStats(num_running=len(self._running), num_waiting=self._num_waiting)
+        session = self._loaded.session
+        used = len(session.cached_ids) / session.max_len
+        return BackendStats(len(self._running), self._num_waiting, used, session.max_len)
 
     def _require(self) -> Loaded:
         if self._loaded is None:

@@ -11,7 +11,7 @@ import msgspec
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason
-from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
+from ktransformers.scheduler.records import ExpertCounts, Request, RequestUpdate, SchedulerStats
 
 __all__ = [
     "Add",
@@ -140,6 +140,7 @@ class News(msgspec.Struct, frozen=True):
     """What happened since the last one. prefill_seconds: from admission to the first token, of requests that got it.
 
     losses: answers to EngineDown, one to each. hanging: the epoch of an engine whose step takes too long.
+    expert_counts: of steps that ended, see StepResult.
     """
 
     updates: list[RequestUpdate]
@@ -148,10 +149,14 @@ class News(msgspec.Struct, frozen=True):
     prefill_seconds: dict[str, float]
     losses: list[EngineLoss] = []
     hanging: int | None = None
+    expert_counts: ExpertCounts = ()
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler has to know of the loaded model."""
+    """What the other processes have to know of the loaded model.
+
+    num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up.
+    """
 
     num_pages: int
     page_size: int
@@ -160,6 +165,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None
     chunk_size: int  # most tokens of a step
     uses_gpus: bool = False
+    num_experts: int = 0
+    expert_bytes: float = 0.0
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ktransformers.engine.builder import Hardware, build_paged_engine
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.optimize.plan import Plan
 from ktransformers.server.balance.engine_process import LoadedEngine, Progress
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
 
@@ -21,6 +23,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         progress=progress,
         hardware=replace(hardware, machine=hardware.machine.beside(options.spare_bytes)),
     )
+    experts = _experts_on_cpu(engine.plan)
     facts = EngineFacts(
         num_pages=engine.cache.num_pages,
         page_size=engine.cache.page_size,
@@ -29,5 +32,13 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         max_model_len=engine.model.context_len,
         chunk_size=engine.config.chunk_size,
         uses_gpus=any(entry.placement.generate_device != "cpu" for entry in engine.plan.entries),
+        num_experts=max((count for count, _ in experts), default=0),
+        expert_bytes=sum(nbytes / count for count, nbytes in experts),
     )
     return facts, engine.executor
+
+
+def _experts_on_cpu(plan: Plan) -> list[tuple[int, int]]:
+    """(experts, bytes of them all) of each layer that has them there."""
+    found = ((plan.operators.get(entry.key), entry.nbytes.get("cpu", 0)) for entry in plan.entries)
+    return [(made.num_experts, nbytes) for made, nbytes in found if isinstance(made, KTransformersExperts) and nbytes]

@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -124,6 +124,7 @@ class SchedulerProcess:
         self._watch = StepWatch(options.step_seconds)
         self._hanging: int | None = None
         self._totals = EngineTotals()
+        self._expert_counts: list[tuple[int, Sequence[int]]] = []
         self._told = b""
 
     def run(self) -> None:
@@ -198,6 +199,7 @@ class SchedulerProcess:
             updates = self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs)
             self._note_first_tokens(updates)
             self._updates += updates
+            self._expert_counts += result.expert_counts
             totals, (num_rows, num_samples, num_touched) = self._totals, result.experts
             self._totals = msgspec.structs.replace(
                 totals,
@@ -281,13 +283,20 @@ class SchedulerProcess:
     def _tell(self) -> None:
         """Send what is new; nothing when nothing is."""
         news = News(
-            self._updates, self.scheduler.stats(), self._totals, self._prefill_seconds, self._losses, self._hanging
+            self._updates,
+            self.scheduler.stats(),
+            self._totals,
+            self._prefill_seconds,
+            self._losses,
+            self._hanging,
+            self._expert_counts,
         )
         data = encode(news)
         if data != self._told:
             self._news.send(data)
             self._told = encode(News([], news.stats, news.totals, {}))
         self._updates, self._prefill_seconds, self._losses, self._hanging = [], {}, [], None
+        self._expert_counts = []
 
     def _check(self) -> None:
         if self._checks:

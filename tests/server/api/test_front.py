@@ -103,7 +103,8 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 def line_of(log: pytest.LogCaptureFixture) -> str:
     (record,) = [record for record in log.records if record.name == "ktransformers.server"]
-    return re.sub(r"\d+\.\d{3} s", "T s", record.getMessage())
+    line = re.sub(r"\d+\.\d{3} s", "T s", record.getMessage())
+    return re.sub(r" \[[^\]]*\]$", "", line)  # whose request it is: see test_keys.py
 
 
 def test_an_answer_has_its_counts(log: pytest.LogCaptureFixture) -> None:

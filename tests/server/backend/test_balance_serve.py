@@ -120,6 +120,30 @@ def test_metrics_have_the_names_that_dashboards_read(balanced: ServerProcess) ->
     assert 1 <= after["ktransformers:experts_touched"] <= 64
 
 
+def test_status_has_the_figures_of_the_engine(balanced: ServerProcess) -> None:
+    body = {"prompt": "Count", "max_tokens": 100, "ignore_eos": True}
+    assert httpx.post(f"{balanced.url}/v1/completions", json=body, timeout=60).status_code == 200
+    status = httpx.get(f"{balanced.url}/v1/status", timeout=60).json()
+    assert status["requests"][0]["completion_tokens"] == 100
+    assert status["kv"]["total_tokens"] > 0
+    assert status["prefix"]["queries"] > 0
+    assert status["memory"]["gbps"] > 0
+    layers = status["experts"]["layers"]
+    assert [layer["layer"] for layer in layers] == [0, 1, 2, 3]  # 61 is prime to 4: each has had its turn
+    assert {len(layer["counts"]) for layer in layers} == {16}
+    assert all(sum(layer["counts"]) >= 4 for layer in layers)
+
+
+def test_embeddings_are_those_of_the_single_engine(balanced: ServerProcess, client: openai.OpenAI) -> None:
+    """Beside others in their steps, with and without what is cached of them."""
+    texts = [f"{number} and " * 3 * number for number in range(1, 30)]
+    expected = [one.embedding for one in client.embeddings.create(model="demo", input=texts).data]
+    with openai.OpenAI(base_url=f"{balanced.url}/v1", api_key="none", max_retries=0) as other:
+        for _ in range(2):
+            got = [one.embedding for one in other.embeddings.create(model="demo", input=texts).data]
+            assert got == expected
+
+
 def test_a_prompt_that_can_never_fit_is_a_400_at_once(balanced: ServerProcess) -> None:
     body = {"messages": [{"role": "user", "content": "word " * 9000}]}
     answer = httpx.post(f"{balanced.url}/v1/chat/completions", json=body, timeout=60)

@@ -77,6 +77,8 @@ class _ChatWriter(OpenAIWriter):
                     _add_call(delta.setdefault("tool_calls", []), event)
                 case AnswerFinished():
                     finished = event
+        if not delta and finished is None and self._shows_tokens:
+            delta["content"] = ""
         if delta or logprobs:
             yield _chunk_choice(
                 step.index, delta, logprobs={"content": logprobs, "refusal": None} if logprobs else None

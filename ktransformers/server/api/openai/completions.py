@@ -81,7 +81,7 @@ class _TextWriter(OpenAIWriter):
         self.keep(step)
         choice = self._take(step.index)
         is_empty = not choice["text"] and choice["logprobs"] is None and choice["finish_reason"] is None
-        if not is_empty or self._has_ids:
+        if not is_empty or self._has_ids or self._shows_tokens:
             yield choice
 
     def _choices(self) -> list[Fields]:

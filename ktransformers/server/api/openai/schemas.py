@@ -29,6 +29,7 @@ __all__ = [
     "ChatMessage",
     "CompletionBody",
     "DetokenizeBody",
+    "EmbeddingsBody",
     "FunctionTool",
     "GenerationFields",
     "MessageToolCall",
@@ -340,3 +341,21 @@ class DetokenizeBody(_Model):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_quick_ids)]
+
+
+class EmbeddingsBody(_Model):
+    """POST /v1/embeddings. input: one text, several, the token ids of one, or of several."""
+
+    model: str | None = None
+    input: Annotated[
+        UnicodeText
+        | Annotated[list[UnicodeText], Field(fail_fast=True)]
+        | Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)],
+        WrapValidator(_quick_prompt),
+    ]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    timeout: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    user: str | None = None

@@ -32,7 +32,7 @@ class OpenAIWriter(Writer):
 
     A stream's usage comes in a chunk of its own, and every other chunk says `usage: null`, with OpenAI's include_usage;
     without stream_options in the chunk that finishes the last choice, which is what scripts of upstream's users read;
-    else nowhere.
+    else nowhere. With ignore_eos, which measuring asks for, a token without text has a chunk too: they are counted.
     """
 
     kind: ClassVar[str]
@@ -40,6 +40,7 @@ class OpenAIWriter(Writer):
 
     def __init__(self, job: Job, body: GenerationFields):
         self.job = job
+        self._shows_tokens = bool(body.ignore_eos)
         self._num_open, self._with_speed = len(job.requests), bool(body.return_speed)
         wanted = None if body.stream_options is None else body.stream_options.include_usage
         self._has_last_chunk, self._is_in_finish = bool(wanted), wanted is None

@@ -1,0 +1,127 @@
+"""The way from a route to embeddings, which all dialects share. A prompt's embedding comes with its first token.
+
+Each input is a generation of its own, of one token that nobody sees: the scheduler batches, chunks and resumes it as
+any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import Request
+from starlette.responses import Response
+
+from ktransformers.core import SamplingParams
+from ktransformers.errors import ConfigError, EngineError, UnsupportedError
+from ktransformers.server.answers.generations import Tally, run_generations
+from ktransformers.server.api_paths import USE_KEY
+from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.server.bodies import body_size
+from ktransformers.server.request_log import note_request
+from ktransformers.server.service import Service, service_of
+from ktransformers.server.streaming import unless_disconnected
+
+__all__ = ["EmbeddingRequest", "Embeddings", "respond_embeddings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequest:
+    """What a client asks. inputs: texts, or their token ids. dimensions: how many of each vector's; None: all.
+
+    cuts: an input that is too long is cut to what the model takes, from its end on; else that is an error.
+    """
+
+    id: str
+    model: str | None
+    inputs: Sequence[str | Sequence[int]]
+    dimensions: int | None = None
+    cuts: bool = False
+    priority: int = 0
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """vectors: fp32 of length 1, one per input. num_tokens: of all inputs. model: the name for the answer."""
+
+    model: str
+    vectors: Sequence[npt.NDArray[np.float32]]
+    num_tokens: int
+
+
+async def respond_embeddings(
+    request: Request,
+    num_inputs: int,
+    read: Callable[[], EmbeddingRequest],
+    render: Callable[[Embeddings], Response],
+) -> Response:
+    """Count the request in, then compute. read, errors: as in `respond`."""
+    service, key = service_of(request), request.scope.get(USE_KEY)
+    size = await body_size(request)
+    service.admission.enter(service.backend.max_running, num_inputs, key)
+    try:
+        asked = read()
+        if key is not None and service.backend.has_priorities:
+            asked = replace(asked, priority=key.priority(asked.priority))
+        made = await service.workers.run(size, partial(_generations, service, asked))
+        tally = Tally(made, 1, service.metrics)
+        note_request(request, asked.id, tally)
+
+        async def work() -> Response:
+            vectors = await _vectors(service, made, tally)
+            name = service.check_model(asked.model)
+            shown = [_normalized(vector, asked.dimensions) for vector in vectors]
+            return render(Embeddings(name, shown, tally.total.prompt_len))
+
+        return await unless_disconnected(request, work())
+    finally:
+        service.admission.leave(num_inputs, key)
+
+
+def _generations(service: Service, asked: EmbeddingRequest) -> list[GenerationRequest]:
+    """One for each input, checked."""
+    service.check_model(asked.model)
+    model = service.model
+    if model.pooling is None:
+        raise UnsupportedError("this model's files ask for a pooling that is neither of the last token nor the mean")
+    params = SamplingParams(temperature=0.0, max_tokens=1, seed=0, pooling=model.pooling)
+    made, max_len = [], None if asked.cuts else model.max_len
+    for index, one in enumerate(asked.inputs):
+        ids: Sequence[int] = model.tokenizer.encode(one, max_len=max_len) if isinstance(one, str) else one
+        generation = GenerationRequest(
+            request_id=f"{asked.id}-{index}",
+            prompt_ids=tuple(ids[: model.max_len - 1] if asked.cuts else ids),
+            params=params,
+            priority=asked.priority,
+            timeout=asked.timeout or service.config.request_timeout,
+        )
+        service.backend.check(generation)
+        made.append(generation)
+    return made
+
+
+async def _vectors(service: Service, made: Sequence[GenerationRequest], tally: Tally) -> list[npt.NDArray[np.float32]]:
+    found: dict[int, bytes] = {}
+    async with aclosing(run_generations(service.backend, made)) as events:
+        async for index, event in events:
+            tally.note(index, event)
+            if event.finish_reason is not None:
+                tally.finish_reasons[index] = event.finish_reason.value
+            if event.embedding is not None:
+                found[index] = event.embedding
+    if len(found) < len(made):
+        raise EngineError("the server is going down: not all embeddings were computed")
+    return [np.frombuffer(found[index], "<f4") for index in range(len(made))]
+
+
+def _normalized(vector: npt.NDArray[np.float32], dimensions: int | None) -> npt.NDArray[np.float32]:
+    if dimensions is not None and dimensions > len(vector):
+        raise ConfigError(f"dimensions {dimensions} are more than this model's embeddings have: {len(vector)}")
+    cut = vector[:dimensions].astype(np.float64)
+    length = float(np.linalg.norm(cut))
+    return (cut / length if length else cut).astype(np.float32)

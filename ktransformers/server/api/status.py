@@ -1,0 +1,73 @@
+"""GET /v1/status: what the page's status view shows, and anybody else who may use the service. No texts are in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ktransformers.server.backend.balance_stats import BalanceStats
+from ktransformers.server.backend.base import BackendStats
+from ktransformers.server.responses import ApiResponse
+from ktransformers.server.service import Service, service_of
+
+__all__ = ["router", "state_of"]
+
+router = APIRouter()
+
+
+def state_of(service: Service) -> str:
+    """In one word: loading, ready, paused (requests wait for an engine) or stopping."""
+    if service.admission.is_draining:
+        return "stopping"
+    if not service.backend.is_ready:
+        return "loading"
+    return "ready" if service.backend.pause is None else "paused"
+
+
+def _kv(stats: BackendStats) -> dict[str, int] | None:
+    if not stats.cache_len:
+        return None
+    return {"used_tokens": round(stats.cache_usage * stats.cache_len), "total_tokens": stats.cache_len}
+
+
+def _prefix(stats: BackendStats) -> dict[str, int] | None:
+    if not isinstance(stats, BalanceStats) or stats.scheduler is None:
+        return None
+    return {"hits": stats.scheduler.prefix_hit_len, "queries": stats.scheduler.prefix_query_len}
+
+
+def _experts(stats: BackendStats) -> dict[str, Any] | None:
+    if not isinstance(stats, BalanceStats) or not stats.experts:
+        return None
+    return {"layers": [{"layer": layer, "counts": counts} for layer, counts in sorted(stats.experts.items())]}
+
+
+def _status(service: Service) -> dict[str, Any]:
+    stats, (speed, memory) = service.backend.stats(), service.speed.read()
+    return {
+        "model": service.model_names[0],
+        "description": service.backend.model.description if service.backend.is_ready else None,
+        "state": state_of(service),
+        "pause": service.backend.pause,
+        "backend": service.backend.name,
+        "queue": {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "max_running": service.backend.max_running,
+            "max_waiting": service.config.max_queue,
+        },
+        "kv": _kv(stats),
+        "prefix": _prefix(stats),
+        "speed": speed,
+        "memory": memory,
+        "experts": _experts(stats),
+        "requests": service.recent.described(),
+    }
+
+
+@router.get("/v1/status")
+async def status(request: Request) -> Response:
+    """Queue, cache, speed and the last requests, as JSON. What this backend does not know is null."""
+    return ApiResponse(_status(service_of(request)), headers={"Cache-Control": "no-store"})
