@@ -93,6 +93,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model_name", action="append", default=[], metavar="NAME", help="name in the API; repeatable")
     add_toggle(group, "strict_model_name", default=False, help="404 for requests that name another model (off)")
+    add_toggle(group, "strict_requests", default=False, help="400 for fields that have no effect here (off)")
     group.add_argument("--api_key", action="append", default=[], metavar="KEY", help="repeatable, or with commas")
     group.add_argument("--api_key_file", type=user_path, help="a file with one API key per line")
     group.add_argument("--ssl_keyfile", type=user_path, help="TLS: private key (PEM)")
@@ -161,6 +162,7 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
         max_new_tokens=config.max_new_tokens,
         most_new_tokens=args.max_new_tokens,
         is_strict_on_names=args.strict_model_name,
+        is_strict_on_fields=args.strict_requests,
         force_think=args.force_think,
         max_queue=args.max_queue,
         max_queue_per_key=args.max_queue_per_key,

@@ -27,6 +27,7 @@ class ServerConfig:
     sampling: SamplingParams fields that the operator sets for requests that do not; they win over the model's own.
     max_new_tokens: most tokens of an answer to a request that names no limit; most_new_tokens: of any, if bounded.
     is_strict_on_names: a request for a model that is not among model_names is refused.
+    is_strict_on_fields: a request with a field that would be ignored is refused.
     allowed_hosts: names that requests may give in Host beside loopback ones and `host`; * for all.
     max_queue: answers that may wait beyond those that the backend computes; more get a 503. An answer is one choice of
     one prompt. max_queue_per_key: of those that wait and are computed, how many may be for one API key.
@@ -47,6 +48,7 @@ class ServerConfig:
     max_new_tokens: int = 1000
     most_new_tokens: int | None = None
     is_strict_on_names: bool = False
+    is_strict_on_fields: bool = False
     force_think: bool = False
     max_queue: int = 256
     max_queue_per_key: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -12,6 +13,7 @@ from ktransformers.errors import ModelNotFoundError, NotReadyError
 from ktransformers.server.admission import Admission
 from ktransformers.server.backend.base import Backend, ModelInfo
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.fields import LoggedNames
 from ktransformers.server.json_limits import JsonLimits
 from ktransformers.server.metrics import Metrics
 from ktransformers.server.workers import TextWorkers
@@ -39,6 +41,7 @@ class Service:
     workers: TextWorkers = field(default_factory=TextWorkers)
     _json_limits: JsonLimits | None = None
     _logged: set[str] = field(default_factory=set)  # names of models, each said once
+    _ignored_fields: LoggedNames = field(default_factory=LoggedNames)
     _has_said_most: bool = False
 
     @property
@@ -79,6 +82,10 @@ class Service:
             self._logged.add(asked)
             logger.warning("%s; answered all the same (--strict_model_name refuses it)", self.not_served(asked))
         return names[0]
+
+    def log_ignored(self, names: Iterable[str]) -> None:
+        """Say in the log, once per name, which fields of requests have no effect here."""
+        self._ignored_fields.say(names)
 
     def not_served(self, asked: str) -> ModelNotFoundError:
         """The error for a name that no model here has."""
