@@ -226,7 +226,14 @@ def build_paged_engine(
     return PagedEngine(
         config=replace(opened.config, cache_lens=cache.num_slots, chunk_size=planned.chunk_size),
         plan=plan,
-        executor=PagedExecutor(runner, cache, pool, model.vocab_size, lambda: expert_stats.totals(plan.devices)),
+        executor=PagedExecutor(
+            runner,
+            cache,
+            pool,
+            model.vocab_size,
+            lambda: expert_stats.totals(plan.devices),
+            eos_token_ids=model.eos_token_ids,
+        ),
         cache=cache,
         model=model,
         pool=pool,

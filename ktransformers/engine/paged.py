@@ -81,7 +81,7 @@ class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
     expert_counts: see ExpertStats.totals; asked before and after a step. mask_of: asked when a run starts, for what
-    decides which tokens may come next (structured output).
+    decides which tokens may come next (structured output). eos_token_ids: see RequestSampler.
     """
 
     def __init__(
@@ -92,10 +92,12 @@ class PagedExecutor:
         vocab_size: int,
         expert_counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
         mask_of: Callable[[SequenceStart], TokenMask | None] | None = None,
+        eos_token_ids: Sequence[int] = (),
     ):
         self._runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
         self._expert_counts = expert_counts
         self._mask_of = mask_of or (lambda start: None)
+        self._eos_token_ids = tuple(eos_token_ids)
         self._runs: dict[int, _Run] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
 
@@ -133,7 +135,9 @@ class PagedExecutor:
     def _started(self, start: SequenceStart) -> _Run:
         try:
             prompt_ids = start.token_ids[: start.prompt_len]
-            sampler = RequestSampler(start.params, prompt_ids, self._vocab_size, self._mask_of(start))
+            sampler = RequestSampler(
+                start.params, prompt_ids, self._vocab_size, self._mask_of(start), eos_token_ids=self._eos_token_ids
+            )
         except KTransformersError as error:
             return _Run(start, None, str(error))
         for token_id in start.token_ids[start.prompt_len :]:

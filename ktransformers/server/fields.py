@@ -37,6 +37,7 @@ __all__ = [
     "note_ignored",
     "refuse",
     "sort_fields",
+    "without_effect",
 ]
 
 logger = logging.getLogger(__name__)
@@ -55,13 +56,15 @@ class Rule:
     """What becomes of a field whose value is neither null nor among `neutral`.
 
     to: the fields that a value means, in their own names; they are sorted in turn. nearest: refuse the value, and say
-    what to use instead. Neither: the field itself stays, unless is_hint.
+    what to use instead. is_ignored: it has no effect here, and the response says so. Neither: the field itself stays,
+    unless is_hint.
     """
 
     neutral: tuple[Any, ...] = ()
     to: Callable[[Any], Mapping[str, Any]] | None = None
     nearest: str | None = None
     is_hint: bool = False
+    is_ignored: bool = False
 
 
 FieldTable = Mapping[str, Rule]
@@ -97,6 +100,11 @@ def refuse(nearest: str, *neutral: Any) -> Rule:
     return Rule(neutral, nearest=nearest)
 
 
+def without_effect(*neutral: Any) -> Rule:
+    """A known name whose other values are set when the server starts, or not at all: ignored like an unknown one."""
+    return Rule(neutral, is_ignored=True)
+
+
 def inside(table: FieldTable, *neutral: Any) -> Rule:
     """An object whose fields mean what `table` says, and else what they mean beside it."""
 
@@ -126,7 +134,7 @@ def sort_fields(body: Mapping[str, Any], table: FieldTable, *, is_strict: bool =
     ignored: dict[str, None] = {}
     for name, value in body.items():
         for made, one in _meaning(name, value, table):
-            if made in table:
+            if made in table and not table[made].is_ignored:
                 _merge(honoured, {made: one}, name)
             else:
                 ignored[made] = None

@@ -17,6 +17,7 @@ from ktransformers.server.answers.job import Job, prepare
 from ktransformers.server.answers.requests import ChatRequest, TextRequest
 from ktransformers.server.api_paths import SCOPE_KEY
 from ktransformers.server.bodies import body_size
+from ktransformers.server.fields import note_ignored
 from ktransformers.server.request_log import note_request
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import service_of
@@ -74,6 +75,7 @@ async def respond(
     try:
         job = await service.workers.run(size, lambda: prepare(service, read()))
         note_request(request, job.id, job.tally)
+        note_ignored(request.scope, job.ignored)
         writer = writer_of(job)
         if is_streamed:
             response = EventStream(_stream(job, writer), writer.media_type, service.config.send_timeout, on_end=leave)

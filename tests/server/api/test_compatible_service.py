@@ -35,7 +35,7 @@ LONG = {"messages": [{"role": "user", "content": "Count from 1 to 12."}], "tempe
 async def client_of(
     config: ServerConfig, *, is_loaded: bool = True, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, KTransformersBackend]]:
-    made = KTransformersBackend(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=1024, **settings))
+    made = KTransformersBackend(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, **{"cache_lens": 1024} | settings))
     transport = httpx.ASGITransport(create_app(made, config))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         try:
@@ -124,13 +124,17 @@ def test_max_new_tokens_is_the_most_of_any_request(caplog: pytest.LogCaptureFixt
 
 def test_without_the_flag_requests_say_how_many() -> None:
     config = config_of()
-    assert (config.max_new_tokens, config.most_new_tokens) == (1000, None)
+    assert config.max_new_tokens is None
 
     async def test(client: httpx.AsyncClient) -> None:
         answer = (await client.post(CHAT, json=LONG | {"max_tokens": 9})).json()
         assert answer["usage"]["completion_tokens"] == 9
+        for fields in ({}, {"max_tokens": -1}):
+            whole = (await client.post(CHAT, json=LONG | fields)).json()
+            assert whole["usage"]["total_tokens"] == 128, "to the end of the context"
+            assert whole["choices"][0]["finish_reason"] == "length"
 
-    run(test, ServerConfig(model_names=("demo",), max_new_tokens=5))
+    run(test, config, cache_lens=128)
 
 
 def test_models_are_listed_when_they_can_be_used() -> None:
@@ -143,7 +147,7 @@ def test_models_are_listed_when_they_can_be_used() -> None:
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
             await backend.start()
             listed = (await client.get("/v1/models")).json()["data"]
-            assert [model["id"] for model in listed] == ["demo", "Qwen3MoeForCausalLM"]
+            assert [model["id"] for model in listed] == ["demo"]
             assert listed[0]["max_model_len"] == 1024
 
     asyncio.run(test())

@@ -43,6 +43,8 @@ class OpenAIWriter(Writer):
         self._num_open, self._with_speed = len(job.requests), bool(body.return_speed)
         wanted = None if body.stream_options is None else body.stream_options.include_usage
         self._has_last_chunk, self._is_in_finish = bool(wanted), wanted is None
+        self._is_in_all = bool(body.stream_options is not None and body.stream_options.continuous_usage_stats)
+        self._fingerprint = job.service.fingerprint
 
     @abstractmethod
     def _chunk_choices(self, step: AnswerStep) -> Iterable[Fields]:
@@ -71,9 +73,16 @@ class OpenAIWriter(Writer):
         return self._head(self.kind) | {"choices": self._choices(), "usage": self._usage()}
 
     def _head(self, kind: str) -> Fields:
-        return {"id": self.job.id, "object": kind, "created": self.job.created, "model": self.job.model}
+        return {
+            "id": self.job.id,
+            "object": kind,
+            "created": self.job.created,
+            "model": self.job.model,
+            "system_fingerprint": self._fingerprint,
+        }
 
     def _chunk(self, choice: Fields, *, has_usage: bool = False) -> bytes:
+        has_usage = has_usage or self._is_in_all
         usage = {"usage": self._usage()} if has_usage else {"usage": None} if self._has_last_chunk else {}
         return _sse(self._head(self.chunk_kind) | {"choices": [choice]} | usage)
 
