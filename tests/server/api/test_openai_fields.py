@@ -159,7 +159,7 @@ def test_what_cannot_be_honoured_is_refused(
 def test_parts_that_are_no_text_say_so(http: httpx.Client, kind: str, word: str) -> None:
     answer = ask(http, {"messages": [USER | {"content": [{"type": kind, kind: {"url": "data:,"}}]}]})
     assert answer.status_code == 400
-    assert f"{word} are not supported" in answer.json()["error"]["message"].replace("audio is", "audio are")
+    assert f"no support for {word}" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,5 @@ def test_completions_take_them_too(http: httpx.Client, fields: dict[str, Any]) -
 
 def test_the_tables_are_those_of_the_models() -> None:
     for body, table in ((ChatBody, CHAT_FIELDS), (CompletionBody, COMPLETION_FIELDS)):
-        read = {
-            name for name, rule in table.items() if not (rule.to or rule.nearest or rule.is_hint or rule.is_ignored)
-        }
-        assert read == set(body.model_fields)
+        others = {name for name, rule in table.items() if rule.to or rule.nearest or rule.is_hint or rule.is_ignored}
+        assert table.keys() - others == set(body.model_fields)
