@@ -79,7 +79,7 @@ class _TextWriter(OpenAIWriter):
                             piece.logprobs.add(token_id, logprobs)
                 case TokenAdded(token_id, logprobs, is_end):
                     piece.token_ids.append(token_id)
-                    if logprobs is not None:
+                    if logprobs is not None and not is_end:
                         piece.sum_logprobs += logprobs.logprob
                         piece.num_scored += 1
                     if piece.logprobs is not None and not is_end:
