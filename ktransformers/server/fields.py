@@ -48,6 +48,7 @@ IGNORED_HEADER = "x-ktransformers-ignored"
 _MAX_FIELDS = 256
 _MAX_SHOWN = 32
 _SCOPE_KEY = "ktransformers.ignored"
+_ODD = "?"  # stands for names that no header could carry
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 
@@ -189,7 +190,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 def _shown(names: Iterable[str]) -> list[str]:
     """Names as a header and a log may carry them."""
-    return list(dict.fromkeys(name if _NAME.fullmatch(name) else "?" for name in names))[:_MAX_SHOWN]
+    return list(dict.fromkeys(name if _NAME.fullmatch(name) else _ODD for name in names))[:_MAX_SHOWN]
 
 
 def note_ignored(scope: MutableMapping[str, Any], names: Iterable[str]) -> None:
@@ -215,4 +216,5 @@ class LoggedNames:
         for name in _shown(names):
             if name not in self._said and len(self._said) < self.limit:
                 self._said.add(name)
-                logger.warning("requests carry %s, which has no effect here (--strict_requests refuses it)", name)
+                shown = "a field with an odd name" if name == _ODD else name
+                logger.warning("requests carry %s, which has no effect here (--strict_requests refuses it)", shown)

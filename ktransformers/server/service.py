@@ -97,7 +97,7 @@ class Service:
     def check_ignored(self, names: Sequence[str]) -> None:
         """As `log_ignored`, for fields that the model does not know. Raises FieldError with --strict_requests."""
         if names and self.config.is_strict_on_fields:
-            raise FieldError(f"{names[0]}: this model's chat template does not know it", names[0].split(".")[0])
+            raise FieldError(f"this model's chat template does not know {names[0][:100]!r}", names[0].split(".")[0])
         self.log_ignored(names)
 
     @property
