@@ -93,7 +93,8 @@ class SamplingParams:
     logprobs, prompt_logprobs: how many alternatives to report per token of the answer, of the prompt; None: nothing.
     allowed_token_ids: all other tokens are impossible, the end token too; None: no limit.
     min_tokens: the answer's end tokens and stop_token_ids are impossible before; stop strings are not looked at either.
-    include_stop: the text ends with the stop string that ended it. skip_special_tokens: control tokens have no text.
+    include_stop_str_in_output: the text ends with the stop string that ended it.
+    skip_special_tokens: control tokens have no text.
     """
 
     temperature: float = 1.0
@@ -113,7 +114,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     min_tokens: int = 0
-    include_stop: bool = False
+    include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -177,7 +178,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not _is_a(value, Integral) and (value is not None or name in ("top_k", "min_tokens")):
                 raise ConfigError(f"{name} must be a whole number, got {value!r:.40}")
-        for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r:.40}")
         bias = self.logit_bias

@@ -30,7 +30,7 @@ class AnswerAssembler:
             tokenizer,
             params.stop,
             min_tokens=params.min_tokens,
-            include_stop=params.include_stop,
+            include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
         )
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -194,7 +194,7 @@ def _params(service: Service, asked: Sampling) -> tuple[SamplingParams, int]:
         max_tokens=service.max_tokens(asked.max_tokens, asked.default_max_tokens),
         min_tokens=asked.min_tokens,
         stop=asked.stop,
-        include_stop=asked.include_stop,
+        include_stop_str_in_output=asked.include_stop,
         skip_special_tokens=asked.skip_special_tokens,
         stop_token_ids=asked.stop_token_ids,
         allowed_token_ids=asked.allowed_token_ids,
