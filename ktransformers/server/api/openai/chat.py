@@ -64,13 +64,13 @@ class _ChatWriter(OpenAIWriter):
     # As a stream.
 
     def _chunk_choices(self, step: AnswerStep) -> Iterator[Fields]:
+        if isinstance(step.events[0], AnswerStarted):
+            yield _chunk_choice(step.index, {"role": "assistant", "content": ""})
         delta: Fields = {}
         logprobs: list[Fields] = []
         finished = None
         for event in step.events:
             match event:
-                case AnswerStarted():
-                    yield _chunk_choice(step.index, {"role": "assistant", "content": ""})
                 case TokenAdded():
                     logprobs += self._token_logprobs(event)
                 case ReasoningDelta(text):
