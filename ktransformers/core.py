@@ -100,6 +100,9 @@ class SamplingParams:
     logprobs, prompt_logprobs: how many alternatives to report per token of the answer, of the prompt; None: nothing.
     allowed_token_ids: all other tokens are impossible, the end token too; None: no limit.
     pooling: the first token comes with an embedding of the prompt.
+    min_tokens: the answer's end tokens and stop_token_ids are impossible before; stop strings are not looked at either.
+    include_stop_str_in_output: the text ends with the stop string that ended it.
+    skip_special_tokens: control tokens have no text.
     """
 
     temperature: float = 1.0
@@ -119,6 +122,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     pooling: Pooling | None = None
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         # A string is a sequence of letters, and a list of strings is what people write: both mean a tuple here.
@@ -149,6 +155,10 @@ class SamplingParams:
             ),
             (-2.0 <= self.presence_penalty <= 2.0, f"presence_penalty must be in [-2, 2], got {self.presence_penalty}"),
             (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
+            (
+                self.min_tokens >= 0 and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
+                f"min_tokens must be at least 0 and at most max_tokens, got {self.min_tokens}",
+            ),
             (self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}"),
             (
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
@@ -175,12 +185,13 @@ class SamplingParams:
         for name in _REALS:
             if not _is_a(getattr(self, name), Real):
                 raise ConfigError(f"{name} must be a number, got {getattr(self, name)!r:.40}")
-        for name in ("top_k", *_OPTIONAL_COUNTS):
+        for name in ("top_k", "min_tokens", *_OPTIONAL_COUNTS):
             value = getattr(self, name)
-            if not _is_a(value, Integral) and (value is not None or name == "top_k"):
+            if not _is_a(value, Integral) and (value is not None or name in ("top_k", "min_tokens")):
                 raise ConfigError(f"{name} must be a whole number, got {value!r:.40}")
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos must be True or False, got {self.ignore_eos!r:.40}")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r:.40}")
         bias = self.logit_bias
         if not isinstance(bias, dict) or not all(_is_a(k, Integral) and _is_a(v, Real) for k, v in bias.items()):
             raise ConfigError("logit_bias must be a dict from token ids to numbers")

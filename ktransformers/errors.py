@@ -3,6 +3,7 @@
     KTransformersError
     ├── ConfigError             a flag, a path or a config value is wrong
     │   ├── UnsupportedError    valid, but this program does not do it
+    │   ├── FieldError          a field of a request is wrong or cannot be honoured; carries its name
     │   └── ConversationError   a model's chat template refuses a conversation, which its words may quote
     ├── RuleError               a rule file is wrong; carries file, line and rule number
     ├── WeightError             a weight file is wrong or does not fit the model
@@ -39,6 +40,7 @@ __all__ = [
     "ConversationError",
     "DeadlineError",
     "EngineError",
+    "FieldError",
     "FormatError",
     "KTransformersError",
     "KernelError",
@@ -92,6 +94,14 @@ class ConfigError(KTransformersError, ValueError):
 
 class UnsupportedError(ConfigError):
     """The request is well-formed, but this program does not do it."""
+
+
+class FieldError(ConfigError):
+    """A field of a request is wrong, or cannot be honoured. param: its name, in the client's spelling."""
+
+    def __init__(self, message: str, param: str):
+        super().__init__(message)
+        self.param = param
 
 
 class ConversationError(ConfigError):

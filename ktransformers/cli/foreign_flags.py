@@ -7,7 +7,7 @@ What has no counterpart is refused with the name of what there is instead; what 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["BY_NAME", "FOREIGN_FLAGS", "MODEL", "ForeignFlag"]
 
@@ -23,6 +23,7 @@ class ForeignFlag:
     """names: the spellings, with underscores. flag: ours that it leads to, with dashes, or MODEL.
 
     becomes: our word by the value that was given ({} stands for it); an empty word means that nothing is to be done.
+    is_list: it takes all words up to the next flag, as values with commas between.
     error: said for every other value. note: printed when it is used, if the command has `note_beside` too (or always).
     """
 
@@ -32,6 +33,7 @@ class ForeignFlag:
     error: str = ""
     note: str = ""
     note_beside: str = ""
+    is_list: bool = False
 
     def takes_value(self, following: str | None) -> bool:
         """Whether the word that follows on the command line is its value."""
@@ -150,7 +152,8 @@ _SAMPLING_AND_CHAT = (
 )
 
 _SERVER = (
-    _alias("--served_model_name --alias -a", "--model_name"),
+    replace(_alias("--served_model_name", "--model_name"), is_list=True),
+    _alias("--alias -a", "--model_name"),
     _alias("--max_num_seqs --max_running_requests --parallel -np", "--max_batch_size"),
     _switch("--enable_prefix_caching", "--prefix_cache", "--prefix_cache"),
     _switch("--no_enable_prefix_caching --disable_radix_cache", "--prefix_cache", "--no_prefix_cache"),

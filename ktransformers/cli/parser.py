@@ -97,6 +97,11 @@ def user_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _is_file(word: str) -> bool:
+    """Whether this must be MODEL, and not one more word of a list."""
+    return word.endswith(".gguf") or user_path(word).exists()
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """The parser of one command, or of several when has_settings is False: then it only finds the command.
 
@@ -308,6 +313,8 @@ class ArgumentParser(argparse.ArgumentParser):
             if not rest:
                 self.error(f"{name}: expected a value")
             value = rest.pop(0)
+            while foreign.is_list and rest and not rest[0].startswith("-") and not _is_file(rest[0]):
+                value += f",{rest.pop(0)}"
         word = foreign.word(value)
         if word is None:
             self.error(f"{name}: {foreign.error}")

@@ -93,6 +93,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model_name", action="append", default=[], metavar="NAME", help="name in the API; repeatable")
     add_toggle(group, "strict_model_name", default=False, help="404 for requests that name another model (off)")
+    add_toggle(group, "strict_requests", default=False, help="400 for fields that have no effect here (off)")
+    add_toggle(
+        group, "special_tokens_in_content", default=False, help="read special tokens that messages spell as such (off)"
+    )
     group.add_argument("--api_key", action="append", default=[], metavar="KEY", help="repeatable, or with commas")
     group.add_argument(
         "--api_key_file", type=user_path, help="one API key per line, with limits: rpm=N concurrent=N ..."
@@ -141,11 +145,17 @@ def _check_flags(args: argparse.Namespace) -> None:
                 )
 
 
+def _listed_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """--model_name."""
+    names = [name.strip() for text in args.model_name for name in text.split(",")]
+    if not all(names):
+        raise ConfigError("--model_name must not be empty")
+    return tuple(dict.fromkeys(names))
+
+
 def _model_names(args: argparse.Namespace, config: EngineConfig) -> tuple[str, ...]:
     """--model_name, then what the paths are called."""
-    names = [name for text in args.model_name for name in text.split(",")]
-    if not all(name.strip() for name in names):
-        raise ConfigError("--model_name must not be empty")
+    names = list(_listed_names(args))
     names += [title_of(path) for path in (config.model_path, config.gguf_path) if path is not None]
     return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
 
@@ -166,14 +176,16 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
         model_names=_model_names(args, config),
         api_keys=tuple(keys),
         key_limits=keys,
+        listed_names=_listed_names(args),
         cors_origins=tuple(args.cors_origins),
         allowed_hosts=tuple(name.strip() for text in args.allowed_hosts for name in text.split(",") if name.strip()),
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         sampling=given_sampling(args),
-        max_new_tokens=config.max_new_tokens,
-        most_new_tokens=args.max_new_tokens,
+        max_new_tokens=args.max_new_tokens,
         is_strict_on_names=args.strict_model_name,
+        is_strict_on_fields=args.strict_requests,
+        reads_special_tokens=args.special_tokens_in_content,
         force_think=args.force_think,
         web=args.web,
         max_queue=args.max_queue,

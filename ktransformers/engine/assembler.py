@@ -26,7 +26,13 @@ class AnswerAssembler:
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_len: int, cached_len: int = 0):
         self.stats = GenerationStats(prompt_len=prompt_len, cached_len=cached_len)
-        self._text = TextStream(tokenizer, params.stop)
+        self._text = TextStream(
+            tokenizer,
+            params.stop,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None] * prompt_len

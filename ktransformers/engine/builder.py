@@ -175,6 +175,7 @@ def build_paged_engine(
         built.model.vocab_size,
         lambda: stats.totals(plan.devices),
         take_counts=stats.take_counts,
+        eos_token_ids=built.model.eos_token_ids,
     )
     return PagedEngine(built.config, plan, built.model, pool, executor, cache)
 

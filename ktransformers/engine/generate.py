@@ -71,10 +71,11 @@ class _Answer:
         params: SamplingParams,
         end: AnswerEnd,
         assembler: AnswerAssembler,
+        eos_token_ids: Sequence[int] = (),
     ):
         self.runner, self.prompt_ids, self.params, self.end, self.assembler = runner, prompt_ids, params, end, assembler
         self.stats = assembler.stats
-        self.sampler = RequestSampler(params, prompt_ids, runner.vocab_size)
+        self.sampler = RequestSampler(params, prompt_ids, runner.vocab_size, eos_token_ids=eos_token_ids)
         self._pooled = None if params.pooling is None else Pooled(params.pooling)
 
     def prefill(
@@ -201,5 +202,5 @@ def prefill_and_generate(
         raise ValueError("prompt_logprobs need the whole prompt to be computed: cached_len must be 0")
     end = AnswerEnd.of(params, config.eos_token_ids, runner.max_len - prompt_len)
     assembler = AnswerAssembler(tokenizer, params, prompt_len, cached_len)
-    answer = _Answer(runner, list(prompt_ids), params, end, assembler)
+    answer = _Answer(runner, list(prompt_ids), params, end, assembler, config.eos_token_ids)
     return answer.run(config.chunk_size, should_stop or (lambda: False), on_prefill)

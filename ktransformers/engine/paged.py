@@ -101,6 +101,7 @@ class PagedExecutor:
 
     expert_counts: see ExpertStats.totals; asked before and after a step. mask_of: asked when a run starts, for what
     decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
+    eos_token_ids: see RequestSampler.
     """
 
     def __init__(
@@ -112,10 +113,12 @@ class PagedExecutor:
         expert_counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
         mask_of: Callable[[SequenceStart], TokenMask | None] | None = None,
         take_counts: Callable[[], ExpertCounts] = tuple,
+        eos_token_ids: Sequence[int] = (),
     ):
         self._runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
         self._expert_counts, self._take_counts = expert_counts, take_counts
         self._mask_of = mask_of or (lambda start: None)
+        self._eos_token_ids = tuple(eos_token_ids)
         self._runs: dict[int, _Run] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
 
@@ -154,7 +157,9 @@ class PagedExecutor:
     def _started(self, start: SequenceStart) -> _Run:
         try:
             prompt_ids = start.token_ids[: start.prompt_len]
-            sampler = RequestSampler(start.params, prompt_ids, self._vocab_size, self._mask_of(start))
+            sampler = RequestSampler(
+                start.params, prompt_ids, self._vocab_size, self._mask_of(start), eos_token_ids=self._eos_token_ids
+            )
         except KTransformersError as error:
             return _Run(start, None, str(error))
         for token_id in start.token_ids[start.prompt_len :]:

@@ -3,7 +3,7 @@
 The order of operations, on fp32 logits [V]:
 
     1. repetition penalty (tokens of prompt and answer), then frequency and presence penalty (tokens of the answer)
-    2. logit bias; then tokens that the request may not use become impossible
+    2. logit bias; then tokens that the request may not use become impossible, end tokens before min_tokens too
     3. temperature; 0 ends here with the argmax, the lowest id among equals
     4. top_k (tokens as good as the k-th stay), 5. top_p, 6. min_p
     7. one uniform number picks from what is left, by the inverse of the cumulative distribution in id order
@@ -125,13 +125,20 @@ class RequestSampler:
     """The sampling state of one request: its parameters, its seed and what its penalties count.
 
     mask: asked before each token, with the tokens of the answer so far, and applied after bias and penalties.
+    eos_token_ids: with params.stop_token_ids, they are impossible before params.min_tokens.
 
     prompt_ids are the request's original prompt. Raises ConfigError for a logit bias outside of the vocabulary or of
     [-100, 100], and for allowed tokens outside of the vocabulary.
     """
 
     def __init__(
-        self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, mask: TokenMask | None = None
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        mask: TokenMask | None = None,
+        *,
+        eos_token_ids: Sequence[int] = (),
     ):
         for token_id, bias in params.logit_bias.items():
             if not 0 <= token_id < vocab_size:
@@ -146,6 +153,8 @@ class RequestSampler:
         self._barred = _barred(params, vocab_size)
         self._mask = mask
         self._answer: list[int] = []  # for the mask
+        self._num_answered = 0
+        self._held_ends = _held_ends(params, eos_token_ids, vocab_size)
         self._counts = _Counts(vocab_size)
         self._seen = _Counts(vocab_size)
         if params.repetition_penalty != 1.0:
@@ -153,6 +162,7 @@ class RequestSampler:
 
     def commit(self, token_id: int) -> None:
         """Count a token as part of the answer. Call once per token, also for tokens of an answer that is continued."""
+        self._num_answered += 1
         if self._mask is not None:
             self._answer.append(token_id)
         if self.params.frequency_penalty or self.params.presence_penalty:
@@ -163,7 +173,13 @@ class RequestSampler:
     @property
     def changes_logits(self) -> bool:
         """Whether steps 1 and 2 may have anything to do."""
-        return bool(self._seen or self._counts or self._bias.size or self._barred is not None or self._mask is not None)
+        has_barred = self._barred is not None or self._mask is not None or self._holds_ends
+        return bool(self._seen or self._counts or self._bias.size or has_barred)
+
+    @property
+    def _holds_ends(self) -> bool:
+        """Whether the answer is too short to end."""
+        return self._num_answered < self.params.min_tokens and bool(self._held_ends.size)
 
     def adjusted(self, logits: _F32) -> _F32 | None:
         """Raw logits [V] after penalties, bias and masks (steps 1 and 2): a copy, or None when nothing changes them.
@@ -172,7 +188,7 @@ class RequestSampler:
         """
         params = self.params
         barred = self._barred_now()
-        if not (self._seen or self._counts or self._bias.size) and barred is None:
+        if not (self._seen or self._counts or self._bias.size or self._holds_ends) and barred is None:
             return None
         adjusted = logits.copy()
         if self._seen:
@@ -186,6 +202,10 @@ class RequestSampler:
         adjusted[self._bias_ids] += self._bias
         if barred is not None:
             adjusted[barred] = -np.inf
+        if self._holds_ends:
+            adjusted[self._held_ends] = -np.inf
+            if not np.isfinite(adjusted).any():
+                raise KTransformersError("no token may come next: min_tokens forbids the only ones that are allowed")
         return adjusted
 
     def _barred_now(self) -> npt.NDArray[np.bool_] | None:
@@ -209,6 +229,14 @@ def _barred(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.bool_] | 
     barred = np.ones(vocab_size, dtype=np.bool_)
     barred[list(params.allowed_token_ids)] = False
     return barred
+
+
+def _held_ends(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
+    """Ids that would end the answer, for one that has a least length. ignore_eos makes end tokens ordinary ones."""
+    if not params.min_tokens:
+        return np.empty(0, np.int64)
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    return np.array(sorted(end for end in ends if 0 <= end < vocab_size), dtype=np.int64)
 
 
 def token_logprobs(

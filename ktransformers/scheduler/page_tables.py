@@ -49,6 +49,12 @@ class PageTables:
         """Pages that `num_tokens` positions take."""
         return -(-num_tokens // self.page_size)
 
+    def shared_len(self, seq: Sequence) -> int:
+        """Leading tokens of a prompt whose pages another sequence of the same prompt can have. 0: none, ever."""
+        if not self.has_prefix_cache or seq.params.prompt_logprobs is not None:
+            return 0
+        return (seq.prompt_len - 1) // self.page_size * self.page_size
+
     def start(self, seq: Sequence, run_id: int, num_reserved: int) -> Run | None:
         """A run for a waiting sequence that begins behind the longest prefix in the tree.
 

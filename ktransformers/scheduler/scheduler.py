@@ -9,6 +9,8 @@ decode, so that streams do not stall; then prefill chunks of running sequences; 
 seats and pages. The queue is strict: nobody overtakes the head that waits for pages, so that no prompt is too long to
 get its turn.
 
+Answers to one prompt compute it once: the first is let in, and the others wait until its pages are full.
+
 Pages are allocated as sequences grow. When none is left, the running sequence of the last rank gives up its pages and
 waits again with its tokens; if that is the very sequence that wants to grow, it just sits this step out. So the first
 in rank always moves, and everyone gets to be first.
@@ -227,11 +229,18 @@ class Scheduler:
     def _admit(self, batch: Batch) -> None:
         """Give seats to waiting sequences, in order, as long as each one's known tokens fit beside those of the others.
 
+        A sequence whose very prompt is being computed for another one waits for its pages, and lets others pass: it
+        loses nothing, because the other one is first in rank or gives way to those that are.
+
         The check covers the whole prefill, though pages are only taken chunk by chunk: a sequence that is let in too
         early would be the first to be thrown out again.
         """
-        while self._waiting and batch.budget and len(self._running) < self._max_running:
-            seq = self._waiting[0]
+        at = 0
+        while at < len(self._waiting) and batch.budget and len(self._running) < self._max_running:
+            seq = self._waiting[at]
+            if self._awaits_prefix(seq):
+                at += 1
+                continue
             run = self._pages.start(seq, next(self._run_ids), self._num_reserved())
             if run is None:
                 return
@@ -240,9 +249,20 @@ class Scheduler:
                 self._totals.prefix_query_len += seq.prompt_len
                 self._totals.prefix_hit_len += run.planned_len
             seq.run = run
-            del self._waiting[0]
+            del self._waiting[at]
             bisect.insort(self._running, seq, key=_rank)
             self._extend(batch, seq)
+
+    def _awaits_prefix(self, seq: Sequence) -> bool:
+        """Whether a running sequence of the same prompt (the same object: answers to one request) computes it now."""
+        shared = self._pages.shared_len(seq)
+        return any(
+            other.request.prompt_ids is seq.request.prompt_ids
+            and other.run is not None
+            and other.run.computed_len < shared
+            and other.request.cache_salt == seq.request.cache_salt
+            for other in self._running
+        )
 
     @property
     def _max_running(self) -> int:

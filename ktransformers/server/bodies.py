@@ -1,50 +1,80 @@
-"""Bodies of requests: read, measured and parsed before their fields are checked. Knows JSON, not what is in it."""
+"""Bodies of requests: read, measured, parsed and sorted by a dialect's table before their fields are checked.
+
+A dialect's router says `APIRouter(route_class=body_route(TABLE))`; its models then see the table's own fields only, and
+responses name what was ignored. Routes without a table (`BodyRoute`) get their bodies as they came.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope
 
 from ktransformers.errors import ConfigError
+from ktransformers.server.fields import FieldTable, ignored_header, note_ignored, sort_fields
 from ktransformers.server.json_limits import JsonLimits
 from ktransformers.server.service import service_of
 
-__all__ = ["BodyRoute", "body_size"]
+__all__ = ["BodyRoute", "body_route", "body_size"]
 
 _SHORT = 16 << 10
 """Bytes that are parsed in less time than a hand-over to another thread takes to pay."""
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is measured before it is parsed, on a thread when it is long."""
+    """A route whose body is measured before it is parsed, on a thread when it is long. table: what sorts its fields."""
+
+    table: ClassVar[FieldTable | None] = None
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_measured(request: Request) -> Response:
-            return await handle(_MeasuredRequest(request.scope, request.receive))
+            response = await handle(_MeasuredRequest(request.scope, request.receive, self.table))
+            response.headers.update(ignored_header(request.scope))
+            return response
 
         return handle_measured
+
+
+def body_route(table: FieldTable) -> type[BodyRoute]:
+    """The class of routes whose bodies are sorted by this table."""
+    return type("SortedBodyRoute", (BodyRoute,), {"table": table})
 
 
 class _MeasuredRequest(Request):
     """FastAPI asks for `json` when the content type says so."""
 
+    def __init__(self, scope: Scope, receive: Receive, table: FieldTable | None):
+        super().__init__(scope, receive)
+        self._table = table
+
     async def json(self) -> Any:
-        if not hasattr(self, "_parsed"):
-            data, service = await self.body(), service_of(self)
+        if not hasattr(self, "_sorted"):
             try:
-                if len(data) < _SHORT:
-                    self._parsed = _parse(data, service.json_limits)
-                else:
-                    self._parsed = await service.workers.run(len(data), _parse, data, service.json_limits)
+                self._sorted = self._sort(await self._parsed())
             except ConfigError as error:  # of what is raised here, FastAPI lets its own exceptions through
                 raise HTTPException(400, str(error)) from error
-        return self._parsed
+        return self._sorted
+
+    async def _parsed(self) -> Any:
+        data, service = await self.body(), service_of(self)
+        if len(data) < _SHORT:
+            return _parse(data, service.json_limits)
+        return await service.workers.run(len(data), _parse, data, service.json_limits)
+
+    def _sort(self, body: Any) -> Any:
+        if self._table is None or not isinstance(body, dict):
+            return body
+        service = service_of(self)
+        honoured, ignored = sort_fields(body, self._table, is_strict=service.config.is_strict_on_fields)
+        note_ignored(self.scope, ignored)
+        service.log_ignored(ignored)
+        return honoured
 
 
 def _parse(data: bytes, limits: JsonLimits) -> Any:

@@ -27,9 +27,12 @@ class ServerConfig:
 
     model_names: the names that requests may use; the first is the one that answers carry.
     sampling: SamplingParams fields that the operator sets for requests that do not; they win over the model's own.
-    max_new_tokens: most tokens of an answer to a request that names no limit; most_new_tokens: of any, if bounded.
+    listed_names: those of them that /v1/models lists; none given: the first.
+    max_new_tokens: most tokens of any answer, and of one whose request names no limit; None: to the end of the context.
     is_strict_on_names: a request for a model that is not among model_names is refused.
     key_limits: what some of api_keys may do; the others have no limits of their own.
+    is_strict_on_fields: a request with a field that would be ignored is refused.
+    reads_special_tokens: special tokens that a message spells are read as such, so that a user can forge a turn.
     allowed_hosts: names that requests may give in Host beside loopback ones and `host`; * for all.
     web: the chat page is served at /; None: if only this machine can connect.
     max_queue: answers that may wait beyond those that the backend computes; more get a 503. An answer is one choice of
@@ -43,6 +46,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     model_names: tuple[str, ...] = ()
+    listed_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     key_limits: Mapping[str, KeyLimits] = field(default_factory=dict, repr=False)
     cors_origins: tuple[str, ...] = ()
@@ -50,9 +54,10 @@ class ServerConfig:
     ssl_keyfile: Path | None = None
     ssl_certfile: Path | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
-    max_new_tokens: int = 1000
-    most_new_tokens: int | None = None
+    max_new_tokens: int | None = None
     is_strict_on_names: bool = False
+    is_strict_on_fields: bool = False
+    reads_special_tokens: bool = False
     force_think: bool = False
     web: bool | None = None
     max_queue: int = 256
@@ -73,7 +78,10 @@ class ServerConfig:
                 self.max_queue_per_key is None or 1 <= self.max_queue_per_key < 1 << 31,
                 f"--max_queue_per_key must be at least 1, got {self.max_queue_per_key}",
             ),
-            (self.max_new_tokens >= 1, f"--max_new_tokens must be at least 1, got {self.max_new_tokens}"),
+            (
+                self.max_new_tokens is None or self.max_new_tokens >= 1,
+                f"--max_new_tokens must be at least 1, got {self.max_new_tokens}",
+            ),
             (0 <= self.drain_seconds < _INF, f"--drain_seconds must be at least 0, got {self.drain_seconds}"),
             (0 <= self.ping_seconds < _INF, f"--ping_seconds must be at least 0, got {self.ping_seconds}"),
             (

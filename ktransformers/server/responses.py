@@ -22,6 +22,7 @@ from ktransformers.errors import (
     ConversationError,
     DeadlineError,
     EngineError,
+    FieldError,
     KTransformersError,
     MisdirectedRequestError,
     ModelNotFoundError,
@@ -85,7 +86,9 @@ def _entry(error: KTransformersError) -> tuple[int, str, str | None]:
 def error_body(error: KTransformersError) -> dict[str, Any]:
     """OpenAI's error object."""
     _, type, code = _entry(error)
-    param = "messages" if isinstance(error, ContextLengthError) else None
+    param = (error.param or None) if isinstance(error, FieldError) else None
+    if isinstance(error, ContextLengthError):
+        param = "messages"
     return _body(str(error), type, param, code)
 
 
@@ -173,6 +176,8 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, KTransformersError):  # raised where FastAPI lets no other exception through
+        return await _on_known_error(request, error.__cause__)
     note_reason(request.scope, without_quotes(str(error.detail)))
     return _http_response(error)
 

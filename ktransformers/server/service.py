@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from ktransformers.errors import ModelNotFoundError, NotReadyError
+from ktransformers import __version__
+from ktransformers.errors import FieldError, ModelNotFoundError, NotReadyError
 from ktransformers.server.admission import Admission
 from ktransformers.server.backend.base import Backend, ModelInfo
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.fields import LoggedNames
 from ktransformers.server.json_limits import JsonLimits
 from ktransformers.server.metrics import Metrics
 from ktransformers.server.recent import RecentRequests, SpeedMeter
@@ -42,6 +46,7 @@ class Service:
     speed: SpeedMeter = field(init=False)
     _json_limits: JsonLimits | None = None
     _logged: set[str] = field(default_factory=set)  # names of models, each said once
+    _ignored_fields: LoggedNames = field(default_factory=LoggedNames)
     _has_said_most: bool = False
 
     def __post_init__(self) -> None:
@@ -61,6 +66,11 @@ class Service:
         if self.backend.is_ready and self.backend.model.architecture:
             names += (self.backend.model.architecture,)
         return tuple(dict.fromkeys(names))
+
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The names that /v1/models lists: those that the operator gave, else one."""
+        return self.config.listed_names or self.model_names[:1]
 
     @property
     def json_limits(self) -> JsonLimits:
@@ -86,19 +96,35 @@ class Service:
             logger.warning("%s; answered all the same (--strict_model_name refuses it)", self.not_served(asked))
         return names[0]
 
+    def log_ignored(self, names: Iterable[str]) -> None:
+        """Say in the log, once per name, which fields of requests have no effect here."""
+        self._ignored_fields.say(names)
+
+    def check_ignored(self, names: Sequence[str]) -> None:
+        """As `log_ignored`, for fields that the model does not know. Raises FieldError with --strict_requests."""
+        if names and self.config.is_strict_on_fields:
+            raise FieldError(f"this model's chat template does not know {names[0][:100]!r}", names[0].split(".")[0])
+        self.log_ignored(names)
+
+    @property
+    def fingerprint(self) -> str:
+        """What an answer depends on besides the request: this program's version, the model, and what computes it."""
+        text = f"{__version__}/{self.backend.name}/{self.model.description}"
+        return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
     def not_served(self, asked: str) -> ModelNotFoundError:
         """The error for a name that no model here has."""
         names = ", ".join(self.model_names)
         return ModelNotFoundError(f"the model {asked[:200]!r} is not served here, but {names} (see --model_name)")
 
-    def max_tokens(self, asked: int | None, default: int | None = None) -> int:
-        """Most tokens of an answer to a request that asks for so many, or None.
+    def max_tokens(self, asked: int | None, default: int | None = None) -> int | None:
+        """Most tokens of an answer to a request that asks for so many; None: to the end of the context.
 
-        --max_new_tokens, where the operator gave it, bounds them all. default: of the route, else --max_new_tokens.
+        --max_new_tokens, where the operator gave it, bounds them all. default: of the route.
         """
-        most = self.config.most_new_tokens
-        wanted = asked or default or self.config.max_new_tokens
-        if most is None or wanted <= most:
+        most = self.config.max_new_tokens
+        wanted = asked or default
+        if most is None or (wanted is not None and wanted <= most):
             return wanted
         if asked is not None and not self._has_said_most:
             self._has_said_most = True

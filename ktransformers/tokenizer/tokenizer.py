@@ -23,6 +23,7 @@ from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_v
 from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, unknown_patterns
 from ktransformers.tokenizer.template_limits import limited
 from ktransformers.tokenizer.template_variables import template_variables
+from ktransformers.tokenizer.verbatim import Guard, Verbatim
 
 __all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]
 
@@ -162,6 +163,32 @@ class Tokenizer:
                 raise
             return str(error)
 
+    @cached_property
+    def verbatim(self) -> Verbatim:
+        """What a conversation must not write as tokens: control tokens, the tags of reasoning and tools excepted."""
+        added = self.backend.added_tokens_decoder
+        return Verbatim(str(added[i]) for i in self._skipped)
+
+    def encode_guarded(self, text: str, guard: Guard | None, *, max_len: int | None = None) -> list[int]:
+        """Ids of a rendered conversation whose texts were marked by `guard`. Errors as `encode`."""
+        if guard is None:
+            return self.encode(text, add_special_tokens=False, max_len=max_len)
+        pieces = guard.pieces(text)
+        cutter = self.verbatim.cutter("".join(pieces))
+        cut_id, num_cuts = self.token_id(cutter), len(pieces) - 1
+        # Where even this token is the template's own, our cuts are told from it by their order.
+        ours, seen = set(), 0
+        for piece in pieces[:-1]:
+            seen += piece.count(cutter)
+            ours.add(seen)
+            seen += 1
+        ids = self.encode(
+            cutter.join(pieces), add_special_tokens=False, max_len=None if max_len is None else max_len + num_cuts
+        )
+        places = [at for at, token_id in enumerate(ids) if token_id == cut_id]
+        dropped = {at for order, at in enumerate(places) if order in ours}
+        return [token_id for at, token_id in enumerate(ids) if at not in dropped]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`: what a Detokenizer returns piece by piece."""
         return self.detokenizer(skip_special_tokens).all(token_ids)
@@ -196,6 +223,10 @@ class Tokenizer:
         texts = template.values() if isinstance(template, dict) else (template,)
         return any(name in template_variables(text) for text in texts)
 
+    def template_writes(self, text: str) -> bool:
+        """Whether the chat template's source holds this text."""
+        return self.has_chat_template and text in self._template_text()
+
     def _known_tags(self, tags: tuple[str, str]) -> bool:
         """Whether the model knows these tags: as tokens of their own, or because its template writes them."""
         return all(self.token_id(tag) is not None for tag in tags) or tags[1] in self._template_text()
@@ -220,9 +251,13 @@ class Tokenizer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> str:
         """The conversation as text, through the model's own template in transformers' sandbox.
+
+        continue_final_message: the text ends with the last message's, as the beginning of an answer.
 
         Raises UnsupportedError when the model has no template, ConfigError when the template refuses the messages.
         """
@@ -236,7 +271,8 @@ class Tokenizer:
                 text = self.backend.apply_chat_template(
                     [dict(message) for message in messages],
                     tools=list(tools) if tools else None,
-                    add_generation_prompt=add_generation_prompt,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                    continue_final_message=continue_final_message,
                     tokenize=False,
                     **template_kwargs,
                 )

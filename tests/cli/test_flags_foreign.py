@@ -66,6 +66,8 @@ def value_of(args: argparse.Namespace, name: str) -> object:
         ("serve --max-num-seqs 8", "max_batch_size", 8),
         ("serve --max-num-batched-tokens 2048", "chunk_size", 2048),
         ("serve --served-model-name some", "model_name", ["some"]),
+        ("serve --served-model-name some a/b --port 1", "model_name", ["some,a/b"]),
+        ("serve --served-model-name some other x.gguf", "model", "x.gguf"),
         ("serve --enforce-eager", "use_cuda_graph", False),
         ("serve --enable-prefix-caching x.gguf", "prefix_cache", True),
         ("serve --no-enable-prefix-caching", "prefix_cache", False),

@@ -284,3 +284,27 @@ def test_logprobs_of_many_rows() -> None:
         ((1, wanted[0][1]), (2, wanted[0][2])),
         ((0, wanted[1][0]), (1, wanted[1][1])),
     ]
+
+
+def test_min_tokens_bars_the_ends_until_it_is_reached() -> None:
+    logits = [0.0, 1.0, 5.0, 4.0]  # token 2 ends answers, 3 is the request's own end
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(3,))
+    sampler = RequestSampler(params, (), 4, eos_token_ids=(2, 99))
+    found = []
+    for _ in range(3):
+        (token,) = sample_batch(torch.tensor([logits]), [sampler], [5])
+        sampler.commit(token.token_id)
+        found.append(token.token_id)
+    assert found == [1, 1, 2]
+    ignoring = SamplingParams(temperature=0.0, min_tokens=2, ignore_eos=True)
+    assert choose(RequestSampler(ignoring, (), 4, eos_token_ids=(2,)), np.array(logits, np.float32), [0.5]) == [2]
+
+
+def test_min_tokens_that_leave_nothing_are_an_error() -> None:
+    params = SamplingParams(min_tokens=1, allowed_token_ids=(2,))
+    sampler = RequestSampler(params, (), 4, eos_token_ids=(2,))
+    (found,) = sample_each(torch.zeros(1, 4), [sampler], [0])
+    assert isinstance(found, KTransformersError)
+    assert "min_tokens" in str(found)
+    with pytest.raises(ConfigError, match="at most max_tokens"):
+        SamplingParams(min_tokens=5, max_tokens=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
@@ -473,3 +474,34 @@ def test_decodes_of_long_prompts_tell_of_new_pages_only() -> None:
         loop.commit()
     assert num_told[0] >= 137  # 550 tokens in pages of 4
     assert max(num_told[1:]) <= 2
+
+
+def test_answers_to_one_prompt_compute_it_once() -> None:
+    loop = Loop(make_config(num_pages=64))
+    prompt = [7] * 18
+    shared = [make_request(f"a{i}", [], 3, ignore_eos=True, seed=i) for i in range(4)]
+    shared = [msgspec.structs.replace(one, prompt_ids=prompt) for one in shared]
+    loop.add(*shared, long_request("b9", 2))
+    assert shape(loop.schedule()) == [(0, 8, False)]
+    loop.commit()
+    assert shape(loop.schedule()) == [(8, 8, False)]
+    loop.commit()
+    # Full pages are there: the others begin behind them, and whoever came after them was let in no earlier than now.
+    assert shape(loop.schedule()) == [(16, 2, True), (16, 2, True), (16, 2, True), (16, 2, True)]
+    loop.drain()
+    loop.check_answers()
+    stats = loop.scheduler.stats()
+    assert stats.prefix_hit_len == 3 * 16
+
+
+def test_nobody_waits_for_a_prompt_that_is_not_computed() -> None:
+    """The one that computes it leaves, or gives up its pages: the next does it."""
+    loop = Loop(make_config(num_pages=64))
+    prompt = [7] * 18
+    loop.add(*(msgspec.structs.replace(make_request(f"a{i}", [], 3), prompt_ids=prompt) for i in range(2)))
+    assert shape(loop.schedule()) == [(0, 8, False)]
+    loop.scheduler.abort("a0")
+    loop.commit()
+    assert shape(loop.schedule()) == [(0, 8, False)]
+    loop.commit()
+    assert shape(loop.schedule()) == [(8, 8, False)]

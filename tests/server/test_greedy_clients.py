@@ -178,7 +178,6 @@ TOO_MUCH = {
     "stop strings": (CHAT, chat(stop=["a"] * 33), "32"),
     "a stop string": (CHAT, chat(stop="a" * 1025), "1024"),
     "long stop strings": (CHAT, chat(stop=["a" * 1000] * 9), "8192 together"),
-    "pairs": (CHAT, chat(metadata={str(i): "" for i in range(300)}), "256 pairs"),
     "biases": (CHAT, chat(logit_bias={str(i): "a" for i in range(10_000)}), "numbers"),
 }
 

@@ -49,13 +49,13 @@ def get_json(process: ServerProcess, method: str, path: str, *args: Any) -> tupl
 
 
 class Stream:
-    """A streamed answer whose first chunk has come."""
+    """A streamed answer whose first chunk has come; or that waits, and was let in."""
 
-    def __init__(self, process: ServerProcess, body: Any):
+    def __init__(self, process: ServerProcess, body: Any, *, has_begun: bool = True):
         self._client = httpx.Client(timeout=60)
         self._context = self._client.stream("POST", process.url + CHAT, json=body)
         self._lines = self._context.__enter__().iter_lines()
-        assert next(self._lines).startswith("data: ")
+        assert not has_begun or next(self._lines).startswith("data: ")
 
     def rest(self) -> str:
         """What comes until the end."""
@@ -102,7 +102,8 @@ def test_keys_guard_every_route_but_the_probes(tmp_path: Path) -> None:
 
 def test_the_queue_is_limited_and_a_drain_lets_answers_finish() -> None:
     with ServerProcess(*FLAGS, "--max_queue", "1", "--drain_seconds", "60") as process:
-        streams = [Stream(process, {**ENDLESS, "max_tokens": 400}), Stream(process, {**SHORT, "stream": True})]
+        streams = [Stream(process, {**ENDLESS, "max_tokens": 400})]
+        streams.append(Stream(process, {**SHORT, "stream": True}, has_begun=False))
         refused = ask(process, "POST", CHAT, SHORT)
         assert refused.status_code == 503
         assert int(refused.headers["Retry-After"]) >= 1

@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.server.fake_backend import FakeBackend
 
 from ktransformers.errors import ConfigError
 from ktransformers.server.api import web
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
+from tests.support.fake_backend import FakeBackend
 
 SOURCES = Path(__file__).resolve().parents[2] / "web"
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

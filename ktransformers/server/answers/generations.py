@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Container, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from ktransformers.core import GenerationStats, TokenEvent
+from ktransformers.core import FinishReason, GenerationStats, TokenEvent
 from ktransformers.server.backend.base import Backend, GenerationRequest
 from ktransformers.server.metrics import Metrics
 
@@ -23,9 +23,11 @@ class _Failed:
 
 
 async def run_generations(
-    backend: Backend, requests: Sequence[GenerationRequest]
+    backend: Backend, requests: Sequence[GenerationRequest], ended: Container[int] = ()
 ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
     """(index of the request, event) as they come. The first error of any of them ends all.
+
+    ended: looked at after each event, indices of those that the reader wants no more of.
 
     Close it (`aclosing`) to stop what still runs.
     """
@@ -33,9 +35,11 @@ async def run_generations(
         async with aclosing(backend.generate(requests[0])) as events:
             async for event in events:
                 yield 0, event
+                if 0 in ended:
+                    return
         return
     queue: asyncio.Queue[tuple[int, TokenEvent | None] | _Failed] = asyncio.Queue(_MAX_MERGED)
-    tasks = [asyncio.create_task(_pump(backend, request, i, queue)) for i, request in enumerate(requests)]
+    tasks = [asyncio.create_task(_pump(backend, request, i, queue, ended)) for i, request in enumerate(requests)]
     num_open = len(tasks)
     try:
         while num_open:
@@ -58,10 +62,13 @@ async def _pump(
     request: GenerationRequest,
     index: int,
     queue: asyncio.Queue[tuple[int, TokenEvent | None] | _Failed],
+    ended: Container[int],
 ) -> None:
     try:
         async with aclosing(backend.generate(request)) as events:
             async for event in events:
+                if index in ended:
+                    break
                 await queue.put((index, event))
     except Exception as error:  # noqa: BLE001 - goes to the reader, who raises it
         await queue.put(_Failed(error))
@@ -79,6 +86,7 @@ class Tally:
         self._token_at = [0.0] * len(requests)
         self.first_token_seconds: float | None = None
         self.finish_reasons: list[str | None] = [None] * len(requests)
+        self._open = set(range(len(requests)))
         metrics.counts.num_started += len(requests)
 
     def note(self, index: int, event: TokenEvent) -> None:
@@ -98,7 +106,20 @@ class Tally:
                     self.first_token_seconds = now - self._began
             self._token_at[index] = now
         if event.finish_reason is not None:
+            self._open.discard(index)
             self._metrics.finished(event.finish_reason, event.stats, now - self._began)
+
+    def close(self) -> None:
+        """Count the answers that nobody waits for any more: their tokens were computed all the same."""
+        for index in self._open:
+            stats, reason = self._stats[index], self.finish_reasons[index]
+            if stats is not None:
+                self._metrics.finished(
+                    FinishReason.ABORT if reason is None else FinishReason.STOP,
+                    stats,
+                    time.perf_counter() - self._began,
+                )
+        self._open.clear()
 
     @property
     def total(self) -> GenerationStats:

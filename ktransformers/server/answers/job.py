@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 from ktransformers.core import GenerationStats, SamplingParams
 from ktransformers.engine.sampler import draw_seed
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError, FieldError, UnsupportedError
 from ktransformers.server.answers.choices import ChatChoice, Choice, PromptChoice, TextChoice
 from ktransformers.server.answers.events import AnswerFinished, AnswerStep
 from ktransformers.server.answers.generations import Tally, run_generations
-from ktransformers.server.answers.prompts import chat_prompt
-from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Sampling, TextRequest
+from ktransformers.server.answers.one_call import OneCall
+from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
+from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Sampling, TextRequest, ToolChoice
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.service import Service
 from ktransformers.tokenizer import Tokenizer
@@ -38,7 +39,8 @@ _DRAWN = (
 class Job:
     """A checked request, ready to run. model: the name for the answer. created: seconds since 1970.
 
-    choices[i] turns the tokens of requests[i] into events; n answers to each prompt are neighbours.
+    choices[i] turns the tokens of requests[i] into events; n answers to each prompt are neighbours. ignored: fields of
+    the request that have no effect on this model.
     """
 
     service: Service
@@ -49,6 +51,7 @@ class Job:
     tally: Tally
     is_prompt_only: bool
     created: int
+    ignored: tuple[str, ...] = ()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -61,13 +64,19 @@ class Job:
 
     async def steps(self) -> AsyncGenerator[AnswerStep, None]:
         """The answers, side by side. The first error of any of them ends all: raises KTransformersError."""
-        async with aclosing(run_generations(self.service.backend, self.requests)) as events:
-            async for index, event in events:
-                self.tally.note(index, event)
-                made = self.choices[index].feed(event)
-                if isinstance(made[-1], AnswerFinished):
-                    self.tally.finish_reasons[index] = made[-1].reason
-                yield AnswerStep(index, made)
+        ended: set[int] = set()
+        try:
+            async with aclosing(run_generations(self.service.backend, self.requests, ended)) as events:
+                async for index, event in events:
+                    self.tally.note(index, event)
+                    made = self.choices[index].feed(event)
+                    if made and isinstance(made[-1], AnswerFinished):
+                        self.tally.finish_reasons[index] = made[-1].reason
+                        ended.add(index)
+                    if made:
+                        yield AnswerStep(index, made)
+        finally:
+            self.tally.close()
 
 
 def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
@@ -75,7 +84,13 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
     name = service.check_model(asked.model)
     if asked.priority and not service.backend.has_priorities:
         raise UnsupportedError(f"the {service.backend.name} backend serves by order of arrival: leave priority out")
-    prompts, choices = _chat(service, asked) if isinstance(asked, ChatRequest) else _texts(service, asked)
+    ignored: tuple[str, ...] = ()
+    if isinstance(asked, ChatRequest):
+        ignored = template_kwargs(service.model.tokenizer, asked.conversation).ignored
+        service.check_ignored(ignored)
+        prompts, choices = _chat(service, asked)
+    else:
+        prompts, choices = _texts(service, asked)
     requests = _generations(service, asked, prompts)
     return Job(
         service=service,
@@ -84,8 +99,9 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
         requests=requests,
         choices=choices,
         tally=Tally(requests, asked.n, service.metrics),
-        is_prompt_only=isinstance(asked, TextRequest) and asked.is_prompt_only,
+        is_prompt_only=asked.is_prompt_only,
         created=int(time.time()),
+        ignored=ignored,
     )
 
 
@@ -98,11 +114,29 @@ def _chat(service: Service, asked: ChatRequest) -> _Prepared:
     tokenizer = model.tokenizer
     if tools and not tokenizer.has_tool_calls:
         raise UnsupportedError("this model's tokenizer and template know no tool calls: leave tools out")
+    _check_tool_choice(asked.tool_choice)
     prompt_ids = chat_prompt(
-        tokenizer, asked.conversation, max_len=model.max_len, force_think=service.config.force_think
+        tokenizer,
+        asked.conversation,
+        max_len=model.max_len,
+        force_think=service.config.force_think,
+        reads_special_tokens=service.config.reads_special_tokens,
     )
+    if asked.is_prompt_only:
+        return [prompt_ids], [PromptChoice() for _ in range(asked.n)]
     opens_reasoning = tokenizer.opens_reasoning(prompt_ids)
-    return [prompt_ids], [ChatChoice(tokenizer, opens_reasoning, bool(tools)) for _ in range(asked.n)]
+    choices: list[Choice] = [ChatChoice(tokenizer, opens_reasoning, bool(tools)) for _ in range(asked.n)]
+    if asked.tool_choice.max_calls is not None:
+        choices = [OneCall(choice) for choice in choices]
+    return [prompt_ids], choices
+
+
+def _check_tool_choice(choice: ToolChoice) -> None:
+    """Calls cannot be forced yet."""
+    if choice.is_required:
+        raise FieldError(
+            "tool_choice: this server cannot force a call; use auto, and say it in a message", "tool_choice"
+        )
 
 
 def _texts(service: Service, asked: TextRequest) -> _Prepared:
@@ -158,7 +192,10 @@ def _params(service: Service, asked: Sampling) -> tuple[SamplingParams, int]:
         **{**service.config.sampling, **given},
         logit_bias=asked.logit_bias,
         max_tokens=service.max_tokens(asked.max_tokens, asked.default_max_tokens),
+        min_tokens=asked.min_tokens,
         stop=asked.stop,
+        include_stop_str_in_output=asked.include_stop,
+        skip_special_tokens=asked.skip_special_tokens,
         stop_token_ids=asked.stop_token_ids,
         allowed_token_ids=asked.allowed_token_ids,
         logprobs=asked.logprobs,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.server.answers.requests import Conversation, Message, Tool
 from ktransformers.tokenizer import Tokenizer
 
-__all__ = ["chat_prompt"]
+__all__ = ["TemplateKwargs", "chat_prompt", "template_kwargs"]
 
 _FORCED_NEWLINE = "\n"
 """Follows a reasoning tag that the server opens, as the templates of DeepSeek-R1 and Qwen3 write it."""
@@ -16,9 +17,9 @@ _FORCED_NEWLINE = "\n"
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "tokenize", "documents"})
 
 
-def _turn(message: Message) -> dict[str, Any]:
+def _turn(message: Message, role: str) -> dict[str, Any]:
     """What the model's template gets: what the message has, under the names that templates use."""
-    turn: dict[str, Any] = {"role": message.role, "content": message.text}
+    turn: dict[str, Any] = {"role": role, "content": message.text}
     if message.reasoning:
         turn["reasoning_content"] = message.reasoning
     if message.name is not None:
@@ -34,44 +35,85 @@ def _turn(message: Message) -> dict[str, Any]:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    fields = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
+    fields = {name: getattr(tool, name) for name in ("name", "description", "parameters")}
     return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 
 
-def _template_kwargs(tokenizer: Tokenizer, asked: Conversation) -> dict[str, Any]:
-    """What the template gets besides messages and tools. Raises for what it would ignore."""
-    kwargs = dict(asked.template_kwargs)
-    if asked.reasoning_effort is not None:
-        kwargs["reasoning_effort"] = asked.reasoning_effort
-    reserved = sorted(_RESERVED & kwargs.keys())
+def _role(tokenizer: Tokenizer, role: str) -> str:
+    """Templates drop turns of roles that they do not know; `developer` is OpenAI's newer word for system."""
+    return "system" if role == "developer" and not tokenizer.template_writes("developer") else role
+
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""How templates call the variable that turns reasoning on and off."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateKwargs:
+    """given: to the template, besides messages and tools. ignored: fields of the request that it does not know."""
+
+    given: dict[str, Any]
+    ignored: tuple[str, ...]
+
+
+def template_kwargs(tokenizer: Tokenizer, asked: Conversation) -> TemplateKwargs:
+    """What of a conversation's variables its template takes. Raises ConfigError for names that are not the client's."""
+    reserved = sorted(_RESERVED & asked.template_kwargs.keys())
     if reserved:
         raise ConfigError(f"chat_template_kwargs must not hold {reserved[0]}")
-    for name in kwargs:
-        if not tokenizer.template_knows(name):
-            raise UnsupportedError(f"this model's chat template does not know {name[:100]!r}")
-    return kwargs
+    ignored = [f"chat_template_kwargs.{name}" for name in asked.template_kwargs if not tokenizer.template_knows(name)]
+    given = {name: value for name, value in asked.template_kwargs.items() if tokenizer.template_knows(name)}
+    effort, thinks, budget = asked.reasoning_effort, asked.thinks, asked.reasoning_budget
+    if thinks is None and (budget == 0 or effort == "none"):
+        thinks = False
+    switch = next((name for name in _SWITCHES if tokenizer.template_knows(name)), None)
+    if effort is not None and tokenizer.template_knows("reasoning_effort"):
+        given.setdefault("reasoning_effort", effort)
+    elif effort is not None and not (effort == "none" and switch is not None):
+        ignored.append("reasoning_effort")
+    if thinks is not None and switch is not None:
+        given.setdefault(switch, thinks)
+    elif asked.thinks is not None:
+        ignored.append("enable_thinking")
+    if budget is not None and tokenizer.template_knows("thinking_budget"):
+        given.setdefault("thinking_budget", budget)
+    elif budget is not None and not (budget == 0 and switch is not None):
+        ignored.append("thinking_budget")
+    return TemplateKwargs(given, tuple(ignored))
 
 
 def chat_prompt(
-    tokenizer: Tokenizer, asked: Conversation, *, max_len: int | None = None, force_think: bool = False
+    tokenizer: Tokenizer,
+    asked: Conversation,
+    *,
+    max_len: int | None = None,
+    force_think: bool = False,
+    reads_special_tokens: bool = False,
 ) -> list[int]:
     """Prompt ids of a conversation. force_think: open the reasoning when the template has not done it.
 
-    Raises ConfigError and UnsupportedError for what the template refuses or would ignore, ContextLengthError for more
-    than max_len tokens.
+    reads_special_tokens: those that a message spells are tokens, too; else they are text, so that nobody can forge a
+    turn. Raises ConfigError and UnsupportedError for what the template refuses, ContextLengthError for more than
+    max_len tokens.
     """
-    kwargs = _template_kwargs(tokenizer, asked)
+    kwargs = template_kwargs(tokenizer, asked).given
     if asked.tools and not tokenizer.template_knows("tools"):
         raise UnsupportedError("this model's chat template does not know tools")
-    turns, tools = [_turn(message) for message in asked.messages], [_shown(tool) for tool in asked.tools]
+    turns: Any = [_turn(message, _role(tokenizer, message.role)) for message in asked.messages]
+    tools: Any = [_shown(tool) for tool in asked.tools]
     try:
-        text = tokenizer.render_chat_template(turns, tools, asked.opens_answer, **kwargs)
+        guard = tokenizer.verbatim.guard((turns, tools, kwargs)) if not reads_special_tokens else None
+        if guard is not None:
+            turns, tools, kwargs = guard.marked(turns), guard.marked(tools), guard.marked(kwargs)
+        text = tokenizer.render_chat_template(
+            turns, tools, asked.opens_answer, continue_final_message=asked.continues, **kwargs
+        )
     except RecursionError as error:
         raise ConfigError(
             "tools, tool calls or chat_template_kwargs are nested too deeply for a chat template"
         ) from error
-    prompt_ids = tokenizer.encode(text, add_special_tokens=False, max_len=max_len)
-    tags = tokenizer.reasoning_tags
-    if force_think and tags is not None and asked.opens_answer and not tokenizer.opens_reasoning(prompt_ids):
+    prompt_ids = tokenizer.encode_guarded(text, guard, max_len=max_len)
+    tags, opens = tokenizer.reasoning_tags, asked.opens_answer and not asked.continues
+    if force_think and tags is not None and opens and not tokenizer.opens_reasoning(prompt_ids):
         prompt_ids += tokenizer.encode(tags[0] + _FORCED_NEWLINE, add_special_tokens=False)
     return prompt_ids

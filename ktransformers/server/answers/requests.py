@@ -22,6 +22,7 @@ __all__ = [
     "Sampling",
     "TextRequest",
     "Tool",
+    "ToolChoice",
     "count_answers",
     "new_id",
 ]
@@ -60,7 +61,10 @@ class Sampling:
     seed: int | None = None
     max_tokens: int | None = None
     default_max_tokens: int | None = None
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
@@ -74,6 +78,8 @@ class AnswerRequest:
 
     id: of the answer, spelled as the dialect does. model: the name that was asked for. n: answers per prompt. timeout:
     seconds, priority: a smaller number is served earlier. cache_salt: prefixes are shared within the same salt only.
+    is_prompt_only: nothing but the prompt is looked at; the one token that is computed for that is not part of the
+    answer.
     """
 
     id: str
@@ -83,6 +89,7 @@ class AnswerRequest:
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
+    is_prompt_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,19 +127,32 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """How many calls an answer makes. is_required: one at least. name: of this tool. max_calls: None: any number."""
+
+    is_required: bool = False
+    name: str | None = None
+    max_calls: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """What a chat template makes a prompt of.
 
-    tools: empty when the model must not call any. template_kwargs: more for the chat template, refused when it does not
-    know them. reasoning_effort: the template's word for it. opens_answer: whether the prompt ends with the header of
-    the answer; without it the template's last turn goes on.
+    tools: empty when the model must not call any. template_kwargs: more for the chat template. reasoning_effort,
+    thinks, reasoning_budget (tokens): about the reasoning; None: as the template has it. What it does not know of
+    these four has no effect, see `answers/prompts.py`. opens_answer: whether the prompt ends with the header of
+    the answer. continues: the last message is the beginning of the answer, which goes on from its last character.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
+    thinks: bool | None = None
+    reasoning_budget: int | None = None
     opens_answer: bool = True
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,16 +160,15 @@ class ChatRequest(AnswerRequest):
     """The next turn of a conversation."""
 
     conversation: Conversation
+    tool_choice: ToolChoice = ToolChoice()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest(AnswerRequest):
     """The continuation of texts or of token ids, as they are: no template, no reasoning, no tool calls.
 
-    has_echo: AnswerStarted shows the prompt. is_prompt_only: nothing else is wanted; the one token that is computed to
-    see the prompt is not part of the answer.
+    has_echo: AnswerStarted shows the prompt.
     """
 
     prompts: Sequence[str | Sequence[int]]
     has_echo: bool = False
-    is_prompt_only: bool = False

@@ -18,6 +18,7 @@ from ktransformers.server.answers.job import Job, prepare
 from ktransformers.server.answers.requests import ChatRequest, TextRequest
 from ktransformers.server.api_paths import USE_KEY
 from ktransformers.server.bodies import body_size
+from ktransformers.server.fields import note_ignored
 from ktransformers.server.keys import KeyUse
 from ktransformers.server.request_log import note_request
 from ktransformers.server.responses import ApiResponse
@@ -80,6 +81,7 @@ async def respond(
     try:
         job = await service.workers.run(size, lambda: prepare(service, _prioritized(read(), service, key)))
         note_request(request, job.id, job.tally)
+        note_ignored(request.scope, job.ignored)
         writer = writer_of(job)
         if is_streamed:
             config = service.config

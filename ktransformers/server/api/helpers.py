@@ -99,7 +99,7 @@ async def props(request: Request) -> Response:
     service = service_of(request)
     model, sampling = service.model, _sampling(service)
     params = {name: value for name, value in sampling.items() if name != "repetition_penalty"}
-    params |= {"repeat_penalty": sampling["repetition_penalty"], "n_predict": service.config.most_new_tokens or -1}
+    params |= {"repeat_penalty": sampling["repetition_penalty"], "n_predict": service.config.max_new_tokens or -1}
     tokens = _tokens(model)
     template = tokens.pop("chat_template")
     return ApiResponse(

@@ -302,3 +302,18 @@ def kill_engines(process: ServerProcess, kills: int) -> None:
         wait_until(lambda: metrics(process)["ktransformers:engine_steps_total"] >= steps + 15)  # noqa: B023
         os.kill(child_pids(process, "kt-engine")[0], signal.SIGKILL)
         wait_until(lambda: metrics(process)["ktransformers:engine_restarts_total"] == kill + 1)  # noqa: B023
+
+
+def test_answers_to_one_prompt_compute_it_once(balanced: ServerProcess) -> None:
+    """Whole pages of 64 tokens, that is; each answer computes what is left over."""
+    text = "One prompt, many answers. " * 40
+    before = metrics(balanced)
+    body = {"prompt": text, "n": 6, "max_tokens": 4, "temperature": 1.0, "seed": 1, "cache_salt": "n"}
+    with httpx.Client(base_url=balanced.url, timeout=60) as client:
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+    after = metrics(balanced)
+    grown = {name: after[name] - before[name] for name in after if name.startswith("vllm:prefix_cache")}
+    pages = (usage["prompt_tokens"] - 1) // 64
+    assert pages > 2
+    assert grown["vllm:prefix_cache_queries_total"] == 6 * usage["prompt_tokens"]
+    assert grown["vllm:prefix_cache_hits_total"] == 5 * 64 * pages

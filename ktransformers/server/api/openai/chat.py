@@ -1,18 +1,21 @@
 """POST /v1/chat/completions. https://platform.openai.com/docs/api-reference/chat
 
 Reasoning comes back as `reasoning_content` (DeepSeek's name) and as `reasoning` (OpenRouter's), in messages and in
-deltas. Without stream_options the finishing chunk of a stream carries the usage; with it, OpenAI's own shape is kept.
+deltas. A stream's first chunk, which names the role, comes with the first token: what is measured to it is the prompt's
+time. Without stream_options the finishing chunk of a stream carries the usage; with it, OpenAI's own shape is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.server.answers.events import (
     AnswerFinished,
+    AnswerReason,
+    AnswerStarted,
     AnswerStep,
     ReasoningDelta,
     TextDelta,
@@ -20,18 +23,20 @@ from ktransformers.server.answers.events import (
     ToolArgumentsDelta,
     ToolCallStarted,
     WholeAnswer,
+    WholeCall,
 )
 from ktransformers.server.answers.job import Job
 from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.openai.logprobs import chat_logprobs
 from ktransformers.server.api.openai.read import chat_request
 from ktransformers.server.api.openai.schemas import ChatBody
+from ktransformers.server.api.openai.table import CHAT_FIELDS
 from ktransformers.server.api.openai.writer import Fields, OpenAIWriter
-from ktransformers.server.bodies import BodyRoute
+from ktransformers.server.bodies import body_route
 
 __all__ = ["router"]
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=body_route(CHAT_FIELDS))
 
 
 @router.post("/v1/chat/completions")
@@ -48,6 +53,7 @@ class _ChatWriter(OpenAIWriter):
     def __init__(self, job: Job, body: ChatBody):
         super().__init__(job, body)
         self._wholes = [WholeAnswer() for _ in job.requests]
+        self._is_legacy = body.functions is not None  # a client that knows functions, and no tools
         self._logprobs: list[list[Fields]] | None = [[] for _ in job.requests] if body.logprobs else None
 
     def _token_logprobs(self, token: TokenAdded) -> list[Fields]:
@@ -57,11 +63,9 @@ class _ChatWriter(OpenAIWriter):
 
     # As a stream.
 
-    def begin(self) -> Iterator[bytes]:
-        for index in range(len(self.job.requests)):
-            yield self._chunk(_chunk_choice(index, {"role": "assistant", "content": ""}))
-
     def _chunk_choices(self, step: AnswerStep) -> Iterator[Fields]:
+        if isinstance(step.events[0], AnswerStarted):
+            yield _chunk_choice(step.index, {"role": "assistant", "content": ""})
         delta: Fields = {}
         logprobs: list[Fields] = []
         finished = None
@@ -73,6 +77,8 @@ class _ChatWriter(OpenAIWriter):
                     delta |= {"reasoning_content": text, "reasoning": text}
                 case TextDelta(text):
                     delta["content"] = text
+                case ToolCallStarted() | ToolArgumentsDelta() if self._is_legacy:
+                    _add_function_call(delta.setdefault("function_call", {"arguments": ""}), event)
                 case ToolCallStarted() | ToolArgumentsDelta():
                     _add_call(delta.setdefault("tool_calls", []), event)
                 case AnswerFinished():
@@ -84,7 +90,7 @@ class _ChatWriter(OpenAIWriter):
                 step.index, delta, logprobs={"content": logprobs, "refusal": None} if logprobs else None
             )
         if finished is not None:
-            yield _chunk_choice(step.index, {}, finish_reason=finished.reason)
+            yield _chunk_choice(step.index, {}, finish_reason=self._reason(finished))
 
     # As one body.
 
@@ -103,10 +109,26 @@ class _ChatWriter(OpenAIWriter):
             message |= {"reasoning_content": whole.reasoning, "reasoning": whole.reasoning}
         if whole.calls:
             message["content"] = whole.text or None
-            message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in whole.calls]
+            message |= self._calls(whole.calls)
         logprobs = None if self._logprobs is None else {"content": self._logprobs[index], "refusal": None}
-        reason = None if whole.finished is None else whole.finished.reason
+        reason = None if whole.finished is None else self._reason(whole.finished)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _calls(self, calls: Sequence[WholeCall]) -> Fields:
+        if self._is_legacy:
+            return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
+        return {"tool_calls": [_call(call.id, call.name, call.arguments) for call in calls]}
+
+    def _reason(self, finished: AnswerFinished) -> str:
+        return "function_call" if self._is_legacy and finished.reason is AnswerReason.TOOL_CALLS else finished.reason
+
+
+def _add_function_call(call: Fields, event: ToolCallStarted | ToolArgumentsDelta) -> None:
+    """Into the `function_call` of a chunk, what there was before `tool_calls`."""
+    if isinstance(event, ToolCallStarted):
+        call["name"] = event.name
+    else:
+        call["arguments"] += event.text
 
 
 def _add_call(calls: list[Fields], event: ToolCallStarted | ToolArgumentsDelta) -> None:

@@ -19,12 +19,13 @@ from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.openai.logprobs import CompletionLogprobs
 from ktransformers.server.api.openai.read import num_prompts, text_request
 from ktransformers.server.api.openai.schemas import CompletionBody
+from ktransformers.server.api.openai.table import COMPLETION_FIELDS
 from ktransformers.server.api.openai.writer import Fields, OpenAIWriter
-from ktransformers.server.bodies import BodyRoute
+from ktransformers.server.bodies import body_route
 
 __all__ = ["router"]
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=body_route(COMPLETION_FIELDS))
 
 
 @router.post("/v1/completions")
@@ -32,7 +33,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     """The continuation of one or more prompts, as one JSON object or as a stream of server-sent events."""
     return await respond(
         request,
-        count_answers(num_prompts(body), body.n or 1),
+        count_answers(num_prompts(body), body.num_computed),
         bool(body.stream),
         lambda: text_request(body),
         lambda job: _TextWriter(job, body),
@@ -47,6 +48,13 @@ class _Piece:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    sum_logprobs: float = 0.0
+    num_scored: int = 0
+
+    @property
+    def mean_logprob(self) -> float:
+        """How likely its tokens were on average."""
+        return self.sum_logprobs / max(self.num_scored, 1)
 
 
 class _TextWriter(OpenAIWriter):
@@ -55,6 +63,7 @@ class _TextWriter(OpenAIWriter):
     def __init__(self, job: Job, body: CompletionBody):
         super().__init__(job, body)
         has_logprobs, self._has_ids = body.logprobs is not None, bool(body.return_token_ids)
+        self._n, self._num_computed = body.n or 1, body.num_computed
         self._pieces = [_Piece(CompletionLogprobs(job.tokenizer) if has_logprobs else None) for _ in job.requests]
 
     def keep(self, step: AnswerStep) -> None:
@@ -70,6 +79,9 @@ class _TextWriter(OpenAIWriter):
                             piece.logprobs.add(token_id, logprobs)
                 case TokenAdded(token_id, logprobs, is_end):
                     piece.token_ids.append(token_id)
+                    if logprobs is not None and not is_end:
+                        piece.sum_logprobs += logprobs.logprob
+                        piece.num_scored += 1
                     if piece.logprobs is not None and not is_end:
                         piece.logprobs.add(token_id, logprobs)
                 case TextDelta(text):
@@ -85,7 +97,18 @@ class _TextWriter(OpenAIWriter):
             yield choice
 
     def _choices(self) -> list[Fields]:
-        return [self._take(index) for index in range(len(self._pieces))]
+        return [self._take(place) | {"index": index} for index, place in enumerate(self._best())]
+
+    def _best(self) -> list[int]:
+        """Which answers come back: with best_of, of each prompt the n likeliest, best first."""
+        places = range(len(self._pieces))
+        if self._num_computed == self._n:
+            return list(places)
+        best: list[int] = []
+        for first in places[:: self._num_computed]:
+            ranked = sorted(places[first : first + self._num_computed], key=lambda i: -self._pieces[i].mean_logprob)
+            best += ranked[: self._n]
+        return best
 
     def _take(self, index: int) -> Fields:
         """An element of choices: what was kept since the last call."""

@@ -28,9 +28,9 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """All names; they mean the same model."""
+    """The names to choose from; they mean the same model, as do others that requests may use."""
     service = service_of(request)
-    return ApiResponse({"object": "list", "data": [_describe(service, name) for name in service.model_names]})
+    return ApiResponse({"object": "list", "data": [_describe(service, name) for name in service.listed_names]})
 
 
 @router.get("/v1/models/{name:path}")

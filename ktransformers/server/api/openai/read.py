@@ -7,10 +7,10 @@ tool calls (JSON as text here, an object there).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, FieldError
 from ktransformers.server.answers.requests import (
     ChatRequest,
     Conversation,
@@ -19,6 +19,7 @@ from ktransformers.server.answers.requests import (
     Sampling,
     TextRequest,
     Tool,
+    ToolChoice,
     new_id,
 )
 from ktransformers.server.api.openai.schemas import (
@@ -27,9 +28,9 @@ from ktransformers.server.api.openai.schemas import (
     CompletionBody,
     FunctionTool,
     GenerationFields,
-    MessageToolCall,
     TokenizeBody,
 )
+from ktransformers.server.api.openai.schemas.messages import FunctionDefinition, NamedFunction, NamedTool
 from ktransformers.server.json_limits import MAX_DEPTH, json_size
 
 __all__ = ["chat_request", "num_prompts", "text_request", "tokenized_conversation"]
@@ -38,33 +39,45 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for completions whose request names no limit."""
 
 
-def _arguments(text: str, at: str) -> dict[str, Any]:
+def _arguments(value: str | dict[str, Any] | None, at: str) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    text = value or "{}"
     if json_size(text.encode("utf-8", "surrogatepass")).depth > MAX_DEPTH:
-        raise ConfigError(f"{at}.function.arguments has more than {MAX_DEPTH} lists and objects within each other")
+        raise ConfigError(f"{at}.arguments has more than {MAX_DEPTH} lists and objects within each other")
     try:
-        arguments = json.loads(text or "{}")
+        arguments = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{at}.function.arguments is not valid JSON: {error}") from error
+        raise ConfigError(f"{at}.arguments is not valid JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise ConfigError(f"{at}.function.arguments must be a JSON object")
+        raise ConfigError(f"{at}.arguments must be a JSON object")
     return arguments
 
 
-def _call(call: MessageToolCall, at: str) -> PastCall:
-    return PastCall(id=call.id, name=call.function.name, arguments=_arguments(call.function.arguments, at))
+def _calls(message: ChatMessage, at: str) -> list[PastCall]:
+    calls = [
+        PastCall(id=call.id, name=call.function.name, arguments=_arguments(call.function.arguments, f"{at}.{where}"))
+        for i, call in enumerate(message.tool_calls or ())
+        if (where := f"tool_calls[{i}].function")
+    ]
+    if message.function_call is not None and not calls:
+        call = message.function_call
+        calls = [PastCall(name=call.name, arguments=_arguments(call.arguments, f"{at}.function_call"))]
+    return calls
 
 
 def _message(message: ChatMessage, index: int) -> Message:
     content = message.content
+    parts = content if isinstance(content, list) else ()
+    thoughts = "\n".join(part.content for part in parts if part.is_reasoning)
+    text = "\n".join(part.content for part in parts if not part.is_reasoning)
     return Message(
-        role=message.role,
-        text="\n".join(part.text for part in content) if isinstance(content, list) else content or "",
-        reasoning=message.reasoning_content or message.reasoning or "",
+        role="tool" if message.role == "function" else message.role,
+        text=(content if isinstance(content, str) else text) or message.refusal or "",
+        reasoning=message.reasoning_content or message.reasoning or thoughts,
         name=message.name,
         tool_call_id=message.tool_call_id,
-        tool_calls=[
-            _call(call, f"messages[{index}].tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
-        ],
+        tool_calls=_calls(message, f"messages[{index}]"),
     )
 
 
@@ -72,15 +85,44 @@ def _messages(messages: Sequence[ChatMessage]) -> list[Message]:
     return [_message(message, index) for index, message in enumerate(messages)]
 
 
+def _functions(functions: Iterable[FunctionDefinition]) -> list[Tool]:
+    return [
+        Tool(name=one.name, description=one.description, parameters=one.parameters, strict=one.strict)
+        for one in functions
+    ]
+
+
 def _tools(tools: Sequence[FunctionTool] | None) -> list[Tool]:
-    return [Tool(**dict(tool.function)) for tool in tools or ()]
+    return _functions(tool.function for tool in tools or ())
+
+
+def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:
+    """Raises FieldError for a tool that is not among these."""
+    asked: Any = body.function_call if body.functions is not None else body.tool_choice
+    field = "function_call" if body.functions is not None else "tool_choice"
+    name = asked.name if isinstance(asked, NamedFunction) else None
+    if isinstance(asked, NamedTool):
+        name = asked.function.name
+    if asked == "required" and not tools:
+        raise FieldError(f"{field}: a call is required, and there are no tools", field)
+    if name is not None and name not in (tool.name for tool in tools):
+        raise FieldError(f"{field}: there is no tool {name!r} among the tools", field)
+    is_single = body.parallel_tool_calls is False or body.functions is not None or name is not None
+    return ToolChoice(
+        is_required=asked == "required" or name is not None, name=name, max_calls=1 if is_single and tools else None
+    )
 
 
 def _sampling(fields: GenerationFields, max_tokens: int | None, **more: int | None) -> Sampling:
-    """more: fields of Sampling that the two routes spell differently."""
+    """more: fields of Sampling that the two routes spell differently.
+
+    top_p 0 leaves the likeliest token alone, which is what temperature 0 does. max_tokens 0 computes one token all the
+    same: it shows what the model says of the prompt.
+    """
+    is_greedy = fields.top_p == 0
     return Sampling(
-        temperature=fields.temperature,
-        top_p=fields.top_p,
+        temperature=0.0 if is_greedy else fields.temperature,
+        top_p=1.0 if is_greedy else fields.top_p,
         top_k=fields.top_k,
         min_p=fields.min_p,
         repetition_penalty=fields.repetition_penalty,
@@ -88,8 +130,11 @@ def _sampling(fields: GenerationFields, max_tokens: int | None, **more: int | No
         frequency_penalty=fields.frequency_penalty,
         ignore_eos=fields.ignore_eos,
         seed=fields.seed,
-        max_tokens=max_tokens,
+        max_tokens=None if max_tokens is None else max(max_tokens, 1),
+        min_tokens=fields.min_tokens or 0,
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        include_stop=bool(fields.include_stop_str_in_output),
+        skip_special_tokens=fields.skip_special_tokens is not False,
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
         logit_bias={int(key): value for key, value in (fields.logit_bias or {}).items()},
@@ -98,26 +143,31 @@ def _sampling(fields: GenerationFields, max_tokens: int | None, **more: int | No
 
 
 def chat_request(body: ChatBody) -> ChatRequest:
-    """Raises ConfigError for arguments of earlier tool calls that are no JSON."""
+    """Raises ConfigError for arguments of earlier tool calls that are no JSON, FieldError for a tool that is none."""
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    tools = _tools(body.tools) if body.functions is None else _functions(body.functions)
+    if "none" in (body.tool_choice, body.function_call):
+        tools = []
     return ChatRequest(
         id=new_id("chatcmpl"),
         model=body.model,
-        sampling=_sampling(
-            body,
-            body.max_completion_tokens or body.max_tokens,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        ),
+        sampling=_sampling(body, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None),
         n=body.n or 1,
         priority=body.priority or 0,
         timeout=body.timeout,
         cache_salt=body.cache_salt or "",
+        is_prompt_only=max_tokens == 0,
         conversation=Conversation(
             messages=_messages(body.messages),
-            tools=[] if body.tool_choice == "none" else _tools(body.tools),
+            tools=tools,
             template_kwargs=body.chat_template_kwargs or {},
             reasoning_effort=body.reasoning_effort,
+            thinks=body.enable_thinking,
+            reasoning_budget=body.thinking_budget,
             opens_answer=body.add_generation_prompt is not False,
+            continues=body.continues,
         ),
+        tool_choice=_tool_choice(body, tools),
     )
 
 
@@ -144,18 +194,19 @@ def _prompts(body: CompletionBody) -> Sequence[str | Sequence[int]]:
 
 
 def text_request(body: CompletionBody) -> TextRequest:
-    """max_tokens 0 computes one token all the same: it shows what the model says of the prompt."""
+    """With best_of above n, answers carry what tells the best of them: how likely their tokens are."""
+    is_chosen = body.num_computed > (body.n or 1)
     return TextRequest(
         id=new_id("cmpl"),
         model=body.model,
         sampling=_sampling(
             body,
-            None if body.max_tokens is None else max(body.max_tokens, 1),
+            body.max_tokens,
             default_max_tokens=DEFAULT_MAX_TOKENS,
-            logprobs=body.logprobs,
+            logprobs=body.logprobs or 0 if is_chosen else body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         ),
-        n=body.n or 1,
+        n=body.num_computed,
         priority=body.priority or 0,
         timeout=body.timeout,
         cache_salt=body.cache_salt or "",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from ktransformers.core import GenerationStats
 from ktransformers.errors import KTransformersError
-from ktransformers.server.answers.events import AnswerStep
+from ktransformers.server.answers.events import AnswerStep, TokenAdded
 from ktransformers.server.answers.job import Job
 from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.openai.schemas import GenerationFields
@@ -44,6 +45,9 @@ class OpenAIWriter(Writer):
         self._num_open, self._with_speed = len(job.requests), bool(body.return_speed)
         wanted = None if body.stream_options is None else body.stream_options.include_usage
         self._has_last_chunk, self._is_in_finish = bool(wanted), wanted is None
+        self._is_in_all = bool(body.stream_options is not None and body.stream_options.continuous_usage_stats)
+        self._num_told = 0  # tokens of all answers so far; the engine is ahead of what is told
+        self._fingerprint = job.service.fingerprint
 
     @abstractmethod
     def _chunk_choices(self, step: AnswerStep) -> Iterable[Fields]:
@@ -55,6 +59,7 @@ class OpenAIWriter(Writer):
 
     def write(self, step: AnswerStep) -> Iterator[bytes]:
         """See Writer."""
+        self._num_told += sum(isinstance(event, TokenAdded) for event in step.events)
         for choice in self._chunk_choices(step):
             self._num_open -= choice["finish_reason"] is not None
             yield self._chunk(choice, has_usage=self._is_in_finish and not self._num_open)
@@ -72,10 +77,20 @@ class OpenAIWriter(Writer):
         return self._head(self.kind) | {"choices": self._choices(), "usage": self._usage()}
 
     def _head(self, kind: str) -> Fields:
-        return {"id": self.job.id, "object": kind, "created": self.job.created, "model": self.job.model}
+        return {
+            "id": self.job.id,
+            "object": kind,
+            "created": self.job.created,
+            "model": self.job.model,
+            "system_fingerprint": self._fingerprint,
+        }
 
     def _chunk(self, choice: Fields, *, has_usage: bool = False) -> bytes:
-        usage = {"usage": self._usage()} if has_usage else {"usage": None} if self._has_last_chunk else {}
+        usage: Fields = {"usage": None} if self._has_last_chunk else {}
+        if has_usage:
+            usage = {"usage": self._usage()}
+        elif self._is_in_all:
+            usage = {"usage": _usage(replace(self.job.usage(), completion_len=self._num_told), self._with_speed)}
         return _sse(self._head(self.chunk_kind) | {"choices": [choice]} | usage)
 
     def _usage(self) -> Fields:

@@ -1,0 +1,33 @@
+"""An answer that may make one tool call only: it ends where that call does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ktransformers.core import TokenEvent
+from ktransformers.server.answers.choices import Choice
+from ktransformers.server.answers.events import AnswerEvent, AnswerFinished, AnswerReason, ToolCallEnded
+
+__all__ = ["OneCall"]
+
+
+class OneCall(Choice):
+    """Another choice, cut behind its first call. What the engine computes after that is not shown."""
+
+    def __init__(self, choice: Choice):
+        self._choice, self._is_over = choice, False
+
+    def feed(self, event: TokenEvent) -> tuple[AnswerEvent, ...]:
+        """See Choice. Empty once the answer is over."""
+        return () if self._is_over else tuple(self._cut(event))
+
+    def _cut(self, event: TokenEvent) -> Iterator[AnswerEvent]:
+        for one in self._choice.feed(event):
+            yield one
+            if isinstance(one, ToolCallEnded):
+                self._is_over = True
+                yield AnswerFinished(AnswerReason.TOOL_CALLS, None, event.stats)
+                return
+
+    def _split(self, text: str, is_last: bool) -> Iterator[AnswerEvent]:
+        raise NotImplementedError("the choice inside splits its text")

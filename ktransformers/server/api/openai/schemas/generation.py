@@ -1,0 +1,81 @@
+"""What chat and text completions share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, FiniteFloat, WrapValidator, field_validator, model_validator
+
+from ktransformers.server.answers.requests import MAX_ANSWERS
+from ktransformers.server.api.openai.schemas.base import (
+    Body,
+    History,
+    Seconds,
+    Stop,
+    TokenId,
+    UnicodeText,
+    Whole,
+    number_values,
+    quick_ids,
+)
+
+__all__ = ["GenerationFields", "StreamOptions"]
+
+
+class StreamOptions(History):
+    """include_usage: a last chunk without choices carries the usage, all others carry `usage: null`.
+
+    continuous_usage_stats: every chunk carries the usage so far.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(Body):
+    """What chat and text completions share. Values that change nothing are gone before (table.py)."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    stop: Stop | None = None
+    seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]], BeforeValidator(number_values)] | None
+    ) = None
+    presence_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
+    # Extensions.
+    top_k: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None
+    min_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, fail_fast=True), WrapValidator(quick_ids)] | None
+    ) = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    timeout: Seconds | None = None
+    cache_salt: Annotated[UnicodeText, Field(max_length=256)] | None = None
+    return_speed: bool | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _keys_are_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for key in bias or {}:
+            if not (key.isascii() and key.isdecimal() and len(key) < 10):
+                raise ValueError(f"the keys of logit_bias must be token ids, got {key[:20]!r}")
+        return bias
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationFields:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self

@@ -1,0 +1,138 @@
+"""Conversations and tools as OpenAI's clients send them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator
+
+from ktransformers.server.api.openai.schemas.base import History
+
+__all__ = [
+    "ChatMessage",
+    "ContentPart",
+    "FunctionCall",
+    "FunctionDefinition",
+    "FunctionTool",
+    "MessageToolCall",
+    "NamedFunction",
+    "NamedTool",
+]
+
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+"""Types of parts that are text, and the field that holds it."""
+
+_MEDIA = {
+    "image": "images",
+    "input_image": "images",
+    "image_url": "images",
+    "input_audio": "audio",
+    "audio": "audio",
+    "audio_url": "audio",
+    "video_url": "videos",
+    "video": "videos",
+    "file": "files",
+    "input_file": "files",
+}
+
+
+class ContentPart(History):
+    """One part of a message's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
+
+    @field_validator("type")
+    @classmethod
+    def _is_text(cls, type: str) -> str:
+        if type in _MEDIA:
+            raise ValueError(f"no support for {_MEDIA[type]}: this server's models read text; send parts of type text")
+        if type not in _TEXTS:
+            raise ValueError(f"parts are of type text, got {type[:40]!r}")
+        return type
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether this is an earlier answer's reasoning."""
+        return self.type == "thinking"
+
+    @property
+    def content(self) -> str:
+        """What it says."""
+        return str(getattr(self, _TEXTS[self.type]) or "")
+
+
+def _kind(content: Any) -> str:
+    return "parts" if isinstance(content, list) else "text"
+
+
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("parts")],
+    Discriminator(_kind),  # an error is then about the one that was meant
+]
+
+
+class FunctionCall(History):
+    """arguments: a JSON object, as text or as it is."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class MessageToolCall(History):
+    """A call that an earlier answer made."""
+
+    id: str | None = None
+    type: Literal["function"] | None = "function"
+    function: FunctionCall
+
+
+class ChatMessage(History):
+    """One turn. The role goes to the model's chat template as it is; the template knows which roles there are.
+
+    refusal: an earlier answer's text, where it has no other. function_call, and the role `function`: what tool calls
+    were before. prefix, partial: the last message is the beginning of the answer.
+    """
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    function_call: FunctionCall | None = None
+    prefix: bool | None = None
+    partial: bool | None = None
+
+
+class FunctionDefinition(History):
+    """A function that the model may call. parameters: a JSON schema, shown to the model as it is."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(History):
+    """An element of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(History):
+    """The name of a function."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class NamedTool(History):
+    """A tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction

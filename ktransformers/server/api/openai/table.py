@@ -1,0 +1,221 @@
+"""Which fields the two OpenAI routes know, and what becomes of each (server/fields.py says how). Knows no model.
+
+OpenAI's names are joined by those of vLLM, SGLang, llama.cpp, Ollama, DeepSeek and OpenRouter, whose clients send them
+by habit. `docs/server.md` has the same as a table for readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ktransformers.errors import FieldError
+from ktransformers.server.fields import FieldTable, Rule, hint, honour, inside, mapped, refuse, without_effect
+
+__all__ = ["CHAT_FIELDS", "COMPLETION_FIELDS", "GENERATION_FIELDS"]
+
+_SAMPLER = "temperature, top_p, top_k or min_p"
+_NO_LIMIT = (-1, -2)  # llama.cpp: without end; until the context is full
+_MAX_TOP = 20
+
+
+def _hints(*names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names, hint())
+
+
+def _on_or_off(value: Any) -> dict[str, Any]:
+    """`think` of Ollama: a bool, or how much."""
+    if isinstance(value, bool):
+        return {"enable_thinking": value}
+    if isinstance(value, str) and value:
+        return {"reasoning_effort": value}
+    raise FieldError("it must be true, false, or low, medium or high", "")
+
+
+def _thinking(value: Any) -> dict[str, Any]:
+    """`thinking` of Anthropic, GLM and DeepSeek: {"type": "enabled", "budget_tokens": N}."""
+    if not isinstance(value, dict):
+        return _on_or_off(value)
+    types = {"enabled": True, "disabled": False, "adaptive": None, "auto": None, None: None}
+    kind = value.get("type")
+    if not isinstance(kind, str | None) or kind not in types:
+        raise FieldError("its type must be enabled or disabled", "")
+    return {"enable_thinking": types[kind], "thinking_budget": value.get("budget_tokens") if types[kind] else None}
+
+
+def _reasoning(value: Any) -> dict[str, Any]:
+    """`reasoning` of OpenRouter and of OpenAI's other API: {"effort", "max_tokens", "enabled"}."""
+    if not isinstance(value, dict):
+        return _on_or_off(value)
+    return {
+        "reasoning_effort": value.get("effort"),
+        "thinking_budget": value.get("max_tokens"),
+        "enable_thinking": value.get("enabled"),
+    }
+
+
+def _format(value: Any) -> dict[str, Any]:
+    """`format` of Ollama: "json", or a schema."""
+    if value == "json":
+        return {"response_format": {"type": "json_object"}}
+    schema = {"name": "format", "schema": value}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _top_logprobs(value: Any) -> Mapping[str, Any]:
+    """`n_probs` of llama.cpp for a chat."""
+    return {"logprobs": True, "top_logprobs": _at_most(value)}
+
+
+def _at_most(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return min(value, _MAX_TOP) if is_number else value
+
+
+GENERATION_FIELDS: FieldTable = {
+    "model": honour(),
+    "stream": honour(),
+    "stream_options": honour({}),
+    "n": honour(),
+    "temperature": honour(),
+    "top_p": honour(),
+    "top_k": honour(),
+    "min_p": honour(),
+    "stop": honour("", [], [""]),
+    "seed": honour(),
+    "logit_bias": honour({}),
+    "presence_penalty": honour(),
+    "frequency_penalty": honour(),
+    "repetition_penalty": honour(),
+    "max_tokens": honour(*_NO_LIMIT),
+    "min_tokens": honour(0),
+    "stop_token_ids": honour([]),
+    "allowed_token_ids": honour(),
+    "include_stop_str_in_output": honour(False),
+    "skip_special_tokens": honour(True),
+    "ignore_eos": honour(),
+    "priority": honour(),
+    "timeout": honour(),
+    "cache_salt": honour(""),
+    "return_speed": honour(),
+    # Other programs' names.
+    "repeat_penalty": mapped("repetition_penalty"),
+    "n_predict": mapped("max_tokens", *_NO_LIMIT),
+    "num_predict": mapped("max_tokens", *_NO_LIMIT),
+    "max_new_tokens": mapped("max_tokens", *_NO_LIMIT),
+    "max_gen_len": mapped("max_tokens"),
+    "stop_sequences": mapped("stop", []),
+    "stop_strings": mapped("stop", []),
+    "random_seed": mapped("seed"),
+    "options": inside(
+        _hints(
+            "num_gpu", "num_thread", "num_batch", "num_keep", "main_gpu", "low_vram", "use_mmap", "use_mlock", "numa",
+            "vocab_only", "f16_kv",
+        )
+    ),
+    "extra_body": inside({}),
+    "num_ctx": without_effect(),
+    "repeat_last_n": without_effect(-1),
+    "penalize_newline": without_effect(True, False),
+    # About speed, storage, billing and tracing.
+    **_hints(
+        "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "service_tier",
+        "verbosity", "prediction", "request_id", "rid", "cache_prompt", "id_slot", "slot_id", "n_keep",
+        "timings_per_token", "return_progress", "stream_tool_calls", "api_key", "session_id", "provider", "transforms",
+        "keep_alive", "kv_transfer_params", "mm_processor_kwargs", "bootstrap_host", "include_reasoning",
+        "separate_reasoning", "return_tokens_as_token_ids", "vllm_xargs",
+    ),
+    # Taken at the value that changes nothing.
+    "spaces_between_special_tokens": refuse("skip_special_tokens", True),
+    "bad_words": refuse("logit_bias", []),
+    "length_penalty": refuse("repetition_penalty", 1),
+    "use_beam_search": refuse("best_of in /v1/completions", False),
+    "early_stopping": refuse("stop", False),
+    "truncate_prompt_tokens": refuse("a shorter prompt", -1),
+    "no_stop_trim": mapped("include_stop_str_in_output", False),
+    "mirostat": refuse(_SAMPLER, 0),
+    "typical_p": refuse(_SAMPLER, 1),
+    "tfs_z": refuse(_SAMPLER, 1),
+    "dynatemp_range": refuse("temperature", 0),
+    "xtc_probability": refuse(_SAMPLER, 0),
+    "dry_multiplier": refuse("repetition_penalty", 0),
+    "top_n_sigma": refuse(_SAMPLER, -1, 0),
+    "top_a": refuse("min_p", 0),
+    "lora": refuse("a model with the adapter merged in", []),
+    "lora_path": refuse("a model with the adapter merged in"),
+    "logits_processors": refuse("logit_bias", []),
+    "custom_logit_processor": refuse("logit_bias", ""),
+    "samplers": refuse(_SAMPLER, []),
+    # They tune what is refused unless it is off.
+    **_hints(
+        "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length",
+        "dry_penalty_last_n", "dry_sequence_breakers",
+    ),
+}  # fmt: skip
+"""What both routes know."""
+
+_STRUCTURE = "a prompt that asks for it"
+_STRUCTURED: FieldTable = dict.fromkeys(
+    (
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema",
+        "grammar", "regex", "ebnf", "structural_tag",
+    ),
+    refuse(_STRUCTURE, ""),
+)  # fmt: skip
+"""Constraints on an answer's text, until they are built."""
+
+CHAT_FIELDS: FieldTable = {
+    **GENERATION_FIELDS,
+    **_STRUCTURED,
+    "messages": honour(),
+    "max_completion_tokens": honour(*_NO_LIMIT),
+    "logprobs": honour(),
+    "top_logprobs": honour(0),
+    "tools": honour([]),
+    "tool_choice": honour(),
+    "parallel_tool_calls": honour(True),
+    "functions": honour([]),
+    "function_call": honour(),
+    "response_format": honour({"type": "text"}),
+    "reasoning_effort": honour(""),
+    "enable_thinking": honour(),
+    "thinking_budget": honour(-1),
+    "chat_template_kwargs": honour({}),
+    "add_generation_prompt": honour(),
+    "continue_final_message": honour(False),
+    "n_probs": mapped(_top_logprobs, 0),
+    "think": mapped(_on_or_off),
+    "thinking": mapped(_thinking),
+    "reasoning": mapped(_reasoning),
+    "reasoning_budget": mapped("thinking_budget", -1),
+    "thinking_token_budget": mapped("thinking_budget", -1),
+    "format": mapped(_format, ""),
+    "return_token_ids": hint(),
+    "reasoning_format": without_effect("auto", "deepseek"),
+    "modalities": refuse("text", ["text"]),
+    "audio": refuse("text"),
+    "web_search_options": refuse("a tool of your own"),
+    "documents": refuse("messages", []),
+    "chat_template": refuse("the model's own template"),
+    "echo": refuse("/v1/completions", False),
+    "prompt_logprobs": refuse("/v1/completions with echo and logprobs"),
+    "best_of": refuse("n", 1),
+}
+"""POST /v1/chat/completions."""
+
+COMPLETION_FIELDS: FieldTable = {
+    **GENERATION_FIELDS,
+    **_STRUCTURED,
+    "prompt": honour(),
+    "return_token_ids": honour(),
+    "logprobs": honour(),
+    "echo": honour(),
+    "best_of": honour(),
+    "n_probs": mapped(lambda value: {"logprobs": _at_most(value)}, 0),
+    "suffix": refuse("a prompt with the model's own tokens for filling in", ""),
+    "add_special_tokens": refuse("prompt as token ids", True),
+    "prompt_logprobs": refuse("echo and logprobs"),
+    "response_format": refuse(_STRUCTURE, {"type": "text"}),
+    "format": refuse(_STRUCTURE, ""),
+}
+"""POST /v1/completions."""

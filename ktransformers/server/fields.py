@@ -1,0 +1,220 @@
+"""What becomes of the fields of a request, by one table per dialect. Knows no dialect and no model.
+
+    null, a neutral value ──> as if absent          honour, hint: the field's own meaning, or none
+    another program's name ─> the field that means it    refuse: 400 that names the nearest field
+    any other name ─────────> taken, logged once, named in the response's header (--strict_requests: 400)
+
+A table maps each name that is known to its rule; `sort_fields` runs it over a body before its values are checked:
+
+    TABLE = {"temperature": honour(), "repeat_penalty": mapped("repetition_penalty"), "store": hint(),
+             "mirostat": refuse("temperature and min_p", 0), "options": inside({"num_predict": mapped("max_tokens")})}
+    honoured, ignored = sort_fields(body, TABLE)
+
+Routes do it by `APIRouter(route_class=body_route(TABLE))` (bodies.py), which sets the header, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ktransformers.errors import FieldError
+
+__all__ = [
+    "IGNORED_HEADER",
+    "FieldTable",
+    "LoggedNames",
+    "Rule",
+    "SortedFields",
+    "hint",
+    "honour",
+    "ignored_header",
+    "inside",
+    "mapped",
+    "note_ignored",
+    "refuse",
+    "sort_fields",
+    "without_effect",
+]
+
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = "x-ktransformers-ignored"
+"""Of responses: names of the request's fields that had no effect, separated by commas."""
+
+_MAX_FIELDS = 256
+_MAX_SHOWN = 32
+_SCOPE_KEY = "ktransformers.ignored"
+_ODD = "?"  # stands for names that no header could carry
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What becomes of a field whose value is neither null nor among `neutral`.
+
+    to: the fields that a value means, in their own names; they are sorted in turn. nearest: refuse the value, and say
+    what to use instead. is_ignored: it has no effect here, and the response says so. Neither: the field itself stays,
+    unless is_hint.
+    """
+
+    neutral: tuple[Any, ...] = ()
+    to: Callable[[Any], Mapping[str, Any]] | None = None
+    nearest: str | None = None
+    is_hint: bool = False
+    is_ignored: bool = False
+
+
+FieldTable = Mapping[str, Rule]
+"""The names that a dialect knows."""
+
+
+class SortedFields(NamedTuple):
+    """honoured: fields for the dialect's model. ignored: names that have no meaning here."""
+
+    honoured: dict[str, Any]
+    ignored: tuple[str, ...]
+
+
+def honour(*neutral: Any) -> Rule:
+    """The dialect reads the field under this name."""
+    return Rule(neutral)
+
+
+def hint() -> Rule:
+    """About speed, storage, billing or tracing: whatever it says, the answer is the same. Taken."""
+    return Rule(is_hint=True)
+
+
+def mapped(to: str | Callable[[Any], Mapping[str, Any]], *neutral: Any) -> Rule:
+    """Another name for the field `to`; or a function from the value to fields, which raises FieldError."""
+    if callable(to):
+        return Rule(neutral, to)
+    return Rule(neutral, lambda value: {to: value})
+
+
+def refuse(nearest: str, *neutral: Any) -> Rule:
+    """It would change the answer and cannot be honoured. nearest: what to do instead, as in "use nearest"."""
+    return Rule(neutral, nearest=nearest)
+
+
+def without_effect(*neutral: Any) -> Rule:
+    """A known name whose other values are set when the server starts, or not at all: ignored like an unknown one."""
+    return Rule(neutral, is_ignored=True)
+
+
+def inside(table: FieldTable, *neutral: Any) -> Rule:
+    """An object whose fields mean what `table` says, and else what they mean beside it."""
+
+    def spread(value: Any) -> Mapping[str, Any]:
+        if not isinstance(value, dict):
+            raise FieldError("it must be an object", "")
+        made: dict[str, Any] = {}
+        for name, one in value.items():
+            rule = table.get(name)
+            if rule is None:
+                made[name] = one
+            else:
+                _merge(made, dict(_apply(name, one, rule)), name)
+        return made
+
+    return Rule(({}, *neutral), spread)
+
+
+def sort_fields(body: Mapping[str, Any], table: FieldTable, *, is_strict: bool = False) -> SortedFields:
+    """The body's fields by the table. is_strict: what has no meaning here is refused.
+
+    Raises FieldError for a field that cannot be honoured, and for two names of one field that say different things.
+    """
+    if len(body) > _MAX_FIELDS:
+        raise FieldError(f"{len(body)} fields are more than any request has", "")
+    honoured: dict[str, Any] = {}
+    ignored: dict[str, None] = {}
+    for name, value in body.items():
+        for made, one in _meaning(name, value, table):
+            if made in table and not table[made].is_ignored:
+                _merge(honoured, {made: one}, name)
+            else:
+                ignored[made] = None
+    if ignored and is_strict:
+        name = next(iter(ignored))
+        raise FieldError(f"{name[:64]!r} has no effect here, and --strict_requests refuses such fields", name)
+    return SortedFields(honoured, tuple(ignored))
+
+
+def _meaning(name: str, value: Any, table: FieldTable, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The field as the dialect's model knows it, or as several, or as none."""
+    rule = table.get(name)
+    if rule is None:
+        if value is not None:
+            yield name, value
+        return
+    for made, one in _apply(name, value, rule):
+        if made == name or depth > 4:
+            yield made, one
+        else:
+            yield from _meaning(made, one, table, depth + 1)
+
+
+def _apply(name: str, value: Any, rule: Rule) -> Iterator[tuple[str, Any]]:
+    if value is None or rule.is_hint or any(_is_same(value, neutral) for neutral in rule.neutral):
+        return
+    if rule.nearest is not None:
+        raise FieldError(f"{name}: this server does not support it; use {rule.nearest}", name)
+    if rule.to is None:
+        yield name, value
+        return
+    try:
+        made = rule.to(value)
+    except FieldError as error:
+        raise FieldError(f"{name}: {error}", error.param or name) from error
+    yield from made.items()
+
+
+def _merge(into: dict[str, Any], made: Mapping[str, Any], name: str) -> None:
+    for key, value in made.items():
+        if key in into and not _is_same(into[key], value):
+            raise FieldError(f"{name} says something else than {key} does; send one of them", name)
+        into[key] = value
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Equal, and true is no 1."""
+    if isinstance(value, bool) != isinstance(other, bool):
+        return False
+    return bool(value == other)
+
+
+def _shown(names: Iterable[str]) -> list[str]:
+    """Names as a header and a log may carry them."""
+    return list(dict.fromkeys(name if _NAME.fullmatch(name) else _ODD for name in names))[:_MAX_SHOWN]
+
+
+def note_ignored(scope: MutableMapping[str, Any], names: Iterable[str]) -> None:
+    """Say that these fields of the request had no effect, for its response's header."""
+    scope.setdefault(_SCOPE_KEY, []).extend(names)
+
+
+def ignored_header(scope: Mapping[str, Any]) -> dict[str, str]:
+    """The header that names what was ignored, empty when nothing was."""
+    names = _shown(scope.get(_SCOPE_KEY, ()))
+    return {IGNORED_HEADER: ", ".join(names)} if names else {}
+
+
+@dataclass(slots=True)
+class LoggedNames:
+    """Says each name once, and no more than `limit`: whoever sends others all the time does not fill the log."""
+
+    limit: int = 200
+    _said: set[str] = field(default_factory=set)
+
+    def say(self, names: Iterable[str]) -> None:
+        """Log the new ones among them."""
+        for name in _shown(names):
+            if name not in self._said and len(self._said) < self.limit:
+                self._said.add(name)
+                shown = "a field with an odd name" if name == _ODD else name
+                logger.warning("requests carry %s, which has no effect here (--strict_requests refuses it)", shown)

@@ -1,0 +1,85 @@
+"""Special tokens that a conversation spells are its text, and only those that the template writes are tokens.
+
+    conversation ── guarded: a mark inside each spelling ──> template ──> text with marks ── cut there ──> ids
+
+A mark is a number that nothing in the conversation holds: templates that trim text, change its case or write it as JSON
+leave it as it is. Where the text is cut the tokenizer sees another special token, whose id is dropped afterwards, so
+that everything else is read as it would be in one piece.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["Guard", "Verbatim"]
+
+_MARK_DIGITS = 24
+
+
+class Verbatim:
+    """spellings: of the tokens that a conversation must not write. Of one character: they cannot be cut, and stay."""
+
+    def __init__(self, spellings: Iterable[str]):
+        self._spellings = sorted({one for one in spellings if len(one) > 1}, key=len, reverse=True)
+        # A lookahead finds spellings that overlap, too.
+        self._pattern = re.compile(f"(?={'|'.join(map(re.escape, self._spellings))})") if self._spellings else None
+
+    def guard(self, conversation: Any) -> Guard | None:
+        """What keeps the spellings in this JSON-like value from being read; None when there are none."""
+        texts = list(_texts(conversation))
+        if self._pattern is None or not any(self._pattern.search(text) for text in texts):
+            return None
+        while any((mark := _digits()) in text for text in texts):
+            pass
+        return Guard(self._pattern, mark)
+
+    def cutter(self, text: str) -> str:
+        """The special token to cut `text` with: one that it does not hold, if there is one."""
+        return next((one for one in self._spellings if one not in text), self._spellings[0])
+
+
+class Guard:
+    """The marks of one conversation."""
+
+    def __init__(self, pattern: re.Pattern[str], mark: str):
+        self._pattern, self._mark = pattern, mark
+
+    def marked(self, value: Any) -> Any:
+        """The value with a mark behind the first character of each spelling, in keys and texts at any depth."""
+        if isinstance(value, str):
+            return self._marked_text(value)
+        if isinstance(value, Mapping):
+            return {self.marked(key): self.marked(one) for key, one in value.items()}
+        if isinstance(value, Sequence):
+            return [self.marked(one) for one in value]
+        return value
+
+    def _marked_text(self, text: str) -> str:
+        starts = [found.start() for found in self._pattern.finditer(text)]
+        if not starts:
+            return text
+        ends = [0, *(start + 1 for start in starts)]
+        return self._mark.join(text[a:b] for a, b in zip(ends, [*ends[1:], len(text)], strict=True))
+
+    def pieces(self, rendered: str) -> list[str]:
+        """The template's text, cut at the marks."""
+        return rendered.split(self._mark)
+
+
+def _digits() -> str:
+    return str(secrets.randbelow(9 * 10 ** (_MARK_DIGITS - 1)) + 10 ** (_MARK_DIGITS - 1))
+
+
+def _texts(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts(key)
+            yield from _texts(one)
+    elif isinstance(value, Sequence):
+        for one in value:
+            yield from _texts(one)
