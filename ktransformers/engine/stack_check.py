@@ -83,7 +83,9 @@ class StackCheck:
     @torch.inference_mode()
     def compare(self) -> None:
         """Raises UnsupportedError, which names the layers that a stack computes otherwise."""
-        layers = decoder_layers(self.model) if self._alone else []
+        if not self._alone:
+            return
+        layers = decoder_layers(self.model)
         stacks = [(first, layer) for first, layer in enumerate(layers) if isinstance(layer, LayerStack)]
         for (first, stack), call in zip(stacks, self._watched([stack for _, stack in stacks]), strict=True):
             for start in _spread(max(len(stack.layers) - 1, 1), _MOST_PAIRS):
