@@ -6,7 +6,7 @@ Who fills which field is noted on it. Lengths end in `_len` and are in tokens; t
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from numbers import Integral, Real
@@ -22,6 +22,7 @@ __all__ = [
     "FinishReason",
     "GenerationStats",
     "Phase",
+    "Progress",
     "SamplingParams",
     "TokenEvent",
     "TokenLogprobs",
@@ -33,6 +34,13 @@ CAPTURING = "CUDA graphs"
 
 COMPILING = "compiling kernels"
 """The same, while kernels for steps on a GPU are compiled, or read from the disk."""
+
+Progress = Callable[[int, int, str], None]
+"""Called while loading, from any thread, with (bytes loaded, bytes in all, dotted name of the module).
+
+After it, while steps on a GPU are made ready, with (kernels, kernels in all, COMPILING) and (graphs captured, graphs in
+all, CAPTURING).
+"""
 
 PROMPT_LOGPROB_ROWS = 64
 """Most prompt tokens of one request in one step when all their logits are wanted: 4 * vocab_size bytes each."""

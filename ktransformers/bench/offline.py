@@ -23,6 +23,7 @@ from ktransformers.bench.machine import (
 from ktransformers.bench.offline_runs import DecodeCase, OfflineRuns, slots_needed
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.config import EngineConfig
+from ktransformers.core import Progress
 from ktransformers.engine.builder import PagedEngine, build_paged_engine, plan_model
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.errors import ConfigError
@@ -46,8 +47,6 @@ _COLUMNS = (
     Column("distinct_experts", 8, ".1f", "experts"),
     Column("even_experts", 8, ".1f", "if even"),
 )
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)

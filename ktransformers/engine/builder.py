@@ -15,6 +15,7 @@ import torch
 
 from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.config import EngineConfig, why_crowded
+from ktransformers.core import Progress
 from ktransformers.engine.attention import find_flash
 from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
@@ -30,7 +31,7 @@ from ktransformers.engine.opened import (
 from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.planning import Hardware, Planned, Planner
 from ktransformers.engine.prefill import open_prefills
-from ktransformers.engine.ready import Progress, forget_positions, prepare_decode
+from ktransformers.engine.ready import forget_positions, prepare_decode
 from ktransformers.engine.rehearsal import Extent
 from ktransformers.engine.runner import ModelRunner, StaticRunner
 from ktransformers.engine.self_check import check_model, is_checked
@@ -64,7 +65,6 @@ __all__ = [
     "Hardware",
     "LoadedModel",
     "PagedEngine",
-    "Progress",
     "build_engine",
     "build_paged_engine",
     "plan_model",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 
 from ktransformers.cache.paged import PagedCache
-from ktransformers.core import CAPTURING, COMPILING
+from ktransformers.core import CAPTURING, COMPILING, Progress
 from ktransformers.engine.decode import DecodeSteps
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
@@ -16,16 +15,9 @@ from ktransformers.engine.rehearsal import Extent, rehearse
 from ktransformers.kernels.triton.compiling import compiles
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["Progress", "forget_positions", "prepare_decode"]
+__all__ = ["forget_positions", "prepare_decode"]
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, int, str], None]
-"""Called while loading with (bytes loaded, bytes in all, dotted name of the module).
-
-After it, while steps on a GPU are made ready, with (kernels, kernels in all, COMPILING) and (graphs captured, graphs in
-all, CAPTURING).
-"""
 
 
 def forget_positions(plan: Plan) -> None:

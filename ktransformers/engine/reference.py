@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from ktransformers.config import CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig, physical_cores
+from ktransformers.core import Progress
 from ktransformers.engine.cache_plan import cache_len_of
 from ktransformers.engine.hidden import HiddenTap
 from ktransformers.engine.opened import ModelDescription, OpenedModel, describe_model, open_model
-from ktransformers.engine.ready import Progress
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels import reference

@@ -12,9 +12,9 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from ktransformers.core import CAPTURING, COMPILING
+from ktransformers.core import CAPTURING, COMPILING, Progress
 from ktransformers.file_kinds import size_of
-from ktransformers.server.backend.base import Backend, Progress
+from ktransformers.server.backend.base import Backend
 from ktransformers.server.metrics import Counts
 
 __all__ = ["LoadSummary", "LoadingLog", "duration", "farewell", "watch_loading"]

@@ -24,9 +24,9 @@ from urllib.parse import quote
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ktransformers.server.answers.generations import Tally
 from ktransformers.server.api_paths import PROBE_PATHS, is_of_page, plain_path
 from ktransformers.server.recent import PastRequest, RecentRequests
+from ktransformers.server.tally import Tally
 
 __all__ = ["RequestLog", "note_key", "note_reason", "note_request", "request_id_of", "without_quotes"]
 

@@ -24,10 +24,11 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, reason_of
 from ktransformers.server.activity import LoadSummary, duration, farewell, watch_loading
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.base import Backend, Progress
+from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.connections import ACCEPTED_AT_ONCE, Connections, connection_limit
 from ktransformers.server.service import Service

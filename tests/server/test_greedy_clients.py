@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
+from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.errors import ConfigError, QueueFullError
 from ktransformers.server.admission import Admission
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
+from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.hosts import HostRule
 from ktransformers.server.middleware import BodyLimits

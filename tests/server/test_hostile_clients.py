@@ -24,11 +24,11 @@ from typing import Any
 
 import pytest
 
-from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
+from ktransformers.core import GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.errors import ConfigError
 from ktransformers.server import run
 from ktransformers.server.app import create_app
-from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
+from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.connections import connection_limit
 from ktransformers.tokenizer import load_tokenizer

@@ -12,9 +12,10 @@ from dataclasses import replace
 import msgspec
 
 from ktransformers.config import DEFAULT_CHUNK_SIZE
+from ktransformers.core import Progress
 from ktransformers.errors import CapacityError, ConfigError
 from ktransformers.scheduler.records import StepPlan, StepResult
-from ktransformers.server.balance.engine_process import LoadedEngine, Progress
+from ktransformers.server.balance.engine_process import LoadedEngine
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
 from tests.support.fake_engine import EOS, VOCAB_SIZE, FakeEngine, make_config
 

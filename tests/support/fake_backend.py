@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import ClassVar
 
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
+from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.errors import NotReadyError
-from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
+from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
 from ktransformers.tokenizer import Tokenizer
 
 MODEL = ModelInfo(Tokenizer(None), 64, 100, (2,), SamplingParams(temperature=0), "FakeForCausalLM", "a fake")

@@ -18,13 +18,14 @@ from starlette.responses import Response
 
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError, EngineError, UnsupportedError
-from ktransformers.server.answers.generations import Tally, run_generations
+from ktransformers.server.answers.generations import run_generations
 from ktransformers.server.api_paths import USE_KEY
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.bodies import body_size
 from ktransformers.server.request_log import note_request
 from ktransformers.server.service import Service, service_of
 from ktransformers.server.streaming import unless_disconnected
+from ktransformers.server.tally import Tally
 
 __all__ = ["EmbeddingRequest", "Embeddings", "respond_embeddings"]
 

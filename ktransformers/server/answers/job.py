@@ -12,12 +12,13 @@ from ktransformers.engine.sampler import draw_seed
 from ktransformers.errors import ConfigError, FieldError, UnsupportedError
 from ktransformers.server.answers.choices import ChatChoice, Choice, PromptChoice, TextChoice
 from ktransformers.server.answers.events import AnswerFinished, AnswerStep
-from ktransformers.server.answers.generations import Tally, run_generations
+from ktransformers.server.answers.generations import run_generations
 from ktransformers.server.answers.one_call import OneCall
 from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
 from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Sampling, TextRequest, ToolChoice
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.service import Service
+from ktransformers.server.tally import Tally
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["Job", "prepare"]

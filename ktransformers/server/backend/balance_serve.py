@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
+from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.checks import check_tokenizer
 from ktransformers.engine.hidden import pooling_of
@@ -25,7 +25,7 @@ from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
 from ktransformers.server.backend.balance_stats import BalanceStats
-from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo, Progress
+from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
 from ktransformers.server.balance.restarts import Clock

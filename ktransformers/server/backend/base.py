@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ktransformers.core import Pooling, SamplingParams, TokenEvent
+from ktransformers.core import Pooling, Progress, SamplingParams, TokenEvent
 from ktransformers.errors import KTransformersError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer import Tokenizer
 
-__all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo", "Progress"]
-
-Progress = Callable[[int, int, str], None]
-"""Called while loading with (bytes loaded, bytes in all, dotted name of the module), from any thread."""
+__all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ktransformers.config import EngineConfig
+from ktransformers.core import Progress
 from ktransformers.engine.builder import build_engine
 from ktransformers.engine.checks import check_tokenizer
-from ktransformers.server.backend.base import Progress
 from ktransformers.server.backend.single import Loaded, SingleBackend
 
 __all__ = ["KTransformersBackend"]

@@ -12,12 +12,12 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ktransformers.core import TokenEvent
+from ktransformers.core import Progress, TokenEvent
 from ktransformers.engine.hidden import pooling_of
 from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.engine.session import Session, SessionEngine
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
-from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo, Progress
+from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import EventBuffer
 
 __all__ = ["Loaded", "SingleBackend"]

@@ -12,7 +12,6 @@ import importlib
 import logging
 import sys
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 import zmq
@@ -31,7 +30,7 @@ from ktransformers.server.balance.messages import (
     encode,
 )
 
-__all__ = ["Executor", "LoadedEngine", "Progress", "main"]
+__all__ = ["Executor", "LoadedEngine", "main"]
 
 logger = logging.getLogger("ktransformers.engine")
 
@@ -46,7 +45,6 @@ class Executor(Protocol):
 
 
 LoadedEngine = tuple[EngineFacts, Executor]
-Progress = Callable[[int, int, str], None]
 
 
 def _load(options: EngineOptions, status: zmq.Socket[bytes]) -> LoadedEngine | None:

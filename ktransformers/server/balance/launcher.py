@@ -17,8 +17,8 @@ import msgspec
 import zmq.asyncio
 
 from ktransformers import errors
+from ktransformers.core import Progress
 from ktransformers.errors import EngineError, KTransformersError
-from ktransformers.server.backend.base import Progress
 from ktransformers.server.balance.child import PARENTS_SIGNALS, framed
 from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
 from ktransformers.server.balance.messages import (

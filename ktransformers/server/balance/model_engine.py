@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ktransformers.core import Progress
 from ktransformers.engine.builder import Hardware, build_paged_engine
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
-from ktransformers.server.balance.engine_process import LoadedEngine, Progress
+from ktransformers.server.balance.engine_process import LoadedEngine
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
 
 __all__ = ["load_engine"]

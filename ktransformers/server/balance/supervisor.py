@@ -24,8 +24,8 @@ import zmq
 import zmq.asyncio
 
 from ktransformers.config import EngineConfig
+from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, EngineError, KTransformersError, WeightError
-from ktransformers.server.backend.base import Progress
 from ktransformers.server.balance.launcher import EngineDied, EngineHung, Launcher, LoadLimit, RunningEngine
 from ktransformers.server.balance.messages import (
     Command,

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
+from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.session import Session
 from ktransformers.errors import (
     ConfigError,
@@ -18,7 +18,7 @@ from ktransformers.errors import (
     NotReadyError,
     SlowReaderError,
 )
-from ktransformers.server.backend.base import GenerationRequest, ModelInfo, Progress
+from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import EventBuffer
 from ktransformers.server.backend.single import Loaded, SingleBackend
 from tests.support.fake_runner import FakeRunner, byte_tokenizer, ngram_logits
