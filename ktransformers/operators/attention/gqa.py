@@ -42,7 +42,7 @@ _NEUTRAL_KWARGS = frozenset(
 )  # fmt: skip
 
 
-def attention_forward(
+def attention_forward(  # noqa: PLR0913 - as transformers calls it
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
