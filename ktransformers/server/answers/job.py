@@ -101,8 +101,8 @@ def _chat(service: Service, asked: ChatRequest) -> _Prepared:
     prompt_ids = chat_prompt(
         tokenizer, asked.conversation, max_len=model.max_len, force_think=service.config.force_think
     )
-    opens_reasoning = tokenizer.opens_reasoning(prompt_ids)
-    return [prompt_ids], [ChatChoice(tokenizer, opens_reasoning, bool(tools)) for _ in range(asked.n)]
+    schemas = {tool.name: tool.parameters for tool in tools} if tools else None
+    return [prompt_ids], [ChatChoice(tokenizer.answer_parser(prompt_ids, schemas)) for _ in range(asked.n)]
 
 
 def _texts(service: Service, asked: TextRequest) -> _Prepared:

@@ -1,8 +1,8 @@
 """What all parsers of tool calls share. A family's module says what it looks for; here is how it tells what it found.
 
-A call is announced as soon as its name is certain and it can hardly be anything else; its arguments follow as they come.
-Until then nothing is announced, and what turns out to be no call is text, tags included. From then on nothing can be
-taken back: when the arguments break off or stop being JSON, the call ends and what follows is text.
+A call is announced as soon as its name is certain and it can hardly be anything else; its arguments follow as they
+come. Until then nothing is announced, and what turns out to be no call is text, tags included. From then on nothing can
+be taken back: when the arguments break off or stop being JSON, the call ends and what follows is text.
 """
 
 from __future__ import annotations

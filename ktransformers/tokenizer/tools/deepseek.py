@@ -1,6 +1,7 @@
 """DeepSeek V3, R1, V3.1 (JSON between special tokens), V3.2 and V4 (DSML, an XML of special tokens).
 
-Sources: the chat templates of deepseek-ai/DeepSeek-V3-0324, -R1-0528 and -V3.1, the encoding that comes with V3.2 and V4.
+Sources: the chat templates of deepseek-ai/DeepSeek-V3-0324, -R1-0528 and -V3.1, and the encoding
+that comes with V3.2 and V4.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class DeepSeekV31Parser(SectionParser):
 
 
 class DeepSeekV3Parser(DeepSeekV31Parser):
-    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a line break, the arguments fenced as json, the closing tag."""
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, then the arguments fenced as json on lines of their own."""
 
     def head(self) -> Steps[str]:
         yield from self.cursor.blanks()

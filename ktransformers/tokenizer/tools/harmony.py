@@ -1,4 +1,6 @@
-"""gpt-oss (harmony): messages on channels, `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`.
+"""gpt-oss (harmony): messages on channels.
+
+    <|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>
 
 Source: OpenAI's description of the harmony response format. Reasoning is the channel `analysis`, the answer `final`;
 `commentary` without a recipient is meant for the reader too. The ends `<|call|>` and `<|return|>` are end tokens.
