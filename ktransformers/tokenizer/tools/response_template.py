@@ -44,12 +44,15 @@ class ResponseTemplateParser:
 
     def feed(self, text: str) -> list[ParsedEvent]:
         """What this piece makes certain."""
-        if self._is_broken:
-            return [TextPiece(text)] if text else []
-        try:
-            return self._read(self._parser.feed(text))
-        except _ERRORS as error:
-            return self._give_up(error)
+        told: list[ParsedEvent] = []
+        for at, character in enumerate(text):  # one at a time, so that an error costs no event before it
+            if self._is_broken:
+                return [*told, TextPiece(text[at:])]
+            try:
+                told += self._read(self._parser.feed(character))
+            except _ERRORS as error:
+                told += self._give_up(error)
+        return told
 
     def flush(self) -> list[ParsedEvent]:
         """The end of the answer. Call once."""
@@ -89,8 +92,8 @@ class ResponseTemplateParser:
         return told
 
     def _give_up(self, error: Exception) -> list[ParsedEvent]:
-        """What the parser has of the answer and did not tell is text."""
+        """The region that was open is text."""
         _log.warning("the model's response_template cannot read an answer, which stays text: %s", str(error)[:200])
         self._is_broken = True
-        rest = "".join(self._region) + self._parser._buffer[self._parser._pos :]
-        return [TextPiece(rest)] if rest else []
+        text, self._region = "".join(self._region), []
+        return [TextPiece(text)] if text else []
