@@ -33,6 +33,7 @@ from ktransformers.tokenizer.tools import (
     tool_format_named,
 )
 from ktransformers.tokenizer.tools.formats import HARMONY
+from ktransformers.tokenizer.tools.grammars import SHAPES, tool_grammar
 from ktransformers.tokenizer.tools.harmony import HarmonyParser
 from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser
 
@@ -278,6 +279,26 @@ class Tokenizer:
             None if form is None else form.wrapper,
             None if form is None or tools is None else form.parser(tools),
         )
+
+    def tool_grammar(self, tools: ToolSchemas, *, parallel: bool = True) -> str | None:
+        """What an answer that calls one of these tools (if parallel: any number, at least once) looks like after its
+        reasoning, as a grammar in llguidance's dialect of Lark; None for formats without one.
+        """  # fmt: skip
+        form = self._tool_format
+        if self._has_own_parser or form is None or not tools:
+            return None
+        name, template = form.name, self._template_text()
+        if name == "mistral" and "[ARGS]" not in template:
+            name = "mistral_list"
+        elif name == "glm45" and "<arg_key>" in template and "n<arg_key>" not in template:
+            name = "glm47"
+        shape = SHAPES.get(name)
+
+        def special(tag: str) -> int | None:
+            found = self.token_id(tag)
+            return found if found in self._special else None
+
+        return None if shape is None else tool_grammar(shape, form.tokens, tools, parallel, special)
 
     def render_chat_template(
         self,
