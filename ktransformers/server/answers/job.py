@@ -97,7 +97,9 @@ def _chat(service: Service, asked: ChatRequest) -> _Prepared:
     model, tools = service.model, asked.conversation.tools
     tokenizer = model.tokenizer
     if tools and not tokenizer.has_tool_calls:
-        raise UnsupportedError("this model's tokenizer and template know no tool calls: leave tools out")
+        raise UnsupportedError(
+            "this model's files tell of no tool calls: leave tools out, or start the server with --tool_format"
+        )
     prompt_ids = chat_prompt(
         tokenizer, asked.conversation, max_len=model.max_len, force_think=service.config.force_think
     )

@@ -45,7 +45,7 @@ class JsonReader:
     not allow and models write, are escaped.
     """
 
-    words = ("true", "false", "null")
+    words: tuple[str, ...] = ("true", "false", "null")
 
     def __init__(self, cursor: Cursor):
         self._cursor = cursor
