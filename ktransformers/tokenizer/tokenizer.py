@@ -35,7 +35,7 @@ from ktransformers.tokenizer.tools import (
 from ktransformers.tokenizer.tools.formats import HARMONY
 from ktransformers.tokenizer.tools.grammars import SHAPES, tool_grammar
 from ktransformers.tokenizer.tools.harmony import HarmonyParser
-from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser
+from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser, why_not_usable
 
 __all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]
 
@@ -212,7 +212,7 @@ class Tokenizer:
             if name != AUTO:
                 tool_format_named(name)
             return
-        self._has_own_parser = name == AUTO and self._response_template is not None
+        self._has_own_parser = name == AUTO and self._has_usable_template()
         self._tool_format = self._told_format() if name == AUTO else tool_format_named(name)
         # Tags that parsers look for must be seen in the text even when a tokenizer calls them special.
         tags = {tag for pair in REASONING_TAGS for tag in pair} | {*_TOOL_CALL_TAGS}
@@ -224,6 +224,12 @@ class Tokenizer:
             tokens = self.backend.added_tokens_decoder
             ids |= {i for i in self._special - {*self.eos_token_ids} if tokens[i].content in spelled}
         self._skipped = self._special - ids
+
+    def _has_usable_template(self) -> bool:
+        wrong = why_not_usable(self._response_template) if self._response_template is not None else "there is none"
+        if wrong and self._response_template is not None:
+            _log.warning("the model's response_template cannot be used: %s; its chat template tells the format", wrong)
+        return not wrong
 
     def _told_format(self) -> ToolFormat | None:
         found = find_tool_format(self._template_text())

@@ -432,6 +432,13 @@ def test_a_checkpoints_own_response_template_comes_first(own_parser: Tokenizer) 
     assert own_parser.tool_format == "hermes"
 
 
+def test_a_response_template_that_is_wrong_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    backend = byte_tokenizer((TEMPLATES / "hermes.jinja").read_text()).backend
+    backend.response_template = RESPONSE_TEMPLATE | {"fields": {"content": {"open_pattern": "("}}}
+    assert Tokenizer(backend).tool_format == "hermes"
+    assert "response_template cannot be used: Field 'content': invalid open_pattern" in caplog.text
+
+
 def test_what_a_response_template_cannot_read_is_text(own_parser: Tokenizer) -> None:
     text = "Hi<c>{oh</c> and so on"
     for pieces in ([text], list(text)):

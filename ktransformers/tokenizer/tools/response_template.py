@@ -23,13 +23,22 @@ from ktransformers.tokenizer.tools.events import (
     ToolSchemas,
 )
 
-__all__ = ["ResponseTemplateParser"]
+__all__ = ["ResponseTemplateParser", "why_not_usable"]
 
 _log = logging.getLogger(__name__)
 
 _REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})
 _CALLS = frozenset({"tool_calls", "tool_call"})
 _ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+
+
+def why_not_usable(template: Mapping[str, Any]) -> str | None:
+    """What is wrong with a checkpoint's template, or None."""
+    try:
+        ResponseParser(template, prefix="")
+    except _ERRORS as error:
+        return str(error)[:200]
+    return None
 
 
 class ResponseTemplateParser:
