@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import re
 import sys
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AddedToken
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.answer_parser import AnswerParser
@@ -32,70 +28,7 @@ from ktransformers.tokenizer.tools import (
     tool_format_named,
 )
 from tests.support.fake_runner import byte_tokenizer
-
-TEMPLATES = Path(__file__).parent / "templates"
-# A template by its file, and the format that it must be found to write.
-FORMAT_OF = {path.stem: path.stem for path in TEMPLATES.glob("*.jinja")} | {"glm47": "glm45", "mistral_v3": "mistral"}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "code": {"type": "string"},
-        "days": {"type": "integer"},
-        "share": {"type": "number"},
-        "is_long": {"type": "boolean"},
-        "where": {"type": "object"},
-        "tags": {"type": "array"},
-        "units": {"enum": ["metric", "imperial"]},
-        "maybe": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
-    },
-}
-TOOLS = {"get_weather": SCHEMA, "now": None, "add": {"type": "object", "properties": {"a": {"type": "integer"}}}}
-CALLS: list[tuple[str, dict[str, Any]]] = [
-    (
-        "get_weather",
-        {
-            "city": 'São "Paulo"\\ 北京 😀',
-            "code": 'if a < b && c:\n\tprint("</x>")\n\n',
-            "days": 12345678901234567890,
-            "share": -1.5e-7,
-            "is_long": True,
-            "where": {"lat": 1.0, "names": ["a", {"b": [False, []]}], "empty": {}},
-            "tags": ["x", 2, "3"],
-            "units": "metric",
-            "maybe": 7,
-        },
-    ),
-    ("now", {}),
-    ("add", {"a": 3}),
-]
-REASONING, CONTENT = "The user asks.\n\nI could call <tool_call>.", "Let me look."
-
-
-@functools.cache
-def rendered(name: str) -> str:
-    return render(name)
-
-
-def render(name: str, calls: list[tuple[str, dict[str, Any]]] = CALLS) -> str:
-    """An assistant's turn with reasoning, text and calls, as the family's template writes it."""
-    message = {
-        "role": "assistant",
-        "content": CONTENT,
-        "reasoning_content": REASONING,
-        "tool_calls": [
-            {
-                "id": f"call{i:05}",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-                "literals": {key: repr(value) for key, value in arguments.items()},
-            }
-            for i, (name, arguments) in enumerate(calls)
-        ],
-    }
-    template = (TEMPLATES / f"{name}.jinja").read_text()
-    texts, _ = render_jinja_template(conversations=[[message]], chat_template=template)
-    return str(texts[0])
+from tests.support.tool_answers import CALLS, CONTENT, FORMAT_OF, REASONING, TEMPLATES, TOOLS, render, rendered
 
 
 def joined(events: list[ParsedEvent]) -> list[ParsedEvent]:
@@ -448,58 +381,3 @@ def test_what_a_response_template_cannot_read_is_text(own_parser: Tokenizer) -> 
         assert shown.startswith("Hi")
         assert "{oh" in shown
         assert shown.endswith(" and so on")
-
-
-# --- grammars --------------------------------------------------------------------------------------------------------
-
-
-def grammar_of(name: str, tokenizers: dict[str, Tokenizer], **kwargs: Any) -> str:
-    grammar = tokenizers[name].tool_grammar(TOOLS, **kwargs)
-    assert grammar is not None
-    return grammar
-
-
-# What calls begin with. Gemma's and Python's have no grammar.
-FIRST_TAG = {name: TOOL_FORMATS[form].tokens[0] for name, form in FORMAT_OF.items()} | {
-    "llama3_json": "{",
-    "harmony": "<|channel|>commentary to",
-    "deepseek_v32": "<｜DSML｜",
-    "deepseek_v4": "<｜DSML｜",
-}
-del FIRST_TAG["gemma4"], FIRST_TAG["llama4_pythonic"]
-
-
-@pytest.mark.parametrize("are_special", [False, True])
-@pytest.mark.parametrize("name", FIRST_TAG)
-def test_a_grammar_takes_the_calls_that_templates_write(name: str, are_special: bool) -> None:
-    """are_special: the format's tags are special tokens, which text in a grammar does not match."""
-    LLMatcher, hf = pytest.importorskip("llguidance").LLMatcher, pytest.importorskip("llguidance.hf")
-    backend = byte_tokenizer((TEMPLATES / f"{name}.jinja").read_text()).backend
-    if are_special:
-        tags = TOOL_FORMATS[FORMAT_OF[name]].tokens
-        backend.backend_tokenizer.add_special_tokens([AddedToken(tag, special=True) for tag in tags])
-    tokenizer = Tokenizer(backend)
-    vocabulary = hf.from_tokenizer(backend, n_vocab=tokenizer.vocab_size)
-
-    def takes(text: str, parallel: bool = True) -> bool:
-        grammar = tokenizer.tool_grammar(TOOLS, parallel=parallel)
-        assert grammar is not None
-        matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar), log_level=0)
-        assert not matcher.get_error()
-        return matcher.consume_tokens(tokenizer.encode(text)) and matcher.is_accepting()
-
-    calls = CALLS[:1] if name in ("llama3_json", "harmony") else CALLS
-    text = render(name, calls)
-    text = text[text.index(FIRST_TAG[name], text.find(CONTENT) + 1) :].strip()
-    for left_out in ("<|call|>", "\n</answer>"):  # no part of the calls
-        text = text.removesuffix(left_out)
-    text = re.sub(r', "id": "call\d+"', "", text).replace("\nTrue\n", "\ntrue\n")
-    assert takes(text)
-    assert not takes("Hello")
-    assert not takes(text.replace("get_weather", "forget"))
-    assert takes(text, parallel=False) == (len(calls) == 1)
-
-
-def test_what_has_no_grammar(tokenizers: dict[str, Tokenizer]) -> None:
-    assert tokenizers["gemma4"].tool_grammar(TOOLS) is None
-    assert tokenizers["hermes"].tool_grammar({}) is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 from ktransformers.tokenizer.tools.cursor import Cursor, Steps
 from ktransformers.tokenizer.tools.events import (
@@ -158,6 +159,15 @@ class TaggedParser(ToolParser):
         """Reads the calls that `tag` opens, as far as they are calls."""
 
 
+@dataclass(slots=True)
+class _Found:
+    """What is known of a call: its arguments, as text, unless they were told already."""
+
+    name: str = ""
+    arguments: str | None = None
+    has_started: bool = False
+
+
 class JsonCalls:
     """Calls spelled `{"name": ..., "arguments": {...}}`, in any order of members, "parameters" for "arguments".
 
@@ -171,11 +181,11 @@ class JsonCalls:
 
     def call(self) -> Steps[bool]:
         """The object that follows. False: it is not a whole call; if it has started, it has ended."""
-        started = [False]
-        ok = yield from self._object(started)
-        if started[0]:
+        found = _Found()
+        is_whole = (yield from self._members(found)) and self._is_call(found)
+        if found.has_started:
             self._parser.end_call()
-        return ok
+        return is_whole
 
     def array(self) -> Steps[bool]:
         """Any number of them, in brackets, or a single one without."""
@@ -190,8 +200,9 @@ class JsonCalls:
                 self._parser.cursor.skip()
         return (yield from self._parser.cursor.match("]"))
 
-    def _object(self, started: list[bool]) -> Steps[bool]:
-        cursor, name, arguments = self._parser.cursor, "", None
+    def _members(self, found: _Found) -> Steps[bool]:
+        """The whole object. False: it is none, or one that cannot be a call."""
+        cursor = self._parser.cursor
         if not (yield from cursor.match("{")):
             return False
         while (yield from cursor.blanks()) != "}":
@@ -199,16 +210,7 @@ class JsonCalls:
             if key is None or (yield from cursor.blanks()) != ":":
                 return False
             cursor.skip()
-            char = yield from cursor.blanks()
-            if key == "name" and not name:
-                name = (yield from self._json.text()) or ""
-                if not self._may_call(name):
-                    return False
-            elif key in ("arguments", "parameters") and arguments is None:
-                arguments = yield from self._arguments(char, "" if started[0] else name, started)
-                if arguments is None:
-                    return False
-            elif not (yield from self._json.value(len)):
+            if not (yield from self._member(key, found)):
                 return False
             char = yield from cursor.blanks()
             if char == ",":
@@ -216,19 +218,31 @@ class JsonCalls:
             elif char != "}":
                 return False
         cursor.skip()
-        if started[0]:
-            return True
-        if not name or (arguments is None and self._needs_arguments):
-            return False
-        started[0] = True
-        self._parser.start_call(name)
-        self._parser.argue("{}" if arguments is None else arguments)
         return True
 
-    def _may_call(self, name: str) -> bool:
-        return 0 < len(name) <= NAME_LEN and (not self._is_known or name in self._parser.tools)
+    def _member(self, key: str, found: _Found) -> Steps[bool]:
+        """The value of one member."""
+        char = yield from self._parser.cursor.blanks()
+        if key == "name" and not found.name:
+            found.name = (yield from self._json.text()) or ""
+            return 0 < len(found.name) <= NAME_LEN and (not self._is_known or found.name in self._parser.tools)
+        if key in ("arguments", "parameters") and found.arguments is None:
+            found.arguments = yield from self._arguments(char, found)
+            return found.arguments is not None
+        return (yield from self._json.value(_forget))
 
-    def _arguments(self, char: str, name: str, started: list[bool]) -> Steps[str | None]:
+    def _is_call(self, found: _Found) -> bool:
+        """Tells a call that is known only now, at the end of its object."""
+        if found.has_started:
+            return True
+        if not found.name or (found.arguments is None and self._needs_arguments):
+            return False
+        found.has_started = True
+        self._parser.start_call(found.name)
+        self._parser.argue("{}" if found.arguments is None else found.arguments)
+        return True
+
+    def _arguments(self, char: str, found: _Found) -> Steps[str | None]:
         """The arguments, as text unless they were told already; None when they are none."""
         if char == '"':  # some models quote the object
             text = yield from self._json.text()
@@ -237,12 +251,16 @@ class JsonCalls:
             return "{}" if (yield from self._parser.cursor.match("null")) else None
         if char != "{":
             return None
-        if name:
-            started[0] = True
-            self._parser.start_call(name)
+        if found.name:
+            found.has_started = True
+            self._parser.start_call(found.name)
             return "" if (yield from self._json.value(self._parser.argue)) else None
         parts: list[str] = []
         return "".join(parts) if (yield from self._json.value(parts.append)) else None
+
+
+def _forget(text: str) -> None:
+    """A sink for what nobody wants."""
 
 
 def _is_object(text: str) -> bool:

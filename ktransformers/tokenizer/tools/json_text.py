@@ -72,16 +72,20 @@ class JsonReader:
                     return False
                 self._punctuation(sink)
                 wants = "value"
-            elif char in "{[":
-                sink(self._cursor.skip())
-                stack.append(ord("}" if char == "{" else "]"))
-                wants = "first key" if char == "{" else "first value"
-            elif (yield from self.scalar(sink)):
-                wants = "next"
             else:
-                return False
+                wants = yield from self._begin(char, stack, sink)
+                if not wants:
+                    return False
             if not stack:
                 return True
+
+    def _begin(self, char: str, stack: bytearray, sink: Sink) -> Steps[str]:
+        """A whole scalar, or an opening bracket; what has to follow, or "" when it is neither."""
+        if char not in "{[":
+            return "next" if (yield from self.scalar(sink)) else ""
+        sink(self._cursor.skip())
+        stack.append(ord("}" if char == "{" else "]"))
+        return "first key" if char == "{" else "first value"
 
     _keeps_blanks = True
 
