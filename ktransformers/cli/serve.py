@@ -110,6 +110,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout")
     group.add_argument("--drain_seconds", type=float, default=30.0, help="for running answers at the end (%(default)s)")
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
+    group.add_argument(
+        "--tool_format",
+        default="auto",
+        metavar="NAME",
+        help="how the model writes tool calls (auto: as its chat template tells)",
+    )
     group.add_argument("--sched_strategy", choices=("FCFS",), default="FCFS", help="order of service (%(default)s)")
     group.add_argument("--cpu_memory_size_GB", type=float, help="not supported: K/V pages stay in one memory")
     add_toggle(group, "web", default=None, help="the chat page at / (on where only this machine can connect)")
@@ -159,6 +165,7 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
         is_strict_on_names=args.strict_model_name,
         force_think=args.force_think,
         web=args.web,
+        tool_format=args.tool_format,
         max_queue=args.max_queue,
         max_queue_per_key=args.max_queue_per_key,
         request_timeout=args.request_timeout,

@@ -27,6 +27,7 @@ class ServerConfig:
     sampling: SamplingParams fields that the operator sets for requests that do not; they win over the model's own.
     max_new_tokens: most tokens of an answer to a request that names no limit; most_new_tokens: of any, if bounded.
     is_strict_on_names: a request for a model that is not among model_names is refused.
+    tool_format: a name of tokenizer.tools.TOOL_FORMATS, or "auto".
     allowed_hosts: names that requests may give in Host beside loopback ones and `host`; * for all.
     web: the chat page is served at /; None: if only this machine can connect.
     max_queue: answers that may wait beyond those that the backend computes; more get a 503. An answer is one choice of
@@ -50,6 +51,7 @@ class ServerConfig:
     is_strict_on_names: bool = False
     force_think: bool = False
     web: bool | None = None
+    tool_format: str = "auto"
     max_queue: int = 256
     max_queue_per_key: int | None = None
     max_connections: int | None = None

@@ -172,6 +172,7 @@ def test_cors_is_off_unless_asked_for() -> None:
         (("--engine_timeout", "-1"), "--engine_timeout must be a number of seconds"),
         (("--port", "70000"), "--port must be between"),
         (("--host", "256.1.1.1"), "cannot listen on 256.1.1.1"),
+        (("--tool_format", "xml"), "--tool_format 'xml' is not one of auto, harmony, "),
         (("--prot", "1"), "did you mean --port?"),
         (("--sched-strategy", "LIFO"), "invalid choice: 'LIFO'"),
         (("--gguf_path", __file__), "error: "),

@@ -97,12 +97,14 @@ def _chat(service: Service, asked: ChatRequest) -> _Prepared:
     model, tools = service.model, asked.conversation.tools
     tokenizer = model.tokenizer
     if tools and not tokenizer.has_tool_calls:
-        raise UnsupportedError("this model's tokenizer and template know no tool calls: leave tools out")
+        raise UnsupportedError(
+            "this model's files tell of no tool calls: leave tools out, or start the server with --tool_format"
+        )
     prompt_ids = chat_prompt(
         tokenizer, asked.conversation, max_len=model.max_len, force_think=service.config.force_think
     )
-    opens_reasoning = tokenizer.opens_reasoning(prompt_ids)
-    return [prompt_ids], [ChatChoice(tokenizer, opens_reasoning, bool(tools)) for _ in range(asked.n)]
+    schemas = {tool.name: tool.parameters for tool in tools} if tools else None
+    return [prompt_ids], [ChatChoice(tokenizer.answer_parser(prompt_ids, schemas)) for _ in range(asked.n)]
 
 
 def _texts(service: Service, asked: TextRequest) -> _Prepared:
