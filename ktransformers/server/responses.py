@@ -139,11 +139,14 @@ async def refuse(
     await error_response(error, closes, scope["path"])(scope, receive, send)
 
 
+def _is_tag(part: int | str) -> bool:
+    return isinstance(part, str) and part.startswith("<")
+
+
 def _path(location: tuple[int | str, ...]) -> str | None:
-    """`messages[0].content` for pydantic's ("body", "messages", 0, "content", "str")."""
-    parts = [part for part in location if part != "body"]
+    """`messages[0].content` for pydantic's ("body", "messages", 0, "content"). Tags of unions are written <tag>."""
     text = ""
-    for part in parts:
+    for part in (part for part in location if part != "body" and not _is_tag(part)):
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text or None
 
@@ -153,7 +156,8 @@ _FIELD = re.compile(r"\w{1,40}", re.ASCII)
 
 def _log_path(location: tuple[int | str, ...]) -> str:
     """The same for the log: a client's own keys are shown when they look like names of fields."""
-    return _path(tuple(p if isinstance(p, int) or _FIELD.fullmatch(p) else "?" for p in location)) or "the body"
+    named = (part for part in location if not _is_tag(part))
+    return _path(tuple(p if isinstance(p, int) or _FIELD.fullmatch(p) else "?" for p in named)) or "the body"
 
 
 def _validation_response(error: RequestValidationError, scope: Scope) -> ApiResponse:

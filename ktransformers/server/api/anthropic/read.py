@@ -37,7 +37,7 @@ Note = Callable[[str], None]
 """Called with the name of each field that has no effect."""
 
 _ACCOUNT = "x-anthropic-billing-header:"
-"""Begins a block of Claude Code's system prompt that is about billing, and differs in every request: the model is not
+"""Begins a line of Claude Code's system prompt that is about billing, and differs in every request: the model is not
 shown it, since no prefix of such a prompt would be in the cache."""
 
 _THINKING_VARIABLES = ("enable_thinking", "thinking")
@@ -66,8 +66,7 @@ def _shown(block: ResultBlock) -> str:
         case TextBlock():
             return block.text
         case DocumentBlock():
-            source = block.source.data if block.source.data is not None else block.source.content
-            text = _text(source or "")
+            text = block.source.data or _text(block.source.content or ())
             return "\n".join(part for part in (block.title, block.context, text) if part)
         case SearchResultBlock():
             return "\n".join((block.title, block.source, _text(block.content)))
@@ -77,19 +76,19 @@ def _shown(block: ResultBlock) -> str:
             raise UnsupportedError(f"content of the type {block.type[:64]!r} is not supported")
 
 
-def _text(content: str | Sequence[ResultBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(_shown(block) for block in content)
+def _text(blocks: Sequence[ResultBlock]) -> str:
+    return "\n".join(_shown(block) for block in blocks)
 
 
-def _system(system: str | Sequence[TextBlock] | None) -> str:
-    if isinstance(system, str):
-        return system
-    return "\n".join(block.text for block in system or () if not block.text.startswith(_ACCOUNT))
+def _system(system: Sequence[TextBlock] | None) -> str:
+    texts = [block.text for block in system or ()]
+    shown = [text.partition("\n")[2] if text.startswith(_ACCOUNT) else text for text in texts]
+    return "\n".join(text for text in shown if text)
 
 
 def _result(block: ToolResultBlock) -> str:
     """Templates know no failed calls: the text has to say it."""
-    text = _text(block.content or "")
+    text = _text(block.content or ())
     return f"Error: {text}" if block.is_error and "error" not in text[:64].lower() else text
 
 
@@ -102,10 +101,8 @@ class _Turns:
         self._tool_names: dict[str, str] = {}  # by the ids of calls
 
     def add(self, message: InputMessage, at: str) -> None:
-        blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
-        for turn in (
-            self._assistant(blocks, at) if message.role == "assistant" else self._user(message.role, blocks, at)
-        ):
+        role, blocks = message.role, message.content
+        for turn in self._assistant(blocks, at) if role == "assistant" else self._user(role, blocks, at):
             self._append(turn)
 
     def _append(self, turn: Message) -> None:

@@ -71,12 +71,21 @@ class TextBlock(_Part):
     text: str
 
 
+def _blocks(value: Any) -> Any:
+    """A string is one block of text."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+_TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True)]
+TextBlocks = Annotated[_TextBlocks, BeforeValidator(_blocks, json_schema_input_type=str | _TextBlocks)]
+
+
 class TextSource(_Part):
     """Where a document's text is. Only text that comes with the request is read."""
 
     type: str
     data: str | None = None
-    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    content: TextBlocks | None = None
 
     @model_validator(mode="after")
     def _is_text(self) -> Self:
@@ -102,7 +111,7 @@ class SearchResultBlock(_Part):
     type: Literal["search_result"]
     source: str
     title: str
-    content: Annotated[list[TextBlock], Field(fail_fast=True)]
+    content: TextBlocks
 
 
 class ToolReferenceBlock(_Part):
@@ -151,8 +160,9 @@ _TYPES = (*_RESULT_TYPES, "thinking", "redacted_thinking", "tool_use", "tool_res
 
 
 def _tag_in(known: tuple[str, ...], value: Any) -> str:
+    """Tags stand in angle brackets, so that they are told from fields where an error says its place."""
     type = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return type if isinstance(type, str) and type in known else "other"
+    return f"<{type}>" if isinstance(type, str) and type in known else "<other>"
 
 
 def _result_tag(value: Any) -> str:
@@ -164,13 +174,16 @@ def _tag(value: Any) -> str:
 
 
 ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[DocumentBlock, Tag("document")]
-    | Annotated[SearchResultBlock, Tag("search_result")]
-    | Annotated[ToolReferenceBlock, Tag("tool_reference")]
-    | Annotated[OtherBlock, Tag("other")],
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SearchResultBlock, Tag("<search_result>")]
+    | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
+    | Annotated[OtherBlock, Tag("<other>")],
     Discriminator(_result_tag),
 ]
+
+_ResultBlocks = Annotated[list[ResultBlock], Field(fail_fast=True)]
+ResultContent = Annotated[_ResultBlocks, BeforeValidator(_blocks, json_schema_input_type=str | _ResultBlocks)]
 
 
 class ToolResultBlock(_Part):
@@ -178,29 +191,33 @@ class ToolResultBlock(_Part):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[ResultBlock], Field(fail_fast=True)] | None = None
+    content: Annotated[_ResultBlocks, BeforeValidator(_blocks, json_schema_input_type=str | _ResultBlocks)] | None = (
+        None
+    )
     is_error: bool | None = None
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[DocumentBlock, Tag("document")]
-    | Annotated[SearchResultBlock, Tag("search_result")]
-    | Annotated[ToolReferenceBlock, Tag("tool_reference")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[OtherBlock, Tag("other")],
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SearchResultBlock, Tag("<search_result>")]
+    | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[OtherBlock, Tag("<other>")],
     Discriminator(_tag),
 ]
+
+_Blocks = Annotated[list[Block], Field(fail_fast=True)]
 
 
 class InputMessage(_Part):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(fail_fast=True)]
+    content: Annotated[_Blocks, BeforeValidator(_blocks, json_schema_input_type=str | _Blocks)]
 
 
 class ToolDefinition(_Part):
@@ -242,7 +259,7 @@ class ConversationBody(BaseModel):
 
     model: str | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
-    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    system: TextBlocks | None = None
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from ktransformers.core import GenerationStats
 from ktransformers.errors import KTransformersError, NotReadyError
@@ -51,18 +51,19 @@ def _sse(type: str, **fields: Any) -> bytes:
 class MessageWriter(Writer):
     """hides_thinking: blocks of thinking are empty. is_single_call: calls after the first are left out.
 
-    is_prompt_only: nothing but the prompt was to be computed; what came after it is left out.
+    is_prompt_only: nothing but the prompt was to be computed; what came after it is left out. ping: the event that says
+    that the server lives.
     """
+
+    ping: ClassVar[bytes] = _sse("ping")
 
     def __init__(
         self, job: Job, *, hides_thinking: bool = False, is_single_call: bool = False, is_prompt_only: bool = False
     ):
         self._job = job
-        self._hides_thinking, self._is_single_call, self._is_prompt_only = (
-            hides_thinking,
-            is_single_call,
-            is_prompt_only,
-        )
+        self._hides_thinking = hides_thinking
+        self._is_single_call = is_single_call
+        self._is_prompt_only = is_prompt_only
         self._blocks: list[Fields] = []
         self._is_open = False  # the last of the blocks
         self._arguments = ""  # of the last block, when it is a call
@@ -76,7 +77,7 @@ class MessageWriter(Writer):
             match event:
                 case AnswerStarted(stats):
                     yield _sse("message_start", message=self._message([], None, None, stats, 0))
-                    yield _sse("ping")
+                    yield self.ping
                 case AnswerFinished():
                     self._finished = event
                     yield from self._close()
