@@ -114,7 +114,7 @@ class _Turns:
             last,
             text="\n".join(text for text in (last.text, turn.text) if text),
             reasoning="\n".join(text for text in (last.reasoning, turn.reasoning) if text),
-            tool_calls=[*last.tool_calls, *turn.tool_calls],
+            tool_calls=(*last.tool_calls, *turn.tool_calls),
         )
 
     def _assistant(self, blocks: Iterable[Block], at: str) -> Iterator[Message]:
@@ -132,7 +132,7 @@ class _Turns:
                     calls.append(PastCall(name=block.name, arguments=block.input, id=block.id))
                 case _:
                     raise ConfigError(f"{at}.content[{index}]: {block.type} does not belong to the assistant's turns")
-        yield Message(role="assistant", text="".join(texts), reasoning="\n".join(thoughts), tool_calls=calls)
+        yield Message(role="assistant", text="".join(texts), reasoning="\n".join(thoughts), tool_calls=tuple(calls))
 
     def _user(self, role: str, blocks: Iterable[Block], at: str) -> Iterator[Message]:
         texts: list[str] = []
