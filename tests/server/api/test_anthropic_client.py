@@ -240,6 +240,7 @@ def test_why_an_answer_ended(claude: anthropic.Anthropic) -> None:
     [
         ({"max_tokens": -1}, "max_tokens: "),
         ({"messages": []}, "messages: "),
+        ({"messages": [{"role": "user", "content": []}]}, "nothing to answer"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role: "),
         ({"messages": [*QUESTION, {"role": "assistant", "content": "17 + 25 ="}]}, "prefill"),
         (

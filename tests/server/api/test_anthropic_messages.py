@@ -267,8 +267,10 @@ def test_turns() -> None:
         Message(role="tool", text="T\nS\nfound", tool_call_id="t1", name="add"),
         Message(role="user", text="e"),
         Message(role="tool", text="", tool_call_id="t1", name="add"),
-        Message(role="system", text="f"),
+        Message(role="user", text="<system-reminder>\nf\n</system-reminder>"),
     ]
+    first = turns_of({"role": "system", "content": "b"}, {"role": "user", "content": "c"}, system="a")
+    assert first == [Message(role="system", text="a\nb"), Message(role="user", text="c")]
 
 
 def test_failed_calls_say_so() -> None:

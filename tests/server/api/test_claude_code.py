@@ -13,10 +13,10 @@ from tests.support.server_process import ServerProcess
 
 HEADERS = {
     "accept": "application/json",
-    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,fine-grained-tool-streaming-2025-05-14",
+    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,mid-conversation-system-2026-04-07",
     "anthropic-dangerous-direct-browser-access": "true",
     "anthropic-version": "2023-06-01",
-    "user-agent": "claude-cli/2.1.100 (external, cli)",
+    "user-agent": "claude-cli/2.1.197 (external, cli)",
     "x-api-key": "sk-local",
     "x-app": "cli",
     "x-stainless-lang": "js",
@@ -59,7 +59,8 @@ def body(nonce: str = "eb6c6", **fields: Any) -> dict[str, Any]:
                     {"type": "text", "text": "<system-reminder>\nBe careful.\n</system-reminder>\n"},
                     {"type": "text", "text": "What is 17 + 25?", "cache_control": EPHEMERAL},
                 ],
-            }
+            },
+            {"role": "system", "content": "Available agent types for the Task tool:\n- claude"},
         ],
         "system": [
             {"type": "text", "text": account},

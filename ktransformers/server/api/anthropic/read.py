@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import groupby
 
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.server.answers.requests import ChatRequest, Conversation, Message, PastCall, Sampling, Tool
@@ -98,24 +99,13 @@ class _Turns:
     def __init__(self, note: Note):
         self.made: list[Message] = []
         self._note = note
+        self._is_begun = False  # whether others than the system spoke
         self._tool_names: dict[str, str] = {}  # by the ids of calls
 
     def add(self, message: InputMessage, at: str) -> None:
-        role, blocks = message.role, message.content
-        for turn in self._assistant(blocks, at) if role == "assistant" else self._user(role, blocks, at):
-            self._append(turn)
-
-    def _append(self, turn: Message) -> None:
-        last = self.made[-1] if self.made else None
-        if last is None or last.role != turn.role or turn.role == "tool":
-            self.made.append(turn)
-            return
-        self.made[-1] = replace(
-            last,
-            text="\n".join(text for text in (last.text, turn.text) if text),
-            reasoning="\n".join(text for text in (last.reasoning, turn.reasoning) if text),
-            tool_calls=(*last.tool_calls, *turn.tool_calls),
-        )
+        turns = {"assistant": self._assistant, "user": self._user, "system": self._system}[message.role]
+        self.made += turns(message.content, at)
+        self._is_begun = self._is_begun or message.role != "system"
 
     def _assistant(self, blocks: Iterable[Block], at: str) -> Iterator[Message]:
         texts, thoughts, calls = [], [], []
@@ -134,23 +124,51 @@ class _Turns:
                     raise ConfigError(f"{at}.content[{index}]: {block.type} does not belong to the assistant's turns")
         yield Message(role="assistant", text="".join(texts), reasoning="\n".join(thoughts), tool_calls=tuple(calls))
 
-    def _user(self, role: str, blocks: Iterable[Block], at: str) -> Iterator[Message]:
+    def _user(self, blocks: Iterable[Block], at: str) -> Iterator[Message]:
         texts: list[str] = []
         for index, block in enumerate(blocks):
             match block:
                 case TextBlock() | DocumentBlock() | SearchResultBlock() | ToolReferenceBlock():
                     texts.append(_shown(block))
-                case ToolResultBlock() if role == "user":
+                case ToolResultBlock():
                     if texts:
-                        yield Message(role=role, text="\n".join(texts))
+                        yield Message(role="user", text="\n".join(texts))
                         texts = []
                     id = block.tool_use_id
                     name = self._tool_names.get(id)
                     yield Message(role="tool", text=_result(block), tool_call_id=id, name=name)
                 case _:
-                    raise ConfigError(f"{at}.content[{index}]: {block.type} does not belong to the {role}'s turns")
+                    raise ConfigError(f"{at}.content[{index}]: {block.type} does not belong to the user's turns")
         if texts:
-            yield Message(role=role, text="\n".join(texts))
+            yield Message(role="user", text="\n".join(texts))
+
+    def _system(self, blocks: Iterable[Block], at: str) -> Iterator[Message]:
+        """Many templates take no system turn but the first. Later ones are told as Claude Code's tools expect it."""
+        texts = []
+        for index, block in enumerate(blocks):
+            if not isinstance(block, TextBlock):
+                raise ConfigError(f"{at}.content[{index}]: {block.type} does not belong to the system's turns")
+            texts.append(block.text)
+        text = "\n".join(texts)
+        if self._is_begun:
+            yield Message(role="user", text=f"<system-reminder>\n{text}\n</system-reminder>")
+        else:
+            yield Message(role="system", text=text)
+
+
+def _joined(turns: Iterable[Message]) -> Iterator[Message]:
+    """Neighbours of one role as one turn; results of calls stay apart."""
+    for role, group in groupby(turns, key=lambda turn: turn.role):
+        run = list(group)
+        if role == "tool" or len(run) == 1:
+            yield from run
+            continue
+        yield Message(
+            role=role,
+            text="\n".join(turn.text for turn in run if turn.text),
+            reasoning="\n".join(turn.reasoning for turn in run if turn.reasoning),
+            tool_calls=tuple(call for turn in run for call in turn.tool_calls),
+        )
 
 
 def _messages(body: ConversationBody, note: Note) -> list[Message]:
@@ -160,11 +178,12 @@ def _messages(body: ConversationBody, note: Note) -> list[Message]:
         turns.made.append(Message(role="system", text=system))
     for index, message in enumerate(body.messages):
         turns.add(message, f"messages[{index}]")
-    if not any(turn.role != "system" for turn in turns.made):
-        raise ConfigError("messages are empty: there is nothing to answer")
-    if turns.made[-1].role == "assistant":
+    messages = list(_joined(turns.made))
+    if not messages or messages[-1].role == "system":
+        raise ConfigError("messages: there is nothing to answer")
+    if messages[-1].role == "assistant":
         raise UnsupportedError("an answer that the last message begins (prefill) is not supported: end with a user's")
-    return turns.made
+    return messages
 
 
 # Tools.
