@@ -10,6 +10,8 @@ from starlette.middleware.cors import CORSMiddleware
 from ktransformers import __version__
 from ktransformers.server.admission import Admission
 from ktransformers.server.api import front, health, tokens, web
+from ktransformers.server.api.anthropic import errors as anthropic_errors
+from ktransformers.server.api.anthropic import messages
 from ktransformers.server.api.openai import chat, completions, models
 from ktransformers.server.api_paths import PAGE_PREFIX
 from ktransformers.server.backend.base import Backend
@@ -18,10 +20,12 @@ from ktransformers.server.hosts import HostRule
 from ktransformers.server.metrics import Metrics
 from ktransformers.server.middleware import ApiKeys, BodyLimits, SameSite
 from ktransformers.server.request_log import RequestLog
-from ktransformers.server.responses import ApiResponse, install_error_handlers
+from ktransformers.server.responses import ERROR_SHAPES, ApiResponse, install_error_handlers
 from ktransformers.server.service import Service
 
 __all__ = ["create_app"]
+
+ERROR_SHAPES.append((anthropic_errors.PATH, anthropic_errors.error_shape))
 
 _ERROR_SCHEMA = {
     "type": "object",
@@ -72,6 +76,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     app.state.service = service
     for router in (chat.router, completions.router, models.router, tokens.router, health.router, front.router):
         app.include_router(router)
+    app.include_router(messages.router)
     if config.has_web:
         app.mount(PAGE_PREFIX, web.page_files())
     install_error_handlers(app)
@@ -84,6 +89,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
             CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(SameSite, hosts=HostRule(config.host_names, bound=config.host), cors_origins=config.cors_origins)
+    app.add_middleware(anthropic_errors.RequestIds)
     app.add_middleware(RequestLog)
     _drop_422(app)
     return app

@@ -24,6 +24,8 @@ router = APIRouter(include_in_schema=False)
 ROUTES: tuple[tuple[str, str], ...] = (
     ("POST /v1/chat/completions", "the next turn of a conversation (OpenAI's API)"),
     ("POST /v1/completions", "the continuation of a text or of token ids"),
+    ("POST /v1/messages", "the next turn of a conversation (Anthropic's API)"),
+    ("POST /v1/messages/count_tokens", "how many tokens the prompt of such a request has"),
     ("GET /v1/models", "the names that requests may use"),
     ("GET /v1/models/{name}", "one of them"),
     ("POST /tokenize", "token ids of a text or of a conversation"),
