@@ -18,6 +18,7 @@ from ktransformers.cache.static import StaticCache
 from ktransformers.config import EngineConfig, why_crowded
 from ktransformers.core import CAPTURING, COMPILING
 from ktransformers.engine.attention import settle_attention
+from ktransformers.engine.card import ModelCard
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.graphs import GraphBackend
 from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers, settle_homes
@@ -84,6 +85,7 @@ class Engine:
     eos_token_ids: tuple[int, ...]
     generation_defaults: Mapping[str, Any]
     description: str
+    card: ModelCard
 
     def close(self) -> None:
         """Stop the worker threads. The engine cannot be used afterwards."""
@@ -183,6 +185,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, hardwar
         eos_token_ids=model.eos_token_ids,
         generation_defaults=model.generation_defaults,
         description=model.description,
+        card=model.card,
     )
 
 

@@ -1,10 +1,14 @@
-"""JSON bodies and error bodies. The one place where our exceptions become HTTP statuses and OpenAI's error shape."""
+"""JSON bodies and error bodies. The one place where our exceptions become HTTP statuses and error shapes.
+
+The shape is OpenAI's, unless the path begins with a prefix in ERROR_SHAPES: the dialect there has its own.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -33,11 +37,26 @@ from ktransformers.errors import (
 )
 from ktransformers.server.request_log import note_reason, without_quotes
 
-__all__ = ["ApiResponse", "error_body", "error_response", "install_error_handlers", "json_bytes", "refuse"]
+__all__ = [
+    "ERROR_SHAPES",
+    "ApiResponse",
+    "ErrorShape",
+    "error_body",
+    "error_response",
+    "install_error_handlers",
+    "json_bytes",
+    "refuse",
+]
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
+
+ErrorShape = Callable[[int, str, str | None, str | None], dict[str, Any]]
+"""The body of an error, from its status, its message, our code for it and the field that it is about, if any."""
+
+ERROR_SHAPES: list[tuple[str, ErrorShape]] = []
+"""Prefixes of paths and the shape of errors there; the first that fits decides. app.py fills it, nobody else."""
 
 # The first class that fits decides: subclasses stand before their bases. status, type, code
 _ERRORS: tuple[tuple[type[KTransformersError], int, str, str | None], ...] = (
@@ -71,7 +90,10 @@ class ApiResponse(JSONResponse):
         return json_bytes(content)
 
 
-def _body(message: str, type: str, param: str | None, code: str | None) -> dict[str, Any]:
+def _body(path: str, status: int, message: str, type: str, param: str | None, code: str | None) -> dict[str, Any]:
+    for prefix, shape in ERROR_SHAPES:
+        if path.startswith(prefix):
+            return shape(status, message, code, param)
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
@@ -79,15 +101,18 @@ def _entry(error: KTransformersError) -> tuple[int, str, str | None]:
     return next(entry[1:] for entry in _ERRORS if isinstance(error, entry[0]))
 
 
-def error_body(error: KTransformersError) -> dict[str, Any]:
-    """OpenAI's error object."""
-    _, type, code = _entry(error)
+def error_body(error: KTransformersError, path: str = "") -> dict[str, Any]:
+    """What is sent about an error, in the shape of this path."""
+    status, type, code = _entry(error)
     param = "messages" if isinstance(error, ContextLengthError) else None
-    return _body(str(error), type, param, code)
+    return _body(path, status, str(error), type, param, code)
 
 
-def error_response(error: KTransformersError, closes: bool = False) -> ApiResponse:
-    """The response to a request that failed with one of our errors. closes: the rest of its body is not wanted."""
+def error_response(error: KTransformersError, closes: bool = False, path: str = "") -> ApiResponse:
+    """The response to a request for this path that failed with one of our errors.
+
+    closes: the rest of its body is not wanted.
+    """
     status = _entry(error)[0]
     headers = {}
     if status == 503:
@@ -96,7 +121,7 @@ def error_response(error: KTransformersError, closes: bool = False) -> ApiRespon
         headers["WWW-Authenticate"] = "Bearer"
     if closes:
         headers["Connection"] = "close"
-    return ApiResponse(error_body(error), status, headers)
+    return ApiResponse(error_body(error, path), status, headers)
 
 
 def _log_text(error: KTransformersError) -> str:
@@ -111,7 +136,7 @@ async def refuse(
 ) -> None:
     """Answer with this error from a middleware. closes: the rest of its body is not wanted."""
     note_reason(scope, _log_text(error))
-    await error_response(error, closes)(scope, receive, send)
+    await error_response(error, closes, scope["path"])(scope, receive, send)
 
 
 def _path(location: tuple[int | str, ...]) -> str | None:
@@ -132,11 +157,12 @@ def _log_path(location: tuple[int | str, ...]) -> str:
 
 
 def _validation_response(error: RequestValidationError, scope: Scope) -> ApiResponse:
-    first = error.errors()[0]
+    first, path = error.errors()[0], scope["path"]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         note_reason(scope, f"the body is not valid JSON: {without_quotes(reason)}")
-        return ApiResponse(_body(f"the body is not valid JSON: {reason}", "invalid_request_error", None, None), 400)
+        message = f"the body is not valid JSON: {reason}"
+        return ApiResponse(_body(path, 400, message, "invalid_request_error", None, None), 400)
     param = _path(first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
     if isinstance(first.get("input"), bytes):  # FastAPI decodes bodies of JSON's content types only
@@ -147,18 +173,20 @@ def _validation_response(error: RequestValidationError, scope: Scope) -> ApiResp
     note_reason(
         scope, f"{_log_path(first['loc'])}: {without_quotes(message) if first['type'] == 'value_error' else message}"
     )
-    return ApiResponse(_body(f"{param}: {message}" if param else message, "invalid_request_error", param, None), 400)
+    shown = f"{param}: {message}" if param else message
+    return ApiResponse(_body(path, 400, shown, "invalid_request_error", param, None), 400)
 
 
-def _http_response(error: HTTPException) -> ApiResponse:
-    type = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return ApiResponse(_body(str(error.detail), type, None, None), error.status_code, dict(error.headers or {}))
+def _http_response(error: HTTPException, path: str) -> ApiResponse:
+    status = error.status_code
+    type = "invalid_request_error" if status < 500 else "server_error"
+    return ApiResponse(_body(path, status, str(error.detail), type, None, None), status, dict(error.headers or {}))
 
 
 async def _on_known_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KTransformersError)
     note_reason(request.scope, _log_text(error))
-    return error_response(error)
+    return error_response(error, path=request.scope["path"])
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
@@ -169,16 +197,17 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     note_reason(request.scope, without_quotes(str(error.detail)))
-    return _http_response(error)
+    return _http_response(error, request.scope["path"])
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return ApiResponse(_body("the server made a mistake; its log says more", "server_error", None, None), 500)
+    message = "the server made a mistake; its log says more"
+    return ApiResponse(_body(request.scope["path"], 500, message, "server_error", None, None), 500)
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every error of this app, foreseen or not, gets OpenAI's shape."""
+    """Every error of this app, foreseen or not, gets the shape of its path."""
     app.add_exception_handler(KTransformersError, _on_known_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
