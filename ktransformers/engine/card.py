@@ -1,4 +1,4 @@
-"""What is written on a model's box: family, sizes, quantization, for those who show it to people. Reads headers only."""
+"""A model's figures for those who show them to people: family, sizes, quantization. Reads headers only."""
 
 from __future__ import annotations
 

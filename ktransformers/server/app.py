@@ -10,6 +10,10 @@ from starlette.middleware.cors import CORSMiddleware
 from ktransformers import __version__
 from ktransformers.server.admission import Admission
 from ktransformers.server.api import front, health, tokens
+from ktransformers.server.api.ollama import answers as ollama_answers
+from ktransformers.server.api.ollama import models as ollama_models
+from ktransformers.server.api.ollama import refused as ollama_refused
+from ktransformers.server.api.ollama.writer import error_fields as ollama_error
 from ktransformers.server.api.openai import chat, completions, models
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
@@ -17,7 +21,7 @@ from ktransformers.server.hosts import HostRule
 from ktransformers.server.metrics import Metrics
 from ktransformers.server.middleware import ApiKeys, BodyLimits, SameSite
 from ktransformers.server.request_log import RequestLog
-from ktransformers.server.responses import ApiResponse, install_error_handlers
+from ktransformers.server.responses import ERROR_SHAPES, ApiResponse, install_error_handlers
 from ktransformers.server.service import Service
 
 __all__ = ["create_app"]
@@ -56,6 +60,9 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
+ERROR_SHAPES.append(("/api/", ollama_error))
+
+
 def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     """The service over a backend, which somebody else starts and closes."""
     app = FastAPI(
@@ -70,6 +77,8 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics)
     app.state.service = service
     for router in (chat.router, completions.router, models.router, tokens.router, health.router, front.router):
+        app.include_router(router)
+    for router in (ollama_answers.router, ollama_models.router, ollama_refused.router):
         app.include_router(router)
     install_error_handlers(app)
     # The last one added is the outermost.
