@@ -70,7 +70,7 @@ def _named(opened: OpenedModel) -> str:
         return (said.method or "").upper() if said is not None else ""
     number = opened.gguf.metadata.get("general.file_type")
     try:
-        return gguf.LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        return str(gguf.LlamaFileType(number).name).removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:  # a number of a newer writer, or none
         return ""
 

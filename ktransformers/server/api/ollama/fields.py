@@ -77,7 +77,8 @@ _COMMON: FieldTable = {
     "keep_alive": honour(),  # the model stays loaded: only 0, which asks for the opposite, is more than a hint
 }
 
-_ANSWER: FieldTable = _COMMON | {
+_ANSWER: FieldTable = {
+    **_COMMON,
     "stream": honour(),
     "format": honour(""),
     "think": honour(),
@@ -87,10 +88,11 @@ _ANSWER: FieldTable = _COMMON | {
     "shift": hint(),  # an answer ends at the end of the context
 }
 
-CHAT: FieldTable = _ANSWER | {"messages": honour(), "tools": honour([])}
+CHAT: FieldTable = {**_ANSWER, "messages": honour(), "tools": honour([])}
 """POST /api/chat."""
 
-GENERATE: FieldTable = _ANSWER | {
+GENERATE: FieldTable = {
+    **_ANSWER,
     "prompt": honour(),
     "system": honour(""),
     "raw": honour(False),
@@ -101,7 +103,8 @@ GENERATE: FieldTable = _ANSWER | {
 }
 """POST /api/generate."""
 
-EMBED: FieldTable = _COMMON | {
+EMBED: FieldTable = {
+    **_COMMON,
     "input": honour(),
     "prompt": honour(),
     "truncate": honour(),
