@@ -6,7 +6,7 @@ What a field asks that this model or server has no way to do, and that may be le
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ktransformers.errors import ConfigError, UnsupportedError
@@ -72,7 +72,7 @@ def is_load(body: ChatBody | GenerateBody) -> bool:
 
 def chat_request(service: Service, body: ChatBody, ignored: list[str]) -> ChatRequest:
     """Raises UnsupportedError for a format, ConfigError for arguments of earlier calls that are no JSON object."""
-    messages = [_message(message, index) for index, message in enumerate(body.messages)]
+    messages = _messages(body.messages)
     tools = [
         Tool(name=tool.function.name, description=tool.function.description, parameters=tool.function.parameters)
         for tool in body.tools
@@ -107,6 +107,27 @@ def _chat(
         sampling=_sampling(service, body, ignored),
         conversation=Conversation(messages=messages, tools=tools, template_kwargs=variables, reasoning_effort=effort),
     )
+
+
+def _messages(bodies: list[PastMessage]) -> list[Message]:
+    """The turns. Calls and their results get ids where clients keep none: some chat templates insist on them."""
+    made: list[Message] = []
+    waiting: list[PastCall] = []  # for their results
+    num_calls = 0
+    for index, body in enumerate(bodies):
+        message = _message(body, index)
+        if message.tool_calls:
+            waiting = [
+                replace(call, id=call.id or f"call{num_calls + i:05}") for i, call in enumerate(message.tool_calls)
+            ]
+            num_calls += len(waiting)
+            message = replace(message, tool_calls=tuple(waiting))
+        elif message.role == "tool" and message.tool_call_id is None and waiting:
+            call = next((call for call in waiting if call.name == message.name), waiting[0])
+            waiting.remove(call)
+            message = replace(message, tool_call_id=call.id)
+        made.append(message)
+    return made
 
 
 def _message(message: PastMessage, index: int) -> Message:
