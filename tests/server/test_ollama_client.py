@@ -199,6 +199,12 @@ def test_what_is_said_of_the_model(ollama_client: ollama.Client) -> None:
         assert shown.details == listed.details
 
 
+def test_the_rate_of_one_token_is_possible(ollama_client: ollama.Client) -> None:
+    answer = ollama_client.chat("demo", QUESTION, options={"num_predict": 1})
+    assert answer.eval_count == 1
+    assert 10_000 < answer.eval_duration <= answer.total_duration
+
+
 def test_names_with_and_without_a_tag(ollama_client: ollama.Client) -> None:
     for name, answered in (("demo", "demo"), ("demo:latest", "demo:latest"), ("llama3:8b", "demo")):
         assert ollama_client.chat(name, QUESTION, options={"num_predict": 1}).model == answered
@@ -288,7 +294,9 @@ def test_fields_without_a_meaning_are_named(http: httpx.Client) -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/api/chat", {"format": "json"}, "format"),
     ("/api/chat", {"format": {"type": "object"}}, "format"),
-    ("/api/chat", {"format": "xml"}, "format"),
+    ("/api/chat", {"format": "xml"}, 'format: it must be "json" or'),
+    ("/api/chat", {"format": [1]}, 'format: it must be "json" or'),
+    ("/api/chat", {"keep_alive": [1]}, "keep_alive: it must be a number"),
     ("/api/chat", {"options": {"mirostat": 2}}, "temperature"),
     ("/api/chat", {"options": {"typical_p": 0.5}}, "top_p"),
     ("/api/chat", {"options": {"tfs_z": 0.5}}, "min_p"),
@@ -296,7 +304,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/api/chat", {"options": {"num_predict": "many"}}, "options.num_predict"),
     ("/api/chat", {"options": {"num_predict": 1.5}}, "options.num_predict"),
     ("/api/chat", {"options": []}, "options"),
-    ("/api/chat", {"think": "very"}, "think"),
+    ("/api/chat", {"think": "very"}, "think: it must be true, false"),
     ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "images"),
     ("/api/chat", {"messages": [{"role": "jester", "content": "a"}]}, "jester"),
     ("/api/chat", {"top_logprobs": 3}, "logprobs"),

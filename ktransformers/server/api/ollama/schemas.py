@@ -5,7 +5,9 @@ Whole numbers may be written as 40.0, as clients of several languages do. Unknow
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
@@ -54,7 +56,33 @@ def _stops(value: Any) -> Any:
     return stops
 
 
+def _only(is_right: Callable[[Any], bool], what: str) -> BeforeValidator:
+    """Looked at before pydantic tries the members of a union one by one, and names them in its errors."""
+
+    def check(value: Any) -> Any:
+        if not is_right(value):
+            raise ValueError(f"it must be {what}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _is_duration(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number or (isinstance(value, str) and len(value) <= 64)
+
+
+_LEVELS = ("low", "medium", "high", "max")
 Whole = Annotated[int, BeforeValidator(_whole)]
+Duration = Annotated[int | float | str, _only(_is_duration, 'a number of seconds or a text such as "5m"')]
+Format = Annotated[
+    Literal["json"] | dict[str, Any],
+    _only(lambda value: value == "json" or isinstance(value, dict), '"json" or a JSON schema'),
+]
+Think = Annotated[
+    bool | Literal["low", "medium", "high", "max"],
+    _only(lambda value: isinstance(value, bool) or value in _LEVELS, "true, false, low, medium, high or max"),
+]
 
 
 class _Model(BaseModel):
@@ -93,7 +121,7 @@ class OllamaBody(_Model):
 
     model: str | None = None
     options: Options = Options()
-    keep_alive: int | FiniteFloat | Annotated[str, Field(max_length=64)] | None = None
+    keep_alive: Duration | None = None
 
     @property
     def is_to_unload(self) -> bool:
@@ -112,8 +140,8 @@ class AnswerBody(OllamaBody):
     """What chat and generate share. format: "json" or a JSON schema. think: whether to reason, or how much."""
 
     stream: bool | None = None
-    format: Literal["json"] | dict[str, Any] | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    format: Format | None = None
+    think: Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
 

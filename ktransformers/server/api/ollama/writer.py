@@ -140,16 +140,18 @@ class OllamaWriter(Writer):
 
     def _end(self) -> Fields:
         assert self._finished is not None
-        stats = self._job.usage()
+        stats, total = self._job.usage(), time.perf_counter() - self._began
+        # The first token comes with the prompt's computing: one alone took no time of its own.
+        decoding = stats.decode_seconds or total - stats.prefill_seconds
         return {
             "done": True,
             "done_reason": _REASONS.get(self._finished.reason, "stop"),
-            "total_duration": nanoseconds(time.perf_counter() - self._began),
+            "total_duration": nanoseconds(total),
             "load_duration": 0,  # the model is always there
             "prompt_eval_count": stats.prompt_len,
             "prompt_eval_duration": nanoseconds(stats.prefill_seconds),
             "eval_count": stats.completion_len,
-            "eval_duration": nanoseconds(stats.decode_seconds),
+            "eval_duration": nanoseconds(decoding),
         }
 
     def _line(self, content: Fields) -> bytes:
