@@ -12,6 +12,10 @@ from ktransformers.server.admission import Admission
 from ktransformers.server.api import front, health, tokens, web
 from ktransformers.server.api.anthropic import errors as anthropic_errors
 from ktransformers.server.api.anthropic import messages
+from ktransformers.server.api.ollama import answers as ollama_answers
+from ktransformers.server.api.ollama import models as ollama_models
+from ktransformers.server.api.ollama import refused as ollama_refused
+from ktransformers.server.api.ollama.writer import error_fields as ollama_error
 from ktransformers.server.api.openai import chat, completions, models
 from ktransformers.server.api_paths import PAGE_PREFIX
 from ktransformers.server.backend.base import Backend
@@ -61,6 +65,9 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
+ERROR_SHAPES.append(("/api/", ollama_error))
+
+
 def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     """The service over a backend, which somebody else starts and closes."""
     app = FastAPI(
@@ -76,7 +83,8 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     app.state.service = service
     for router in (chat.router, completions.router, models.router, tokens.router, health.router, front.router):
         app.include_router(router)
-    app.include_router(messages.router)
+    for router in (messages.router, ollama_answers.router, ollama_models.router, ollama_refused.router):
+        app.include_router(router)
     if config.has_web:
         app.mount(PAGE_PREFIX, web.page_files())
     install_error_handlers(app)

@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.server.fake_backend import FakeBackend
 
 from ktransformers.errors import ConfigError
 from ktransformers.server.api import web
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
+from tests.support.fake_backend import FakeBackend
 
 SOURCES = Path(__file__).resolve().parents[2] / "web"
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -41,7 +41,7 @@ def test_browsers_get_the_page_and_programs_json() -> None:
     assert page.text == (web.WEB_PATH / "index.html").read_text()
     assert page.headers["content-type"].startswith("text/html")
     assert page.headers["vary"] == "Accept"
-    assert get("/", {"Accept": "*/*"}).json()["name"] == "ktransformers"
+    assert get("/", {"Accept": "application/json"}).json()["name"] == "ktransformers"
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.engine.card import ModelCard
 from ktransformers.errors import KTransformersError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ class ModelInfo:
 
     max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
     default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
-    name in the model's config.json, if any.
+    name in the model's config.json, if any. card: sizes and names for people.
     """
 
     tokenizer: Tokenizer
@@ -42,6 +43,7 @@ class ModelInfo:
     architecture: str | None
     description: str
     is_models_limit: bool = False
+    card: ModelCard = field(default_factory=ModelCard)
 
     @property
     def limits(self) -> Limits:

@@ -44,6 +44,7 @@ class Loaded:
             architecture=engine.facts.architecture,
             description=engine.description,
             is_models_limit=engine.runner.is_models_limit,
+            card=engine.card,
         )
         return cls(model, Session.of(engine), close)
 
