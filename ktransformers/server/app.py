@@ -11,6 +11,7 @@ from ktransformers import __version__
 from ktransformers.server.admission import Admission
 from ktransformers.server.api import front, health, tokens
 from ktransformers.server.api.openai import chat, completions, models
+from ktransformers.server.api.openai.responses.route import add_responses
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.hosts import HostRule
@@ -71,6 +72,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     app.state.service = service
     for router in (chat.router, completions.router, models.router, tokens.router, health.router, front.router):
         app.include_router(router)
+    add_responses(app, config)
     install_error_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimits, max_body=lambda: service.json_limits.max_bytes, body_timeout=config.body_timeout)
