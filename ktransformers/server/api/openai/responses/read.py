@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from ktransformers.errors import ConfigError, UnsupportedError
@@ -159,11 +160,12 @@ def _check_format(body: ResponsesBody) -> None:
 
 def _with_instructions(instructions: str | None, messages: list[Message]) -> list[Message]:
     """One system turn of the instructions and what the conversation begins with: templates take the first one only."""
-    num_leading = next((i for i, one in enumerate(messages) if one.role not in ("system", "developer")), len(messages))
-    if not instructions:
+    leading = list(takewhile(lambda message: message.role in ("system", "developer"), messages))
+    if not instructions and len(leading) < 2:
         return messages
-    texts = [instructions, *(message.text for message in messages[:num_leading])]
-    return [Message(role="system", text="\n\n".join(filter(None, texts))), *messages[num_leading:]]
+    texts = [instructions, *(message.text for message in leading)]
+    role = "system" if instructions else leading[0].role
+    return [Message(role=role, text="\n\n".join(filter(None, texts))), *messages[len(leading) :]]
 
 
 def _listed(item: dict[str, Any]) -> dict[str, Any]:

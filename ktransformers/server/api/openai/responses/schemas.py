@@ -15,7 +15,7 @@ __all__ = ["TABLE", "Reasoning", "ResponsesBody", "TextSettings"]
 _MAX_FIELDS = 256
 
 TABLE: dict[str, Rule] = {
-    "background": refuse("leave background out: it answers while the client waits", False),
+    "background": refuse("leave it out, and wait for the answer", False),
     "conversation": refuse("use previous_response_id"),
     "prompt": refuse("send the prompt's text in instructions and input"),
     "n": refuse("send the request again", 1),
