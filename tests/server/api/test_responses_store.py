@@ -73,11 +73,11 @@ def test_items_live_as_long_as_a_response_needs_them() -> None:
     store.keep("", first)
     store.keep("", second)
     store.delete("", first.id)
-    assert store.item("", item_id)["id"] == item_id
+    assert store.turn_of("", item_id) is first.answer
     store.delete("", second.id)
     for key in ("", "other"):
         with pytest.raises(UnknownIdError):
-            store.item(key, item_id)
+            store.turn_of(key, item_id)
     assert (store.num_bytes, len(store)) == (0, 0)
 
 

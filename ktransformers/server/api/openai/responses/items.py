@@ -55,6 +55,7 @@ class _FunctionCall(_Item):
     name: str
     arguments: str
     namespace: str | None = None
+    status: str | None = None
 
 
 class _CustomCall(_Item):
@@ -134,18 +135,29 @@ def _arguments(text: str, at: str) -> dict[str, Any]:
     return arguments
 
 
+def _is_cut(call: _FunctionCall) -> bool:
+    """Whether an answer ended in the middle of this call, which then was never made."""
+    if call.status != "incomplete":
+        return False
+    try:
+        json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
 def _text(content: str | Iterable[Mapping[str, Any]] | None, at: str) -> str:
     """Parts are joined with line breaks, as in chat completions."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for index, part in enumerate(content):
-        kind = part.get("type")
+        kind = str(part.get("type"))
         text = part.get("refusal" if kind == "refusal" else "text")
         if kind in _REFUSED_PARTS:
             raise UnsupportedError(f"{at}[{index}]: {_REFUSED_PARTS[kind]}")
         if kind not in _TEXT_PARTS and kind != "refusal":
-            raise UnsupportedError(f"{at}[{index}]: a part of type {str(kind)[:64]!r} is not supported")
+            raise UnsupportedError(f"{at}[{index}]: a part of type {kind[:64]!r} is not supported")
         if not isinstance(text, str):
             raise ConfigError(f"{at}[{index}].text must be a string")
         texts.append(text)
@@ -178,8 +190,8 @@ class Turns:
         if kind in _REFUSED_ITEMS:
             raise UnsupportedError(f"{at}: {_REFUSED_ITEMS[kind]}")
         if kind not in _KINDS:
-            if "type" not in item:
-                raise ConfigError(f"{at}.type is missing")
+            if not isinstance(item.get("type"), str):
+                raise ConfigError(f"{at}.type must be a string")
             self.ignored[f"input.{kind}"] = None
             return
         name, model = _KINDS[kind]
@@ -188,8 +200,7 @@ class Turns:
             case "message":
                 self._add_message(read, at)
             case "call":
-                shown = shown_name(read.name, read.namespace)
-                self._add_call(read.call_id, shown, _arguments(read.arguments, at))
+                self._add_function_call(read, at)
             case "custom":
                 self._add_call(read.call_id, shown_name(read.name, read.namespace), {CUSTOM_INPUT: read.input})
             case "shell":
@@ -219,6 +230,10 @@ class Turns:
         if self._text is not None or self._calls:
             self.end()
         self._text = text
+
+    def _add_function_call(self, item: _FunctionCall, at: str) -> None:
+        if not _is_cut(item):
+            self._add_call(item.call_id, shown_name(item.name, item.namespace), _arguments(item.arguments, at))
 
     def _add_call(self, call_id: str | None, name: str, arguments: dict[str, Any]) -> None:
         if call_id is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -44,19 +44,26 @@ def made_id(prefix: str) -> str:
 
 @dataclass(slots=True)
 class Exchange:
-    """One request on its way. id: of the response. history: what previous_response_id stands for. items: of the input.
+    """One request on its way. id: of the response. history: what previous_response_id stands for.
 
-    context and tools are there once `read` was called, which works on a thread.
+    referred: the turns that hold the items which the input names by their ids. items (the input's), context and tools
+    are there once `read` was called, which works on a thread.
     """
 
     body: ResponsesBody
     id: str
     history: tuple[Turn, ...]
-    items: Sequence[dict[str, Any]]
+    referred: Mapping[str, Turn]
     ignored: Ignored
     template_knows: Callable[[str], bool]
+    items: Sequence[dict[str, Any]] = ()
     context: tuple[Turn, ...] = ()
     tools: ToolSet = field(default_factory=ToolSet)
+
+    @property
+    def num_bytes(self) -> int:
+        """What `read` has to go through beside the body."""
+        return sum(len(turn.data) for turn in {*self.history, *self.referred.values()})
 
     @property
     def wants_logprobs(self) -> bool:
@@ -73,6 +80,7 @@ class Exchange:
         body = self.body
         _check_format(body)
         self.tools = read_tools(body.tools, body.tool_choice)
+        self.items = self._resolved()
         turns = Turns()
         for turn in self.history:
             for item in turn.items():
@@ -100,6 +108,12 @@ class Exchange:
                 reasoning_effort=body.reasoning.effort if body.reasoning and knows_effort else None,
             ),
         )
+
+    def _resolved(self) -> list[dict[str, Any]]:
+        """The input's items, those in the place of references too. Each turn is parsed once."""
+        turns = set(self.referred.values())
+        found = {item["id"]: item for turn in turns for item in turn.items() if item["id"] in self.referred}
+        return [found[item["id"]] if _refers(item) else item for item in self.body.input or ()]
 
     def _ignored_fields(self, knows_effort: bool) -> Iterable[str]:
         body = self.body
@@ -133,8 +147,9 @@ def begin_exchange(
     """Looks up what the request refers to. Raises UnknownIdError for what is not kept."""
     previous = body.previous_response_id
     history = store.get(key, previous).turns if previous is not None else ()
-    items = [store.item(key, _reference(item, i)) if _refers(item) else item for i, item in enumerate(body.input or ())]
-    return Exchange(body, made_id("resp"), history, items, ignored, template_knows)
+    ids = [_reference(item, index) for index, item in enumerate(body.input or ()) if _refers(item)]
+    referred = {id: store.turn_of(key, id) for id in ids}
+    return Exchange(body, made_id("resp"), history, referred, ignored, template_knows)
 
 
 def _refers(item: dict[str, Any]) -> bool:

@@ -64,7 +64,12 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     exchange = begin_exchange(body, state.store, key, ignored, tokenizer.template_knows)
     keep = partial(state.store.keep, key) if body.keeps and state.store.is_on else None
     response = await respond(
-        request, 1, bool(body.stream), exchange.read, lambda job: ResponsesWriter(job, exchange, keep)
+        request,
+        1,
+        bool(body.stream),
+        exchange.read,
+        lambda job: ResponsesWriter(job, exchange, keep),
+        more_bytes=exchange.num_bytes,
     )
     response.headers.update(ignored.headers())
     return response

@@ -143,13 +143,13 @@ class ResponseStore:
         self.get(key, id)
         self._remove(key, id)
 
-    def item(self, key: str, id: str) -> dict[str, Any]:
-        """An item of what is kept. Raises UnknownIdError."""
+    def turn_of(self, key: str, id: str) -> Turn:
+        """The turn that an item is in. Raises UnknownIdError."""
         of_key = self._keys.get(key)
         turn = None if of_key is None else of_key.turn_of.get(id)
         if turn is None:
             raise UnknownIdError(f"there is no item {id[:100]!r} in what is kept here; send the item itself")
-        return next(item for item in turn.items() if item["id"] == id)
+        return turn
 
     def _remove(self, key: str, id: str) -> None:
         self._keys[key].remove(id)

@@ -148,4 +148,4 @@ def _chosen(tool: Any, tools: ToolSet) -> str:
     """The shown name of an element of allowed_tools; one that is not there leaves nothing to call."""
     if not isinstance(tool, dict):
         raise ConfigError("tool_choice.tools must hold objects")
-    return shown_name(str(tool.get("name", "")), tool.get("namespace"))
+    return shown_name(str(tool.get("name")), str(tool.get("namespace") or ""))
