@@ -13,10 +13,13 @@ import pytest
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from ktransformers.cli.serve import _server_config, server_parser
+from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason
-from ktransformers.errors import EngineError
+from ktransformers.errors import ConfigError, EngineError
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
+from tests.support.demo import DEMO_GGUF
 from tests.support.scripted_backend import Script, ScriptedBackend
 
 URL = "/v1/responses"
@@ -269,6 +272,17 @@ def test_what_is_not_kept_and_for_whom() -> None:
     assert "background" in cancelled.json()["error"]["message"]
     assert service.ask(method="GET", path=f"{URL}/{kept['id']}?stream=true", key="a").status_code == 400
     assert not Service("One.", responses_store=0).answer({"input": "Hi"})["store"]
+
+
+def test_the_flag_for_what_is_kept() -> None:
+    def config(*flags: str) -> ServerConfig:
+        args = server_parser().parse_args(["--gguf_path", str(DEMO_GGUF), *flags])
+        return _server_config(args, EngineConfig(gguf_path=DEMO_GGUF))
+
+    kept = [config(*flags).responses_store for flags in ((), ("--responses_store", "2"), ("--responses_store", "0"))]
+    assert kept == [64 << 20, 2 << 20, 0]
+    with pytest.raises(ConfigError, match="--responses_store must be at least 0"):
+        config("--responses_store", "-1")
 
 
 def test_answers_that_end_early() -> None:
