@@ -405,6 +405,7 @@ def test_what_clients_send_by_habit() -> None:
         {"type": "local_shell_call_output", "id": "c1", "output": "a b"},
         {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAA=="},
         {"type": "function_call", "call_id": "c2", "name": "f", "arguments": '{"a', "status": "incomplete"},
+        {"type": "custom_tool_call", "call_id": "c3", "name": "f", "input": '{"a', "status": "incomplete"},
         {"role": "user", "content": "Go on"},
     ]  # fmt: skip
     response = service.ask({"input": history})

@@ -63,6 +63,7 @@ class _CustomCall(_Item):
     name: str
     input: str
     namespace: str | None = None
+    status: str | None = None
 
 
 class _ShellCall(_Item):
@@ -202,7 +203,7 @@ class Turns:
             case "call":
                 self._add_function_call(read, at)
             case "custom":
-                self._add_call(read.call_id, shown_name(read.name, read.namespace), {CUSTOM_INPUT: read.input})
+                self._add_custom_call(read)
             case "shell":
                 self._add_call(read.call_id or read.id, "local_shell", read.action)
             case "output":
@@ -234,6 +235,10 @@ class Turns:
     def _add_function_call(self, item: _FunctionCall, at: str) -> None:
         if not _is_cut(item):
             self._add_call(item.call_id, shown_name(item.name, item.namespace), _arguments(item.arguments, at))
+
+    def _add_custom_call(self, item: _CustomCall) -> None:
+        if item.status != "incomplete":
+            self._add_call(item.call_id, shown_name(item.name, item.namespace), {CUSTOM_INPUT: item.input})
 
     def _add_call(self, call_id: str | None, name: str, arguments: dict[str, Any]) -> None:
         if call_id is not None:
