@@ -68,7 +68,10 @@ class ServerConfig:
                 f"--max_queue_per_key must be at least 1, got {self.max_queue_per_key}",
             ),
             (self.max_new_tokens >= 1, f"--max_new_tokens must be at least 1, got {self.max_new_tokens}"),
-            (self.responses_store >= 0, f"--responses_store must be at least 0, got {self.responses_store}"),
+            (
+                0 <= self.responses_store < 1 << 50,
+                f"--responses_store must be between 0 and {(1 << 30) - 1}, got {self.responses_store >> 20}",
+            ),
             (0 <= self.drain_seconds < _INF, f"--drain_seconds must be at least 0, got {self.drain_seconds}"),
             (
                 self.request_timeout is None or 0 < self.request_timeout < _INF,

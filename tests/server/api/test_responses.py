@@ -281,7 +281,7 @@ def test_the_flag_for_what_is_kept() -> None:
 
     kept = [config(*flags).responses_store for flags in ((), ("--responses_store", "2"), ("--responses_store", "0"))]
     assert kept == [64 << 20, 2 << 20, 0]
-    with pytest.raises(ConfigError, match="--responses_store must be at least 0"):
+    with pytest.raises(ConfigError, match="--responses_store must be between 0 and 1073741823, got -1"):
         config("--responses_store", "-1")
 
 
