@@ -107,6 +107,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max_queue", type=int, default=256, help="waiting answers beyond which 503 (%(default)s)")
     group.add_argument("--max_queue_per_key", type=int, metavar="N", help="answers at once for one API key (no limit)")
+    group.add_argument(
+        "--responses_store", type=int, default=64, metavar="MIB", help="of answers kept for /v1/responses (%(default)s)"
+    )
     group.add_argument("--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout")
     group.add_argument("--drain_seconds", type=float, default=30.0, help="for running answers at the end (%(default)s)")
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
@@ -168,6 +171,7 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
         tool_format=args.tool_format,
         max_queue=args.max_queue,
         max_queue_per_key=args.max_queue_per_key,
+        responses_store=args.responses_store << 20,
         request_timeout=args.request_timeout,
         drain_seconds=args.drain_seconds,
     )

@@ -17,6 +17,7 @@ from ktransformers.server.api.ollama import models as ollama_models
 from ktransformers.server.api.ollama import refused as ollama_refused
 from ktransformers.server.api.ollama.writer import error_fields as ollama_error
 from ktransformers.server.api.openai import chat, completions, models
+from ktransformers.server.api.openai.responses.route import add_responses
 from ktransformers.server.api_paths import PAGE_PREFIX
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
@@ -85,6 +86,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
         app.include_router(router)
     for router in (messages.router, ollama_answers.router, ollama_models.router, ollama_refused.router):
         app.include_router(router)
+    add_responses(app, config)
     if config.has_web:
         app.mount(PAGE_PREFIX, web.page_files())
     install_error_handlers(app)

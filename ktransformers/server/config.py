@@ -33,6 +33,7 @@ class ServerConfig:
     max_queue: answers that may wait beyond those that the backend computes; more get a 503. An answer is one choice of
     one prompt. max_queue_per_key: of those that wait and are computed, how many may be for one API key.
     max_connections: open at once; None: as many as the limit on open files leaves room for.
+    responses_store: bytes of answers kept for /v1/responses, 0 for none.
     drain_seconds: how long running answers may take after SIGTERM.
     send_timeout: how long a client may keep a full connection without reading; body_timeout: without sending.
     """
@@ -56,6 +57,7 @@ class ServerConfig:
     max_queue_per_key: int | None = None
     max_connections: int | None = None
     max_body: int = 32 << 20
+    responses_store: int = 64 << 20
     request_timeout: float | None = None
     drain_seconds: float = 30.0
     send_timeout: float = 60.0
@@ -70,6 +72,10 @@ class ServerConfig:
                 f"--max_queue_per_key must be at least 1, got {self.max_queue_per_key}",
             ),
             (self.max_new_tokens >= 1, f"--max_new_tokens must be at least 1, got {self.max_new_tokens}"),
+            (
+                0 <= self.responses_store < 1 << 50,
+                f"--responses_store must be between 0 and {(1 << 30) - 1}, got {self.responses_store >> 20}",
+            ),
             (0 <= self.drain_seconds < _INF, f"--drain_seconds must be at least 0, got {self.drain_seconds}"),
             (
                 self.request_timeout is None or 0 < self.request_timeout < _INF,

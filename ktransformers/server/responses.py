@@ -33,6 +33,7 @@ from ktransformers.errors import (
     PayloadTooLargeError,
     QueueFullError,
     SlowReaderError,
+    UnknownIdError,
     UnsupportedError,
 )
 from ktransformers.server.request_log import note_reason, without_quotes
@@ -67,6 +68,7 @@ _ERRORS: tuple[tuple[type[KTransformersError], int, str, str | None], ...] = (
     (OriginError, 403, "invalid_request_error", "origin_not_allowed"),
     (MisdirectedRequestError, 421, "invalid_request_error", "host_not_allowed"),
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
+    (UnknownIdError, 404, "invalid_request_error", "not_found"),
     (PayloadTooLargeError, 413, "invalid_request_error", "request_too_large"),
     (DeadlineError, 408, "timeout_error", "deadline_exceeded"),
     (SlowReaderError, 408, "timeout_error", "slow_reader"),

@@ -25,6 +25,11 @@ router = APIRouter(include_in_schema=False)
 ROUTES: tuple[tuple[str, str], ...] = (
     ("POST /v1/chat/completions", "the next turn of a conversation (OpenAI's API)"),
     ("POST /v1/completions", "the continuation of a text or of token ids"),
+    ("POST /v1/responses", "the next turn as items (OpenAI's API, for Codex and agents)"),
+    ("GET /v1/responses/{id}", "an answer that was kept"),
+    ("DELETE /v1/responses/{id}", "forget it"),
+    ("GET /v1/responses/{id}/input_items", "what it answered"),
+    ("POST /v1/responses/{id}/cancel", "a 400: nothing runs in the background"),
     ("POST /v1/messages", "the next turn of a conversation (Anthropic's API)"),
     ("POST /v1/messages/count_tokens", "how many tokens the prompt of such a request has"),
     ("GET /v1/models", "the names that requests may use"),
