@@ -18,6 +18,7 @@
         ├── MisdirectedRequestError the request names a host that this server is not
         ├── OriginError             a web page of another site asks
         ├── ModelNotFoundError      the request names a model that is not served
+        ├── UnknownIdError          the request refers to something that is not kept
         ├── PayloadTooLargeError    the request's body is longer than the server takes
         ├── NotReadyError           the model is still loading, or the server is draining
         ├── QueueFullError          too many requests wait already
@@ -55,6 +56,7 @@ __all__ = [
     "ServiceError",
     "SlowReaderError",
     "TensorMismatchError",
+    "UnknownIdError",
     "UnsupportedError",
     "WeightError",
     "reason_of",
@@ -177,6 +179,10 @@ class OriginError(ServiceError):
 
 class ModelNotFoundError(ServiceError):
     """The request names a model that is not served."""
+
+
+class UnknownIdError(ServiceError):
+    """The request refers to something that is not kept, or not for this client."""
 
 
 class PayloadTooLargeError(ServiceError):

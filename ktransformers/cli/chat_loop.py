@@ -20,7 +20,7 @@ from ktransformers.cli.chat_settings import Settings
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.llm import LLM
 from ktransformers.errors import ConfigError, ContextLengthError, KTransformersError
-from ktransformers.tokenizer.reasoning import ReasoningParser
+from ktransformers.tokenizer.tools import ReasoningPiece, TextPiece
 
 __all__ = ["ChatLoop", "ChatOptions"]
 
@@ -231,20 +231,20 @@ class ChatLoop:
     ) -> tuple[TokenEvent, str, str]:
         """Show the answer as it comes; its last event, its content and its reasoning."""
         events = self.llm.stream(prompt_ids, params, is_interrupted, self.view.reading)
-        parser = ReasoningParser(self._tags, self.llm.tokenizer.opens_reasoning(prompt_ids))
+        parser = self.llm.tokenizer.answer_parser(prompt_ids)
         content, reasoning, last = [], [], None
         try:
             for last in events:
-                part = parser.feed(last.text)
+                parts = parser.feed(last.text)
                 if last.finish_reason is not None:
-                    rest = parser.flush()
-                    part = replace(part, reasoning=part.reasoning + rest.reasoning, content=part.content + rest.content)
-                if part.reasoning:
-                    reasoning.append(part.reasoning)
-                    self.view.reasoning(part.reasoning)
-                if part.content:
-                    content.append(part.content)
-                    self.view.content(part.content)
+                    parts += parser.flush()
+                for part in parts:
+                    if isinstance(part, ReasoningPiece):
+                        reasoning.append(part.text)
+                        self.view.reasoning(part.text)
+                    elif isinstance(part, TextPiece):
+                        content.append(part.text)
+                        self.view.content(part.text)
         finally:
             self.view.end()
         assert last is not None

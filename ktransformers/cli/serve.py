@@ -113,6 +113,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max_queue", type=int, default=256, help="waiting answers beyond which 503 (%(default)s)")
     group.add_argument("--max_queue_per_key", type=int, metavar="N", help="answers at once for one API key (no limit)")
+    group.add_argument(
+        "--responses_store", type=int, default=64, metavar="MIB", help="of answers kept for /v1/responses (%(default)s)"
+    )
     group.add_argument("--request_timeout", type=float, metavar="SECONDS", help="for requests that name no timeout")
     group.add_argument("--drain_seconds", type=float, default=30.0, help="for running answers at the end (%(default)s)")
     group.add_argument(
@@ -123,6 +126,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="a stream that has been silent for so long sends a comment; 0: never (%(default)s)",
     )
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
+    group.add_argument(
+        "--tool_format",
+        default="auto",
+        metavar="NAME",
+        help="how the model writes tool calls (auto: as its chat template tells)",
+    )
     group.add_argument("--sched_strategy", choices=("FCFS",), default="FCFS", help="order of service (%(default)s)")
     group.add_argument("--cpu_memory_size_GB", type=float, help="not supported: K/V pages stay in one memory")
     add_toggle(group, "web", default=None, help="the chat page at / (on where only this machine can connect)")
@@ -188,8 +197,10 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
         reads_special_tokens=args.special_tokens_in_content,
         force_think=args.force_think,
         web=args.web,
+        tool_format=args.tool_format,
         max_queue=args.max_queue,
         max_queue_per_key=args.max_queue_per_key,
+        responses_store=args.responses_store << 20,
         request_timeout=args.request_timeout,
         drain_seconds=args.drain_seconds,
         ping_seconds=args.ping_seconds,

@@ -18,6 +18,7 @@ from ktransformers.config import EngineConfig, why_crowded
 from ktransformers.core import Progress
 from ktransformers.engine.attention import find_flash
 from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages
+from ktransformers.engine.card import ModelCard
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
@@ -116,6 +117,11 @@ class Engine(LoadedModel):
     def generation_defaults(self) -> Mapping[str, Any]:
         """What the model's authors recommend, see ModelDescription."""
         return self.model.generation_defaults
+
+    @property
+    def card(self) -> ModelCard:
+        """The model, in figures."""
+        return self.model.card
 
 
 @dataclass(slots=True)

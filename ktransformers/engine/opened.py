@@ -5,13 +5,15 @@ A synthetic model has no files: its config is made in code, its weights are rand
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.bounds import check_layers, check_parameters
+from ktransformers.engine.card import ModelCard, card_of
 from ktransformers.engine.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
 from ktransformers.file_kinds import wrong_start
@@ -21,7 +23,7 @@ from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokeniz
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.loader import WeightFormat, weight_format
-from ktransformers.weights.safetensors import open_safetensors
+from ktransformers.weights.safetensors import SafetensorsModel, open_safetensors
 from ktransformers.weights.safetensors_source import SafetensorsSource
 from ktransformers.weights.source import WeightSource
 from ktransformers.weights.synthetic import SyntheticSource
@@ -56,13 +58,14 @@ class ModelDescription:
     generation_defaults: Mapping[str, Any]
     architecture: str | None
     description: str
+    card: ModelCard = field(default_factory=ModelCard)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
     """The model's files, opened, and the skeleton that they will fill. files: those with weights, which get mapped.
 
-    hf_config: for transformers' own modules; everything else asks `facts`.
+    hf_config: for transformers' own modules; everything else asks `facts`. stored: bytes in the files by type.
     """
 
     config: EngineConfig
@@ -72,6 +75,7 @@ class OpenedModel:
     model: PreTrainedModel
     source: WeightSource
     files: tuple[Path, ...] = ()
+    stored: Mapping[str, int] = field(default_factory=dict)
 
 
 def open_model(config: EngineConfig) -> OpenedModel:
@@ -92,7 +96,16 @@ def open_model(config: EngineConfig) -> OpenedModel:
         assert stored is not None
         source, files = SafetensorsSource(stored, facts), [file.path for file in stored.files]
     check_parameters(model, source, shapes)
-    return OpenedModel(config, model.config, facts, gguf, model, source, tuple(files))
+    return OpenedModel(config, model.config, facts, gguf, model, source, tuple(files), _bytes_by_type(gguf, stored))
+
+
+def _bytes_by_type(gguf: GGUFModel | None, stored: SafetensorsModel | None) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for tensor in () if gguf is None else gguf.tensors.values():
+        counts[tensor.qtype.name] += tensor.nbytes
+    for part in () if stored is None else stored.tensors.values():
+        counts[part.dtype] += part.nbytes
+    return counts
 
 
 def _weights_of(config: EngineConfig) -> tuple[Path, WeightFormat]:
@@ -169,6 +182,7 @@ def describe_model(opened: OpenedModel) -> ModelDescription:
         generation_defaults=defaults,
         architecture=facts.architecture,
         description=f"{facts.model_type}, {opened.source.describe()}",
+        card=card_of(opened),
     )
 
 

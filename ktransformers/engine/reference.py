@@ -104,6 +104,7 @@ class ReferenceEngine:
         self.runner = ReferenceRunner(model, self.config.cache_lens, is_models_limit)
         self.generation_defaults, self.eos_token_ids = described.generation_defaults, described.eos_token_ids
         self.description = f"transformers, fp32: {described.description}"
+        self.card = described.card
 
 
 def build_reference_engine(config: EngineConfig, progress: Progress | None = None) -> ReferenceEngine:

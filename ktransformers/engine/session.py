@@ -12,6 +12,7 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import Pooling, SamplingParams, TokenEvent
+from ktransformers.engine.card import ModelCard
 from ktransformers.engine.generate import GenerateConfig, PrefillProgress, SequenceRunner, prefill_and_generate
 from ktransformers.engine.hidden import HiddenTap
 from ktransformers.models.facts import ModelFacts
@@ -89,6 +90,11 @@ class SessionEngine(Protocol):
     @property
     def description(self) -> str:
         """The model, in words."""
+        ...
+
+    @property
+    def card(self) -> ModelCard:
+        """The model, in figures."""
         ...
 
 

@@ -77,6 +77,7 @@ class LoadingLog:
         logger.info("loading %s", name)
 
     def __call__(self, done: int, total: int, name: str) -> None:
+        """Report, when a quarter more is done."""
         if name == COMPILING:
             if total and done == 0:
                 logger.info("compiling %d kernels, or reading them from the disk", total)

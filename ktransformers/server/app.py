@@ -10,7 +10,14 @@ from starlette.middleware.cors import CORSMiddleware
 from ktransformers import __version__
 from ktransformers.server.admission import Admission
 from ktransformers.server.api import front, health, helpers, status, tokens, web
+from ktransformers.server.api.anthropic import errors as anthropic_errors
+from ktransformers.server.api.anthropic import messages
+from ktransformers.server.api.ollama import answers as ollama_answers
+from ktransformers.server.api.ollama import models as ollama_models
+from ktransformers.server.api.ollama import refused as ollama_refused
+from ktransformers.server.api.ollama.writer import error_fields as ollama_error
 from ktransformers.server.api.openai import chat, completions, embeddings, models
+from ktransformers.server.api.openai.responses.route import add_responses
 from ktransformers.server.api_paths import PAGE_PREFIX
 from ktransformers.server.backend.base import Backend
 from ktransformers.server.config import ServerConfig
@@ -18,10 +25,12 @@ from ktransformers.server.hosts import HostRule
 from ktransformers.server.metrics import Metrics
 from ktransformers.server.middleware import ApiKeys, BodyLimits, PlainPaths, SameSite
 from ktransformers.server.request_log import RequestLog
-from ktransformers.server.responses import ApiResponse, install_error_handlers
+from ktransformers.server.responses import ERROR_SHAPES, ApiResponse, install_error_handlers
 from ktransformers.server.service import Service
 
 __all__ = ["create_app"]
+
+ERROR_SHAPES.append((anthropic_errors.PATH, anthropic_errors.error_shape))
 
 _ERROR_SCHEMA = {
     "type": "object",
@@ -58,6 +67,9 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
+ERROR_SHAPES.append(("/api/", ollama_error))
+
+
 def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     """The service over a backend, which somebody else starts and closes."""
     app = FastAPI(
@@ -74,6 +86,9 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     app.state.service = service
     for module in (chat, completions, embeddings, models, tokens, status, health, helpers, front):
         app.include_router(module.router)
+    for router in (messages.router, ollama_answers.router, ollama_models.router, ollama_refused.router):
+        app.include_router(router)
+    add_responses(app, config)
     if config.has_web:
         app.mount(PAGE_PREFIX, web.page_files())
     install_error_handlers(app)
@@ -87,6 +102,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
             CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(SameSite, hosts=HostRule(config.host_names, bound=config.host), cors_origins=config.cors_origins)
+    app.add_middleware(anthropic_errors.RequestIds)
     app.add_middleware(PlainPaths)
     app.add_middleware(RequestLog, recent=service.recent)
     _drop_422(app)

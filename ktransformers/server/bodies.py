@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
+from typing_extensions import override
 
 from ktransformers.errors import ConfigError
 from ktransformers.server.fields import FieldTable, ignored_header, note_ignored, sort_fields
@@ -30,6 +31,7 @@ class BodyRoute(APIRoute):
 
     table: ClassVar[FieldTable | None] = None
 
+    @override
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 

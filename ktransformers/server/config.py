@@ -33,11 +33,13 @@ class ServerConfig:
     key_limits: what some of api_keys may do; the others have no limits of their own.
     is_strict_on_fields: a request with a field that would be ignored is refused.
     reads_special_tokens: special tokens that a message spells are read as such, so that a user can forge a turn.
+    tool_format: a name of tokenizer.tools.TOOL_FORMATS, or "auto".
     allowed_hosts: names that requests may give in Host beside loopback ones and `host`; * for all.
     web: the chat page is served at /; None: if only this machine can connect.
     max_queue: answers that may wait beyond those that the backend computes; more get a 503. An answer is one choice of
     one prompt. max_queue_per_key: of those that wait and are computed, how many may be for one API key.
     max_connections: open at once; None: as many as the limit on open files leaves room for.
+    responses_store: bytes of answers kept for /v1/responses, 0 for none.
     drain_seconds: how long running answers may take after SIGTERM.
     ping_seconds: a stream that has had nothing to say for so long says that it lives; 0: never.
     send_timeout: how long a client may keep a full connection without reading; body_timeout: without sending.
@@ -60,10 +62,12 @@ class ServerConfig:
     reads_special_tokens: bool = False
     force_think: bool = False
     web: bool | None = None
+    tool_format: str = "auto"
     max_queue: int = 256
     max_queue_per_key: int | None = None
     max_connections: int | None = None
     max_body: int = 32 << 20
+    responses_store: int = 64 << 20
     request_timeout: float | None = None
     drain_seconds: float = 30.0
     ping_seconds: float = 15.0
@@ -81,6 +85,10 @@ class ServerConfig:
             (
                 self.max_new_tokens is None or self.max_new_tokens >= 1,
                 f"--max_new_tokens must be at least 1, got {self.max_new_tokens}",
+            ),
+            (
+                0 <= self.responses_store < 1 << 50,
+                f"--responses_store must be between 0 and {(1 << 30) - 1}, got {self.responses_store >> 20}",
             ),
             (0 <= self.drain_seconds < _INF, f"--drain_seconds must be at least 0, got {self.drain_seconds}"),
             (0 <= self.ping_seconds < _INF, f"--ping_seconds must be at least 0, got {self.ping_seconds}"),

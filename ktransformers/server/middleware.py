@@ -82,6 +82,7 @@ class ApiKeys:
         return not names & _FORWARDED and all(self._local.allows(host) for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
         if scope["type"] != "http" or self._is_free(scope):
             await self._app(scope, receive, send)
             return
@@ -115,6 +116,7 @@ class SameSite:
         self._app, self._hosts, self._origins = app, hosts, frozenset(cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
         error = self._wrong(scope) if scope["type"] == "http" else None
         if error is not None:
             await refuse(error, scope, receive, send)
@@ -150,6 +152,7 @@ class PlainPaths:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -181,6 +184,7 @@ class BodyLimits:
         self._num_held = 0  # bytes of all bodies that are in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

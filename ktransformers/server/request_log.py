@@ -154,6 +154,7 @@ class RequestLog:
         self._app, self._recent, self._clock = app, recent, clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI), and log it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,7 @@
-"""JSON bodies and error bodies. The one place where our exceptions become HTTP statuses and OpenAI's error shape."""
+"""JSON bodies and error bodies. The one place where our exceptions become HTTP statuses and error shapes.
+
+The shape is OpenAI's, unless the path begins with a prefix in ERROR_SHAPES: the dialect there has its own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import logging
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 from ktransformers.errors import (
     AuthenticationError,
@@ -32,15 +37,31 @@ from ktransformers.errors import (
     QueueFullError,
     RateLimitError,
     SlowReaderError,
+    UnknownIdError,
     UnsupportedError,
 )
 from ktransformers.server.request_log import note_reason, request_id_of, without_quotes
 
-__all__ = ["ApiResponse", "error_body", "error_response", "install_error_handlers", "json_bytes", "refuse"]
+__all__ = [
+    "ERROR_SHAPES",
+    "ApiResponse",
+    "ErrorShape",
+    "error_body",
+    "error_response",
+    "install_error_handlers",
+    "json_bytes",
+    "refuse",
+]
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
+
+ErrorShape = Callable[[int, str, str | None, str | None], dict[str, Any]]
+"""The body of an error, from its status, its message, our code for it and the field that it is about, if any."""
+
+ERROR_SHAPES: list[tuple[str, ErrorShape]] = []
+"""Prefixes of paths and the shape of errors there; the first that fits decides. app.py fills it, nobody else."""
 
 # The first class that fits decides: subclasses stand before their bases. status, type, code
 _ERRORS: tuple[tuple[type[KTransformersError], int, str, str | None], ...] = (
@@ -51,6 +72,7 @@ _ERRORS: tuple[tuple[type[KTransformersError], int, str, str | None], ...] = (
     (OriginError, 403, "invalid_request_error", "origin_not_allowed"),
     (MisdirectedRequestError, 421, "invalid_request_error", "host_not_allowed"),
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
+    (UnknownIdError, 404, "invalid_request_error", "not_found"),
     (PayloadTooLargeError, 413, "invalid_request_error", "request_too_large"),
     (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (DeadlineError, 408, "timeout_error", "deadline_exceeded"),
@@ -71,11 +93,15 @@ def json_bytes(content: Any) -> bytes:
 class ApiResponse(JSONResponse):
     """A JSON body."""
 
+    @override
     def render(self, content: Any) -> bytes:
         return json_bytes(content)
 
 
-def _body(message: str, type: str, param: str | None, code: str | None) -> dict[str, Any]:
+def _body(path: str, status: int, message: str, type: str, param: str | None, code: str | None) -> dict[str, Any]:
+    for prefix, shape in ERROR_SHAPES:
+        if path.startswith(prefix):
+            return shape(status, message, code, param)
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
@@ -83,17 +109,20 @@ def _entry(error: KTransformersError) -> tuple[int, str, str | None]:
     return next(entry[1:] for entry in _ERRORS if isinstance(error, entry[0]))
 
 
-def error_body(error: KTransformersError) -> dict[str, Any]:
-    """OpenAI's error object."""
-    _, type, code = _entry(error)
+def error_body(error: KTransformersError, path: str = "") -> dict[str, Any]:
+    """What is sent about an error, in the shape of this path."""
+    status, type, code = _entry(error)
     param = (error.param or None) if isinstance(error, FieldError) else None
     if isinstance(error, ContextLengthError):
         param = "messages"
-    return _body(str(error), type, param, code)
+    return _body(path, status, str(error), type, param, code)
 
 
-def error_response(error: KTransformersError, closes: bool = False) -> ApiResponse:
-    """The response to a request that failed with one of our errors. closes: the rest of its body is not wanted."""
+def error_response(error: KTransformersError, closes: bool = False, path: str = "") -> ApiResponse:
+    """The response to a request for this path that failed with one of our errors.
+
+    closes: the rest of its body is not wanted.
+    """
     status = _entry(error)[0]
     headers = {}
     if status == 503:
@@ -104,7 +133,7 @@ def error_response(error: KTransformersError, closes: bool = False) -> ApiRespon
         headers["WWW-Authenticate"] = "Bearer"
     if closes:
         headers["Connection"] = "close"
-    return ApiResponse(error_body(error), status, headers)
+    return ApiResponse(error_body(error, path), status, headers)
 
 
 def _log_text(error: KTransformersError) -> str:
@@ -119,14 +148,17 @@ async def refuse(
 ) -> None:
     """Answer with this error from a middleware. closes: the rest of its body is not wanted."""
     note_reason(scope, _log_text(error))
-    await error_response(error, closes)(scope, receive, send)
+    await error_response(error, closes, scope["path"])(scope, receive, send)
+
+
+def _is_tag(part: int | str) -> bool:
+    return isinstance(part, str) and part.startswith("<")
 
 
 def _path(location: tuple[int | str, ...]) -> str | None:
-    """`messages[0].content` for pydantic's ("body", "messages", 0, "content", "str")."""
-    parts = [part for part in location if part != "body"]
+    """`messages[0].content` for pydantic's ("body", "messages", 0, "content"). Tags of unions are written <tag>."""
     text = ""
-    for part in parts:
+    for part in (part for part in location if part != "body" and not _is_tag(part)):
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text or None
 
@@ -136,15 +168,17 @@ _FIELD = re.compile(r"\w{1,40}", re.ASCII)
 
 def _log_path(location: tuple[int | str, ...]) -> str:
     """The same for the log: a client's own keys are shown when they look like names of fields."""
-    return _path(tuple(p if isinstance(p, int) or _FIELD.fullmatch(p) else "?" for p in location)) or "the body"
+    named = (part for part in location if not _is_tag(part))
+    return _path(tuple(p if isinstance(p, int) or _FIELD.fullmatch(p) else "?" for p in named)) or "the body"
 
 
 def _validation_response(error: RequestValidationError, scope: Scope) -> ApiResponse:
-    first = error.errors()[0]
+    first, path = error.errors()[0], scope["path"]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         note_reason(scope, f"the body is not valid JSON: {without_quotes(reason)}")
-        return ApiResponse(_body(f"the body is not valid JSON: {reason}", "invalid_request_error", None, None), 400)
+        message = f"the body is not valid JSON: {reason}"
+        return ApiResponse(_body(path, 400, message, "invalid_request_error", None, None), 400)
     param = _path(first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
     if isinstance(first.get("input"), bytes):  # FastAPI decodes bodies of JSON's content types only
@@ -155,18 +189,20 @@ def _validation_response(error: RequestValidationError, scope: Scope) -> ApiResp
     note_reason(
         scope, f"{_log_path(first['loc'])}: {without_quotes(message) if first['type'] == 'value_error' else message}"
     )
-    return ApiResponse(_body(f"{param}: {message}" if param else message, "invalid_request_error", param, None), 400)
+    shown = f"{param}: {message}" if param else message
+    return ApiResponse(_body(path, 400, shown, "invalid_request_error", param, None), 400)
 
 
-def _http_response(error: HTTPException) -> ApiResponse:
-    type = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return ApiResponse(_body(str(error.detail), type, None, None), error.status_code, dict(error.headers or {}))
+def _http_response(error: HTTPException, path: str) -> ApiResponse:
+    status = error.status_code
+    type = "invalid_request_error" if status < 500 else "server_error"
+    return ApiResponse(_body(path, status, str(error.detail), type, None, None), status, dict(error.headers or {}))
 
 
 async def _on_known_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KTransformersError)
     note_reason(request.scope, _log_text(error))
-    return error_response(error)
+    return error_response(error, path=request.scope["path"])
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
@@ -179,17 +215,18 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if isinstance(error.__cause__, KTransformersError):  # raised where FastAPI lets no other exception through
         return await _on_known_error(request, error.__cause__)
     note_reason(request.scope, without_quotes(str(error.detail)))
-    return _http_response(error)
+    return _http_response(error, request.scope["path"])
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    made = _body("the server made a mistake; its log says more", "server_error", None, None)
+    message = "the server made a mistake; its log says more"
+    made = _body(request.scope["path"], 500, message, "server_error", None, None)
     return ApiResponse(made, 500, {"x-request-id": request_id_of(request)})  # made outside of the log's middleware
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every error of this app, foreseen or not, gets OpenAI's shape."""
+    """Every error of this app, foreseen or not, gets the shape of its path."""
     app.add_exception_handler(KTransformersError, _on_known_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -33,6 +33,8 @@ from ktransformers.server.config import ServerConfig
 from ktransformers.server.connections import ACCEPTED_AT_ONCE, Connections, connection_limit
 from ktransformers.server.service import Service
 from ktransformers.server.streaming import ABORT_KEY
+from ktransformers.tokenizer import Tokenizer
+from ktransformers.tokenizer.tools import AUTO, tool_format_named
 
 __all__ = ["serve"]
 
@@ -220,7 +222,7 @@ async def _serve(backend: Backend, config: ServerConfig, loading_bar: LoadingBar
     async with _signals() as received:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         stopping = asyncio.create_task(received.get())
-        loading = asyncio.create_task(_load(backend, loading_bar, config.model_names[0]))
+        loading = asyncio.create_task(_load(backend, loading_bar, config))
         summing_up = asyncio.create_task(LoadSummary(backend, service.metrics.counts).run())
         try:
             await asyncio.wait((loading, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -257,9 +259,10 @@ def _why_stopped(stopping: asyncio.Task[int], error: BaseException | None) -> in
     return "by itself" if error is None else f"by an error: {type(error).__name__}"
 
 
-async def _load(backend: Backend, loading_bar: LoadingBar, name: str) -> None:
+async def _load(backend: Backend, loading_bar: LoadingBar, config: ServerConfig) -> None:
     with loading_bar() as progress:
-        await backend.start(watch_loading(name, progress))
+        await backend.start(watch_loading(config.model_names[0], progress))
+    backend.model.tokenizer.use_tool_format(config.tool_format)
 
 
 def _announce(service: Service, listener: socket.socket, seconds: float) -> None:
@@ -270,10 +273,20 @@ def _announce(service: Service, listener: socket.socket, seconds: float) -> None
     logger.info("%s, %d tokens of context, backend %s", model.description, model.max_len, service.backend.name)
     if not model.tokenizer.has_vocabulary:
         logger.warning("the model's files hold no vocabulary: only requests with token ids can be answered")
+    logger.info("tool calls: %s", _tool_format(model.tokenizer, service.config.tool_format))
     logger.info("ready after %s", duration(seconds))
     logger.info("serving %s on %s://%s:%d/v1", ", ".join(service.model_names), scheme, shown, port)
     if service.config.has_web:
         logger.info("chat in a browser on %s://%s:%d", scheme, shown, port)
+
+
+def _tool_format(tokenizer: Tokenizer, asked: str) -> str:
+    """How tool calls are read, and who says so."""
+    if tokenizer.tool_format is None:
+        return "none, because the chat template writes them in no form that is known here (--tool_format NAME sets one)"
+    if asked != AUTO:
+        return f"{tokenizer.tool_format} (--tool_format)"
+    return f"{tokenizer.tool_format}, as the model's files tell (--tool_format NAME overrides)"
 
 
 async def _drain(service: Service, received: asyncio.Queue[int]) -> None:
@@ -292,8 +305,10 @@ async def _drain(service: Service, received: asyncio.Queue[int]) -> None:
 def serve(backend: Callable[[], Backend], config: ServerConfig, loading_bar: LoadingBar) -> Any:
     """Serve until a signal comes. backend: makes the backend, within the event loop that it will live in.
 
-    Raises KTransformersError when the port, the certificate or the model cannot be used.
+    Raises KTransformersError when the port, the certificate, a flag or the model cannot be used.
     """
+    if config.tool_format != AUTO:
+        tool_format_named(config.tool_format)
 
     async def main() -> None:
         await _serve(backend(), config, loading_bar)

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 __all__ = ["ABORT_KEY", "EventStream", "unless_disconnected"]
 
@@ -69,6 +70,7 @@ class EventStream(Response):
         self._sending = asyncio.Lock()  # chunks and pings take turns
         self._sent_at = 0.0
 
+    @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tasks = [asyncio.create_task(work) for work in (self._send_all(scope, send), _disconnected(receive))]
         if self._ping and self._ping_seconds:

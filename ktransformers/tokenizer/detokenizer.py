@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
 from tokenizers import Tokenizer
+from typing_extensions import override
 
 __all__ = ["ByteDetokenizer", "Detokenizer", "TokenBytes", "WindowDetokenizer", "token_bytes_of"]
 
@@ -104,6 +105,7 @@ class ByteDetokenizer(Detokenizer):
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._must_strip = token_bytes.strips_space
 
+    @override
     def add(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
@@ -112,6 +114,7 @@ class ByteDetokenizer(Detokenizer):
             spelled, self._must_strip = spelled.removeprefix(b" "), False
         return self._decoder.decode(spelled)
 
+    @override
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
@@ -129,6 +132,7 @@ class WindowDetokenizer(Detokenizer):
         self._done: list[int] = []  # tokens whose text was returned and that give the new ones their context
         self._held: list[int] = []
 
+    @override
     def add(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
@@ -139,6 +143,7 @@ class WindowDetokenizer(Detokenizer):
         self._done, self._held = self._held, []
         return text
 
+    @override
     def flush(self) -> str:
         text = self._new_text() if self._held else ""
         self._done, self._held = [], []

@@ -26,6 +26,7 @@ class PreTokenizer:
     nfc: bool = False  # text is brought to Unicode NFC first
 
     def normalizer(self) -> normalizers.Normalizer | None:
+        """The rule's part that comes before splitting."""
         return normalizers.NFC() if self.nfc else None
 
     def build(self) -> pre_tokenizers.PreTokenizer:

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 
 from ktransformers.tokenizer.stop import held_back
 
-__all__ = ["ReasoningParser", "SplitText"]
+__all__ = ["HARMONY_REASONING", "REASONING_TAGS", "ReasoningParser", "SplitText", "Unwrapper"]
+
+REASONING_TAGS = (
+    ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Kimi, MiniMax, Hunyuan, ERNIE
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),  # Mistral
+    ("<|channel>thought\n", "<channel|>"),  # Gemma 4
+)
+"""Tags that open and close the reasoning, by family."""
+
+HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|>")
+"""gpt-oss: a message on a channel of its own. HarmonyParser reads the whole answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,7 @@ class ReasoningParser:
         return self._state == "reasoning"
 
     def feed(self, piece: str) -> SplitText:
+        """What `piece` adds to the reasoning and to the text; what may become a tag is held back."""
         self._text += piece
         if self._state == "start" and not self._leave_start():
             return SplitText()
@@ -68,4 +80,49 @@ class ReasoningParser:
         if self._drops_newlines and taken:
             taken = taken.lstrip("\r\n")
             self._drops_newlines = not taken
+        return taken
+
+
+class Unwrapper:
+    """Takes the tags off that some families write around the text of an answer: `<answer>`, `<response>`.
+
+    Line breaks inside next to the tags belong to them. An answer that does not begin with the tag is left alone.
+    """
+
+    def __init__(self, tags: tuple[str, str]):
+        self._open, self._close = tags
+        self._ends = tuple("\n" * count + self._close for count in (2, 1, 0))
+        self._state, self._text = "start", ""
+
+    def feed(self, piece: str) -> str:
+        """The text that this piece makes certain."""
+        self._text += piece
+        if self._state == "start":
+            stripped = self._text.lstrip()
+            if stripped.startswith(self._open):
+                self._state, self._text = "opened", stripped[len(self._open) :]
+            elif self._open.startswith(stripped):
+                return ""
+            else:
+                self._state = "outside"
+        if self._state == "opened":
+            self._text = self._text.lstrip("\r\n")
+            if not self._text:
+                return ""
+            self._state = "inside"
+        if self._state == "inside":
+            found = min((at for end in self._ends if (at := self._text.find(end)) >= 0), default=-1)
+            if found < 0:
+                return self._take(len(self._text) - held_back(self._text, self._ends))
+            shown, rest = self._text[:found], self._text[found:].lstrip("\n")[len(self._close) :]
+            self._state, self._text = "outside", ""
+            return shown + rest
+        return self._take(len(self._text))
+
+    def flush(self) -> str:
+        """What was held back. Call once, at the end."""
+        return self._take(len(self._text))
+
+    def _take(self, length: int) -> str:
+        taken, self._text = self._text[:length], self._text[length:]
         return taken

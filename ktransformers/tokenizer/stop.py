@@ -94,6 +94,7 @@ class StopMatcher:
         self._text = ""  # what the state stands for
 
     def feed(self, piece: str) -> tuple[str, str | None]:
+        """The text that no stop string can begin in any more, and the stop string that `piece` completed, if any."""
         machine = self._machine
         if machine is None:
             return piece, None

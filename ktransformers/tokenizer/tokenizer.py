@@ -18,11 +18,25 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ktransformers.errors import ConfigError, ContextLengthError, ConversationError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
+from ktransformers.tokenizer.answer_parser import AnswerParser, TaggedAnswerParser
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
 from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, unknown_patterns
+from ktransformers.tokenizer.reasoning import HARMONY_REASONING, REASONING_TAGS, ReasoningParser
 from ktransformers.tokenizer.template_limits import limited
 from ktransformers.tokenizer.template_variables import template_variables
+from ktransformers.tokenizer.tools import (
+    AUTO,
+    TOOL_FORMATS,
+    ToolFormat,
+    ToolSchemas,
+    find_tool_format,
+    tool_format_named,
+)
+from ktransformers.tokenizer.tools.formats import HARMONY
+from ktransformers.tokenizer.tools.grammars import SHAPES, tool_grammar
+from ktransformers.tokenizer.tools.harmony import HarmonyParser
+from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser, why_not_usable
 from ktransformers.tokenizer.verbatim import Guard, Verbatim
 
 __all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]
@@ -33,7 +47,6 @@ Message = Mapping[str, Any]
 """One turn: `role`, `content`, and what the model's template knows (`tool_calls`, `reasoning_content`, ...)."""
 
 _FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
-_REASONING_TAGS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -65,6 +78,8 @@ class Tokenizer:
         self._skipped: frozenset[int] = frozenset()
         self._token_bytes = None
         self._timed: TimedEncoder | None = None
+        self._tool_format: ToolFormat | None = None
+        self._has_own_parser = False
         if backend is None:
             return
         # A tokenizer.json may ask for them; they are about training, and would change prompts without a word.
@@ -77,9 +92,7 @@ class Tokenizer:
         if not eos_token_ids and backend.eos_token_id is not None:
             self.eos_token_ids = (int(backend.eos_token_id),)
         self._special = frozenset(i for i, token in backend.added_tokens_decoder.items() if token.special)
-        # Tags that parsers look for must be seen in the text even when a tokenizer calls them special.
-        tags = {tag for pair in (*_REASONING_TAGS, _TOOL_CALL_TAGS) for tag in pair}
-        self._skipped = self._special - {i for tag in tags if (i := self.token_id(tag)) is not None}
+        self.use_tool_format(AUTO)
         self._token_bytes = token_bytes_of(backend.backend_tokenizer)
 
     @property
@@ -231,20 +244,109 @@ class Tokenizer:
         """Whether the model knows these tags: as tokens of their own, or because its template writes them."""
         return all(self.token_id(tag) is not None for tag in tags) or tags[1] in self._template_text()
 
+    def use_tool_format(self, name: str) -> None:
+        """How this model's answers are read: a name of TOOL_FORMATS, or "auto" for what its files tell.
+
+        With "auto" a checkpoint's own `response_template` comes first, then the format that the chat template writes.
+        To be called before anything is decoded. Raises ConfigError for a name that there is not.
+        """
+        if not self.has_vocabulary:
+            if name != AUTO:
+                tool_format_named(name)
+            return
+        self._has_own_parser = name == AUTO and self._has_usable_template()
+        self._tool_format = self._told_format() if name == AUTO else tool_format_named(name)
+        # Tags that parsers look for must be seen in the text even when a tokenizer calls them special.
+        tags = {tag for pair in REASONING_TAGS for tag in pair} | {*_TOOL_CALL_TAGS}
+        if self._tool_format is not None:
+            tags.update(self._tool_format.tokens)
+        ids = {i for tag in tags if (i := self.token_id(tag)) is not None}
+        if self._has_own_parser:
+            spelled = json.dumps(self._response_template, ensure_ascii=False).replace("\\", "")
+            tokens = self.backend.added_tokens_decoder
+            ids |= {i for i in self._special - {*self.eos_token_ids} if tokens[i].content in spelled}
+        self._skipped = self._special - ids
+
+    def _has_usable_template(self) -> bool:
+        wrong = why_not_usable(self._response_template) if self._response_template is not None else "there is none"
+        if wrong and self._response_template is not None:
+            _log.warning("the model's response_template cannot be used: %s; its chat template tells the format", wrong)
+        return not wrong
+
+    def _told_format(self) -> ToolFormat | None:
+        found = find_tool_format(self._template_text())
+        return TOOL_FORMATS["hermes"] if found is None and self._known_tags(_TOOL_CALL_TAGS) else found
+
+    @property
+    def _response_template(self) -> dict[str, Any] | None:
+        template = getattr(self._backend, "response_template", None)
+        return template if isinstance(template, dict) else None
+
+    @property
+    def tool_format(self) -> str | None:
+        """The name of what reads this model's tool calls, or None when its files tell of no form that is known here."""
+        if self._has_own_parser:
+            return "response_template"
+        return None if self._tool_format is None else self._tool_format.name
+
     @property
     def reasoning_tags(self) -> tuple[str, str] | None:
         """The tags around this model's reasoning, or None when it has none."""
-        return next((tags for tags in _REASONING_TAGS if self.has_vocabulary and self._known_tags(tags)), None)
+        if not self.has_vocabulary:
+            return None
+        if self._tool_format is not None and self._tool_format.name == HARMONY:
+            return HARMONY_REASONING
+        template = self._template_text()
+        written = (tags for tags in REASONING_TAGS if tags[1] in template)
+        known = (tags for tags in REASONING_TAGS if self._known_tags(tags))
+        return next(written, None) or next(known, None)
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether the model writes tool calls in the form that ToolCallParser reads."""
-        return self.has_vocabulary and self._known_tags(_TOOL_CALL_TAGS)
+        """Whether the model writes tool calls in a form that is known here."""
+        return self.tool_format is not None
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside the reasoning, because its template (or a caller) wrote the opening tag."""
         tags = self.reasoning_tags
-        return tags is not None and self.decode(prompt_ids[-8:], skip_special_tokens=False).rstrip().endswith(tags[0])
+        if tags is None:
+            return False
+        end = self.decode(prompt_ids[-2 * len(tags[0]) :], skip_special_tokens=False)
+        return end.rstrip().endswith(tags[0].rstrip())
+
+    def answer_parser(self, prompt_ids: Sequence[int], tools: ToolSchemas | None = None) -> AnswerParser:
+        """What reads one answer to this prompt. tools: those of the request, None when it has none."""
+        if self._has_own_parser and self._response_template is not None:
+            prompt = self.decode(prompt_ids, skip_special_tokens=False)
+            return ResponseTemplateParser(self._response_template, prompt, tools)
+        starts_inside, form = self.opens_reasoning(prompt_ids), self._tool_format
+        if form is not None and form.name == HARMONY:
+            return HarmonyParser(tools, has_tools=tools is not None, starts_inside=starts_inside)
+        return TaggedAnswerParser(
+            ReasoningParser(self.reasoning_tags, starts_inside),
+            None if form is None else form.wrapper,
+            None if form is None or tools is None else form.parser(tools),
+        )
+
+    def tool_grammar(self, tools: ToolSchemas, *, parallel: bool = True) -> str | None:
+        """What an answer that calls one of these tools (if parallel: any number, at least once) looks like after its
+        reasoning, as a grammar in llguidance's dialect of Lark; None for formats without one.
+        """  # fmt: skip
+        form = self._tool_format
+        if self._has_own_parser or form is None or not tools:
+            return None
+        name, template = form.name, self._template_text()
+        if name == "mistral" and "[ARGS]" not in template:
+            name = "mistral_list"
+        elif name == "glm45" and "<arg_key>" in template and "n<arg_key>" not in template:
+            name = "glm47"
+        shape = SHAPES.get(name)
+
+        def special(tag: str) -> int | None:
+            found = self.token_id(tag)
+            return found if found in self._special else None
+
+        return None if shape is None else tool_grammar(shape, form.tokens, tools, parallel, special)
 
     def render_chat_template(
         self,

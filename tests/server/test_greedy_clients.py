@@ -99,7 +99,7 @@ def completion(prompt: Any, **fields: Any) -> dict[str, Any]:
 @contextmanager
 def waiting_tokenizer(patch: pytest.MonkeyPatch, is_long: Callable[[str], bool]) -> Iterator[threading.Event]:
     """Texts that are long wait for the event while they are tokenized, in whatever thread that is."""
-    go_on, encoding = threading.Event(), Tokenizer._encoding
+    go_on, encoding = threading.Event(), Tokenizer._ids
 
     def wait(self: Tokenizer, text: str, add_special_tokens: bool) -> Any:
         if is_long(text):
@@ -108,7 +108,7 @@ def waiting_tokenizer(patch: pytest.MonkeyPatch, is_long: Callable[[str], bool])
         return encoding(self, text, add_special_tokens)
 
     with patch.context() as patched:
-        patched.setattr(Tokenizer, "_encoding", wait)
+        patched.setattr(Tokenizer, "_ids", wait)
         try:
             yield go_on
         finally:
@@ -140,7 +140,7 @@ def test_long_texts_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_no_prompt_can_hold_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: CountingBackend, client: httpx.AsyncClient) -> None:
-        monkeypatch.setattr(Tokenizer, "_encoding", lambda *_: pytest.fail("it was tokenized"))
+        monkeypatch.setattr(Tokenizer, "_ids", lambda *_: pytest.fail("it was tokenized"))
         text = " " * (CONTEXT * backend.model.tokenizer.max_token_chars + 1)
         for path, body in (
             (CHAT, chat(text)),

@@ -21,7 +21,6 @@ from ktransformers.tokenizer.detokenizer import ByteDetokenizer, WindowDetokeniz
 from ktransformers.tokenizer.reasoning import ReasoningParser
 from ktransformers.tokenizer.stop import StopMatcher, held_back
 from ktransformers.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from ktransformers.tokenizer.tool_calls import ToolCall, ToolCallParser
 from tests.support.vocabularies import STRINGS
 
 
@@ -335,55 +334,3 @@ def test_reasoning(text: str, inside: bool, expected: tuple[str, str]) -> None:
 
 def test_model_without_reasoning_keeps_everything() -> None:
     assert run_reasoning(["<think>", "a"], tags=None) == ("", "<think>a")
-
-
-# --- tool calls ------------------------------------------------------------------------------------------------------
-
-
-def run_tools(pieces: list[str]) -> tuple[str, list[ToolCall]]:
-    parser, text, calls = ToolCallParser(), "", []
-    for shown, found in [*map(parser.feed, pieces), parser.flush()]:
-        text += shown
-        calls += found
-    return text, calls
-
-
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": "</x>"}}\n</tool_call>'
-ADD = ToolCall("add", json.dumps({"a": 17, "b": "</x>"}))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (CALL, ("", [ADD])),
-        (f"I will add.\n{CALL}", ("I will add.\n", [ADD])),
-        (f"{CALL}\n{CALL}\n", ("", [ADD, ADD])),
-        (f"{CALL}\ndone", ("\ndone", [ADD])),
-        (CALL.removesuffix("</tool_call>"), ("", [ADD])),
-        ("<tool_call>{bad</tool_call>", ("<tool_call>{bad</tool_call>", [])),
-        ("<tool_call>[1]</tool_call> x", ("<tool_call>[1]</tool_call> x", [])),
-        ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', ("", [ToolCall("f", '{"x": 1}')])),
-        ('<tool_call>{"name": "f"}</tool_call>', ("", [ToolCall("f", "{}")])),
-        ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', None),
-        ("a < b and <tool", ("a < b and <tool", [])),
-        ("", ("", [])),
-    ],
-)
-def test_tool_calls(text: str, expected: tuple[str, list[ToolCall]] | None) -> None:
-    expected = expected or (text, [])
-    for seed in range(20):
-        assert run_tools(cuts(text, seed)) == expected
-    assert run_tools([text]) == expected
-
-
-@pytest.mark.parametrize("depth", [500, 990, 100_000])
-@pytest.mark.parametrize("quoted", [False, True])
-def test_calls_that_are_too_deep_to_be_read_are_text(depth: int, quoted: bool) -> None:
-    arguments = '{"a": ' * depth + "1" + "}" * depth
-    body = json.dumps({"name": "f", "arguments": arguments}) if quoted else f'{{"name": "f", "arguments": {arguments}}}'
-    parser = ToolCallParser()
-    text, calls = parser.feed(f"<tool_call>{body}</tool_call>")
-    if depth == 100_000:
-        assert (text, calls) == (f"<tool_call>{body}</tool_call>", [])
-    else:  # how deep Python may recurse depends on its version and on the caller
-        assert bool(text) != bool(calls)

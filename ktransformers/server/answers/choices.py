@@ -19,9 +19,15 @@ from ktransformers.server.answers.events import (
     ToolCallStarted,
 )
 from ktransformers.server.answers.requests import new_id
-from ktransformers.tokenizer import Tokenizer
-from ktransformers.tokenizer.reasoning import ReasoningParser
-from ktransformers.tokenizer.tool_calls import ToolCall, ToolCallParser
+from ktransformers.tokenizer.answer_parser import AnswerParser
+from ktransformers.tokenizer.tools import (
+    ArgumentsPiece,
+    CallEnded,
+    CallStarted,
+    ParsedEvent,
+    ReasoningPiece,
+    TextPiece,
+)
 
 __all__ = ["ChatChoice", "Choice", "PromptChoice", "TextChoice"]
 
@@ -64,39 +70,31 @@ class Choice(ABC):
 
 
 class ChatChoice(Choice):
-    """Splits its text into reasoning, text and tool calls. opens_reasoning: the prompt ends inside of it."""
+    """Splits its text into reasoning, text and tool calls, as `parser` tells them apart."""
 
-    def __init__(self, tokenizer: Tokenizer, opens_reasoning: bool, has_tools: bool):
-        self._reasoning = ReasoningParser(tokenizer.reasoning_tags, opens_reasoning)
-        self._tools = ToolCallParser() if has_tools else None
+    def __init__(self, parser: AnswerParser):
+        self._parser = parser
         self._num_calls = 0
 
     def _split(self, text: str, is_last: bool) -> Iterator[AnswerEvent]:
-        part = self._reasoning.feed(text)
-        reasoning, content = part.reasoning, part.content
+        yield from map(self._named, self._parser.feed(text))
         if is_last:
-            rest = self._reasoning.flush()
-            reasoning, content = reasoning + rest.reasoning, content + rest.content
-        if reasoning:
-            yield ReasoningDelta(reasoning)
-        shown, calls = self._split_calls(content, is_last)
-        if shown:
-            yield TextDelta(shown)
-        for call in calls:
-            index = self._num_calls
-            self._num_calls += 1
-            yield ToolCallStarted(index, new_id("call"), call.name)
-            yield ToolArgumentsDelta(index, call.arguments)
-            yield ToolCallEnded(index)
+            yield from map(self._named, self._parser.flush())
 
-    def _split_calls(self, content: str, is_last: bool) -> tuple[str, list[ToolCall]]:
-        if self._tools is None:
-            return content, []
-        shown, calls = self._tools.feed(content)
-        if is_last:
-            more, last = self._tools.flush()
-            shown, calls = shown + more, calls + last
-        return shown, calls
+    def _named(self, event: ParsedEvent) -> AnswerEvent:
+        index = self._num_calls - 1
+        match event:
+            case TextPiece(text):
+                return TextDelta(text)
+            case ReasoningPiece(text):
+                return ReasoningDelta(text)
+            case CallStarted(name):
+                self._num_calls += 1
+                return ToolCallStarted(index + 1, new_id("call"), name)
+            case ArgumentsPiece(text):
+                return ToolArgumentsDelta(index, text)
+            case CallEnded():
+                return ToolCallEnded(index)
 
     def _reason(self, reason: FinishReason) -> AnswerReason:
         return AnswerReason.TOOL_CALLS if reason is FinishReason.STOP and self._num_calls else _REASONS[reason]

@@ -114,7 +114,9 @@ def _chat(service: Service, asked: ChatRequest) -> _Prepared:
     model, tools = service.model, asked.conversation.tools
     tokenizer = model.tokenizer
     if tools and not tokenizer.has_tool_calls:
-        raise UnsupportedError("this model's tokenizer and template know no tool calls: leave tools out")
+        raise UnsupportedError(
+            "this model's files tell of no tool calls: leave tools out, or start the server with --tool_format"
+        )
     _check_tool_choice(asked.tool_choice)
     prompt_ids = chat_prompt(
         tokenizer,
@@ -125,8 +127,8 @@ def _chat(service: Service, asked: ChatRequest) -> _Prepared:
     )
     if asked.is_prompt_only:
         return [prompt_ids], [PromptChoice() for _ in range(asked.n)]
-    opens_reasoning = tokenizer.opens_reasoning(prompt_ids)
-    choices: list[Choice] = [ChatChoice(tokenizer, opens_reasoning, bool(tools)) for _ in range(asked.n)]
+    schemas = {tool.name: tool.parameters for tool in tools} if tools else None
+    choices: list[Choice] = [ChatChoice(tokenizer.answer_parser(prompt_ids, schemas)) for _ in range(asked.n)]
     if asked.tool_choice.max_calls is not None:
         choices = [OneCall(choice) for choice in choices]
     return [prompt_ids], choices

@@ -67,14 +67,16 @@ async def respond(
     is_streamed: bool,
     read: Callable[[], ChatRequest | TextRequest],
     writer_of: Callable[[Job], Writer],
+    more_bytes: int = 0,
 ) -> Response:
     """Count the request in, before any work is done for it; then one JSON object, or a stream of events.
 
     num_answers: that it wants. read: from the dialect's body to the request; runs on a thread, where texts may take
-    long. Raises KTransformersError for whatever is wrong before the response begins.
+    long. more_bytes: that it goes through beside the body's. Raises KTransformersError for whatever is wrong before the
+    response begins.
     """
     service, key = service_of(request), request.scope.get(USE_KEY)
-    size = await body_size(request)
+    size = await body_size(request) + more_bytes
     service.admission.enter(service.backend.max_running, num_answers, key)
     leave = partial(service.admission.leave, num_answers, key)
     is_streaming = False

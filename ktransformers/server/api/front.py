@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from ktransformers import __version__
 from ktransformers.server.api import web
+from ktransformers.server.api.ollama.front import running
 from ktransformers.server.api.status import state_of
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import Service, service_of
@@ -26,8 +27,23 @@ ROUTES: tuple[tuple[str, str], ...] = (
     ("POST /v1/chat/completions", "the next turn of a conversation (OpenAI's API)"),
     ("POST /v1/completions", "the continuation of a text or of token ids"),
     ("POST /v1/embeddings", "vectors of texts or of token ids"),
+    ("POST /v1/responses", "the next turn as items (OpenAI's API, for Codex and agents)"),
+    ("GET /v1/responses/{id}", "an answer that was kept"),
+    ("DELETE /v1/responses/{id}", "forget it"),
+    ("GET /v1/responses/{id}/input_items", "what it answered"),
+    ("POST /v1/responses/{id}/cancel", "a 400: nothing runs in the background"),
+    ("POST /v1/messages", "the next turn of a conversation (Anthropic's API)"),
+    ("POST /v1/messages/count_tokens", "how many tokens the prompt of such a request has"),
     ("GET /v1/models", "the names that requests may use"),
     ("GET /v1/models/{name}", "one of them"),
+    ("POST /api/chat", "the next turn of a conversation (Ollama's API)"),
+    ("POST /api/generate", "the answer to a prompt"),
+    ("POST /api/embed", "refused: there are no embeddings"),
+    ("POST /api/embeddings", "the same"),
+    ("GET /api/tags", "the models that there are"),
+    ("GET /api/ps", "the models that are loaded"),
+    ("POST /api/show", "all about one model"),
+    ("GET /api/version", "the version of Ollama whose API this is"),
     ("POST /tokenize", "token ids of a text or of a conversation"),
     ("POST /detokenize", "the text of token ids"),
     ("GET /v1/status", "queue, cache, speed and the last requests"),
@@ -112,11 +128,13 @@ def _page(facts: dict[str, Any]) -> str:
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def front(request: Request) -> Response:
-    """JSON, or a page for browsers: the chat, or where that is off what JSON says."""
+    """JSON for who asks for it; for browsers the chat, or where that is off what JSON says; else Ollama's line."""
     service = service_of(request)
     is_browser = "text/html" in request.headers.get("accept", "")
     if is_browser and service.config.has_web:
         return web.page()
+    if not is_browser and (response := running(request)) is not None:
+        return response
     facts = _facts(service)
     headers = {**_SAFE, "Vary": "Accept", "Cache-Control": "no-store"}
     if is_browser:

@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+from typing_extensions import override
+
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
@@ -85,6 +87,7 @@ class BalanceServeBackend(Backend):
         self._watching: asyncio.Task[None] | None = None
         self._lost: KTransformersError | None = None
 
+    @override
     async def start(self, progress: Progress | None = None) -> None:
         described, files = await asyncio.to_thread(_described, self._config.engine)
         self._supervisor = Supervisor(self._config, self._on_news, files, self._clock)
@@ -100,6 +103,7 @@ class BalanceServeBackend(Backend):
         for stream in self._streams.values():
             stream.buffer.fail(EngineError(str(self._lost)))
 
+    @override
     async def lost(self) -> KTransformersError:
         assert self._supervisor is not None
         return await asyncio.shield(self._supervisor.failed)
@@ -129,6 +133,7 @@ class BalanceServeBackend(Backend):
             raise NotReadyError("nothing is started yet")
         return self._supervisor
 
+    @override
     def stats(self) -> BalanceStats:
         stats, facts = self._scheduler_stats, self._facts
         if stats is None or facts is None:
@@ -195,6 +200,7 @@ class BalanceServeBackend(Backend):
         for expert, count in enumerate(counts):
             known[expert] += count
 
+    @override
     async def close(self) -> None:
         for stream in self._streams.values():
             stream.buffer.put(TokenEvent(None, "", stream.stats, finish_reason=FinishReason.ABORT))
@@ -253,4 +259,5 @@ def _model_info(described: ModelDescription, facts: EngineFacts) -> ModelInfo:
         architecture=described.architecture,
         description=f"{described.description}; {total_len} tokens of cache for all requests",
         is_models_limit=facts.max_model_len is not None and facts.max_model_len < total_len,
+        card=described.card,
     )

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ktransformers.core import Pooling, Progress, SamplingParams, TokenEvent
+from ktransformers.engine.card import ModelCard
 from ktransformers.errors import KTransformersError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ class ModelInfo:
     max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
     default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
     name in the model's config.json, if any. pooling: of embeddings; None: in a way that this program does not know.
+    card: sizes and names for people.
     """
 
     tokenizer: Tokenizer
@@ -40,6 +42,7 @@ class ModelInfo:
     description: str
     is_models_limit: bool = False
     pooling: Pooling | None = Pooling.LAST
+    card: ModelCard = field(default_factory=ModelCard)
 
     @property
     def limits(self) -> Limits:
@@ -114,7 +117,8 @@ class Backend(ABC):
         """How many requests are computed at once; more of them wait."""
 
     @abstractmethod
-    def stats(self) -> BackendStats: ...
+    def stats(self) -> BackendStats:
+        """Figures of this moment."""
 
     def check(self, request: GenerationRequest) -> None:
         """Raise what can be known to be wrong before a response is begun, without generating anything: see Limits."""

@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ktransformers.core import Progress, TokenEvent
 from ktransformers.engine.hidden import pooling_of
 from ktransformers.engine.outputs import default_sampling_params
@@ -46,6 +48,7 @@ class Loaded:
             description=engine.description,
             is_models_limit=engine.runner.is_models_limit,
             pooling=pooling_of(engine.config.model_path, engine.config.gguf_path),
+            card=engine.card,
         )
         return cls(model, Session.of(engine), close)
 
@@ -66,6 +69,7 @@ class SingleBackend(Backend):
     def _load(self, progress: Progress) -> Loaded:
         """Load the model; runs on the worker thread. Raises KTransformersError."""
 
+    @override
     async def start(self, progress: Progress | None = None) -> None:
         def watched(done: int, total: int, name: str) -> None:
             if self._is_closed:  # the only way to end a long load early
@@ -87,6 +91,7 @@ class SingleBackend(Backend):
     def max_running(self) -> int:
         return 1
 
+    @override
     def stats(self) -> BackendStats:
         if self._loaded is None:
             return BackendStats(num_running=len(self._running), num_waiting=self._num_waiting)
@@ -146,6 +151,7 @@ class SingleBackend(Backend):
             logger.exception("request %s: the engine failed", request.request_id)
             buffer.fail(EngineError(f"the engine failed with {type(error).__name__}; the server's log says more"))
 
+    @override
     async def close(self) -> None:
         self._is_closed = True
         for stop in self._running:

@@ -41,7 +41,9 @@ PROGRESS_SECONDS = 0.1
 class Executor(Protocol):
     """What computes a step."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run the rows of `plan`, and sample where it says so."""
+        ...
 
 
 LoadedEngine = tuple[EngineFacts, Executor]

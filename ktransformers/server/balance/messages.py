@@ -179,6 +179,8 @@ class EngineLoading(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded. facts: what the scheduler may count on."""
+
     epoch: int
     facts: EngineFacts
 

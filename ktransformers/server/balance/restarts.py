@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
+from typing_extensions import override
+
 from ktransformers.config import EngineConfig
 from ktransformers.server.balance.messages import EngineFacts
 
@@ -26,17 +28,23 @@ _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 class Clock(Protocol):
     """Seconds from any beginning. Tests have one that stands still."""
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """Seconds."""
+        ...
 
-    async def sleep(self, seconds: float) -> None: ...
+    async def sleep(self, seconds: float) -> None:
+        """Wait so long by this clock."""
+        ...
 
 
-class SystemClock:
+class SystemClock(Clock):
     """The monotonic clock."""
 
+    @override
     def now(self) -> float:
         return time.monotonic()
 
+    @override
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 

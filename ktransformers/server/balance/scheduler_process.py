@@ -69,6 +69,7 @@ class EngineLink:
         self._outbox: deque[bytes] = deque()
 
     def send(self, plan: StepPlan) -> None:
+        """Hand the engine a step; what its socket does not take now goes with `flush`."""
         self._outbox.append(encode(plan))
         self.flush()
 
@@ -86,6 +87,7 @@ class EngineLink:
         return bool(self._outbox)
 
     def close(self) -> None:
+        """Close the sockets."""
         self.steps.close()
         self.results.close()
 

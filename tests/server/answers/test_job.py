@@ -50,6 +50,7 @@ from tests.support.fake_backend import FakeBackend
 from tests.support.fake_runner import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
+TOKENIZER.use_tool_format("hermes")
 STATS = GenerationStats(prompt_len=3)
 END = 2
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -68,6 +69,8 @@ def shown(events: list[AnswerEvent]) -> list[AnswerEvent]:
                 pass
             case (ReasoningDelta(text), ReasoningDelta(before)) | (TextDelta(text), TextDelta(before)):
                 joined[-1] = type(event)(before + text)  # type: ignore[call-arg]
+            case ToolArgumentsDelta(index, text), ToolArgumentsDelta(_, before):
+                joined[-1] = ToolArgumentsDelta(index, before + text)
             case ToolCallStarted(index, _, name), _:
                 joined.append(ToolCallStarted(index, "id", name))
             case _:
@@ -78,7 +81,7 @@ def shown(events: list[AnswerEvent]) -> list[AnswerEvent]:
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_chat_answer_is_split_into_events_however_it_comes(size: int) -> None:
     said = f"<think>hm</think>\nSo: {CALL}\n{CALL}"
-    choice = ChatChoice(TOKENIZER, opens_reasoning=False, has_tools=True)
+    choice = ChatChoice(TOKENIZER.answer_parser([], {"add": None}))
     pieces = [said[at : at + size] for at in range(0, len(said), size)]
     steps = [choice.feed(token(piece)) for piece in pieces]
     steps.append(choice.feed(token("", FinishReason.STOP, END)))

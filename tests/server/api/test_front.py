@@ -21,6 +21,7 @@ CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 TOKENIZE = "/tokenize"
 SECRET = "my secret"
+JSON = {"Accept": "application/json"}
 
 
 def ask(method: str, path: str, *, keys: tuple[str, ...] = (), is_loaded: bool = True, **more: Any) -> httpx.Response:
@@ -37,14 +38,14 @@ def ask(method: str, path: str, *, keys: tuple[str, ...] = (), is_loaded: bool =
 
 
 def test_the_front_names_what_there_is() -> None:
-    facts = ask("GET", "/").json()
+    facts = ask("GET", "/", headers=JSON).json()
     assert facts["name"] == "ktransformers"
     assert facts["version"] == __version__
     assert facts["status"] == "ready"
     assert facts["models"] == ["demo", "other", "FakeForCausalLM"]
     assert facts["docs"] == "/docs"
     assert facts["health"] == "/health"
-    assert ask("GET", "/", is_loaded=False).json()["status"] == "loading"
+    assert ask("GET", "/", is_loaded=False, headers=JSON).json()["status"] == "loading"
     assert ask("HEAD", "/").status_code == 200
 
 
@@ -61,10 +62,18 @@ def test_the_front_is_a_page_for_browsers() -> None:
     assert all(route.replace("&", "&amp;") in page.text for route, _ in ROUTES)
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert page.headers["vary"] == "Accept"
-    assert ask("GET", "/", headers={"Accept": "*/*"}).headers["content-type"] == "application/json"
+    assert ask("GET", "/", headers=JSON).headers["content-type"] == "application/json"
 
 
-@pytest.mark.parametrize("accept", ["*/*", "text/html"])
+def test_the_front_says_what_ollamas_clients_look_for() -> None:
+    for method, text in (("GET", "Ollama is running"), ("HEAD", "")):
+        front = ask(method, "/", headers={"Accept": "*/*"})
+        assert front.status_code == 200
+        assert front.text == text
+        assert front.headers["vary"] == "Accept"
+
+
+@pytest.mark.parametrize("accept", ["*/*", "text/html", "application/json"])
 def test_the_front_keeps_models_to_itself_where_keys_are_needed(accept: str) -> None:
     front = ask("GET", "/", keys=("k",), headers={"Accept": accept})
     assert front.status_code == 200

@@ -1,4 +1,7 @@
-"""GET /v1/models: the names that requests may use. 503 while the model loads: scripts wait here for it."""
+"""GET /v1/models: the names that requests may use. 503 while the model loads: scripts wait here for it.
+
+Anthropic's clients, which send `anthropic-version`, are told in their dialect.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ktransformers.server.api.anthropic.models import described_model, described_models, is_asked_for
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import Service, service_of
 
@@ -30,6 +34,8 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
 async def list_models(request: Request) -> Response:
     """The names to choose from; they mean the same model, as do others that requests may use."""
     service = service_of(request)
+    if is_asked_for(request):
+        return ApiResponse(described_models(service))
     return ApiResponse({"object": "list", "data": [_describe(service, name) for name in service.listed_names]})
 
 
@@ -40,4 +46,4 @@ async def get_model(name: str, request: Request) -> Response:
     described = _describe(service, name)
     if name not in service.model_names:
         raise service.not_served(name)
-    return ApiResponse(described)
+    return ApiResponse(described_model(service, name) if is_asked_for(request) else described)

@@ -1,0 +1,88 @@
+"""A model's figures for those who show them to people: family, sizes, quantization. Reads headers only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import gguf
+
+from ktransformers.errors import WeightError
+
+if TYPE_CHECKING:
+    from ktransformers.engine.opened import OpenedModel
+
+__all__ = ["ModelCard", "card_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """family: the architecture's short name. format: of the files. num_bytes: of the weights in them.
+
+    num_parameters: of the model, whatever its files store them as. quantization: the file's own word, else the type of
+    most of its bytes; empty when unknown. digest: 64 hexadecimal digits that change when the files do. modified:
+    seconds since 1970, of the newest file. The rest are counts; 0 for what the model has not, or does not say.
+    """
+
+    family: str = ""
+    format: str = ""
+    num_parameters: int = 0
+    num_bytes: int = 0
+    quantization: str = ""
+    digest: str = "0" * 64
+    modified: float = 0.0
+    num_layers: int = 0
+    hidden_size: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    num_experts: int = 0
+    num_used_experts: int = 0
+
+
+def card_of(opened: OpenedModel) -> ModelCard:
+    """Of a model whose files are open."""
+    facts, model = opened.facts, opened.gguf
+    digest, modified = _prints(opened.files)
+    return ModelCard(
+        family=facts.model_type if model is None else model.architecture,
+        format="safetensors" if model is None else "gguf",
+        num_parameters=sum(parameter.numel() for parameter in opened.model.parameters()),
+        num_bytes=sum(opened.stored.values()),
+        quantization=_named(opened) or max(opened.stored, key=opened.stored.__getitem__, default=""),
+        digest=digest,
+        modified=modified,
+        num_layers=facts.num_layers,
+        hidden_size=facts.hidden_size,
+        num_heads=facts.num_heads,
+        num_kv_heads=max((layer.num_kv_heads for layer in facts.layers), default=0),
+        num_experts=0 if facts.experts is None else facts.experts.num_experts,
+        num_used_experts=facts.top_k(),
+    )
+
+
+def _named(opened: OpenedModel) -> str:
+    """What the files call their quantization."""
+    if opened.gguf is None:
+        said = opened.facts.quantization
+        return (said.method or "").upper() if said is not None else ""
+    number = opened.gguf.metadata.get("general.file_type")
+    try:
+        return str(gguf.LlamaFileType(number).name).removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:  # a number of a newer writer, or none
+        return ""
+
+
+def _prints(files: Sequence[Path]) -> tuple[str, float]:
+    """Names, sizes and times stand for the contents, which would take minutes to read."""
+    digest, modified = hashlib.sha256(), 0.0
+    for path in files:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise WeightError(f"{path} cannot be looked at: {error}") from error
+        digest.update(f"{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
+        modified = max(modified, stat.st_mtime)
+    return digest.hexdigest(), modified

@@ -1,0 +1,81 @@
+"""The fields of /v1/messages and /v1/messages/count_tokens, and what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ktransformers.server.api.anthropic.policy import Rule, hint, honour, mapped, refuse
+
+__all__ = ["TABLE"]
+
+
+def _stops(value: Any) -> Mapping[str, Any]:
+    return {"stop_sequences": [value] if isinstance(value, str) else value}
+
+
+TABLE: Mapping[str, Rule] = {
+    **dict.fromkeys(("model", "messages", "max_tokens", "temperature", "top_p", "top_k"), honour()),
+    "system": honour([]),
+    "stream": honour(),
+    "stop_sequences": honour([]),
+    "tools": honour([]),
+    "tool_choice": honour(),
+    "thinking": honour(),
+    "output_config": honour({}),
+    # Of the context nothing is ever cleared here, so "clear nothing" is honoured; see read.py for the rest.
+    "context_management": honour({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    # Extensions.
+    **dict.fromkeys(
+        (
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "seed",
+            "ignore_eos",
+            "chat_template_kwargs",
+            "priority",
+            "timeout",
+            "cache_salt",
+        ),
+        honour(),
+    ),
+    # Who asks and for what, how fast, where, for whose money, and what may be kept: nothing about the answer.
+    **dict.fromkeys(
+        (
+            "metadata",
+            "service_tier",
+            "speed",
+            "cache_control",
+            "diagnostics",
+            "inference_geo",
+            "user_profile_id",
+            "workspace_id",
+            "billing_policy",
+            "fallbacks",
+            "fallback_credit_token",
+            "betas",
+            "anthropic_beta",
+            "anthropic_version",
+        ),
+        hint(),
+    ),
+    # Names of other programs and of older versions.
+    "output_format": mapped(lambda value: {"output_config": {"format": value}}),
+    "stop": mapped(_stops, [], ""),
+    "max_tokens_to_sample": mapped(lambda value: {"max_tokens": value}),
+    "max_completion_tokens": mapped(lambda value: {"max_tokens": value}),
+    "repeat_penalty": mapped(lambda value: {"repetition_penalty": value}),
+    # What happens at Anthropic's, and not here.
+    "container": refuse("tools of your own: this server runs no code"),
+    "mcp_servers": refuse("tools of your own: this server calls none", []),
+    "thread": refuse("messages: this server keeps no conversations"),
+    "prefill": refuse("a last message of the role assistant"),
+    "prompt": refuse("messages"),
+    "response_format": refuse("output_config.format", {"type": "text"}),
+    "n": refuse("several requests", 1),
+    "logprobs": refuse("/v1/chat/completions", False, 0),
+    "top_logprobs": refuse("/v1/chat/completions", 0),
+    "logit_bias": refuse("/v1/chat/completions", {}),
+}

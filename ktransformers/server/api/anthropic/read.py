@@ -1,0 +1,294 @@
+"""From Anthropic's bodies to the requests of server/answers.
+
+Turns there hold lists of blocks; chat templates want one text, calls and reasoning beside it, and a turn of the role
+`tool` for each result. Neighbouring turns of one role are one turn.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.server.answers.requests import ChatRequest, Conversation, Message, PastCall, Sampling, Tool
+from ktransformers.server.api.anthropic.schemas import (
+    Block,
+    ConversationBody,
+    DocumentBlock,
+    InputMessage,
+    MessagesBody,
+    OtherBlock,
+    RedactedThinkingBlock,
+    ResultBlock,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolDefinition,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from ktransformers.tokenizer import Tokenizer
+
+__all__ = ["Reading", "read_chat", "read_conversation"]
+
+Note = Callable[[str], None]
+"""Called with the name of each field that has no effect."""
+
+_ACCOUNT = "x-anthropic-billing-header:"
+"""Begins a line of Claude Code's system prompt that is about billing, and differs in every request: the model is not
+shown it, since no prefix of such a prompt would be in the cache."""
+
+_THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Variables by which chat templates turn reasoning on and off: Qwen's and GLM's name, DeepSeek's name."""
+
+_EFFORTS = {"xhigh": "high", "max": "high"}
+"""Levels above those that chat templates know."""
+
+_SEARCH_TOOLS = "tool_search_tool_"
+"""Begins the types of tools that find other tools. Here the model is shown all of them."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """What was understood. ignored: names of fields that have no effect on this model."""
+
+    conversation: Conversation
+    ignored: list[str] = field(default_factory=list)
+
+
+# The conversation.
+
+
+def _shown(block: ResultBlock) -> str:
+    match block:
+        case TextBlock():
+            return block.text
+        case DocumentBlock():
+            text = block.source.data or _text(block.source.content or ())
+            return "\n".join(part for part in (block.title, block.context, text) if part)
+        case SearchResultBlock():
+            return "\n".join((block.title, block.source, _text(block.content)))
+        case ToolReferenceBlock():
+            return block.tool_name
+        case OtherBlock():
+            raise UnsupportedError(f"content of the type {block.type[:64]!r} is not supported")
+
+
+def _text(blocks: Sequence[ResultBlock]) -> str:
+    return "\n".join(_shown(block) for block in blocks)
+
+
+def _system(system: Sequence[TextBlock] | None) -> str:
+    texts = [block.text for block in system or ()]
+    shown = [text.partition("\n")[2] if text.startswith(_ACCOUNT) else text for text in texts]
+    return "\n".join(text for text in shown if text)
+
+
+def _result(block: ToolResultBlock) -> str:
+    """Templates know no failed calls: the text has to say it."""
+    text = _text(block.content or ())
+    return f"Error: {text}" if block.is_error and "error" not in text[:64].lower() else text
+
+
+class _Turns:
+    """Makes the template's turns of the messages, one after the other."""
+
+    def __init__(self, note: Note):
+        self.made: list[Message] = []
+        self._note = note
+        self._is_begun = False  # whether others than the system spoke
+        self._tool_names: dict[str, str] = {}  # by the ids of calls
+
+    def add(self, message: InputMessage, at: str) -> None:
+        turns = {"assistant": self._assistant, "user": self._user, "system": self._system}[message.role]
+        self.made += turns(message.content, at)
+        self._is_begun = self._is_begun or message.role != "system"
+
+    def _assistant(self, blocks: Iterable[Block], at: str) -> Iterator[Message]:
+        texts, thoughts, calls = [], [], []
+        for index, block in enumerate(blocks):
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case ThinkingBlock():
+                    thoughts.append(block.thinking)
+                case RedactedThinkingBlock():
+                    self._note("messages.redacted_thinking")
+                case ToolUseBlock():
+                    self._tool_names[block.id] = block.name
+                    calls.append(PastCall(name=block.name, arguments=block.input, id=block.id))
+                case _:
+                    raise ConfigError(f"{at}.content[{index}]: {block.type} does not belong to the assistant's turns")
+        yield Message(role="assistant", text="".join(texts), reasoning="\n".join(thoughts), tool_calls=tuple(calls))
+
+    def _user(self, blocks: Iterable[Block], at: str) -> Iterator[Message]:
+        texts: list[str] = []
+        for index, block in enumerate(blocks):
+            match block:
+                case TextBlock() | DocumentBlock() | SearchResultBlock() | ToolReferenceBlock():
+                    texts.append(_shown(block))
+                case ToolResultBlock():
+                    if texts:
+                        yield Message(role="user", text="\n".join(texts))
+                        texts = []
+                    id = block.tool_use_id
+                    name = self._tool_names.get(id)
+                    yield Message(role="tool", text=_result(block), tool_call_id=id, name=name)
+                case _:
+                    raise ConfigError(f"{at}.content[{index}]: {block.type} does not belong to the user's turns")
+        if texts:
+            yield Message(role="user", text="\n".join(texts))
+
+    def _system(self, blocks: Iterable[Block], at: str) -> Iterator[Message]:
+        """Many templates take no system turn but the first. Later ones are told as Claude Code's tools expect it."""
+        texts = []
+        for index, block in enumerate(blocks):
+            if not isinstance(block, TextBlock):
+                raise ConfigError(f"{at}.content[{index}]: {block.type} does not belong to the system's turns")
+            texts.append(block.text)
+        text = "\n".join(texts)
+        if self._is_begun:
+            yield Message(role="user", text=f"<system-reminder>\n{text}\n</system-reminder>")
+        else:
+            yield Message(role="system", text=text)
+
+
+def _joined(turns: Iterable[Message]) -> Iterator[Message]:
+    """Neighbours of one role as one turn; results of calls stay apart."""
+    for role, group in groupby(turns, key=lambda turn: turn.role):
+        run = list(group)
+        if role == "tool" or len(run) == 1:
+            yield from run
+            continue
+        yield Message(
+            role=role,
+            text="\n".join(turn.text for turn in run if turn.text),
+            reasoning="\n".join(turn.reasoning for turn in run if turn.reasoning),
+            tool_calls=tuple(call for turn in run for call in turn.tool_calls),
+        )
+
+
+def _messages(body: ConversationBody, note: Note) -> list[Message]:
+    turns = _Turns(note)
+    system = _system(body.system)
+    if system:
+        turns.made.append(Message(role="system", text=system))
+    for index, message in enumerate(body.messages):
+        turns.add(message, f"messages[{index}]")
+    messages = list(_joined(turns.made))
+    if not messages or messages[-1].role == "system":
+        raise ConfigError("messages: there is nothing to answer")
+    if messages[-1].role == "assistant":
+        raise UnsupportedError("an answer that the last message begins (prefill) is not supported: end with a user's")
+    return messages
+
+
+# Tools.
+
+
+def _tools(body: ConversationBody, note: Note) -> list[Tool]:
+    choice = body.tool_choice
+    tools = [made for index, tool in enumerate(body.tools or ()) for made in _tool(tool, f"tools[{index}]", note)]
+    if choice is None or choice.type == "auto":
+        return tools
+    if choice.type == "none":
+        return []
+    if choice.type == "tool" and choice.name not in {tool.name for tool in tools}:
+        raise ConfigError(f"tool_choice.name: there is no tool {(choice.name or '')[:100]!r}")
+    raise UnsupportedError(f"tool_choice.type {choice.type} is not supported; use auto or none")
+
+
+def _tool(tool: ToolDefinition, at: str, note: Note) -> Iterator[Tool]:
+    if tool.type not in (None, "custom"):
+        if tool.type.startswith(_SEARCH_TOOLS):
+            note("tools.tool_search_tool")
+            return
+        raise UnsupportedError(
+            f"{at}: {tool.type[:64]!r} is a tool that Anthropic runs, or whose schema only its models know; "
+            "use tools of your own, with an input_schema"
+        )
+    if tool.input_schema is None:
+        raise ConfigError(f"{at}.input_schema: Field required")
+    yield Tool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+
+
+# Reasoning.
+
+
+def _template_kwargs(body: ConversationBody, tokenizer: Tokenizer, note: Note) -> dict[str, object]:
+    kwargs: dict[str, object] = {}
+    for name, value in (body.chat_template_kwargs or {}).items():
+        if tokenizer.template_knows(name):
+            kwargs[name] = value
+        else:
+            note(f"chat_template_kwargs.{name}")
+    thinking = body.thinking
+    if thinking is None:
+        return kwargs
+    is_wanted = thinking.type != "disabled"
+    known = [name for name in _THINKING_VARIABLES if tokenizer.template_knows(name)]
+    kwargs = dict.fromkeys(known, is_wanted) | kwargs
+    if not known and is_wanted != (tokenizer.reasoning_tags is not None):
+        note("thinking")
+    elif is_wanted and thinking.budget_tokens is not None:
+        note("thinking.budget_tokens")
+    return kwargs
+
+
+def _effort(body: ConversationBody, tokenizer: Tokenizer, note: Note) -> str | None:
+    config = body.output_config
+    if config is None:
+        return None
+    if config.format is not None:
+        raise UnsupportedError("output_config.format is not supported; leave it out")
+    if config.effort is None:
+        return None
+    if not tokenizer.template_knows("reasoning_effort"):
+        note("output_config.effort")
+        return None
+    return _EFFORTS.get(config.effort, config.effort)
+
+
+def read_conversation(body: ConversationBody, tokenizer: Tokenizer) -> Reading:
+    """Raises ConfigError and UnsupportedError for what this server does not do."""
+    ignored = list(body.ignored)
+    note = ignored.append
+    if body.context_management is not None:
+        note("context_management")
+    conversation = Conversation(
+        messages=_messages(body, note),
+        tools=_tools(body, note),
+        template_kwargs=_template_kwargs(body, tokenizer, note),
+        reasoning_effort=_effort(body, tokenizer, note),
+    )
+    return Reading(conversation, list(dict.fromkeys(ignored)))
+
+
+def read_chat(body: MessagesBody, reading: Reading) -> ChatRequest:
+    """The request, of a conversation that was read before. max_tokens 0 computes one token all the same."""
+    is_greedy = body.top_p == 0
+    sampling = Sampling(
+        temperature=0.0 if is_greedy else body.temperature,
+        top_p=None if is_greedy else body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        ignore_eos=body.ignore_eos,
+        seed=body.seed,
+        max_tokens=max(body.max_tokens, 1),
+        stop=tuple(body.stop_sequences or ()),
+    )
+    return ChatRequest(
+        id=f"msg_{secrets.token_hex(12)}",
+        model=body.model,
+        sampling=sampling,
+        priority=body.priority or 0,
+        timeout=body.timeout,
+        cache_salt=body.cache_salt or "",
+        conversation=reading.conversation,
+    )

@@ -1,0 +1,329 @@
+"""The bodies of requests, as Anthropic's API defines them, and the extensions that this server's other routes have.
+
+Top-level fields are sorted by fields.py first. Keys of messages, blocks and tools that are not named here
+(cache_control, citations, what other servers put into a history) say nothing about the answer and are taken.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from ktransformers.server.api.anthropic.fields import TABLE
+from ktransformers.server.api.anthropic.policy import sort_fields
+
+__all__ = [
+    "Block",
+    "ConversationBody",
+    "DocumentBlock",
+    "InputMessage",
+    "MessagesBody",
+    "OtherBlock",
+    "RedactedThinkingBlock",
+    "ResultBlock",
+    "SearchResultBlock",
+    "TextBlock",
+    "Thinking",
+    "ThinkingBlock",
+    "ToolChoice",
+    "ToolDefinition",
+    "ToolReferenceBlock",
+    "ToolResultBlock",
+    "ToolUseBlock",
+]
+
+_MAX_STOPS = 32
+_MAX_STOP_CHARS = 1024
+_MAX_STOP_CHARS_IN_ALL = 8192
+
+
+def _whole(value: Any) -> Any:
+    """30.0 is 30 in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WholeNumber = Annotated[int, BeforeValidator(_whole)]
+Penalty = Annotated[FiniteFloat, Field(ge=-2, le=2)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class TextBlock(_Part):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _blocks(value: Any) -> Any:
+    """A string is one block of text."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+_TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True)]
+TextBlocks = Annotated[_TextBlocks, BeforeValidator(_blocks, json_schema_input_type=str | _TextBlocks)]
+
+
+class TextSource(_Part):
+    """Where a document's text is. Only text that comes with the request is read."""
+
+    type: str
+    data: str | None = None
+    content: TextBlocks | None = None
+
+    @model_validator(mode="after")
+    def _is_text(self) -> Self:
+        if not (self.type == "text" and self.data is not None) and not (
+            self.type == "content" and self.content is not None
+        ):
+            raise ValueError("only documents of plain text are supported: send the text itself")
+        return self
+
+
+class DocumentBlock(_Part):
+    """A document; of plain text."""
+
+    type: Literal["document"]
+    source: TextSource
+    title: str | None = None
+    context: str | None = None
+
+
+class SearchResultBlock(_Part):
+    """What a search of the client's found."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: TextBlocks
+
+
+class ToolReferenceBlock(_Part):
+    """The name of a tool that a search of the client's for tools found."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+class ThinkingBlock(_Part):
+    """Reasoning of an earlier answer. signature: not looked at."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(_Part):
+    """Reasoning that Anthropic's models encrypted: nobody else can read it."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(_Part):
+    """A call that an earlier answer made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] = Field(default_factory=dict)
+
+
+class OtherBlock(_Part):
+    """Content that no model here is shown. Refused."""
+
+    type: str
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        if self.type == "image":
+            raise ValueError("images are not supported: this server's models read text")
+        raise ValueError(f"content of the type {self.type[:64]!r} is not supported")
+
+
+_RESULT_TYPES = ("text", "document", "search_result", "tool_reference")
+_TYPES = (*_RESULT_TYPES, "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def _tag_in(known: tuple[str, ...], value: Any) -> str:
+    """Tags stand in angle brackets, so that they are told from fields where an error says its place."""
+    type = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{type}>" if isinstance(type, str) and type in known else "<other>"
+
+
+def _result_tag(value: Any) -> str:
+    return _tag_in(_RESULT_TYPES, value)
+
+
+def _tag(value: Any) -> str:
+    return _tag_in(_TYPES, value)
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SearchResultBlock, Tag("<search_result>")]
+    | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
+    | Annotated[OtherBlock, Tag("<other>")],
+    Discriminator(_result_tag),
+]
+
+_ResultBlocks = Annotated[list[ResultBlock], Field(fail_fast=True)]
+ResultContent = Annotated[_ResultBlocks, BeforeValidator(_blocks, json_schema_input_type=str | _ResultBlocks)]
+
+
+class ToolResultBlock(_Part):
+    """What a call gave, or why it failed."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[_ResultBlocks, BeforeValidator(_blocks, json_schema_input_type=str | _ResultBlocks)] | None = (
+        None
+    )
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SearchResultBlock, Tag("<search_result>")]
+    | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[OtherBlock, Tag("<other>")],
+    Discriminator(_tag),
+]
+
+_Blocks = Annotated[list[Block], Field(fail_fast=True)]
+
+
+class InputMessage(_Part):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[_Blocks, BeforeValidator(_blocks, json_schema_input_type=str | _Blocks)]
+
+
+class ToolDefinition(_Part):
+    """A tool that the client runs. input_schema: a JSON schema, shown to the model as it is."""
+
+    type: str | None = None
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(_Part):
+    """Whether the model calls tools, and which. disable_parallel_tool_use: one call at most."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(_Part):
+    """Whether the model reasons before it answers. display "omitted": without showing it."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: WholeNumber | None = None
+    display: str | None = None
+
+
+class OutputConfig(_Part):
+    """effort: how much the model reasons. format: a JSON schema that the answer has to fit."""
+
+    effort: Annotated[str, Field(max_length=32)] | None = None
+    format: dict[str, Any] | None = None
+
+
+class ConversationBody(BaseModel):
+    """POST /v1/messages/count_tokens, and what it shares with /v1/messages."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
+    system: TextBlocks | None = None
+    tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    context_management: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _sorted(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, dict):
+            return handler(data)
+        honoured, ignored = sort_fields(data, TABLE)
+        made = handler(honoured)
+        made._ignored = ignored
+        return made
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of fields that have no meaning here."""
+        return self._ignored
+
+
+class MessagesBody(ConversationBody):
+    """POST /v1/messages. max_tokens 0 computes the prompt, so that it is in the cache, and answers nothing."""
+
+    max_tokens: Annotated[WholeNumber, Field(ge=0, lt=1 << 31)]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[WholeNumber, Field(ge=-1, lt=1 << 31)] | None = None
+    # Extensions.
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    timeout: Annotated[FiniteFloat, Field(gt=0, le=1e6)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+
+    @field_validator("stop_sequences")
+    @classmethod
+    def _few_chars(cls, stops: list[str] | None) -> list[str] | None:
+        lengths = [len(stop) for stop in stops or ()]
+        if max(lengths, default=0) > _MAX_STOP_CHARS or sum(lengths) > _MAX_STOP_CHARS_IN_ALL:
+            raise ValueError(
+                f"a stop sequence may have {_MAX_STOP_CHARS} characters, and all of them {_MAX_STOP_CHARS_IN_ALL}"
+            )
+        return None if stops is None else [_unicode(stop) for stop in stops if stop]
+
+    @field_validator("cache_salt")
+    @classmethod
+    def _is_unicode(cls, salt: str | None) -> str | None:
+        return None if salt is None else _unicode(salt)
+
+
+def _unicode(text: str) -> str:
+    """What other processes and the tokenizer can be told: lone surrogates have no bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not valid Unicode: {error.reason} at character {error.start}") from error
+    return text

@@ -1,0 +1,27 @@
+"""Names of models as Ollama writes them: NAME:TAG, where the tag is "latest" unless it is said."""
+
+from __future__ import annotations
+
+from ktransformers.server.service import Service
+
+__all__ = ["LATEST", "listed_names", "plain_name", "shown_name"]
+
+LATEST = ":latest"
+
+
+def plain_name(service: Service, asked: str | None) -> str | None:
+    """The served name behind the one that was asked for; that itself when there is none."""
+    if asked is None or asked in service.model_names:
+        return asked
+    plain = asked.removesuffix(LATEST)
+    return plain if plain in service.model_names else asked
+
+
+def shown_name(service: Service, asked: str | None, served: str) -> str:
+    """The name for the answer: as it was asked for, where that model is served."""
+    return asked if asked is not None and plain_name(service, asked) == served else served
+
+
+def listed_names(service: Service) -> list[str]:
+    """What the operator calls the model, with a tag each."""
+    return [name if ":" in name.rpartition("/")[2] else name + LATEST for name in service.config.model_names]

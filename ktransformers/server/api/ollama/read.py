@@ -1,0 +1,208 @@
+"""From Ollama's bodies to the requests of server/answers.
+
+What a field asks that this model or server has no way to do, and that may be left undone, is added to `ignored`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.server.answers.requests import (
+    ChatRequest,
+    Conversation,
+    Message,
+    PastCall,
+    Sampling,
+    TextRequest,
+    Tool,
+    new_id,
+)
+from ktransformers.server.api.ollama.names import plain_name
+from ktransformers.server.api.ollama.schemas import AnswerBody, ChatBody, GenerateBody, Options, PastMessage
+from ktransformers.server.json_limits import MAX_DEPTH, json_size
+from ktransformers.server.service import Service
+from ktransformers.tokenizer import Tokenizer
+
+__all__ = ["Constraint", "chat_request", "constraint_of", "generate_request", "is_load", "knows_thinking"]
+
+_TO_THE_END = (1 << 31) - 1
+"""Tokens that no context has: the answer ends where it does."""
+
+_THINK_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of chat templates: of Qwen and GLM, of DeepSeek."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the answer has to be. text: the schema as JSON, empty for any JSON object."""
+
+    kind: Literal["json_object", "json_schema"]
+    text: str = ""
+
+
+def constraint_of(format: str | dict[str, Any] | None) -> Constraint | None:
+    """What `format` asks for."""
+    if format is None:
+        return None
+    return Constraint("json_object") if isinstance(format, str) else Constraint("json_schema", json.dumps(format))
+
+
+def _check_constraint(constraint: Constraint | None) -> None:
+    """The one place that structured output goes through."""
+    if constraint is not None:
+        raise UnsupportedError(
+            "format: answers are not held to JSON or to a schema here; leave format out, and say in the prompt what is "
+            "wanted"
+        )
+
+
+def knows_thinking(tokenizer: Tokenizer) -> bool:
+    """Whether the model reasons before it answers, or can."""
+    switches = (*_THINK_SWITCHES, "reasoning_effort")
+    return tokenizer.reasoning_tags is not None or any(map(tokenizer.template_knows, switches))
+
+
+def is_load(body: ChatBody | GenerateBody) -> bool:
+    """Whether nothing is asked but that the model be there, or be gone."""
+    return not (body.messages if isinstance(body, ChatBody) else body.prompt)
+
+
+def chat_request(service: Service, body: ChatBody, ignored: list[str]) -> ChatRequest:
+    """Raises UnsupportedError for a format, ConfigError for arguments of earlier calls that are no JSON object."""
+    messages = _messages(body.messages)
+    tools = [
+        Tool(name=tool.function.name, description=tool.function.description, parameters=tool.function.parameters)
+        for tool in body.tools
+    ]
+    return _chat(service, body, messages, tools, ignored)
+
+
+def generate_request(service: Service, body: GenerateBody, ignored: list[str]) -> ChatRequest | TextRequest:
+    """The prompt as the one turn of a conversation, or raw. Errors as chat_request."""
+    if not body.raw:
+        messages = [Message(role="system", text=body.system)] if body.system else []
+        return _chat(service, body, [*messages, Message(role="user", text=body.prompt)], [], ignored)
+    if body.think is not None:
+        ignored.append("think")
+    _check_constraint(constraint_of(body.format))
+    return TextRequest(
+        id=new_id("gen"),
+        model=plain_name(service, body.model),
+        sampling=_sampling(service, body, ignored),
+        prompts=[body.prompt],
+    )
+
+
+def _chat(
+    service: Service, body: AnswerBody, messages: list[Message], tools: list[Tool], ignored: list[str]
+) -> ChatRequest:
+    _check_constraint(constraint_of(body.format))
+    variables, effort = _thinking(service.model.tokenizer, body.think, ignored)
+    return ChatRequest(
+        id=new_id("chat"),
+        model=plain_name(service, body.model),
+        sampling=_sampling(service, body, ignored),
+        conversation=Conversation(messages=messages, tools=tools, template_kwargs=variables, reasoning_effort=effort),
+    )
+
+
+def _messages(bodies: list[PastMessage]) -> list[Message]:
+    """The turns. Calls and their results get ids where clients keep none: some chat templates insist on them."""
+    made: list[Message] = []
+    waiting: list[PastCall] = []  # for their results
+    num_calls = 0
+    for index, body in enumerate(bodies):
+        message = _message(body, index)
+        if message.tool_calls:
+            waiting = [
+                replace(call, id=call.id or f"call{num_calls + i:05}") for i, call in enumerate(message.tool_calls)
+            ]
+            num_calls += len(waiting)
+            message = replace(message, tool_calls=tuple(waiting))
+        elif message.role == "tool" and message.tool_call_id is None and waiting:
+            call = next((call for call in waiting if call.name == message.name), waiting[0])
+            waiting.remove(call)
+            message = replace(message, tool_call_id=call.id)
+        made.append(message)
+    return made
+
+
+def _message(message: PastMessage, index: int) -> Message:
+    return Message(
+        role=message.role,
+        text=message.content or "",
+        reasoning=message.thinking or "",
+        name=message.tool_name or message.name,
+        tool_call_id=message.tool_call_id,
+        tool_calls=[
+            PastCall(
+                id=call.id,
+                name=call.function.name,
+                arguments=_arguments(call.function.arguments, f"messages[{index}].tool_calls[{i}]"),
+            )
+            for i, call in enumerate(message.tool_calls or ())
+        ],
+    )
+
+
+def _arguments(arguments: dict[str, Any] | str, at: str) -> dict[str, Any]:
+    if isinstance(arguments, dict):
+        return arguments
+    if json_size(arguments.encode("utf-8", "surrogatepass")).depth > MAX_DEPTH:
+        raise ConfigError(f"{at}.function.arguments has more than {MAX_DEPTH} lists and objects within each other")
+    try:
+        parsed = json.loads(arguments or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{at}.function.arguments is not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{at}.function.arguments must be a JSON object")
+    return parsed
+
+
+def _thinking(tokenizer: Tokenizer, think: bool | str | None, ignored: list[str]) -> tuple[dict[str, Any], str | None]:
+    """Variables for the template and its word for the effort. None of both when `think` does not say."""
+    if think is None:
+        return {}, None
+    wanted = think is not False
+    variables = {name: wanted for name in _THINK_SWITCHES if tokenizer.template_knows(name)}
+    effort = think if isinstance(think, str) and tokenizer.template_knows("reasoning_effort") else None
+    is_always_on = tokenizer.reasoning_tags is not None and not variables
+    is_done = effort is not None if isinstance(think, str) else bool(variables) or wanted == is_always_on
+    if not is_done:
+        ignored.append("think")
+    return variables, effort
+
+
+def _sampling(service: Service, body: AnswerBody, ignored: list[str]) -> Sampling:
+    options = body.options
+    if options.num_ctx is not None and options.num_ctx > service.model.max_len:
+        ignored.append("options.num_ctx")
+    repetition, presence, frequency = _penalties(options, ignored)
+    is_greedy = options.top_p == 0
+    return Sampling(
+        temperature=0.0 if is_greedy else options.temperature,
+        top_p=None if is_greedy else options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        seed=None if options.seed == -1 else options.seed,
+        max_tokens=options.num_predict if options.num_predict and options.num_predict > 0 else None,
+        default_max_tokens=_TO_THE_END,
+        stop=tuple(options.stop or ()),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def _penalties(options: Options, ignored: list[str]) -> tuple[float | None, float | None, float | None]:
+    """On repetition, presence, frequency. They look back over everything (repeat_last_n -1) or over nothing (0)."""
+    asked = (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
+    if options.repeat_last_n == 0:
+        return 1.0, 0.0, 0.0
+    if options.repeat_last_n not in (None, -1) and any(one is not None for one in asked):
+        ignored.append("options.repeat_last_n")
+    return asked

@@ -1,0 +1,64 @@
+"""Routes of Ollama's that this server has no way to serve: each says so, and what to do instead."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ktransformers.errors import UnsupportedError
+from ktransformers.server.api.ollama.names import plain_name
+from ktransformers.server.api.ollama.routes import ERRORS, AnyTypeRoute
+from ktransformers.server.api.ollama.schemas import EmbedBody, NameBody
+from ktransformers.server.responses import ApiResponse
+from ktransformers.server.service import service_of
+
+__all__ = ["router"]
+
+router = APIRouter(route_class=AnyTypeRoute, responses=ERRORS)
+
+_REFUSED = (
+    ("POST", "/api/create", "models are not made here: `ktransformers quantize` makes GGUF files"),
+    ("POST", "/api/copy", "a model is not copied: --model_name NAME (repeatable) gives it more names"),
+    ("DELETE", "/api/delete", "models are not deleted over HTTP: delete the files"),
+    ("POST", "/api/push", "models are not uploaded from here"),
+    ("POST", "/api/blobs/{digest}", "files are not uploaded over HTTP: start the server on a file"),
+    ("HEAD", "/api/blobs/{digest}", "files are not uploaded over HTTP"),
+)
+
+
+@router.post("/api/pull", include_in_schema=False)
+async def pull(body: NameBody, request: Request) -> Response:
+    """Success for the model that is served; others are not fetched by a running server."""
+    service = service_of(request)
+    if plain_name(service, body.model) in service.model_names:
+        return ApiResponse({"status": "success"})
+    raise UnsupportedError(
+        f"{body.model[:200]!r} is not fetched: this server has one model; `ktransformers pull` fetches others, and "
+        "`ktransformers serve` starts a server on one"
+    )
+
+
+@router.post("/api/embed")
+async def embed(body: EmbedBody, request: Request) -> Response:
+    """Embeddings of texts."""
+    raise _no_embeddings()
+
+
+@router.post("/api/embeddings")
+async def embeddings(body: EmbedBody, request: Request) -> Response:
+    """The embedding of a prompt, as older clients ask for it."""
+    raise _no_embeddings()
+
+
+def _no_embeddings() -> UnsupportedError:
+    return UnsupportedError("this server gives no embeddings: use a server with a model made for them")
+
+
+def _refuse(method: str, path: str, why: str) -> None:
+    @router.api_route(path, methods=[method], include_in_schema=False)
+    async def refused() -> Response:
+        raise UnsupportedError(why)
+
+
+for _method, _path, _why in _REFUSED:
+    _refuse(_method, _path, _why)

@@ -1,0 +1,247 @@
+"""The bodies of requests, as Ollama's API defines them. What each field becomes stands in fields.py.
+
+Whole numbers may be written as 40.0, as clients of several languages do. Unknown names stay in `model_extra`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
+
+from ktransformers.server.api.ollama.fields import CHAT, EMBED, GENERATE, OPTIONS, FieldTable, without_neutral
+
+__all__ = [
+    "AnswerBody",
+    "ChatBody",
+    "EmbedBody",
+    "GenerateBody",
+    "NameBody",
+    "OllamaBody",
+    "Options",
+    "PastMessage",
+    "ToolBody",
+]
+
+_MAX_STOPS = 32
+_MAX_STOP_CHARS = 1024
+_MAX_STOP_CHARS_IN_ALL = 8192
+_ZERO = re.compile(r"0+(\.0*)?(ns|us|ms|s|m|h)?")
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _stops(value: Any) -> Any:
+    """One or several, without the empty ones, which stop nothing."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("stop must be a text or a list of texts")
+    stops = [stop for stop in stops if stop]
+    if len(stops) > _MAX_STOPS:
+        raise ValueError(f"{len(stops)} stop strings are more than {_MAX_STOPS}")
+    if max(map(len, stops), default=0) > _MAX_STOP_CHARS or sum(map(len, stops)) > _MAX_STOP_CHARS_IN_ALL:
+        raise ValueError(
+            f"a stop string may have {_MAX_STOP_CHARS} characters, and all of them {_MAX_STOP_CHARS_IN_ALL} together"
+        )
+    for stop in stops:
+        try:
+            stop.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"not valid Unicode: {error.reason} at character {error.start}") from error
+    return stops
+
+
+def _only(is_right: Callable[[Any], bool], what: str) -> BeforeValidator:
+    """Looked at before pydantic tries the members of a union one by one, and names them in its errors."""
+
+    def check(value: Any) -> Any:
+        if not is_right(value):
+            raise ValueError(f"it must be {what}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _is_duration(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number or (isinstance(value, str) and len(value) <= 64)
+
+
+_LEVELS = ("low", "medium", "high", "max")
+Whole = Annotated[int, BeforeValidator(_whole)]
+Duration = Annotated[int | float | str, _only(_is_duration, 'a number of seconds or a text such as "5m"')]
+Format = Annotated[
+    Literal["json"] | dict[str, Any],
+    _only(lambda value: value == "json" or isinstance(value, dict), '"json" or a JSON schema'),
+]
+Think = Annotated[
+    bool | Literal["low", "medium", "high", "max"],
+    _only(lambda value: isinstance(value, bool) or value in _LEVELS, "true, false, low, medium, high or max"),
+]
+
+
+class _Model(BaseModel):
+    """table: what the object's names mean; those that it does not know are taken."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+    table: ClassVar[FieldTable] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _says_something(cls, data: Any) -> Any:
+        return without_neutral(data, cls.table) if isinstance(data, dict) else data
+
+
+class Options(_Model):
+    """How the answer is drawn. num_predict: most tokens of it; 0 and less: to the end of the context."""
+
+    table = OPTIONS
+
+    num_predict: Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    num_ctx: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
+    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    stop: Annotated[list[str], BeforeValidator(_stops)] | None = None
+    repeat_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None
+    repeat_last_n: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
+    presence_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
+
+
+class OllamaBody(_Model):
+    """What all bodies share. keep_alive: seconds, or a text such as "5m"."""
+
+    model: str | None = None
+    options: Options = Options()
+    keep_alive: Duration | None = None
+
+    @property
+    def is_to_unload(self) -> bool:
+        """Whether the model is not wanted any longer than this."""
+        if isinstance(self.keep_alive, str):
+            return _ZERO.fullmatch(self.keep_alive.strip()) is not None
+        return self.keep_alive == 0
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names that mean nothing here."""
+        return [*(self.model_extra or ()), *(f"options.{name}" for name in self.options.model_extra or ())]
+
+
+class AnswerBody(OllamaBody):
+    """What chat and generate share. format: "json" or a JSON schema. think: whether to reason, or how much."""
+
+    stream: bool | None = None
+    format: Format | None = None
+    think: Think | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _tops_need_logprobs(self) -> AnswerBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @property
+    def is_streamed(self) -> bool:
+        """A stream is the default."""
+        return self.stream is not False
+
+
+class CalledFunction(_Model):
+    """arguments: an object; as JSON in a text too, as other dialects have it."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: dict[str, Any] | str = {}
+
+
+class PastCallBody(_Model):
+    """A call that an earlier answer made."""
+
+    id: str | None = None
+    function: CalledFunction
+
+
+class PastMessage(_Model):
+    """One turn. The role goes to the model's chat template as it is. tool_name: whose result this is."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: Annotated[list[PastCallBody], Field(fail_fast=True)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _is_text(self) -> PastMessage:
+        if self.images:
+            raise ValueError("images are not supported: this server reads text alone")
+        return self
+
+
+class FunctionBody(_Model):
+    """parameters: a JSON schema, shown to the model as it is."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolBody(_Model):
+    """An element of `tools`."""
+
+    type: Literal["function"] = "function"
+    function: FunctionBody
+
+
+class ChatBody(AnswerBody):
+    """POST /api/chat. Without messages nothing is answered but that the model is there."""
+
+    table = CHAT
+
+    messages: Annotated[list[PastMessage], Field(fail_fast=True)] = []
+    tools: Annotated[list[ToolBody], Field(fail_fast=True)] = []
+
+
+class GenerateBody(AnswerBody):
+    """POST /api/generate. raw: the prompt as it is, without the chat template. Without a prompt: as chat."""
+
+    table = GENERATE
+
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+
+    @model_validator(mode="after")
+    def _raw_has_no_turns(self) -> GenerateBody:
+        if self.raw and self.system:
+            raise ValueError("system has no place in a raw prompt: write it into the prompt, or leave raw out")
+        return self
+
+
+class EmbedBody(OllamaBody):
+    """POST /api/embed (input) and /api/embeddings (prompt)."""
+
+    table = EMBED
+
+    input: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    prompt: str | None = None
+    truncate: bool | None = None
+    dimensions: Whole | None = None
+
+
+class NameBody(_Model):
+    """Names a model; `name` is what older clients call it."""
+
+    model: Annotated[str, Field(validation_alias=AliasChoices("model", "name"))]

@@ -1,0 +1,198 @@
+"""From the body of POST /v1/responses to the neutral request. Knows the store, not the model."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.server.answers.requests import ChatRequest, Conversation, Message, Sampling
+from ktransformers.server.api.openai.responses.items import Turns, kind_of
+from ktransformers.server.api.openai.responses.policy import Ignored
+from ktransformers.server.api.openai.responses.schemas import ResponsesBody
+from ktransformers.server.api.openai.responses.store import ResponseStore, Turn
+from ktransformers.server.api.openai.responses.tools import ToolSet, read_tools
+
+__all__ = ["Exchange", "begin_exchange", "made_id"]
+
+LOGPROBS = "message.output_text.logprobs"
+SEALED_REASONING = "reasoning.encrypted_content"
+_INCLUDABLE = frozenset(
+    {
+        LOGPROBS,
+        SEALED_REASONING,
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "file_search_call.results",
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "message.input_image.image_url",
+    }
+)
+"""What requests may ask to be shown; of tools that do not run here there is nothing to show."""
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+
+
+def made_id(prefix: str) -> str:
+    """An id that nothing else has, spelled as OpenAI's are."""
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request on its way. id: of the response. history: what previous_response_id stands for.
+
+    referred: the turns that hold the items which the input names by their ids. items (the input's), context and tools
+    are there once `read` was called, which works on a thread.
+    """
+
+    body: ResponsesBody
+    id: str
+    history: tuple[Turn, ...]
+    referred: Mapping[str, Turn]
+    ignored: Ignored
+    template_knows: Callable[[str], bool]
+    items: Sequence[dict[str, Any]] = ()
+    context: tuple[Turn, ...] = ()
+    tools: ToolSet = field(default_factory=ToolSet)
+
+    @property
+    def num_bytes(self) -> int:
+        """What `read` has to go through beside the body."""
+        return sum(len(turn.data) for turn in {*self.history, *self.referred.values()})
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether text comes with log probabilities."""
+        return LOGPROBS in (self.body.include or ()) or bool(self.body.top_logprobs)
+
+    @property
+    def wants_sealed(self) -> bool:
+        """Whether reasoning comes with encrypted_content."""
+        return SEALED_REASONING in (self.body.include or ())
+
+    def read(self) -> ChatRequest:
+        """Raises ConfigError and UnsupportedError for what cannot be honoured."""
+        body = self.body
+        _check_format(body)
+        self.tools = read_tools(body.tools, body.tool_choice)
+        self.items = self._resolved()
+        turns = Turns()
+        for turn in self.history:
+            for item in turn.items():
+                turns.add(item, "previous_response_id")
+        for index, item in enumerate(self.items):
+            turns.add(item, f"input[{index}]")
+        messages = _with_instructions(body.instructions, turns.end())
+        if not messages:
+            raise ConfigError("input: there is nothing to answer; send a text or a message")
+        knows_effort = self.template_knows("reasoning_effort")
+        self.ignored.note([*self._ignored_fields(knows_effort), *self.tools.ignored, *turns.ignored])
+        if body.keeps:
+            self.context = (*self.history, Turn.of(map(_listed, self.items)))
+        return ChatRequest(
+            id=self.id,
+            model=body.model,
+            sampling=self._sampling(),
+            priority=body.priority or 0,
+            timeout=body.timeout,
+            cache_salt=body.cache_salt or "",
+            conversation=Conversation(
+                messages=messages,
+                tools=self.tools.shown,
+                template_kwargs=body.chat_template_kwargs or {},
+                reasoning_effort=body.reasoning.effort if body.reasoning and knows_effort else None,
+            ),
+        )
+
+    def _resolved(self) -> list[dict[str, Any]]:
+        """The input's items, those in the place of references too. Each turn is parsed once."""
+        turns = set(self.referred.values())
+        found = {item["id"]: item for turn in turns for item in turn.items() if item["id"] in self.referred}
+        return [found[item["id"]] if _refers(item) else item for item in self.body.input or ()]
+
+    def _ignored_fields(self, knows_effort: bool) -> Iterable[str]:
+        body = self.body
+        yield from body.unknown_fields()
+        if body.truncation == "auto":  # nothing is ever left out: what is too long is an error
+            yield "truncation"
+        if body.reasoning and body.reasoning.effort and not knows_effort:
+            yield "reasoning.effort"
+        yield from (f"include.{name}" for name in body.include or () if name not in _INCLUDABLE)
+
+    def _sampling(self) -> Sampling:
+        body = self.body
+        return Sampling(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            seed=body.seed,
+            max_tokens=body.max_output_tokens,
+            stop=tuple(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop or ())),
+            logprobs=(body.top_logprobs or 0) if self.wants_logprobs else None,
+        )
+
+
+def begin_exchange(
+    body: ResponsesBody, store: ResponseStore, key: str, ignored: Ignored, template_knows: Callable[[str], bool]
+) -> Exchange:
+    """Looks up what the request refers to. Raises UnknownIdError for what is not kept."""
+    previous = body.previous_response_id
+    history = store.get(key, previous).turns if previous is not None else ()
+    ids = [_reference(item, index) for index, item in enumerate(body.input or ()) if _refers(item)]
+    referred = {id: store.turn_of(key, id) for id in ids}
+    return Exchange(body, made_id("resp"), history, referred, ignored, template_knows)
+
+
+def _refers(item: dict[str, Any]) -> bool:
+    """References may leave out their type."""
+    return item.get("type") == "item_reference" or set(item) == {"id"}
+
+
+def _reference(item: dict[str, Any], index: int) -> str:
+    if not isinstance(item.get("id"), str):
+        raise ConfigError(f"input[{index}].id must be a string")
+    return str(item["id"])
+
+
+def _check_format(body: ResponsesBody) -> None:
+    """What the text has to be. The one place to hand a schema to the neutral request's constraint."""
+    form = {} if body.text is None else body.text.format or {}
+    if form.get("type", "text") != "text":
+        raise UnsupportedError(
+            f"text.format: {str(form['type'])[:64]!r} is not supported; leave it out, and say in instructions what the "
+            "answer has to look like"
+        )
+
+
+def _with_instructions(instructions: str | None, messages: list[Message]) -> list[Message]:
+    """One system turn of the instructions and what the conversation begins with: templates take the first one only."""
+    leading = list(takewhile(lambda message: message.role in ("system", "developer"), messages))
+    if not instructions and len(leading) < 2:
+        return messages
+    texts = [instructions, *(message.text for message in leading)]
+    role = "system" if instructions else leading[0].role
+    return [Message(role=role, text="\n\n".join(filter(None, texts))), *messages[len(leading) :]]
+
+
+def _listed(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of the input as it is kept and listed: with an id, and with parts for its text."""
+    kind, id = kind_of(item), item.get("id")
+    made = item | {"type": kind, "id": id if isinstance(id, str) and id else made_id(_PREFIXES.get(kind, "item"))}
+    if kind == "message" and isinstance(item.get("content"), str):
+        is_ours = item.get("role") == "assistant"
+        text = {"text": item["content"]}
+        made["content"] = [
+            {"type": "output_text", "annotations": []} | text if is_ours else {"type": "input_text"} | text
+        ]
+    if kind != "reasoning" and made.get("status") is None:
+        made["status"] = "completed"
+    return made

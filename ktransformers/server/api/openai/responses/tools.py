@@ -1,0 +1,151 @@
+"""What the model may call: functions, custom tools (text in, shown as a function of one text), and groups of both.
+
+Tools that OpenAI's servers run, or models were trained for (web_search, local_shell, ...), have no meaning here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.server.answers.requests import Tool
+
+__all__ = ["CUSTOM_INPUT", "Callable", "ToolSet", "custom_text", "read_tools", "shown_name"]
+
+CUSTOM_INPUT = "input"
+"""The one parameter of a custom tool as the model sees it."""
+
+
+class _Definition(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: str
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Callable:
+    """A tool by the name that the model knows: what the client calls it, and how its calls come back."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+
+
+@dataclass(slots=True)
+class ToolSet:
+    """shown: to the model. callables: by shown name. echoed: for the response. ignored: what means nothing here."""
+
+    shown: list[Tool] = field(default_factory=list)
+    callables: dict[str, Callable] = field(default_factory=dict)
+    echoed: list[dict[str, Any]] = field(default_factory=list)
+    ignored: dict[str, None] = field(default_factory=dict)
+
+
+def shown_name(name: str, namespace: str | None) -> str:
+    """What the model calls it: names of groups are part of it."""
+    return name if not namespace else f"{namespace.removesuffix('__')}__{name}"
+
+
+def custom_text(arguments: str) -> str:
+    """The text for a custom tool in the arguments that the model wrote; these themselves if it wrote something else."""
+    try:
+        made = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = made.get(CUSTOM_INPUT) if isinstance(made, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> ToolSet:
+    """The tools that the choice leaves. Raises ConfigError and UnsupportedError."""
+    made = ToolSet()
+    for index, tool in enumerate(tools or ()):
+        _add(made, tool, f"tools[{index}]", None)
+    allowed = _allowed(choice, made)
+    if allowed is not None:
+        made.shown = [tool for tool in made.shown if tool.name in allowed]
+    return made
+
+
+def _add(into: ToolSet, tool: Mapping[str, Any], at: str, namespace: str | None) -> None:
+    kind = tool.get("type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{at}.type must be a string")
+    if kind not in ("function", "custom", "namespace"):
+        into.ignored[f"tools.{kind}"] = None
+        return
+    if kind == "function" and isinstance(tool.get("function"), dict):  # as chat completions spell it
+        tool = {"type": kind, **tool["function"]}
+    read = _definition(tool, at)
+    if namespace is None:
+        into.echoed.append({"parameters": None, "strict": None} | dict(tool) if kind == "function" else dict(tool))
+    if kind != "namespace":
+        _show(into, read, at, namespace)
+        return
+    if namespace is not None:
+        raise ConfigError(f"{at}: a namespace cannot hold another")
+    for index, inner in enumerate(read.tools or ()):
+        _add(into, inner, f"{at}.tools[{index}]", read.name)
+
+
+def _definition(tool: Mapping[str, Any], at: str) -> _Definition:
+    try:
+        return _Definition.model_validate(tool)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(f"{at}.{first['loc'][0]}: {first['msg']}") from error
+
+
+def _show(into: ToolSet, tool: _Definition, at: str, namespace: str | None) -> None:
+    shown = shown_name(tool.name, namespace)
+    if shown in into.callables:
+        raise ConfigError(f"{at}: there are two tools of the name {shown[:64]!r}")
+    is_custom = tool.type == "custom"
+    into.callables[shown] = Callable(tool.name, namespace, is_custom)
+    if not is_custom:
+        into.shown.append(Tool(name=shown, description=tool.description, parameters=tool.parameters))
+        return
+    into.shown.append(_custom(tool, shown))
+    if (tool.format or {}).get("type") == "grammar":
+        into.ignored["tools.custom.format"] = None
+
+
+def _custom(tool: _Definition, shown: str) -> Tool:
+    """The grammar of its input is shown to the model, which is free to write something else."""
+    form, description = tool.format or {}, tool.description or ""
+    if form.get("type") == "grammar":
+        description += f"\n\nThe input must follow this {form.get('syntax')} grammar:\n{form.get('definition')}"
+    text = {"type": "string", "description": "The tool's input, as plain text."}
+    parameters = {"type": "object", "properties": {CUSTOM_INPUT: text}, "required": [CUSTOM_INPUT]}
+    return Tool(name=shown, description=description.strip() or None, parameters=parameters)
+
+
+def _allowed(choice: Any, tools: ToolSet) -> set[str] | None:
+    """The shown names that tool_choice leaves; None: all. A call cannot be required yet."""
+    match choice:
+        case None | "auto":
+            return None
+        case "none":
+            return set()
+        case {"type": "allowed_tools", "mode": "auto", "tools": list(listed)}:
+            return {_chosen(tool, tools) for tool in listed}
+        case "required" | {"type": "function" | "custom"} | {"type": "allowed_tools", "mode": "required"}:
+            raise UnsupportedError("tool_choice: this server cannot require a call; use auto or none")
+    said = choice.get("type") if isinstance(choice, dict) else choice
+    raise UnsupportedError(f"tool_choice: {str(said)[:100]!r} is not supported; use auto, none or allowed_tools")
+
+
+def _chosen(tool: Any, tools: ToolSet) -> str:
+    """The shown name of an element of allowed_tools; one that is not there leaves nothing to call."""
+    if not isinstance(tool, dict):
+        raise ConfigError("tool_choice.tools must hold objects")
+    return shown_name(str(tool.get("name")), str(tool.get("namespace") or ""))

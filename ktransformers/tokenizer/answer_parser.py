@@ -1,0 +1,54 @@
+"""An answer's text to what is in it: reasoning, text, tool calls. Knows neither tokens nor dialects."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ktransformers.tokenizer.reasoning import ReasoningParser, Unwrapper
+from ktransformers.tokenizer.tools.base import ToolParser
+from ktransformers.tokenizer.tools.events import ParsedEvent, ReasoningPiece, TextPiece
+
+__all__ = ["AnswerParser", "TaggedAnswerParser"]
+
+
+class AnswerParser(Protocol):
+    """One answer. The events of both calls, in order, tell what the text means; see ParsedEvent."""
+
+    def feed(self, text: str) -> list[ParsedEvent]:
+        """What this piece makes certain."""
+
+    def flush(self) -> list[ParsedEvent]:
+        """The end of the answer. Call once."""
+
+
+class TaggedAnswerParser:
+    """The reasoning comes first, between tags; what looks like a tool call inside of it is none.
+
+    tools: None when the request has no tools; calls are text then.
+    """
+
+    def __init__(self, reasoning: ReasoningParser, wrapper: tuple[str, str] | None, tools: ToolParser | None):
+        self._reasoning, self._tools = reasoning, tools
+        self._unwrapper = Unwrapper(wrapper) if wrapper else None
+
+    def feed(self, text: str) -> list[ParsedEvent]:
+        """What this piece makes certain."""
+        part = self._reasoning.feed(text)
+        return self._events(part.reasoning, part.content)
+
+    def flush(self) -> list[ParsedEvent]:
+        """The end of the answer. Call once."""
+        part = self._reasoning.flush()
+        events = self._events(part.reasoning, part.content)
+        if self._unwrapper:
+            events += self._found(self._unwrapper.flush())
+        return events + (self._tools.flush() if self._tools else [])
+
+    def _events(self, reasoning: str, content: str) -> list[ParsedEvent]:
+        events: list[ParsedEvent] = [ReasoningPiece(reasoning)] if reasoning else []
+        return events + self._found(self._unwrapper.feed(content) if self._unwrapper else content)
+
+    def _found(self, content: str) -> list[ParsedEvent]:
+        if self._tools:
+            return self._tools.feed(content)
+        return [TextPiece(content)] if content else []

@@ -1,0 +1,270 @@
+"""What all parsers of tool calls share. A family's module says what it looks for; here is how it tells what it found.
+
+A call is announced as soon as its name is certain and it can hardly be anything else; its arguments follow as they
+come. Until then nothing is announced, and what turns out to be no call is text, tags included. From then on nothing can
+be taken back: when the arguments break off or stop being JSON, the call ends and what follows is text.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from ktransformers.tokenizer.tools.cursor import Cursor, Steps
+from ktransformers.tokenizer.tools.events import (
+    ArgumentsPiece,
+    CallEnded,
+    CallStarted,
+    ParsedEvent,
+    ReasoningPiece,
+    TextPiece,
+    ToolSchemas,
+)
+from ktransformers.tokenizer.tools.json_text import JsonReader
+
+__all__ = ["NAME_LEN", "JsonCalls", "TaggedParser", "ToolParser"]
+
+NAME_LEN = 256
+"""Most characters of a tool's name."""
+
+
+class ToolParser(ABC):
+    """One answer. Feed it pieces of text and `flush` it; both return events, in order, none of them empty.
+
+    Over any cut of the same text the events are the same, but for where pieces of text and arguments are cut. Time and
+    memory are in proportion to the text. tools: see ToolSchemas.
+    """
+
+    def __init__(self, tools: ToolSchemas | None = None):
+        self.tools: ToolSchemas = tools or {}
+        self.cursor = Cursor()
+        self._events: list[ParsedEvent] = []
+        self._blank: list[str] | None = None  # after a call: what may be nothing but blanks between calls
+        self._num_calls = 0
+        self._running = self._run()
+
+    def feed(self, text: str) -> list[ParsedEvent]:
+        """What this piece makes certain."""
+        if text:
+            self.cursor.add(text)
+            next(self._running, None)
+        return self._taken()
+
+    def flush(self) -> list[ParsedEvent]:
+        """The end of the answer. Call once."""
+        self.cursor.end()
+        for _ in self._running:
+            raise AssertionError("a parser waits for more than the end")
+        return self._taken()
+
+    @abstractmethod
+    def _run(self) -> Steps[None]:
+        """Reads the whole answer."""
+
+    def _taken(self) -> list[ParsedEvent]:
+        """The events so far, neighbouring pieces of a kind joined."""
+        taken: list[ParsedEvent] = []
+        run: list[str] = []
+        for event in self._events:
+            if isinstance(event, TextPiece | ReasoningPiece | ArgumentsPiece):
+                if run and type(taken[-1]) is type(event):
+                    run.append(event.text)
+                    continue
+                _close_run(taken, run)
+                run = [event.text]
+            else:
+                _close_run(taken, run)
+                run = []
+            taken.append(event)
+        _close_run(taken, run)
+        self._events = []
+        return taken
+
+    # --- what was found
+
+    def say(self, text: str) -> None:
+        """Text for the reader. Blanks right after a call are dropped when nothing or another call follows."""
+        if self._blank is not None:
+            self._blank.append(text)
+            if not text.strip():
+                return
+            text, self._blank = "".join(self._blank), None
+        if text:
+            self._events.append(TextPiece(text))
+
+    def think(self, text: str) -> None:
+        """Text of the reasoning."""
+        if text:
+            self._events.append(ReasoningPiece(text))
+
+    def start_call(self, name: str) -> None:
+        """From here on there is no way back."""
+        self.cursor.kept = None
+        self._blank = None
+        self._num_calls += 1
+        self._events.append(CallStarted(name))
+
+    def argue(self, text: str) -> None:
+        """More of the arguments."""
+        if text:
+            self._events.append(ArgumentsPiece(text))
+
+    def end_call(self) -> None:
+        """The last call is complete."""
+        self._events.append(CallEnded())
+        self._blank = []
+
+    def keep(self, tag: str) -> None:
+        """What is read from here on becomes text, unless a call starts. tag: what was read already."""
+        self.cursor.kept = [tag]
+
+    def give_back(self) -> None:
+        """No call started: what was read is text."""
+        kept, self.cursor.kept = self.cursor.kept, None
+        if kept:
+            self.say("".join(kept))
+
+
+def _close_run(events: list[ParsedEvent], run: list[str]) -> None:
+    if len(run) > 1:
+        events[-1] = type(events[-1])("".join(run))  # type: ignore[call-arg]
+
+
+class TaggedParser(ToolParser):
+    """Text in which tags open calls. `opening`: those tags."""
+
+    opening: tuple[str, ...]
+    closing: tuple[str, ...] = ()
+    """Tags that may follow calls and are dropped then, once for each opening tag."""
+
+    def _run(self) -> Steps[None]:
+        is_open = False
+        while True:
+            tags = self.opening + (self.closing if is_open else ())
+            tag = yield from self.cursor.find(tags, self.say)
+            if tag is None:
+                return
+            if tag in self.closing:
+                is_open = False
+                continue
+            self.keep(tag)
+            num_calls = self._num_calls
+            yield from self.calls(tag)
+            is_open = is_open or self._num_calls > num_calls
+            self.give_back()
+
+    @abstractmethod
+    def calls(self, tag: str) -> Steps[None]:
+        """Reads the calls that `tag` opens, as far as they are calls."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """What is known of a call: its arguments, as text, unless they were told already."""
+
+    name: str = ""
+    arguments: str | None = None
+    has_started: bool = False
+
+
+class JsonCalls:
+    """Calls spelled `{"name": ..., "arguments": {...}}`, in any order of members, "parameters" for "arguments".
+
+    needs_arguments: without them it is no call. is_known: only tools of the request can be called; for forms without a
+    tag, which look like any JSON.
+    """
+
+    def __init__(self, parser: ToolParser, *, needs_arguments: bool = False, is_known: bool = False):
+        self._parser, self._needs_arguments, self._is_known = parser, needs_arguments, is_known
+        self._json = JsonReader(parser.cursor)
+
+    def call(self) -> Steps[bool]:
+        """The object that follows. False: it is not a whole call; if it has started, it has ended."""
+        found = _Found()
+        is_whole = (yield from self._members(found)) and self._is_call(found)
+        if found.has_started:
+            self._parser.end_call()
+        return is_whole
+
+    def array(self) -> Steps[bool]:
+        """Any number of them, in brackets, or a single one without."""
+        if (yield from self._parser.cursor.blanks()) != "[":
+            return (yield from self.call())
+        self._parser.cursor.skip()
+        while (yield from self._parser.cursor.blanks()) == "{":
+            if not (yield from self.call()):
+                return False
+            char = yield from self._parser.cursor.blanks()
+            if char == ",":
+                self._parser.cursor.skip()
+        return (yield from self._parser.cursor.match("]"))
+
+    def _members(self, found: _Found) -> Steps[bool]:
+        """The whole object. False: it is none, or one that cannot be a call."""
+        cursor = self._parser.cursor
+        if not (yield from cursor.match("{")):
+            return False
+        while (yield from cursor.blanks()) != "}":
+            key = yield from self._json.text()
+            if key is None or (yield from cursor.blanks()) != ":":
+                return False
+            cursor.skip()
+            if not (yield from self._member(key, found)):
+                return False
+            char = yield from cursor.blanks()
+            if char == ",":
+                cursor.skip()
+            elif char != "}":
+                return False
+        cursor.skip()
+        return True
+
+    def _member(self, key: str, found: _Found) -> Steps[bool]:
+        """The value of one member."""
+        char = yield from self._parser.cursor.blanks()
+        if key == "name" and not found.name:
+            found.name = (yield from self._json.text()) or ""
+            return 0 < len(found.name) <= NAME_LEN and (not self._is_known or found.name in self._parser.tools)
+        if key in ("arguments", "parameters") and found.arguments is None:
+            found.arguments = yield from self._arguments(char, found)
+            return found.arguments is not None
+        return (yield from self._json.value(_forget))
+
+    def _is_call(self, found: _Found) -> bool:
+        """Tells a call that is known only now, at the end of its object."""
+        if found.has_started:
+            return True
+        if not found.name or (found.arguments is None and self._needs_arguments):
+            return False
+        found.has_started = True
+        self._parser.start_call(found.name)
+        self._parser.argue("{}" if found.arguments is None else found.arguments)
+        return True
+
+    def _arguments(self, char: str, found: _Found) -> Steps[str | None]:
+        """The arguments, as text unless they were told already; None when they are none."""
+        if char == '"':  # some models quote the object
+            text = yield from self._json.text()
+            return text if text is not None and _is_object(text) else None
+        if char == "n":
+            return "{}" if (yield from self._parser.cursor.match("null")) else None
+        if char != "{":
+            return None
+        if found.name:
+            found.has_started = True
+            self._parser.start_call(found.name)
+            return "" if (yield from self._json.value(self._parser.argue)) else None
+        parts: list[str] = []
+        return "".join(parts) if (yield from self._json.value(parts.append)) else None
+
+
+def _forget(text: str) -> None:
+    """A sink for what nobody wants."""
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,122 @@
+"""Reading text that is still being written: steps that wait where the text so far does not decide.
+
+A step is a generator. It yields when it needs more text and goes on when there is more, or when the text has ended; so
+what it returns depends on the text alone, however that was cut into pieces. Does not know any format.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+from ktransformers.tokenizer.stop import held_back
+
+__all__ = ["Cursor", "Sink", "Steps"]
+
+_T = TypeVar("_T")
+Steps = Generator[None, None, _T]
+Sink = Callable[[str], object]
+"""Takes the next piece of something."""
+
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+@functools.lru_cache(maxsize=64)
+def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(tags, key=len, reverse=True))))
+
+
+class Cursor:
+    """A place in a text that grows. What was read is forgotten, unless `kept` is a list, which then takes it."""
+
+    def __init__(self) -> None:
+        self._text, self._at, self._is_end = "", 0, False
+        self.kept: list[str] | None = None
+
+    def add(self, text: str) -> None:
+        """More of the text."""
+        self._text, self._at = self._text[self._at :] + text, 0
+
+    def end(self) -> None:
+        """There will be no more."""
+        self._is_end = True
+
+    def _take_to(self, end: int) -> str:
+        taken, self._at = self._text[self._at : end], end
+        if self.kept is not None and taken:
+            self.kept.append(taken)
+        return taken
+
+    def peek(self) -> Steps[str]:
+        """The next character, which stays; empty at the end."""
+        while self._at == len(self._text):
+            if self._is_end:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def skip(self) -> str:
+        """Takes the character that was seen by `peek`."""
+        return self._take_to(self._at + 1)
+
+    def match(self, literal: str) -> Steps[bool]:
+        """Whether the text goes on with `literal`, which is then taken; otherwise nothing is."""
+        while not self._text.startswith(literal, self._at):
+            if self._is_end or not literal.startswith(self._text[self._at : self._at + len(literal)]):
+                return False
+            yield
+        self._take_to(self._at + len(literal))
+        return True
+
+    def run_of(self, pattern: re.Pattern[str], sink: Sink, most: int | None = None) -> Steps[int]:
+        """Takes what `pattern`, one class of characters any number of times, matches. Returns how many it took.
+
+        most: after so many it stops.
+        """
+        taken = 0
+        while True:
+            limit = len(self._text) if most is None else min(len(self._text), self._at + most - taken)
+            found = pattern.match(self._text, self._at, limit)
+            if found and found.end() > self._at:
+                taken += found.end() - self._at
+                sink(self._take_to(found.end()))
+            if self._at < len(self._text) or taken == most or self._is_end:
+                return taken
+            yield
+
+    def blanks(self, sink: Sink | None = None) -> Steps[str]:
+        """Takes blanks; the character after them, which stays."""
+        yield from self.run_of(_BLANK, sink or _forget)
+        return (yield from self.peek())
+
+    def find(self, tags: tuple[str, ...], sink: Sink) -> Steps[str | None]:
+        """Takes the text up to the first of `tags` and that tag, which it returns; None when the text ends before.
+
+        No tag may have another one inside.
+        """
+        pattern, longest = _any_of(tags), max(map(len, tags))
+        while True:
+            found = pattern.search(self._text, self._at)
+            if found:
+                if found.start() > self._at:
+                    sink(self._take_to(found.start()))
+                return self._take_to(found.end())
+            tail = self._text[max(self._at, len(self._text) - longest) :]
+            certain = len(self._text) - (0 if self._is_end else held_back(tail, tags))
+            if certain > self._at:
+                sink(self._take_to(certain))
+            if self._is_end:
+                return None
+            yield
+
+    def word(self, pattern: re.Pattern[str], most: int) -> Steps[str]:
+        """Takes what `pattern` (one class of characters) matches, if that is at most `most` characters; else ""."""
+        parts: list[str] = []
+        taken = yield from self.run_of(pattern, parts.append, most + 1)
+        return "".join(parts) if taken <= most else ""
+
+
+def _forget(text: str) -> None:
+    """A sink for what nobody wants."""

@@ -1,0 +1,74 @@
+"""DeepSeek V3, R1, V3.1 (JSON between special tokens), V3.2 and V4 (DSML, an XML of special tokens).
+
+Sources: the chat templates of deepseek-ai/DeepSeek-V3-0324, -R1-0528 and -V3.1, and the encoding
+that comes with V3.2 and V4.
+"""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from ktransformers.tokenizer.tools.base import NAME_LEN
+from ktransformers.tokenizer.tools.cursor import Steps
+from ktransformers.tokenizer.tools.sections import NAME, SectionParser
+from ktransformers.tokenizer.tools.xml_text import XmlForm, XmlParser
+
+__all__ = ["DSML_V4", "DSML_V32", "DeepSeekV3Parser", "DeepSeekV31Parser", "DsmlParser"]
+
+_BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_SEP = "<｜tool▁sep｜>"
+_FENCE = "```"
+
+
+class DeepSeekV31Parser(SectionParser):
+    """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`."""
+
+    call_open, call_close = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    opening = (_BEGIN, call_open)
+    closing = (_END, call_close)
+
+    @override
+    def head(self) -> Steps[str]:
+        yield from self.cursor.blanks()
+        name = yield from self.cursor.word(NAME, NAME_LEN)
+        return name if (yield from self.cursor.match(_SEP)) else ""
+
+
+class DeepSeekV3Parser(DeepSeekV31Parser):
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, then the arguments fenced as json on lines of their own."""
+
+    @override
+    def head(self) -> Steps[str]:
+        yield from self.cursor.blanks()
+        if not (yield from self.cursor.match("function")) or not (yield from self.cursor.match(_SEP)):
+            return ""
+        name = yield from self.cursor.word(NAME, NAME_LEN)
+        yield from self.cursor.blanks()
+        if (yield from self.cursor.match(_FENCE)):
+            yield from self.cursor.match("json")
+        return name
+
+    @override
+    def foot(self) -> Steps[bool]:
+        yield from self.cursor.blanks()
+        yield from self.cursor.match(_FENCE)
+        return (yield from super().foot())
+
+
+def _dsml(section: str) -> XmlForm:
+    mark = "｜DSML｜"
+    return XmlForm(
+        opening=(f"<{mark}{section}>",),
+        closing=(f"</{mark}{section}>",),
+        call=(f"<{mark}invoke", f"</{mark}invoke>"),
+        parameter=(f"<{mark}parameter", f"</{mark}parameter>"),
+    )
+
+
+DSML_V32, DSML_V4 = _dsml("function_calls"), _dsml("tool_calls")
+
+
+class DsmlParser(XmlParser):
+    """`<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">`: the model itself says what is a string."""
+
+    forms = (DSML_V32, DSML_V4)

@@ -1,0 +1,48 @@
+"""What a parser of answers makes of their text. Knows nothing of ids or dialects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ArgumentsPiece", "CallEnded", "CallStarted", "ParsedEvent", "ReasoningPiece", "TextPiece", "ToolSchemas"]
+
+ToolSchemas = Mapping[str, Mapping[str, Any] | None]
+"""The tools that a model may call: name to the JSON schema of its parameters, None when nobody gave one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Text for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPiece:
+    """Text of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStarted:
+    """A tool call whose name is known. Calls do not overlap."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsPiece:
+    """More of the call's arguments: together they are a JSON object, unless the model broke off or wrote nonsense."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """The arguments are complete."""
+
+
+ParsedEvent = TextPiece | ReasoningPiece | CallStarted | ArgumentsPiece | CallEnded

@@ -1,0 +1,130 @@
+"""The formats of tool calls by their names, and which one a chat template writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ktransformers.errors import ConfigError
+from ktransformers.tokenizer.tools.base import ToolParser
+from ktransformers.tokenizer.tools.deepseek import DeepSeekV3Parser, DeepSeekV31Parser, DsmlParser
+from ktransformers.tokenizer.tools.events import ToolSchemas
+from ktransformers.tokenizer.tools.gemma import GemmaParser
+from ktransformers.tokenizer.tools.glm import GlmParser
+from ktransformers.tokenizer.tools.harmony import HARMONY_TAGS, HarmonyParser
+from ktransformers.tokenizer.tools.hermes import HermesParser
+from ktransformers.tokenizer.tools.hunyuan import HunyuanParser
+from ktransformers.tokenizer.tools.kimi import KimiParser
+from ktransformers.tokenizer.tools.llama import LlamaJsonParser, LlamaPythonicParser
+from ktransformers.tokenizer.tools.minimax import MiniMaxParser
+from ktransformers.tokenizer.tools.mistral import MistralParser
+from ktransformers.tokenizer.tools.qwen import QwenXmlParser
+
+__all__ = ["AUTO", "HARMONY", "TOOL_FORMATS", "ToolFormat", "find_tool_format", "tool_format_named"]
+
+AUTO = "auto"
+"""What stands for the format that the chat template tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """name: for --tool_format. parser: of one answer, from the request's tools.
+
+    markers: texts that show that a template writes this format, all of one group. tokens: tags of it that some
+    tokenizers call special; they have to be seen in the text. wrapper: tags that may stand around the answer's text.
+    """
+
+    name: str
+    parser: Callable[[ToolSchemas], ToolParser]
+    markers: tuple[tuple[str, ...], ...]
+    tokens: tuple[str, ...]
+    wrapper: tuple[str, str] | None = None
+
+
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+)
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
+_DSML = "｜DSML｜"
+HARMONY = "harmony"
+
+# The first whose markers a template has is taken: those that say more come first.
+_FORMATS = (
+    ToolFormat(HARMONY, HarmonyParser, (("<|channel|>", "<|message|>"),), HARMONY_TAGS),
+    ToolFormat("deepseek_v4", DsmlParser, (("｜DSML｜tool_calls",), (_DSML, "tool_calls>")), (_DSML,)),
+    ToolFormat("deepseek_v32", DsmlParser, ((_DSML,),), (_DSML,)),
+    ToolFormat("deepseek_v3", DeepSeekV3Parser, ((_DEEPSEEK[0], "```json"),), _DEEPSEEK),
+    ToolFormat("deepseek_r1", DeepSeekV3Parser, (), _DEEPSEEK),
+    ToolFormat("deepseek_v31", DeepSeekV31Parser, ((_DEEPSEEK[0],),), _DEEPSEEK),
+    ToolFormat(
+        "kimi_k2",
+        KimiParser,
+        (("<|tool_calls_section_begin|>",),),
+        (*KimiParser.opening, KimiParser.call_close, *KimiParser.closing, "<|tool_call_argument_begin|>"),
+    ),
+    ToolFormat("minimax_m2", MiniMaxParser, (("<minimax:tool_call>",),), MiniMaxParser.opening + MiniMaxParser.closing),
+    ToolFormat(
+        "gemma4",
+        GemmaParser,
+        (("<|tool_call>", "<tool_call|>"),),
+        ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+    ),
+    ToolFormat(
+        "glm45",
+        GlmParser,
+        (("<tool_call>", "<arg_key>"),),
+        (*_TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    ToolFormat("qwen3_coder", QwenXmlParser, (("<tool_call>", "<function="),), _TOOL_CALL),
+    ToolFormat("mistral", MistralParser, (("[TOOL_CALLS]",),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    ToolFormat(
+        "hunyuan",
+        HunyuanParser,
+        (("<tool_calls>",),),
+        ("<tool_calls>", "</tool_calls>", "<answer>", "</answer>"),
+        ("<answer>", "</answer>"),
+    ),
+    ToolFormat(
+        "ernie",
+        HermesParser,
+        (("<tool_call>", "<response>"),),
+        (*_TOOL_CALL, "<response>", "</response>"),
+        ("<response>", "</response>"),
+    ),
+    ToolFormat("hermes", HermesParser, (("</tool_call>",), ("<tool_call>",)), _TOOL_CALL),
+    ToolFormat(
+        "llama4_pythonic",
+        LlamaPythonicParser,
+        (("<|python_start|>",), ("[func_name1(",)),
+        ("<|python_start|>", "<|python_end|>"),
+    ),
+    ToolFormat(
+        "llama3_json",
+        LlamaJsonParser,
+        (("<|python_tag|>",), ("<|start_header_id|>", '"parameters": dictionary of argument name')),
+        ("<|python_tag|>",),
+    ),
+)
+
+TOOL_FORMATS: dict[str, ToolFormat] = {one.name: one for one in _FORMATS}
+"""All formats by their names."""
+
+
+def tool_format_named(name: str) -> ToolFormat:
+    """The format of this name. Raises ConfigError, with all names."""
+    found = TOOL_FORMATS.get(name)
+    if found is None:
+        raise ConfigError(f"--tool_format {name[:100]!r} is not one of {', '.join((AUTO, *TOOL_FORMATS))}")
+    return found
+
+
+def find_tool_format(template: str) -> ToolFormat | None:
+    """The format that a chat template writes calls in, or None when it writes none that is known here."""
+    for one in _FORMATS:
+        if any(all(marker in template for marker in group) for group in one.markers):
+            return one
+    return None

@@ -1,0 +1,111 @@
+"""Llama 3 (JSON) and Llama 4 (Python): the whole answer is a call; there need be no tag.
+
+Sources: the chat templates of meta-llama/Llama-3.1 and 3.2, and Llama-4, whose system prompt asks for
+`[func_name1(param=value, ...), func_name2(...)]`. Because any JSON and any list looks like that, only the request's own
+tools can be called, and a call in JSON needs its arguments.
+"""
+
+from __future__ import annotations
+
+import re
+
+from typing_extensions import override
+
+from ktransformers.tokenizer.tools.base import NAME_LEN, JsonCalls, ToolParser
+from ktransformers.tokenizer.tools.cursor import Steps
+from ktransformers.tokenizer.tools.json_text import PythonReader, escaped
+
+__all__ = ["LlamaJsonParser", "LlamaPythonicParser"]
+
+_NAME = re.compile(r"[\w.\-]*")
+
+
+class _UntaggedParser(ToolParser):
+    """opening: what may stand in front of the calls, where they begin the answer or not. bracket: how they begin."""
+
+    opening: tuple[str, ...]
+    bracket: str
+
+    def _run(self) -> Steps[None]:
+        tag: str | None = ""
+        while tag is not None:
+            self.keep(tag)
+            char = yield from self.cursor.blanks()
+            if char == self.bracket:
+                yield from self.calls()
+            self.give_back()
+            tag = yield from self.cursor.find(self.opening, self.say)
+
+    def calls(self) -> Steps[None]:
+        """Reads the calls that begin here, as far as they are calls."""
+        raise NotImplementedError
+
+
+class LlamaJsonParser(_UntaggedParser):
+    """`{"name": ..., "parameters": {...}}`, after `<|python_tag|>` or not; several are parted by semicolons."""
+
+    opening = ("<|python_tag|>",)
+    bracket = "{"
+
+    @override
+    def calls(self) -> Steps[None]:
+        calls = JsonCalls(self, needs_arguments=True, is_known=True)
+        while (yield from calls.call()):
+            char = yield from self.cursor.blanks()
+            if char not in (";", ","):
+                return
+            self.keep("")
+            self.cursor.skip()
+            if (yield from self.cursor.blanks()) != "{":
+                return
+
+
+class LlamaPythonicParser(_UntaggedParser):
+    """`[f(a=1, b="x"), g()]`, between `<|python_start|>` and `<|python_end|>` or not."""
+
+    opening = ("<|python_start|>",)
+    bracket = "["
+
+    @override
+    def calls(self) -> Steps[None]:
+        self.cursor.skip()
+        while True:
+            yield from self.cursor.blanks()
+            name = yield from self.cursor.word(_NAME, NAME_LEN)
+            if name not in self.tools or (yield from self.cursor.blanks()) != "(":
+                return
+            self.cursor.skip()
+            self.start_call(name)
+            is_whole = yield from self._arguments()
+            self.end_call()
+            if not is_whole:
+                return
+            if (yield from self.cursor.blanks()) != ",":
+                break
+            self.keep("")
+            self.cursor.skip()
+        if (yield from self.cursor.match("]")):
+            self.keep("")
+            yield from self.cursor.blanks()
+            if (yield from self.cursor.match("<|python_end|>")):
+                self.cursor.kept = None
+
+    def _arguments(self) -> Steps[bool]:
+        before = "{"
+        while (yield from self.cursor.blanks()) != ")":
+            key = yield from self.cursor.word(_NAME, NAME_LEN)
+            if not key or (yield from self.cursor.blanks()) != "=":
+                return False
+            self.cursor.skip()
+            self.argue(f'{before}"{escaped(key)}": ')
+            before = ", "
+            if not (yield from PythonReader(self.cursor).value(self.argue)):
+                return False
+            char = yield from self.cursor.blanks()
+            if char == ",":
+                self.cursor.skip()
+            elif char != ")":
+                return False
+        self.cursor.skip()
+        self.argue("{}" if before == "{" else "}")
+        return True

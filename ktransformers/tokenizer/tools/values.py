@@ -1,0 +1,63 @@
+"""What kind of value a parameter has, by its tool's schema: formats without quotes do not say it themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ktransformers.tokenizer.tools.events import ToolSchemas
+from ktransformers.tokenizer.tools.json_text import escaped, is_json
+
+__all__ = ["as_json", "kinds_of"]
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "integer": (int, float),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+}
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_MAX_DEPTH = 8
+"""How deep alternatives of a schema are followed."""
+
+
+def kinds_of(tools: ToolSchemas, name: str, parameter: str) -> frozenset[str]:
+    """JSON schema's names of the types that a tool's parameter can have; empty when nobody says."""
+    schema = tools.get(name)
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return _kinds(properties.get(parameter), _MAX_DEPTH) if isinstance(properties, Mapping) else frozenset()
+
+
+def _kinds(schema: Any, depth: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or not depth:
+        return frozenset()
+    given = schema.get("type")
+    if isinstance(given, str):
+        return frozenset((given.lower(),))
+    if isinstance(given, list):
+        return frozenset(kind.lower() for kind in given if isinstance(kind, str))
+    for name in ("anyOf", "oneOf"):
+        options = schema.get(name)
+        if isinstance(options, list):
+            return frozenset().union(*(_kinds(option, depth - 1) for option in options))
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if isinstance(values, list) and values:
+        return frozenset("string" if isinstance(value, str) else _kind_of(value) for value in values)
+    return frozenset()
+
+
+def _kind_of(value: object) -> str:
+    return next((kind for kind, types in _TYPES.items() if type(value) in types), "null")
+
+
+def as_json(text: str, kinds: frozenset[str]) -> str:
+    """`text` as a JSON value: of one of `kinds`, where it can be read as one, else a string.
+
+    Without kinds whatever JSON it is. Numbers stay as they are written.
+    """
+    bare = text.strip()
+    bare = _PYTHON_WORDS.get(bare, bare)
+    types = tuple(one for kind in kinds or _TYPES for one in _TYPES.get(kind, ()))
+    return bare if types and is_json(bare, types) else f'"{escaped(text)}"'
