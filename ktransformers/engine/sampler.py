@@ -64,10 +64,21 @@ class SampledToken:
 
 
 class TokenMask(Protocol):
-    """A grammar, say: which tokens may come next."""
+    """Rules of one answer: which tokens may come next. Is told the answer's tokens in their order."""
 
-    def __call__(self, answer_ids: Sequence[int]) -> npt.NDArray[np.bool_] | None:
-        """Mask [V] of the tokens that may follow the answer so far; None: all."""
+    def commit(self, token_id: int) -> None:
+        """The answer goes on with this token."""
+        ...
+
+    def begin(self) -> None:
+        """Start to find out what may come next, where that takes time, and return at once."""
+        ...
+
+    def allowed(self) -> npt.NDArray[np.uint32] | None:
+        """Bits [ceil(V / 32)] of the tokens that may come next, token 0 the lowest bit; None: all.
+
+        Raises KTransformersError when that cannot be told.
+        """
         ...
 
 
@@ -124,7 +135,7 @@ class _Counts:
 class RequestSampler:
     """The sampling state of one request: its parameters, its seed and what its penalties count.
 
-    mask: asked before each token, with the tokens of the answer so far, and applied after bias and penalties.
+    mask: told each token, and asked before the next one; applied after bias and penalties.
 
     prompt_ids are the request's original prompt. Raises ConfigError for a logit bias outside of the vocabulary or of
     [-100, 100], and for allowed tokens outside of the vocabulary.
@@ -145,7 +156,6 @@ class RequestSampler:
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self._barred = _barred(params, vocab_size)
         self._mask = mask
-        self._answer: list[int] = []  # for the mask
         self._counts = _Counts(vocab_size)
         self._seen = _Counts(vocab_size)
         if params.repetition_penalty != 1.0:
@@ -154,11 +164,17 @@ class RequestSampler:
     def commit(self, token_id: int) -> None:
         """Count a token as part of the answer. Call once per token, also for tokens of an answer that is continued."""
         if self._mask is not None:
-            self._answer.append(token_id)
+            self._mask.commit(token_id)
         if self.params.frequency_penalty or self.params.presence_penalty:
             self._counts.add(token_id)
         if self.params.repetition_penalty != 1.0:
             self._seen.add(token_id)
+
+    def begin(self) -> None:
+        """Have what the next token needs made ready, beside whatever the caller does. To be called when a token has
+        been committed and another one is to come."""
+        if self._mask is not None:
+            self._mask.begin()
 
     @property
     def changes_logits(self) -> bool:
@@ -190,10 +206,12 @@ class RequestSampler:
 
     def _barred_now(self) -> npt.NDArray[np.bool_] | None:
         """The mask [V] of tokens that must not come next. Raises KTransformersError when none is left."""
-        allowed = None if self._mask is None else self._mask(self._answer)
-        if allowed is None:
+        words = None if self._mask is None else self._mask.allowed()
+        if words is None:
             return self._barred
-        barred = ~allowed if self._barred is None else self._barred | ~allowed
+        barred = np.unpackbits(words.view(np.uint8), bitorder="little")[: self._vocab_size] == 0
+        if self._barred is not None:
+            barred |= self._barred
         if barred.all():
             raise KTransformersError("no token may come next: the request's constraints exclude each other")
         return barred

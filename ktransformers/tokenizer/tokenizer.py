@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -23,6 +23,9 @@ from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_v
 from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, unknown_patterns
 from ktransformers.tokenizer.template_limits import limited
 from ktransformers.tokenizer.template_variables import template_variables
+
+if TYPE_CHECKING:
+    from ktransformers.tokenizer.grammars import Grammars
 
 __all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]
 
@@ -63,6 +66,7 @@ class Tokenizer:
         self._special: frozenset[int] = frozenset()
         self._skipped: frozenset[int] = frozenset()
         self._token_bytes = None
+        self._grammars: dict[tuple[int, tuple[int, ...]], Grammars] = {}
         self._timed: TimedEncoder | None = None
         if backend is None:
             return
@@ -109,6 +113,15 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids of control tokens; they are left out of decoded text, the tags of reasoning and tool calls excepted."""
         return self._special
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of control tokens, and of tags: <...> and [...] that are one token each."""
+        if self._backend is None:
+            return frozenset()
+        tokens = self._backend.added_tokens_decoder.items()
+        tags = {i for i, token in tokens if (token.content[:1], token.content[-1:]) in (("<", ">"), ("[", "]"))}
+        return self._special | tags
 
     def token_id(self, token: str) -> int | None:
         """The id of exactly this token, or None."""
@@ -171,6 +184,13 @@ class Tokenizer:
         if self._token_bytes is not None:
             return self._token_bytes[token_id]
         return str(self.backend.backend_tokenizer.decode([token_id], skip_special_tokens=False)).encode()
+
+    def grammars(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
+        """What reads constraints on answers; the same object each time for the same arguments."""
+        from ktransformers.tokenizer.grammars import Grammars
+
+        key = (vocab_size, tuple(eos_token_ids))
+        return self._grammars.setdefault(key, Grammars(self, *key))
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new stream of ids to text."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ktransformers.core import SamplingParams, TokenEvent
+from ktransformers.engine.constraints import check_rules
 from ktransformers.errors import KTransformersError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer import Tokenizer
@@ -118,8 +119,13 @@ class Backend(ABC):
     def stats(self) -> BackendStats: ...
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise what can be known to be wrong before a response is begun, without generating anything: see Limits."""
-        self.model.limits.check(request.prompt_ids, request.params)
+        """Raise what can be known to be wrong before a response is begun, without generating anything.
+
+        See Limits and Grammars.
+        """
+        model = self.model
+        model.limits.check(request.prompt_ids, request.params)
+        check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), request.params)
 
     @abstractmethod
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
