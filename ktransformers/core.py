@@ -142,15 +142,17 @@ def _as_json(value: Mapping[str, Any]) -> str:
 class Reasoning:
     """How an answer's reasoning is told from what follows it, for rules that are about one of them.
 
-    close: the text that ends it. is_open: the prompt ends inside of it. open_id: the token that opens it at the
-    beginning of an answer; None: an answer opens none. closing: what is written to end it from outside, `close` at its
-    end. max_tokens: how long it may get before that is done; None: as long as it likes.
+    end: a regular expression, what of its text ends it. closing: the text that is written to end it from outside; it
+    ends with what `end` finds. is_open: the prompt ends inside of it. open_id: the token that opens it at the beginning
+    of an answer; None: an answer opens none. drops_breaks: line breaks behind the end belong to it. max_tokens: how
+    long it may get before it is ended from outside; None: as long as it likes.
     """
 
-    close: str
+    end: str
+    closing: str
     is_open: bool = False
     open_id: int | None = None
-    closing: str = ""
+    drops_breaks: bool = False
     max_tokens: int | None = None
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum, auto
 
@@ -22,6 +23,8 @@ from ktransformers.tokenizer.grammars import Grammars, Matcher, Words, pack_ids
 __all__ = ["AnswerMask", "check_rules", "mask_of"]
 
 _MAX_BREAKS = 2  # tokens of line breaks behind a closing tag, which belong to the tag
+
+_MAX_END_BYTES = 256  # what ends reasoning is not longer
 
 
 class _Place(Enum):
@@ -121,21 +124,19 @@ class AnswerMask:
 
     def _close(self) -> None:
         assert self._reasoning is not None
-        closing = self._reasoning.closing or self._reasoning.close
-        self._forced = self._grammars.tokenizer.encode(closing, add_special_tokens=False)
+        self._forced = self._grammars.tokenizer.encode(self._reasoning.closing, add_special_tokens=False)
         self._place = _Place.CLOSING
 
     def _reason(self, token_id: int) -> None:
         assert self._reasoning is not None
-        close = self._reasoning.close.encode()
         self._num_reasoning += 1
-        self._tail += self._grammars.tokenizer.token_bytes(token_id)
-        _, found, rest = self._tail.partition(close)
-        if not found:
-            self._tail = self._tail[-len(close) :]
+        self._tail = self._tail[-_MAX_END_BYTES:] + self._grammars.tokenizer.token_bytes(token_id)
+        found = re.search(self._reasoning.end.encode(), self._tail)
+        if found is None:
             return
         self._place, self._has_closed = _Place.CONTENT, True
-        text = rest.decode(errors="ignore").lstrip("\r\n")  # of a token that holds more than the end of the tag
+        # A token may hold more than the end of the tag.
+        text = self._tail[found.end() :].decode(errors="ignore").lstrip("\r\n")
         for more in self._grammars.tokenizer.encode(text, add_special_tokens=False) if text else ():
             self._write(more)
 
@@ -152,7 +153,8 @@ class AnswerMask:
 
     @property
     def _may_break(self) -> bool:
-        return self._has_closed and self._num_breaks < _MAX_BREAKS
+        drops_breaks = self._reasoning is not None and self._reasoning.drops_breaks
+        return self._has_closed and drops_breaks and self._num_breaks < _MAX_BREAKS
 
     def _words(self) -> Words | None:
         match self._place:
@@ -161,11 +163,14 @@ class AnswerMask:
             case _Place.CLOSING:
                 return pack_ids(self._forced[:1], self._grammars.vocab_size)
             case _Place.REASONING:
-                return None if self._constraint is None else ~self._grammars.ends
+                return None if self._constraint is None else ~self._grammars.ends | self._exits(self._constraint)
             case _Place.OPENING:
                 return self._opening()
             case _Place.CONTENT:
                 return self._content()
+
+    def _exits(self, constraint: Constraint) -> Words:
+        return pack_ids(constraint.exit_ids, self._grammars.vocab_size)
 
     def _opening(self) -> Words | None:
         assert self._reasoning is not None
@@ -184,7 +189,7 @@ class AnswerMask:
         if self._ignores_eos and (words & ~self._grammars.ends).any():
             words = words & ~self._grammars.ends
         if self._num_content == 0:
-            words = words | pack_ids(self._constraint.exit_ids, self._grammars.vocab_size)
+            words = words | (self._exits(self._constraint) & ~self._grammars.ends)
             if self._may_break:
                 words = words | self._grammars.breaks
         return words

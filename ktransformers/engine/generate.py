@@ -193,5 +193,7 @@ def prefill_and_generate(
         grammars = tokenizer.grammars(runner.vocab_size, config.eos_token_ids)
         check_rules(grammars, params)
         mask = mask_of(grammars, params)
+    elif params.constraint is not None or params.reasoning is not None:
+        raise ConfigError("constraint and reasoning are about text: they need a tokenizer")
     answer = _Answer(runner, list(prompt_ids), params, end, assembler, mask)
     return answer.run(config.chunk_size, should_stop or (lambda: False), on_prefill)

@@ -209,7 +209,8 @@ class RequestSampler:
         words = None if self._mask is None else self._mask.allowed()
         if words is None:
             return self._barred
-        barred = np.unpackbits(words.view(np.uint8), bitorder="little")[: self._vocab_size] == 0
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: self._vocab_size]
+        barred: npt.NDArray[np.bool_] = bits == 0
         if self._barred is not None:
             barred |= self._barred
         if barred.all():

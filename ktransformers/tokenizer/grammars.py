@@ -21,6 +21,7 @@ from ktransformers.errors import ConfigError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
     from ktransformers.tokenizer.tokenizer import Tokenizer
 
@@ -33,7 +34,7 @@ Words = npt.NDArray[np.uint32]
 """Bits [ceil(V / 32)], one per token; token 0 is the lowest bit of the first word."""
 
 _MAX_REASON_CHARS = 400
-_JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{0,40}"}
+_JSON_OPTIONS: JsonCompileOptions = {"lenient": False, "whitespace_pattern": r"[ \t\r\n]{0,40}"}
 """Whitespace as people indent; without a limit a model may write nothing else to the end of its tokens."""
 
 
@@ -166,7 +167,7 @@ def _shortened(matcher: LLMatcher) -> str:
 
 def _grammar(constraint: Constraint) -> str:
     """The constraint in llguidance's own form. Raises ConfigError."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, regex_to_lark
 
     kind, text = constraint.kind, constraint.text
     if len(text) > MAX_CONSTRAINT_CHARS:
@@ -177,7 +178,7 @@ def _grammar(constraint: Constraint) -> str:
         case ConstraintKind.JSON_SCHEMA:
             return _of_schema(text)
         case ConstraintKind.REGEX:
-            return LLMatcher.grammar_from_regex(text)
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text)}/")  # \\d is [0-9], as in JSON schemas
         case ConstraintKind.CHOICE:
             return _of_choices(text)
         case ConstraintKind.GRAMMAR:
@@ -195,7 +196,10 @@ def _of_schema(text: str) -> str:
         raise ConfigError("a JSON schema must be an object")
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise ConfigError("the JSON schema must not have x-guidance: how it is followed is not the request's to say")
-    return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+    except ValueError as error:  # more within each other than its reader goes into
+        raise ConfigError(f"the JSON schema cannot be read: {error}") from error
 
 
 def _of_choices(text: str) -> str:

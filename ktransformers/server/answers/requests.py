@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ktransformers.core import Constraint
 from ktransformers.errors import ConfigError
 
 __all__ = [
@@ -66,6 +67,7 @@ class Sampling:
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,8 @@ class Conversation:
     """What a chat template makes a prompt of.
 
     tools: empty when the model must not call any. template_kwargs: more for the chat template, refused when it does not
-    know them. reasoning_effort: the template's word for it. opens_answer: whether the prompt ends with the header of
+    know them. reasoning_effort: the template's word for it. reasoning_budget: most tokens of the
+    reasoning. opens_answer: whether the prompt ends with the header of
     the answer; without it the template's last turn goes on.
     """
 
@@ -132,6 +135,7 @@ class Conversation:
     tools: Sequence[Tool] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
+    reasoning_budget: int | None = None
     opens_answer: bool = True
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ktransformers.errors import ConfigError
+from ktransformers.server.answers.constraints import constraint_of
 from ktransformers.server.answers.requests import (
     ChatRequest,
     Conversation,
@@ -93,6 +94,7 @@ def _sampling(fields: GenerationFields, max_tokens: int | None, **more: int | No
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
         logit_bias={int(key): value for key, value in (fields.logit_bias or {}).items()},
+        constraint=constraint_of(fields.constraint_fields()),
         **more,
     )
 
@@ -116,6 +118,7 @@ def chat_request(body: ChatBody) -> ChatRequest:
             tools=[] if body.tool_choice == "none" else _tools(body.tools),
             template_kwargs=body.chat_template_kwargs or {},
             reasoning_effort=body.reasoning_effort,
+            reasoning_budget=body.thinking_budget,
             opens_answer=body.add_generation_prompt is not False,
         ),
     )

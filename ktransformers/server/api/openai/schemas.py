@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from ktransformers.server.answers.requests import MAX_ANSWERS
+from ktransformers.server.api.openai.constraint_fields import ConstraintFields
 
 __all__ = [
     "ChatBody",
@@ -141,7 +142,7 @@ class _Neutral(_Model):
     service_tier: Literal["auto", "default"] | None = None
 
 
-class GenerationFields(_Neutral):
+class GenerationFields(_Neutral, ConstraintFields):
     """What chat and text completions share."""
 
     model: str | None = None
@@ -249,10 +250,6 @@ class FunctionTool(_Model):
     function: FunctionDefinition
 
 
-class ResponseFormat(_Model):
-    type: Literal["text"]
-
-
 class ChatBody(GenerationFields):
     """POST /v1/chat/completions."""
 
@@ -264,9 +261,9 @@ class ChatBody(GenerationFields):
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: str | None = None
+    thinking_budget: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     # Extensions.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
