@@ -8,9 +8,9 @@ The order of operations, on fp32 logits [V]:
     4. top_k (tokens as good as the k-th stay), 5. top_p, 6. min_p
     7. one uniform number picks from what is left, by the inverse of the cumulative distribution in id order
 
-Steps 1 and 2 change few logits and are done here, on a copy of the row, for requests that ask for them; the others are
-native (`kernels.sampling`), rows side by side on a worker pool. Probabilities are computed in fp64, and tokens that are
-less likely than 2**-64 times the best one count as impossible.
+Steps 1 and 2 change few logits and are done here, on a copy of the row, for requests that ask for them; the others and
+masks are native (`kernels.sampling`), rows side by side on a worker pool. Probabilities are computed in fp64, and
+tokens that are less likely than 2**-64 times the best one count as impossible.
 
 The truncations follow Hugging Face's order (temperature, top_k, top_p, min_p); vLLM applies min_p before top_k and
 top_p, which differs only when top_p is used with it. Penalties and bias are vLLM's and OpenAI's, before temperature.
@@ -178,17 +178,13 @@ class RequestSampler:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether steps 1 and 2 may have anything to do."""
-        return bool(self._seen or self._counts or self._bias.size or self._barred is not None or self._mask is not None)
+        """Whether steps 1 and 2 may have anything to do, masks excepted."""
+        return bool(self._seen or self._counts or self._bias.size or self._barred is not None)
 
     def adjusted(self, logits: _F32) -> _F32 | None:
-        """Raw logits [V] after penalties, bias and masks (steps 1 and 2): a copy, or None when nothing changes them.
-
-        Raises KTransformersError when no token may come next.
-        """
+        """Raw logits [V] after penalties, bias and allowed_token_ids (steps 1 and 2): a copy, or None for no change."""
         params = self.params
-        barred = self._barred_now()
-        if not (self._seen or self._counts or self._bias.size) and barred is None:
+        if not self.changes_logits:
             return None
         adjusted = logits.copy()
         if self._seen:
@@ -200,22 +196,32 @@ class RequestSampler:
                 params.presence_penalty
             )
         adjusted[self._bias_ids] += self._bias
-        if barred is not None:
-            adjusted[barred] = -np.inf
+        if self._barred is not None:
+            adjusted[self._barred] = -np.inf
         return adjusted
 
-    def _barred_now(self) -> npt.NDArray[np.bool_] | None:
-        """The mask [V] of tokens that must not come next. Raises KTransformersError when none is left."""
+    def masked(self) -> npt.NDArray[np.uint32] | None:
+        """Bits of the tokens that the mask lets come next, see TokenMask; None: all. Waits until they are known.
+
+        Raises KTransformersError when no token may come next.
+        """
         words = None if self._mask is None else self._mask.allowed()
         if words is None:
-            return self._barred
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: self._vocab_size]
-        barred: npt.NDArray[np.bool_] = bits == 0
+            return None
+        left = words
         if self._barred is not None:
-            barred |= self._barred
-        if barred.all():
+            left = words & self._free
+        if not left.any():
             raise KTransformersError("no token may come next: the request's constraints exclude each other")
-        return barred
+        return words
+
+    @functools.cached_property
+    def _free(self) -> npt.NDArray[np.uint32]:
+        """Bits of the tokens that allowed_token_ids names."""
+        assert self._barred is not None
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+        bits[: self._vocab_size] = ~self._barred
+        return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def _barred(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.bool_] | None:
@@ -276,20 +282,24 @@ def sample_each(
         )
     rows = logits.detach().to("cpu", torch.float32).contiguous()
     pool = pool or _alone(os.getpid())
+    masks = [_masked(request) for request in requests]
     changed = [_adjusted(request, rows[i]) if request.changes_logits else None for i, request in enumerate(requests)]
     picks = sampling.sample_rows(
         rows,
         [request.params for request in requests],
         sampling.uniforms([request.seed for request in requests], positions),
         pool,
-        [row if isinstance(row, torch.Tensor) else None for row in changed],
+        changed,
+        [mask if isinstance(mask, torch.Tensor) else None for mask in masks],
     )
     results: list[SampledToken | KTransformersError] = []
-    for i, (pick, change) in enumerate(zip(picks, changed, strict=True)):
-        if pick.bad_id >= 0:
+    for i, (pick, mask) in enumerate(zip(picks, masks, strict=True)):
+        if isinstance(mask, KTransformersError):
+            results.append(mask)
+        elif pick.bad_id >= 0:
             results.append(_bad_logit(rows[i], pick.bad_id, positions[i]))
         else:
-            results.append(change if isinstance(change, KTransformersError) else SampledToken(pick.token_id, None))
+            results.append(SampledToken(pick.token_id, None))
     return _with_logprobs(results, rows, requests, pool)
 
 
@@ -299,13 +309,18 @@ def _alone(process: int) -> WorkerPool:
     return WorkerPool(1)
 
 
-def _adjusted(request: RequestSampler, row: torch.Tensor) -> torch.Tensor | KTransformersError | None:
+def _adjusted(request: RequestSampler, row: torch.Tensor) -> torch.Tensor | None:
+    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is checked with the choice
+        changed = request.adjusted(row.numpy())
+    return None if changed is None else torch.from_numpy(changed)
+
+
+def _masked(request: RequestSampler) -> torch.Tensor | KTransformersError | None:
     try:
-        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is checked with the choice
-            changed = request.adjusted(row.numpy())
+        words = request.masked()
     except KTransformersError as error:
         return error
-    return None if changed is None else torch.from_numpy(changed)
+    return None if words is None else torch.from_numpy(words.view(np.int32))
 
 
 def _bad_logit(row: torch.Tensor, bad_id: int, position: int) -> KTransformersError:

@@ -63,7 +63,7 @@ class Matcher:
         End tokens may come where the grammar accepts. Where it can go no further they are the only ones. Raises
         ConfigError when the answer does not fit, or the grammar turned out to be too much to follow.
         """
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: -(-self._vocab_size // 32)]
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: -(-self._vocab_size // 32)].copy()
         if self._matcher.is_error():
             raise ConfigError(f"the answer cannot follow its constraint any further: {_shortened(self._matcher)}")
         return words
@@ -178,7 +178,7 @@ def _grammar(constraint: Constraint) -> str:
         case ConstraintKind.JSON_SCHEMA:
             return _of_schema(text)
         case ConstraintKind.REGEX:
-            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text)}/")  # \\d is [0-9], as in JSON schemas
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'd')}/")  # \d is [0-9]
         case ConstraintKind.CHOICE:
             return _of_choices(text)
         case ConstraintKind.GRAMMAR:
