@@ -326,7 +326,8 @@ SamplePick pick(const KernelTable& kernels, const SampleRow& wanted, int64_t voc
     return {-1, first_bad(wanted.raw, vocab, false)};
   if (wanted.allowed != nullptr) mask_row(wanted.adjusted, wanted.allowed, vocab, room.masked);
   Row row{kernels, wanted.allowed != nullptr ? room.masked : wanted.adjusted, vocab, blocks, room, 0};
-  if (kernels.block_maxima(row.x, vocab, room.maxima) >= kInfinityBits) {
+  const bool has_infinities = kernels.block_maxima(row.x, vocab, room.maxima) >= kInfinityBits;
+  if (has_infinities && !(is_adjusted && wanted.adjusted == wanted.raw)) {  // a mask alone makes nothing bad
     const int64_t bad = first_bad(row.x, vocab, is_adjusted);
     if (bad >= 0) return {-1, bad};
   }
