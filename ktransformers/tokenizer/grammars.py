@@ -11,7 +11,7 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,10 @@ MAX_CONSTRAINT_CHARS = 1 << 18
 
 Words = npt.NDArray[np.uint32]
 """Bits [ceil(V / 32)], one per token; token 0 is the lowest bit of the first word."""
+
+_MAX_LEVELS = 1000
+"""How deep what a constraint refers to may lie within each other: llguidance goes down on the stack, which ends the
+process at about twice as many on a thread with 8 MiB of it."""
 
 _MAX_REASON_CHARS = 400
 _JSON_OPTIONS: JsonCompileOptions = {"lenient": False, "whitespace_pattern": r"[ \t\r\n]{0,40}"}
@@ -196,6 +200,7 @@ def _of_schema(text: str) -> str:
         raise ConfigError("a JSON schema must be an object")
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise ConfigError("the JSON schema must not have x-guidance: how it is followed is not the request's to say")
+    _check_levels("JSON schema", _schema_levels(schema))
     try:
         return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
     except ValueError as error:  # more within each other than its reader goes into
@@ -214,8 +219,62 @@ def _of_lark(text: str) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
+    _check_levels("grammar", text.count("::="))
     try:
         lark = any_to_lark(text)
     except Exception as error:  # whatever the rewriting stumbles over, it is about this text
         raise ConfigError(f"the grammar is no GBNF that could be read: {error}") from error
+    rules = sum(":" in line for line in lark.splitlines())
+    _check_levels("grammar", rules + lark.count("(") + lark.count("$ref") * _depth_of_text(lark))
     return LLMatcher.grammar_from_lark(lark)
+
+
+def _check_levels(what: str, levels: int) -> None:
+    if levels > _MAX_LEVELS:
+        raise ConfigError(
+            f"the {what} has parts that may lie {levels} levels within each other; at most {_MAX_LEVELS} do"
+        )
+
+
+def _schema_levels(schema: Any) -> int:
+    """At least as many levels as a reader goes down: the schema's own, and those of all that it refers to."""
+    targets: set[str] = set()
+    own = _depth(schema, targets)
+    return own + sum(_depth(_pointed(schema, target), set()) for target in targets)
+
+
+def _depth(value: Any, targets: set[str]) -> int:
+    """Levels of lists and objects; adds what they refer to."""
+    deepest, waiting = 0, [(value, 1)]
+    while waiting:
+        one, level = waiting.pop()
+        deepest = max(deepest, level)
+        if isinstance(one, dict):
+            targets.update(ref for key, ref in one.items() if key in _REFERENCES and isinstance(ref, str))
+            waiting += [(inner, level + 1) for inner in one.values()]
+        elif isinstance(one, list):
+            waiting += [(inner, level + 1) for inner in one]
+    return deepest
+
+
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
+def _pointed(schema: Any, target: str) -> Any:
+    """What a JSON pointer leads to; the whole schema for one that leads elsewhere."""
+    found = schema
+    for part in target.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or name not in found:
+            return schema
+        found = found[name]
+    return found
+
+
+def _depth_of_text(text: str) -> int:
+    """Most braces and brackets that are open at once, those in strings counted too."""
+    depth = deepest = 0
+    for letter in text:
+        depth += (letter in "{[") - (letter in "}]")
+        deepest = max(deepest, depth)
+    return deepest

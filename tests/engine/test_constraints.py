@@ -179,6 +179,12 @@ def test_nothing_left_is_an_error_of_the_request(tokenizer: Tokenizer) -> None:
         ({"grammar": "start: (((("}, "cannot be followed"),
         ({"grammar": "root ::= undefined"}, "grammar"),
         ({"grammar": "root ::= " + "(" * 50_000}, "grammar"),
+        ({"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1} /a/" for i in range(5000))}, "within each other"),
+        ({"grammar": "\n".join(f"r{i} ::= r{i + 1} [a]" for i in range(5000))}, "within each other"),
+        (
+            {"json": {"$ref": "#/$defs/0", "$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(5000)}}},
+            "within",
+        ),
         ({"regex": "a" * (MAX_CONSTRAINT_CHARS + 1)}, "at most"),
         ({"json": {}, "regex": "a"}, "exactly one of"),
         ({"choice": []}, "must not be empty"),
