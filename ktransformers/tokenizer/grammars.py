@@ -86,7 +86,8 @@ class Grammars:
 
     def check(self, constraint: Constraint) -> None:
         """Raises ConfigError for a constraint that is wrong, too large, or asks for what cannot be enforced."""
-        self.matcher(constraint)
+        if not self.matcher(constraint).allowed().any():
+            raise ConfigError(f"no answer could follow the {_NAMES[constraint.kind]}")
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """At the start of an answer. Raises as `check`."""

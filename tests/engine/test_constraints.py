@@ -174,6 +174,7 @@ def test_nothing_left_is_an_error_of_the_request(tokenizer: Tokenizer) -> None:
         ({"json": "{"}, "is no JSON"),
         ({"json": "3"}, "must be an object"),
         ({"json": '{"a":' * 500 + "1" + "}" * 500}, "recursion|within|no JSON"),
+        ({"json": {"$ref": "#/$defs/d", "$defs": {"d": {"$ref": "#/$defs/d"}}}}, "cannot follow its constraint"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": "(" * 100_000 + "a"}, "cannot be followed"),
         ({"grammar": "start: (((("}, "cannot be followed"),
