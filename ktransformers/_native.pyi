@@ -121,7 +121,7 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list
 def uniform_at(seed: int, position: int) -> float: ...
 def sample_rows(
     pool: WorkerPool,
-    logits: list[tuple[int, int]],
+    logits: list[tuple[int, int, int]],
     settings: list[tuple[float, float, float, float]],
     top_k: list[int],
     vocab: int,

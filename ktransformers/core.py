@@ -5,8 +5,9 @@ Who fills which field is noted on it. Lengths end in `_len` and are in tokens; t
 
 from __future__ import annotations
 
+import json
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from numbers import Integral, Real
@@ -19,10 +20,13 @@ __all__ = [
     "COMPILING",
     "PROMPT_LOGPROB_ROWS",
     "AnswerEnd",
+    "Constraint",
+    "ConstraintKind",
     "FinishReason",
     "GenerationStats",
     "Phase",
     "Progress",
+    "Reasoning",
     "SamplingParams",
     "TokenEvent",
     "TokenLogprobs",
@@ -99,6 +103,74 @@ def _tuple_of(name: str, values: object, kind: type) -> tuple[Any, ...]:
     return made
 
 
+class ConstraintKind(StrEnum):
+    """How a constraint's text is read. CHOICE: a JSON list of strings. GRAMMAR: Lark as llguidance has it, or GBNF."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer, its reasoning excepted, must look like from its first character to its last.
+
+    exit_ids: an answer that begins with one of these tokens is free: it calls a tool.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+    exit_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, wanted: Mapping[str, Any]) -> Constraint:
+        """From one of vLLM's names: json (a schema), regex, choice, grammar, json_object. Raises ConfigError."""
+        given = [name for name, value in wanted.items() if value is not None and value is not False]
+        kinds = {kind.value for kind in ConstraintKind}
+        if len(given) != 1 or given[0] not in kinds:
+            raise ConfigError(f"a constraint has exactly one of {', '.join(sorted(kinds))}, got {sorted(given)!r:.80}")
+        kind, value = ConstraintKind(given[0]), wanted[given[0]]
+        if kind is ConstraintKind.JSON_OBJECT:
+            return cls(kind)
+        if kind is ConstraintKind.CHOICE:
+            choices = _tuple_of("choice", value, str)
+            if not choices:
+                raise ConfigError("choice must not be empty")
+            return cls(kind, json.dumps(choices))
+        if kind is ConstraintKind.JSON_SCHEMA and isinstance(value, Mapping):
+            return cls(kind, _as_json(value))
+        if not isinstance(value, str):
+            raise ConfigError(f"{kind} must be text{', or a dict' if kind is ConstraintKind.JSON_SCHEMA else ''}")
+        return cls(kind, value)
+
+
+def _as_json(value: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the JSON schema is no JSON: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How an answer's reasoning is told from what follows it, for rules that are about one of them.
+
+    end: a regular expression, what of its text ends it. closing: the text that is written to end it from outside; it
+    ends with what `end` finds. is_open: the prompt ends inside of it. open_id: the token that opens it at the beginning
+    of an answer; None: an answer opens none. drops_breaks: line breaks behind the end belong to it. max_tokens: how
+    long it may get before it is ended from outside; None: as long as it likes.
+    """
+
+    end: str
+    closing: str
+    is_open: bool = False
+    open_id: int | None = None
+    drops_breaks: bool = False
+    max_tokens: int | None = None
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams:
     """How the next token is chosen. The meaning of each field is OpenAI's or vLLM's of the same name.
@@ -111,6 +183,9 @@ class SamplingParams:
     min_tokens: the answer's end tokens and stop_token_ids are impossible before; stop strings are not looked at either.
     include_stop_str_in_output: the text ends with the stop string that ended it.
     skip_special_tokens: control tokens have no text.
+    constraint: what the answer must look like; also a dict as vLLM's structured_outputs: {"json": schema}. End tokens
+    come where it is complete; with ignore_eos only where nothing else may come, and then they end the answer.
+    reasoning: where the constraint begins, and how long reasoning may get; None: the answer has none.
     """
 
     temperature: float = 1.0
@@ -133,8 +208,15 @@ class SamplingParams:
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    constraint: Constraint | None = None
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
+        wanted: object = self.constraint
+        if wanted is not None and not isinstance(wanted, Constraint):
+            if not isinstance(wanted, Mapping):
+                raise ConfigError(f"constraint must be a Constraint or a dict, got {wanted!r:.40}")
+            object.__setattr__(self, "constraint", Constraint.of(wanted))
         # A string is a sequence of letters, and a list of strings is what people write: both mean a tuple here.
         stop: object = self.stop
         object.__setattr__(self, "stop", _tuple_of("stop", (stop,) if isinstance(stop, str) else stop, str))
@@ -219,7 +301,8 @@ class AnswerEnd:
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: Iterable[int], room: int) -> AnswerEnd:
         """room: tokens that fit behind the prompt."""
-        end_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
+        ignores_eos = params.ignore_eos and params.constraint is None
+        end_ids = frozenset(params.stop_token_ids) | frozenset(() if ignores_eos else eos_token_ids)
         return cls(end_ids, room if params.max_tokens is None else min(params.max_tokens, room))
 
     def reason(self, token_id: int, completion_len: int) -> FinishReason | None:

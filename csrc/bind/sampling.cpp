@@ -25,11 +25,11 @@ void bind_sampling(nb::module_& m) {
       },
       nb::arg("counter"), nb::arg("key"));
   m.def("uniform_at", &kt::uniform_at, nb::arg("seed"), nb::arg("position"));
-  // Of each row: the addresses of its raw and its adjusted logits, then temperature, top_p, min_p and the uniform
-  // number.
+  // Of each row: the addresses of its raw and its adjusted logits and of its allowed tokens (0: all), then temperature,
+  // top_p, min_p and the uniform number.
   m.def(
       "sample_rows",
-      [](kt::WorkerPool& pool, const std::vector<std::array<Address, 2>>& logits,
+      [](kt::WorkerPool& pool, const std::vector<std::array<Address, 3>>& logits,
          const std::vector<std::array<double, 4>>& settings, const std::vector<int64_t>& top_k, int64_t vocab) {
         if (logits.size() != settings.size() || logits.size() != top_k.size())
           throw std::invalid_argument("rows and settings differ in number");
@@ -37,7 +37,7 @@ void bind_sampling(nb::module_& m) {
         for (size_t i = 0; i < logits.size(); ++i) {
           const auto& [temperature, top_p, min_p, uniform] = settings[i];
           rows.push_back({at<const float>(logits[i][0]), at<const float>(logits[i][1]), temperature, top_p, min_p,
-                          uniform, top_k[i]});
+                          uniform, top_k[i], at<const uint32_t>(logits[i][2])});
         }
         std::vector<kt::SamplePick> picks;
         {

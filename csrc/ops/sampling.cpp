@@ -30,6 +30,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // Memory for a row of V logits.
 struct Room {
   float *maxima, *logits;  // of blocks; of some tokens
+  float* masked;           // [V], of rows with tokens that may not be chosen
   double *sums, *weights;  // the same
   uint64_t* keys;          // [V]
   int32_t* ids;            // [V]
@@ -38,19 +39,20 @@ struct Room {
 // Rooms for every row, or for every thread where rows are more; lists of tokens only where needed.
 class Rooms {
  public:
-  Rooms(WorkerPool::Session& session, int64_t rows, int64_t vocab, bool has_lists)
+  Rooms(WorkerPool::Session& session, int64_t rows, int64_t vocab, bool has_lists, bool has_masks)
       : blocks_((vocab + kSampleBlock - 1) / kSampleBlock),
         listed_(has_lists ? vocab : 0),
+        masked_(has_masks ? vocab : 0),
         of_rows_(rows <= session.num_threads()) {
     const int64_t count = of_rows_ ? rows : session.num_threads();
     doubles_ = session.scratch<double>(count * (blocks_ + 2 * listed_));
-    floats_ = session.scratch<float>(count * (blocks_ + 2 * listed_));
+    floats_ = session.scratch<float>(count * (blocks_ + 2 * listed_ + masked_));
   }
   int64_t blocks() const { return blocks_; }
   Room of(int64_t row, int thread) const {
     const int64_t number = of_rows_ ? row : thread;
     double* d = doubles_ + number * (blocks_ + 2 * listed_);
-    float* f = floats_ + number * (blocks_ + 2 * listed_);
+    float* f = floats_ + number * (blocks_ + 2 * listed_ + masked_);
     Room room{};
     room.sums = d;
     room.weights = d + blocks_;
@@ -58,11 +60,12 @@ class Rooms {
     room.maxima = f;
     room.logits = f + blocks_;
     room.ids = reinterpret_cast<int32_t*>(f + blocks_ + listed_);
+    room.masked = f + blocks_ + 2 * listed_;
     return room;
   }
 
  private:
-  int64_t blocks_, listed_;
+  int64_t blocks_, listed_, masked_;
   bool of_rows_;
   double* doubles_;
   float* floats_;
@@ -282,12 +285,49 @@ int64_t first_bad(const float* x, int64_t vocab, bool may_be_impossible) {
   return -1;
 }
 
+// Of each byte of bits: eight words, all ones where its bit is set. No branch, which random bits would mislead.
+struct ByteMasks {
+  uint32_t of[256][8];
+  ByteMasks() {
+    for (uint32_t byte = 0; byte < 256; ++byte)
+      for (uint32_t i = 0; i < 8; ++i) of[byte][i] = 0u - (byte >> i & 1u);
+  }
+};
+
+// x with -infinity for tokens whose bit is not set.
+void mask_row(const float* x, const uint32_t* allowed, int64_t vocab, float* out) {
+  static const ByteMasks masks;
+  const uint32_t impossible = bits_of<uint32_t>(-kInfinity);
+  for (int64_t first = 0; first < vocab; first += 32) {
+    const int64_t count = std::min<int64_t>(32, vocab - first);
+    const uint32_t word = allowed[first / 32];
+    if (word == 0) {
+      std::fill_n(out + first, count, -kInfinity);
+    } else if (word == ~uint32_t{0}) {
+      std::copy_n(x + first, count, out + first);
+    } else {
+      uint32_t bits[32] = {};
+      std::memcpy(bits, x + first, sizeof(float) * static_cast<size_t>(count));
+      for (int byte = 0; byte < 4; ++byte) {
+        const uint32_t (&keep)[8] = masks.of[word >> (8 * byte) & 255u];
+        for (int i = 0; i < 8; ++i) {
+          uint32_t& one = bits[8 * byte + i];
+          one = (one & keep[i]) | (impossible & ~keep[i]);
+        }
+      }
+      std::memcpy(out + first, bits, sizeof(float) * static_cast<size_t>(count));
+    }
+  }
+}
+
 SamplePick pick(const KernelTable& kernels, const SampleRow& wanted, int64_t vocab, int64_t blocks, const Room& room) {
-  const bool is_adjusted = wanted.adjusted != wanted.raw;
+  const bool is_adjusted = wanted.adjusted != wanted.raw || wanted.allowed != nullptr;
   if (is_adjusted && kernels.block_maxima(wanted.raw, vocab, room.maxima) >= kInfinityBits)
     return {-1, first_bad(wanted.raw, vocab, false)};
-  Row row{kernels, wanted.adjusted, vocab, blocks, room, 0};
-  if (kernels.block_maxima(row.x, vocab, room.maxima) >= kInfinityBits) {
+  if (wanted.allowed != nullptr) mask_row(wanted.adjusted, wanted.allowed, vocab, room.masked);
+  Row row{kernels, wanted.allowed != nullptr ? room.masked : wanted.adjusted, vocab, blocks, room, 0};
+  const bool has_infinities = kernels.block_maxima(row.x, vocab, room.maxima) >= kInfinityBits;
+  if (has_infinities && !(is_adjusted && wanted.adjusted == wanted.raw)) {  // a mask alone makes nothing bad
     const int64_t bad = first_bad(row.x, vocab, is_adjusted);
     if (bad >= 0) return {-1, bad};
   }
@@ -351,7 +391,9 @@ std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRo
   const bool has_lists = std::any_of(rows.begin(), rows.end(), [](const SampleRow& row) {
     return row.temperature != 0 && (row.top_k > 0 || row.top_p < 1.0);
   });
-  const Rooms rooms(session, static_cast<int64_t>(rows.size()), vocab, has_lists);
+  const bool has_masks =
+      std::any_of(rows.begin(), rows.end(), [](const SampleRow& row) { return row.allowed != nullptr; });
+  const Rooms rooms(session, static_cast<int64_t>(rows.size()), vocab, has_lists, has_masks);
   session.run(static_cast<int64_t>(rows.size()), [&](int64_t i, int thread) {
     const auto at = static_cast<size_t>(i);
     picks[at] = pick(session.kernels(), rows[at], vocab, rooms.blocks(), rooms.of(i, thread));
@@ -362,7 +404,7 @@ std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRo
 void token_logprobs(WorkerPool& pool, const float* logits, int64_t rows, int64_t vocab, const int64_t* ids,
                     int64_t count, float* out, int64_t* top_ids, float* top) {
   WorkerPool::Session session(pool);
-  const Rooms rooms(session, rows, vocab, count > 0);
+  const Rooms rooms(session, rows, vocab, count > 0, false);
   session.run(rows, [&](int64_t r, int thread) {
     Row row{session.kernels(), logits + r * vocab, vocab, rooms.blocks(), rooms.of(r, thread), 0};
     const bool is_finite = row.kernels.block_maxima(row.x, vocab, row.room.maxima) < kInfinityBits;

@@ -18,7 +18,8 @@ struct SampleRow {
   const float* adjusted;  // [V], raw itself where nothing was changed, and otherwise possibly -infinity
   double temperature;     // 0: the best
   double top_p, min_p, uniform;
-  int64_t top_k;  // 0 or less: all
+  int64_t top_k;            // 0 or less: all
+  const uint32_t* allowed;  // [ceil(V / 32)] bits of the tokens that may be chosen, token 0 the lowest; null: all
 };
 
 // token: the choice, or -1 where logit `bad` of raw is not finite, or of adjusted is NaN or +infinity (or all are

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
+from ktransformers.engine.constraints import check_rules
 from ktransformers.errors import ConfigError, EngineError
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
@@ -160,6 +161,8 @@ class BatchLoop:
         has_vocabulary = self.engine.model.tokenizer.has_vocabulary
         remedy = "make the cache larger with cache_lens"
         replace(self.config.limits, has_vocabulary=has_vocabulary, remedy=remedy).check(prompt_ids, params)
+        model = self.engine.model
+        check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), params)
 
     def submit(self, questions: Sequence[Question]) -> None:
         """Answer these, which `check` has passed. They are queued together. Raises EngineError when closed."""

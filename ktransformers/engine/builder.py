@@ -19,6 +19,7 @@ from ktransformers.core import Progress
 from ktransformers.engine.attention import find_flash
 from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages
 from ktransformers.engine.card import ModelCard
+from ktransformers.engine.constraints import mask_of
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
@@ -174,16 +175,19 @@ def build_paged_engine(
     built = _build(opened or open_model(config), SharedPages(page_size, max_batch_size), hardware, progress, stats)
     plan, cache, pool = built.plan, built.cache, built.forward.pool
     runner = ModelRunner(built.forward, built.decode)
+    model = built.model
+    grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
     executor = PagedExecutor(
         runner,
         cache,
         pool,
-        built.model.vocab_size,
+        model.vocab_size,
         lambda: stats.totals(plan.devices),
+        lambda start: mask_of(grammars, start.params),
         take_counts=stats.take_counts,
-        eos_token_ids=built.model.eos_token_ids,
+        eos_token_ids=model.eos_token_ids,
     )
-    return PagedEngine(built.config, plan, built.model, pool, executor, cache)
+    return PagedEngine(built.config, plan, model, pool, executor, cache)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ import torch
 
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
+from ktransformers.engine.constraints import check_rules, mask_of
 from ktransformers.engine.hidden import HiddenTap, Pooled
-from ktransformers.engine.sampler import RequestSampler, sample_batch, token_logprobs
+from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_batch, token_logprobs
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer.tokenizer import Tokenizer
@@ -71,11 +72,13 @@ class _Answer:
         params: SamplingParams,
         end: AnswerEnd,
         assembler: AnswerAssembler,
+        mask: TokenMask | None = None,
         eos_token_ids: Sequence[int] = (),
     ):
         self.runner, self.prompt_ids, self.params, self.end, self.assembler = runner, prompt_ids, params, end, assembler
         self.stats = assembler.stats
-        self.sampler = RequestSampler(params, prompt_ids, runner.vocab_size, eos_token_ids=eos_token_ids)
+        self.sampler = RequestSampler(params, prompt_ids, runner.vocab_size, mask, eos_token_ids=eos_token_ids)
+        self.sampler.begin()
         self._pooled = None if params.pooling is None else Pooled(params.pooling)
 
     def prefill(
@@ -128,6 +131,7 @@ class _Answer:
         (sampled,) = sample_batch(logits, [self.sampler], [position])
         token_id = sampled.token_id
         self.sampler.commit(token_id)
+        self.sampler.begin()
         if stats.completion_len:
             stats.decode_seconds += time.perf_counter() - began
         else:
@@ -202,5 +206,12 @@ def prefill_and_generate(
         raise ValueError("prompt_logprobs need the whole prompt to be computed: cached_len must be 0")
     end = AnswerEnd.of(params, config.eos_token_ids, runner.max_len - prompt_len)
     assembler = AnswerAssembler(tokenizer, params, prompt_len, cached_len)
-    answer = _Answer(runner, list(prompt_ids), params, end, assembler, config.eos_token_ids)
+    mask = None
+    if tokenizer is not None:
+        grammars = tokenizer.grammars(runner.vocab_size, config.eos_token_ids)
+        check_rules(grammars, params)
+        mask = mask_of(grammars, params)
+    elif params.constraint is not None or params.reasoning is not None:
+        raise ConfigError("constraint and reasoning are about text: they need a tokenizer")
+    answer = _Answer(runner, list(prompt_ids), params, end, assembler, mask, config.eos_token_ids)
     return answer.run(config.chunk_size, should_stop or (lambda: False), on_prefill)

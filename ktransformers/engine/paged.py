@@ -164,6 +164,7 @@ class PagedExecutor:
             return _Run(start, None, str(error))
         for token_id in start.token_ids[start.prompt_len :]:
             sampler.commit(token_id)
+        sampler.begin()
         return _Run(start, sampler, pooled=None if start.params.pooling is None else Pooled(start.params.pooling))
 
     def _kept(self, rows: Sequence[Row]) -> _Kept:
@@ -224,6 +225,7 @@ class PagedExecutor:
                 results[i] = RowResult(None, error=str(token))
             else:
                 sampler.commit(token.token_id)
+                sampler.begin()
                 results[i] = RowResult(token.token_id, token.logprobs)
         return results
 

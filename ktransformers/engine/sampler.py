@@ -8,9 +8,9 @@ The order of operations, on fp32 logits [V]:
     4. top_k (tokens as good as the k-th stay), 5. top_p, 6. min_p
     7. one uniform number picks from what is left, by the inverse of the cumulative distribution in id order
 
-Steps 1 and 2 change few logits and are done here, on a copy of the row, for requests that ask for them; the others are
-native (`kernels.sampling`), rows side by side on a worker pool. Probabilities are computed in fp64, and tokens that are
-less likely than 2**-64 times the best one count as impossible.
+Steps 1 and 2 change few logits and are done here, on a copy of the row, for requests that ask for them; the others and
+masks are native (`kernels.sampling`), rows side by side on a worker pool. Probabilities are computed in fp64, and
+tokens that are less likely than 2**-64 times the best one count as impossible.
 
 The truncations follow Hugging Face's order (temperature, top_k, top_p, min_p); vLLM applies min_p before top_k and
 top_p, which differs only when top_p is used with it. Penalties and bias are vLLM's and OpenAI's, before temperature.
@@ -64,10 +64,21 @@ class SampledToken:
 
 
 class TokenMask(Protocol):
-    """A grammar, say: which tokens may come next."""
+    """Rules of one answer: which tokens may come next. Is told the answer's tokens in their order."""
 
-    def __call__(self, answer_ids: Sequence[int]) -> npt.NDArray[np.bool_] | None:
-        """Mask [V] of the tokens that may follow the answer so far; None: all."""
+    def commit(self, token_id: int) -> None:
+        """The answer goes on with this token."""
+        ...
+
+    def begin(self) -> None:
+        """Start to find out what may come next, where that takes time, and return at once."""
+        ...
+
+    def allowed(self) -> npt.NDArray[np.uint32] | None:
+        """Bits [ceil(V / 32)] of the tokens that may come next, token 0 the lowest bit; None: all.
+
+        Raises KTransformersError when that cannot be told.
+        """
         ...
 
 
@@ -124,7 +135,7 @@ class _Counts:
 class RequestSampler:
     """The sampling state of one request: its parameters, its seed and what its penalties count.
 
-    mask: asked before each token, with the tokens of the answer so far, and applied after bias and penalties.
+    mask: told each token, and asked before the next one; applied after bias and penalties.
     eos_token_ids: with params.stop_token_ids, they are impossible before params.min_tokens.
 
     prompt_ids are the request's original prompt. Raises ConfigError for a logit bias outside of the vocabulary or of
@@ -152,7 +163,6 @@ class RequestSampler:
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self._barred = _barred(params, vocab_size)
         self._mask = mask
-        self._answer: list[int] = []  # for the mask
         self._num_answered = 0
         self._held_ends = _held_ends(params, eos_token_ids, vocab_size)
         self._counts = _Counts(vocab_size)
@@ -164,16 +174,22 @@ class RequestSampler:
         """Count a token as part of the answer. Call once per token, also for tokens of an answer that is continued."""
         self._num_answered += 1
         if self._mask is not None:
-            self._answer.append(token_id)
+            self._mask.commit(token_id)
         if self.params.frequency_penalty or self.params.presence_penalty:
             self._counts.add(token_id)
         if self.params.repetition_penalty != 1.0:
             self._seen.add(token_id)
 
+    def begin(self) -> None:
+        """Have what the next token needs made ready, beside whatever the caller does. To be called when a token has
+        been committed and another one is to come."""
+        if self._mask is not None:
+            self._mask.begin()
+
     @property
     def changes_logits(self) -> bool:
-        """Whether steps 1 and 2 may have anything to do."""
-        has_barred = self._barred is not None or self._mask is not None or self._holds_ends
+        """Whether steps 1 and 2 may have anything to do, masks excepted."""
+        has_barred = self._barred is not None or self._holds_ends
         return bool(self._seen or self._counts or self._bias.size or has_barred)
 
     @property
@@ -182,13 +198,9 @@ class RequestSampler:
         return self._num_answered < self.params.min_tokens and bool(self._held_ends.size)
 
     def adjusted(self, logits: _F32) -> _F32 | None:
-        """Raw logits [V] after penalties, bias and masks (steps 1 and 2): a copy, or None when nothing changes them.
-
-        Raises KTransformersError when no token may come next.
-        """
+        """Raw logits [V] after penalties, bias and allowed_token_ids (steps 1 and 2): a copy, or None for no change."""
         params = self.params
-        barred = self._barred_now()
-        if not (self._seen or self._counts or self._bias.size or self._holds_ends) and barred is None:
+        if not self.changes_logits:
             return None
         adjusted = logits.copy()
         if self._seen:
@@ -200,23 +212,36 @@ class RequestSampler:
                 params.presence_penalty
             )
         adjusted[self._bias_ids] += self._bias
-        if barred is not None:
-            adjusted[barred] = -np.inf
+        if self._barred is not None:
+            adjusted[self._barred] = -np.inf
         if self._holds_ends:
             adjusted[self._held_ends] = -np.inf
             if not np.isfinite(adjusted).any():
                 raise KTransformersError("no token may come next: min_tokens forbids the only ones that are allowed")
         return adjusted
 
-    def _barred_now(self) -> npt.NDArray[np.bool_] | None:
-        """The mask [V] of tokens that must not come next. Raises KTransformersError when none is left."""
-        allowed = None if self._mask is None else self._mask(self._answer)
-        if allowed is None:
-            return self._barred
-        barred = ~allowed if self._barred is None else self._barred | ~allowed
-        if barred.all():
+    def masked(self) -> npt.NDArray[np.uint32] | None:
+        """Bits of the tokens that the mask lets come next, see TokenMask; None: all. Waits until they are known.
+
+        Raises KTransformersError when no token may come next.
+        """
+        words = None if self._mask is None else self._mask.allowed()
+        if words is None:
+            return None
+        left = words
+        if self._barred is not None:
+            left = words & self._free
+        if not left.any():
             raise KTransformersError("no token may come next: the request's constraints exclude each other")
-        return barred
+        return words
+
+    @functools.cached_property
+    def _free(self) -> npt.NDArray[np.uint32]:
+        """Bits of the tokens that allowed_token_ids names."""
+        assert self._barred is not None
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+        bits[: self._vocab_size] = ~self._barred
+        return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def _barred(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.bool_] | None:
@@ -233,7 +258,7 @@ def _barred(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.bool_] | 
 
 def _held_ends(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
     """Ids that would end the answer, for one that has a least length. ignore_eos makes end tokens ordinary ones."""
-    if not params.min_tokens:
+    if not params.min_tokens or params.constraint is not None:  # whose mask knows where ends may come
         return np.empty(0, np.int64)
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     return np.array(sorted(end for end in ends if 0 <= end < vocab_size), dtype=np.int64)
@@ -285,20 +310,24 @@ def sample_each(
         )
     rows = logits.detach().to("cpu", torch.float32).contiguous()
     pool = pool or _alone(os.getpid())
+    masks = [_masked(request) for request in requests]
     changed = [_adjusted(request, rows[i]) if request.changes_logits else None for i, request in enumerate(requests)]
     picks = sampling.sample_rows(
         rows,
         [request.params for request in requests],
         sampling.uniforms([request.seed for request in requests], positions),
         pool,
-        [row if isinstance(row, torch.Tensor) else None for row in changed],
+        changed,
+        [mask if isinstance(mask, torch.Tensor) else None for mask in masks],
     )
     results: list[SampledToken | KTransformersError] = []
-    for i, (pick, change) in enumerate(zip(picks, changed, strict=True)):
-        if pick.bad_id >= 0:
+    for i, (pick, mask) in enumerate(zip(picks, masks, strict=True)):
+        if isinstance(mask, KTransformersError):
+            results.append(mask)
+        elif pick.bad_id >= 0:
             results.append(_bad_logit(rows[i], pick.bad_id, positions[i]))
         else:
-            results.append(change if isinstance(change, KTransformersError) else SampledToken(pick.token_id, None))
+            results.append(SampledToken(pick.token_id, None))
     return _with_logprobs(results, rows, requests, pool)
 
 
@@ -308,13 +337,18 @@ def _alone(process: int) -> WorkerPool:
     return WorkerPool(1)
 
 
-def _adjusted(request: RequestSampler, row: torch.Tensor) -> torch.Tensor | KTransformersError | None:
+def _adjusted(request: RequestSampler, row: torch.Tensor) -> torch.Tensor | None:
+    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is checked with the choice
+        changed = request.adjusted(row.numpy())
+    return None if changed is None else torch.from_numpy(changed)
+
+
+def _masked(request: RequestSampler) -> torch.Tensor | KTransformersError | None:
     try:
-        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is checked with the choice
-            changed = request.adjusted(row.numpy())
+        words = request.masked()
     except KTransformersError as error:
         return error
-    return None if changed is None else torch.from_numpy(changed)
+    return None if words is None else torch.from_numpy(words.view(np.int32))
 
 
 def _bad_logit(row: torch.Tensor, bad_id: int, position: int) -> KTransformersError:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -38,6 +38,9 @@ from ktransformers.tokenizer.tools.grammars import SHAPES, tool_grammar
 from ktransformers.tokenizer.tools.harmony import HarmonyParser
 from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser, why_not_usable
 from ktransformers.tokenizer.verbatim import Guard, Verbatim
+
+if TYPE_CHECKING:
+    from ktransformers.tokenizer.grammars import Grammars
 
 __all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]
 
@@ -77,6 +80,7 @@ class Tokenizer:
         self._special: frozenset[int] = frozenset()
         self._skipped: frozenset[int] = frozenset()
         self._token_bytes = None
+        self._grammars: dict[tuple[int, tuple[int, ...]], Grammars] = {}
         self._timed: TimedEncoder | None = None
         self._tool_format: ToolFormat | None = None
         self._has_own_parser = False
@@ -123,6 +127,15 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids of control tokens; they are left out of decoded text, the tags of reasoning and tool calls excepted."""
         return self._special
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of control tokens, and of tags: <...> and [...] that are one token each."""
+        if self._backend is None:
+            return frozenset()
+        tokens = self._backend.added_tokens_decoder.items()
+        tags = {i for i, token in tokens if (token.content[:1], token.content[-1:]) in (("<", ">"), ("[", "]"))}
+        return self._special | tags
 
     def token_id(self, token: str) -> int | None:
         """The id of exactly this token, or None."""
@@ -211,6 +224,13 @@ class Tokenizer:
         if self._token_bytes is not None:
             return self._token_bytes[token_id]
         return str(self.backend.backend_tokenizer.decode([token_id], skip_special_tokens=False)).encode()
+
+    def grammars(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
+        """What reads constraints on answers; the same object each time for the same arguments."""
+        from ktransformers.tokenizer.grammars import Grammars
+
+        key = (vocab_size, tuple(eos_token_ids))
+        return self._grammars.setdefault(key, Grammars(self, *key))
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new stream of ids to text."""

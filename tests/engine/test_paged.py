@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from ktransformers.engine.session import Session
 from ktransformers.errors import CapacityError, KTransformersError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.context import ForwardContext
+from ktransformers.tokenizer.grammars import pack_ids
 from tests.support.gguf_writer import write_gguf
 from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.tiny_models import tiny_model
@@ -234,15 +235,26 @@ def test_a_row_without_numbers_ends_its_request_only(pair: Pair) -> None:
     assert len(loop.answers[bad].token_ids) == 3  # positions 10, 11, 12
 
 
+class FakeMask:
+    """Knows the answer so far."""
+
+    def __init__(self) -> None:
+        self.answer_ids: list[int] = []
+
+    def commit(self, token_id: int) -> None:
+        self.answer_ids.append(token_id)
+
+    def begin(self) -> None:
+        """Nothing takes time here."""
+
+
 def test_a_mask_decides_what_may_come_next() -> None:
-    class Alternating:
-        def __call__(self, answer_ids: object) -> np.ndarray | None:
-            assert isinstance(answer_ids, list)
-            allowed = np.zeros(10, dtype=np.bool_)
-            if len(answer_ids) == 3:
-                return allowed
-            allowed[4 if len(answer_ids) % 2 else 7] = True
-            return allowed if answer_ids else None
+    class Alternating(FakeMask):
+        def allowed(self) -> np.ndarray | None:
+            count = len(self.answer_ids)
+            if count == 3:
+                return pack_ids([], 10)
+            return pack_ids([4 if count % 2 else 7], 10) if count else None
 
     logits = torch.arange(10.0)[None]
     sampler = RequestSampler(SamplingParams(temperature=0), [1], 10, Alternating())
@@ -259,15 +271,14 @@ def test_masks_bind_runs_and_survive_preemption_and_loss(pair: Pair) -> None:
     """A mask of the tokens that differ from the last one by one: its answers show that it knows the answer so far."""
     vocab = pair.paged.model.vocab_size
 
-    def neighbours(answer_ids: Sequence[int]) -> np.ndarray:
-        allowed = np.zeros(vocab, dtype=np.bool_)
-        last = answer_ids[-1] if answer_ids else 50
-        allowed[[last - 1, last + 1]] = True
-        return allowed
+    class Neighbours(FakeMask):
+        def allowed(self) -> np.ndarray:
+            last = self.answer_ids[-1] if self.answer_ids else 50
+            return pack_ids([last - 1, last + 1], vocab)
 
     def executor() -> PagedExecutor:
         made = pair.executor(12)
-        made._mask_of = lambda start: neighbours if start.params.seed else None
+        made._mask_of = lambda start: Neighbours() if start.params.seed else None
         return made
 
     loop = PagedLoop(scheduler_config(pair.paged, num_pages=12), executor)

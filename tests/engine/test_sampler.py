@@ -17,6 +17,7 @@ from ktransformers.engine.sampler import RequestSampler, draw_seed, sample_batch
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.sampling import sample_rows, uniforms
+from ktransformers.tokenizer.grammars import pack_ids
 
 
 def test_uniforms_depend_on_seed_and_position_only() -> None:
@@ -262,8 +263,20 @@ def test_rows_on_the_threads_of_a_pool_are_the_same() -> None:
     assert together[5].token_id in (8, 30_000)
 
 
+class OnlyToken:
+    def __init__(self, token_id: int):
+        self.words = pack_ids([token_id], 4)
+
+    def commit(self, token_id: int) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def allowed(self) -> np.ndarray:
+        return self.words
+
+
 def test_no_token_left_is_an_error_of_the_request() -> None:
-    request = RequestSampler(SamplingParams(seed=0), (), 4, lambda answer: np.zeros(4, dtype=np.bool_))
+    request = RequestSampler(SamplingParams(seed=0, allowed_token_ids=[2]), (), 4, OnlyToken(3))
     (found,) = sample_each(torch.zeros(1, 4), [request], [0])
     assert isinstance(found, KTransformersError)
     assert "exclude each other" in str(found)

@@ -50,29 +50,36 @@ def sample_rows(
     numbers: Sequence[float],
     pool: WorkerPool,
     adjusted: Sequence[Tensor | None] | None = None,
+    allowed: Sequence[Tensor | None] | None = None,
 ) -> list[Pick]:
     """Choose a token in each row of fp32 logits [B, V], with temperature, top_k, top_p and min_p of its params.
 
     numbers: one in [0, 1) per row, at which the inverse of the cumulative distribution, in the order of ids, is taken.
     adjusted: fp32 [V] to choose from instead of a row, or None; -infinity for tokens that must not be chosen.
+    allowed: int32 [ceil(V / 32)], bits of the tokens that may be chosen, token 0 the lowest of the first; or None: all.
     Rows run side by side on the threads of the pool. Temperature 0 takes the greatest logit, of equals the lowest id.
     Otherwise a token's weight is exp((logit - greatest) / temperature), in fp64; tokens with less than 2**-64 are never
     chosen. top_k keeps all that are as good as the k-th. top_p keeps the smallest set of most likely tokens that has
     this share of what top_k left; of equally likely tokens the lowest ids. min_p is the least weight of what remains.
-    A row with a logit that is not finite (adjusted: NaN, +infinity, or nothing but -infinity) has no choice.
+    A row with a logit that is not finite (adjusted: NaN, +infinity, or nothing but -infinity) has no choice,
+    nor has one without allowed tokens.
     """
     check_tensor("logits", logits, (len(params), None))
     num_rows, vocab = logits.shape
-    if len(numbers) != num_rows or (adjusted is not None and len(adjusted) != num_rows):
-        raise ValueError(f"numbers and adjusted rows must be one per row of logits, which has {num_rows}")
+    if any(one is not None and len(one) != num_rows for one in (numbers, adjusted, allowed)):
+        raise ValueError(f"numbers, adjusted and allowed must be one per row of logits, which has {num_rows}")
     if num_rows and not 1 <= vocab < 2**31:
         raise ValueError(f"logits must have 1 to 2**31 - 1 columns, got {vocab}")
     first, size = logits.data_ptr(), logits.element_size() * vocab
-    addresses = [(first + i * size, first + i * size) for i in range(num_rows)]
+    addresses = [(first + i * size, first + i * size, 0) for i in range(num_rows)]
     for i, row in enumerate(adjusted or ()):
         if row is not None:
             check_tensor(f"adjusted[{i}]", row, (vocab,))
-            addresses[i] = (addresses[i][0], row.data_ptr())
+            addresses[i] = (addresses[i][0], row.data_ptr(), 0)
+    for i, row in enumerate(allowed or ()):
+        if row is not None:
+            check_tensor(f"allowed[{i}]", row, (-(-vocab // 32),), torch.int32)
+            addresses[i] = (*addresses[i][:2], row.data_ptr())
     settings = [(one.temperature, one.top_p, one.min_p, number) for one, number in zip(params, numbers, strict=True)]
     picks = extension.sample_rows(pool.handle, addresses, settings, [one.top_k for one in params], vocab)
     return [Pick(*pick) for pick in picks]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ktransformers.core import GenerationStats, SamplingParams
 from ktransformers.engine.sampler import draw_seed
 from ktransformers.errors import ConfigError, FieldError, UnsupportedError
 from ktransformers.server.answers.choices import ChatChoice, Choice, PromptChoice, TextChoice
+from ktransformers.server.answers.constraints import beside_tools, reasoning_of
 from ktransformers.server.answers.events import AnswerFinished, AnswerStep
 from ktransformers.server.answers.generations import run_generations
 from ktransformers.server.answers.one_call import OneCall
@@ -92,7 +94,7 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
         prompts, choices = _chat(service, asked)
     else:
         prompts, choices = _texts(service, asked)
-    requests = _generations(service, asked, prompts)
+    requests = _generations(service, asked, prompts, _rules(service, asked, prompts[0]))
     return Job(
         service=service,
         id=asked.id,
@@ -157,6 +159,20 @@ def _texts(service: Service, asked: TextRequest) -> _Prepared:
     return prompts, choices
 
 
+def _rules(service: Service, asked: ChatRequest | TextRequest, prompt_ids: Sequence[int]) -> dict[str, Any]:
+    """Fields of SamplingParams about what the answer must look like, and from where on."""
+    constraint = asked.sampling.constraint
+    if not isinstance(asked, ChatRequest):
+        return {"constraint": constraint}
+    tokenizer, conversation = service.model.tokenizer, asked.conversation
+    if constraint is not None and conversation.tools:
+        constraint = beside_tools(tokenizer, constraint)
+    budget = conversation.reasoning_budget
+    if constraint is None and budget is None:
+        return {}
+    return {"constraint": constraint, "reasoning": reasoning_of(tokenizer, prompt_ids, budget)}
+
+
 def _echo(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> str:
     """What a prompt looks like in front of its answer."""
     if isinstance(prompt, str):
@@ -164,8 +180,10 @@ def _echo(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> str:
     return tokenizer.decode(prompt, skip_special_tokens=False) if tokenizer.has_vocabulary else ""
 
 
-def _generations(service: Service, asked: AnswerRequest, prompts: Sequence[Sequence[int]]) -> list[GenerationRequest]:
-    """n for each prompt, checked.
+def _generations(
+    service: Service, asked: AnswerRequest, prompts: Sequence[Sequence[int]], rules: Mapping[str, Any]
+) -> list[GenerationRequest]:
+    """n for each prompt, checked. rules: see _rules.
 
     Choice i of a request draws with seed + i, so that they differ and each can be repeated.
     """
@@ -175,7 +193,7 @@ def _generations(service: Service, asked: AnswerRequest, prompts: Sequence[Seque
         GenerationRequest(
             request_id=f"{asked.id}-{index}" if len(prompts) * n > 1 else asked.id,
             prompt_ids=shared[index // n],
-            params=replace(params, seed=(seed + index) % (1 << 64)),
+            params=replace(params, seed=(seed + index) % (1 << 64), **rules),
             priority=asked.priority,
             timeout=asked.timeout or service.config.request_timeout,
             cache_salt=asked.cache_salt,

@@ -77,8 +77,6 @@ def template_kwargs(tokenizer: Tokenizer, asked: Conversation) -> TemplateKwargs
         ignored.append("enable_thinking")
     if budget is not None and tokenizer.template_knows("thinking_budget"):
         given.setdefault("thinking_budget", budget)
-    elif budget is not None and not (budget == 0 and switch is not None):
-        ignored.append("thinking_budget")
     return TemplateKwargs(given, tuple(ignored))
 
 

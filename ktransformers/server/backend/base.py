@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from ktransformers.core import Pooling, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.card import ModelCard
+from ktransformers.engine.constraints import check_rules
 from ktransformers.errors import KTransformersError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer import Tokenizer
@@ -121,8 +122,13 @@ class Backend(ABC):
         """Figures of this moment."""
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise what can be known to be wrong before a response is begun, without generating anything: see Limits."""
-        self.model.limits.check(request.prompt_ids, request.params)
+        """Raise what can be known to be wrong before a response is begun, without generating anything.
+
+        See Limits and Grammars.
+        """
+        model = self.model
+        model.limits.check(request.prompt_ids, request.params)
+        check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), request.params)
 
     @abstractmethod
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:

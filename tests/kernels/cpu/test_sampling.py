@@ -67,6 +67,13 @@ def bar_some(logits: np.ndarray, rng: np.random.Generator) -> torch.Tensor | Non
     return torch.from_numpy(barred)
 
 
+def bits_of(barred: np.ndarray) -> torch.Tensor:
+    """The tokens that may be chosen, and bits behind the last one, which mean nothing."""
+    bits = np.ones(-(-barred.size // 32) * 32, np.bool_)
+    bits[: barred.size] = barred != -np.inf
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab", "num_rows"), [(1, 20), (7, 200), (160, 200), (257, 100), (5000, 60), (151_936, 24)])
 def test_the_same_token_as_the_oracle(kind: str, vocab: int, num_rows: int, pools: list[WorkerPool]) -> None:
@@ -82,6 +89,9 @@ def test_the_same_token_as_the_oracle(kind: str, vocab: int, num_rows: int, pool
     ]
     for pool in pools:
         assert sample_rows(torch.from_numpy(logits), params, numbers, pool, adjusted) == expected
+        masks = [None if one is None else bits_of(one.numpy()) for one in adjusted]
+        assert sample_rows(torch.from_numpy(logits), params, numbers, pool, None, masks) == expected
+        assert sample_rows(torch.from_numpy(logits), params, numbers, pool, adjusted, masks) == expected
 
 
 @pytest.mark.parametrize("kind", ["peaked", "ties", "wide"])
@@ -250,3 +260,16 @@ def test_arguments_are_checked(pool: WorkerPool) -> None:
         token_logprobs(logits, [0, 4], 1, pool)
     assert sample_rows(torch.zeros(0, 4), [], [], pool) == []
     assert token_logprobs(torch.zeros(0, 4), [], 1, pool).top.shape == (0, 1)
+
+
+def test_a_row_without_allowed_tokens_has_no_choice(pools: list[WorkerPool]) -> None:
+    logits = torch.randn(2, 40)
+    allowed = torch.zeros(2, dtype=torch.int32)
+    params = [SamplingParams(temperature=0), SamplingParams()]
+    picks = sample_rows(logits, params, [0.5, 0.5], pools[-1], None, [allowed, allowed])
+    assert [pick.token_id for pick in picks] == [-1, -1]
+    logits[0, 3] = float("nan")  # is found although it may not be chosen
+    allowed[0] = 1
+    assert sample_rows(logits, params, [0.5, 0.5], pools[-1], None, [allowed, allowed]) == [Pick(-1, 3), Pick(0, -1)]
+    with pytest.raises(ValueError, match=r"allowed\[0\] must have shape"):
+        sample_rows(logits, params, [0.5, 0.5], pools[-1], None, [allowed[:1], None])

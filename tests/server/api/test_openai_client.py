@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -188,6 +189,31 @@ def test_content_parts_and_template_fields(client: openai.OpenAI) -> None:
     assert answer.headers["x-ktransformers-ignored"] == "chat_template_kwargs.no_such_field"
 
 
+def test_answers_follow_a_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 9},
+            "age": {"type": "integer", "minimum": 0, "maximum": 9},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    named = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": schema}}
+    answer = chat(client, response_format=named, n=3, temperature=0.5, seed=5, max_tokens=400)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert set(json.loads(choice.message.content)) == {"name", "age"}
+    for body in ({"guided_regex": "[a-c]{4}"}, {"structured_outputs": {"regex": "[a-c]{4}"}}):
+        assert re.fullmatch("[a-c]{4}", chat(client, extra_body=body).choices[0].message.content)
+    text = client.completions.create(
+        model=client.models.list().data[0].id, prompt="x", extra_body={"guided_choice": ["so", "not so"]}
+    )
+    assert text.choices[0].text in ("so", "not so")
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        chat(client, extra_body={"guided_json": {"type": "array", "uniqueItems": True}})
+
+
 def test_completions(client: openai.OpenAI, llm: LLM) -> None:
     (expected,) = llm.generate("The capital of France", SamplingParams(temperature=0, max_tokens=12))
     answer = client.completions.create(model="demo", prompt="The capital of France", temperature=0, max_tokens=12)
@@ -250,7 +276,7 @@ def test_errors_have_openais_shape(client: openai.OpenAI) -> None:
         ({"temperature": "0.5"}, "temperature"),
         ({"top_logprobs": 5}, None),
         ({"n": 0}, "n"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ktransformers.errors import ConfigError, FieldError
+from ktransformers.server.answers.constraints import constraint_of
 from ktransformers.server.answers.requests import (
     ChatRequest,
     Conversation,
@@ -138,6 +139,7 @@ def _sampling(fields: GenerationFields, max_tokens: int | None, **more: int | No
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
         logit_bias={int(key): value for key, value in (fields.logit_bias or {}).items()},
+        constraint=constraint_of(fields.constraint_fields()),
         **more,
     )
 

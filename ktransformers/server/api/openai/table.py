@@ -154,19 +154,22 @@ GENERATION_FIELDS: FieldTable = {
 }  # fmt: skip
 """What both routes know."""
 
-_STRUCTURE = "a prompt that asks for it"
-_STRUCTURED: FieldTable = dict.fromkeys(
-    (
-        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema",
-        "grammar", "regex", "ebnf", "structural_tag",
+_CONSTRAINTS: FieldTable = {
+    "response_format": honour({"type": "text"}),
+    **dict.fromkeys(
+        (
+            "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema",
+            "grammar",
+        ),
+        honour(""),
     ),
-    refuse(_STRUCTURE, ""),
-)  # fmt: skip
-"""Constraints on an answer's text, until they are built."""
+    **dict.fromkeys(("regex", "ebnf", "structural_tag"), refuse("structured_outputs", "")),
+}  # fmt: skip
+"""What an answer's text has to look like: answers/constraints.py."""
 
 CHAT_FIELDS: FieldTable = {
     **GENERATION_FIELDS,
-    **_STRUCTURED,
+    **_CONSTRAINTS,
     "messages": honour(),
     "max_completion_tokens": honour(*_NO_LIMIT),
     "logprobs": honour(),
@@ -176,7 +179,6 @@ CHAT_FIELDS: FieldTable = {
     "parallel_tool_calls": honour(True),
     "functions": honour([]),
     "function_call": honour(),
-    "response_format": honour({"type": "text"}),
     "reasoning_effort": honour(""),
     "enable_thinking": honour(),
     "thinking_budget": honour(-1),
@@ -205,7 +207,7 @@ CHAT_FIELDS: FieldTable = {
 
 COMPLETION_FIELDS: FieldTable = {
     **GENERATION_FIELDS,
-    **_STRUCTURED,
+    **_CONSTRAINTS,
     "prompt": honour(),
     "return_token_ids": honour(),
     "logprobs": honour(),
@@ -215,7 +217,6 @@ COMPLETION_FIELDS: FieldTable = {
     "suffix": refuse("a prompt with the model's own tokens for filling in", ""),
     "add_special_tokens": refuse("prompt as token ids", True),
     "prompt_logprobs": refuse("echo and logprobs"),
-    "response_format": refuse(_STRUCTURE, {"type": "text"}),
-    "format": refuse(_STRUCTURE, ""),
+    "format": mapped(_format, ""),
 }
 """POST /v1/completions."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ktransformers.server.api.openai.schemas.base import History, Whole
+from ktransformers.server.api.openai.schemas.base import Whole
 from ktransformers.server.api.openai.schemas.generation import GenerationFields
 from ktransformers.server.api.openai.schemas.messages import (
     ChatMessage,
@@ -17,12 +17,6 @@ from ktransformers.server.api.openai.schemas.messages import (
 )
 
 __all__ = ["ChatBody"]
-
-
-class ResponseFormat(History):
-    """What the answer's text has to be."""
-
-    type: Literal["text"]
 
 
 class ChatBody(GenerationFields):
@@ -41,7 +35,6 @@ class ChatBody(GenerationFields):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[FunctionDefinition], Field(fail_fast=True)] | None = None
     function_call: Literal["auto", "none"] | NamedFunction | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     # Extensions.
     enable_thinking: bool | None = None

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, FiniteFloat, WrapValidator, field_validator, model_validator
 
 from ktransformers.server.answers.requests import MAX_ANSWERS
+from ktransformers.server.api.openai.constraint_fields import ConstraintFields
 from ktransformers.server.api.openai.schemas.base import (
     Body,
     History,
@@ -32,7 +33,7 @@ class StreamOptions(History):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(Body):
+class GenerationFields(Body, ConstraintFields):
     """What chat and text completions share. Values that change nothing are gone before (table.py)."""
 
     model: str | None = None

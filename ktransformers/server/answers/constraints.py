@@ -1,0 +1,144 @@
+"""Constraints on answers as requests name them, in every dialect: OpenAI's, vLLM's, llama.cpp's, Ollama's.
+
+    response_format      {"type": "json_object"} | {"type": "json_schema", "json_schema": {"schema": ...}} | text
+    structured_outputs   {"json": schema} | {"regex": ...} | {"choice": [...]} | {"grammar": ...} | {"json_object": ...}
+    guided_json, guided_regex, guided_choice, guided_grammar     the same, one field each
+    json_schema, grammar (Lark or GBNF)                          llama.cpp's
+    format               "json" | schema                         Ollama's
+
+And where in an answer they begin: behind its reasoning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ktransformers.core import Constraint, Reasoning
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.tokenizer import Tokenizer
+
+__all__ = ["CONSTRAINT_FIELDS", "beside_tools", "constraint_of", "reasoning_of"]
+
+_ALONE = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+}
+
+CONSTRAINT_FIELDS = ("response_format", "structured_outputs", "format", *_ALONE)
+"""Fields of bodies that `constraint_of` reads."""
+
+_HINTS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>")
+_HARMONY_END = r"<\|channel\|>final[^<]*(<\|constrain\|>[^<]*)?<\|message\|>"
+_HARMONY_CLOSING = "<|end|><|start|>assistant<|channel|>final<|message|>"
+_CALL_TOKENS = (
+    "<tool_call>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<|tool_calls_section_begin|>",
+    "<minimax:tool_call>",
+    "<tool_calls>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<|tool_call>",
+)
+"""Tokens that a call of a tool begins with, by family; harmony's ends with one."""
+
+
+def constraint_of(body: Mapping[str, Any]) -> Constraint | None:
+    """What these fields of a body ask for; None when they ask for nothing. Other fields are not looked at.
+
+    Raises ConfigError for two constraints at once and for what is none; whether one can be followed, the model's
+    Grammars say.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for name in CONSTRAINT_FIELDS:
+        wanted = _wanted(name, body.get(name))
+        if wanted:
+            found[name] = wanted
+    if len(found) > 1:
+        raise ConfigError(f"{' and '.join(found)} both say what the answer must look like: send one of them")
+    for name, wanted in found.items():
+        try:
+            return Constraint.of(wanted)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    return None
+
+
+def _wanted(name: str, value: Any) -> Mapping[str, Any] | None:
+    """The same as vLLM's structured_outputs; None for nothing."""
+    if value is None:
+        return None
+    if name == "response_format":
+        return _of_response_format(value)
+    if name == "structured_outputs":
+        return _of_structured_outputs(value)
+    if name == "format":
+        if value == "json":
+            return {"json_object": True}
+        return {"json": value} if value != "" else None
+    return {_ALONE[name]: value} if value != "" else None
+
+
+def _of_structured_outputs(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError("structured_outputs must be an object")
+    refused = [name for name in _HINTS[1:] if value.get(name)]
+    if refused:
+        raise UnsupportedError(f"structured_outputs.{refused[0]} is not supported: leave it out")
+    return {name: one for name, one in value.items() if name not in _HINTS}
+
+
+def _of_response_format(value: Any) -> Mapping[str, Any] | None:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        schema = value.get("schema")  # llama.cpp's
+        return {"json_object": True} if schema is None else {"json": schema}
+    if kind != "json_schema":
+        raise ConfigError("response_format.type must be text, json_object or json_schema")
+    named = value.get("json_schema")
+    schema = named.get("schema") if isinstance(named, Mapping) else value.get("schema")
+    if schema is None:
+        raise ConfigError("response_format.json_schema.schema is missing")
+    return {"json": schema}
+
+
+def beside_tools(tokenizer: Tokenizer, constraint: Constraint) -> Constraint:
+    """The same where an answer may call tools: one that begins with a call is no answer yet, and so is free."""
+    ids = [tokenizer.token_id(token) for token in (*_CALL_TOKENS, *(("<|call|>",) if _is_harmony(tokenizer) else ()))]
+    return replace(constraint, exit_ids=tuple(token_id for token_id in ids if token_id is not None))
+
+
+def reasoning_of(tokenizer: Tokenizer, prompt_ids: Sequence[int], max_tokens: int | None = None) -> Reasoning | None:
+    """How the reasoning of an answer to this prompt is told; None when there will be none.
+
+    max_tokens: how long it may get.
+    """
+    if not tokenizer.has_vocabulary:
+        return None
+    if _is_harmony(tokenizer):
+        return Reasoning(_HARMONY_END, _HARMONY_CLOSING, is_open=True, max_tokens=max_tokens)
+    tags = tokenizer.reasoning_tags
+    if tags is None:
+        return None
+    if tokenizer.opens_reasoning(prompt_ids):
+        return Reasoning(re.escape(tags[1]), tags[1], is_open=True, drops_breaks=True, max_tokens=max_tokens)
+    end = tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False)
+    opening = tokenizer.encode(tags[0], add_special_tokens=False)
+    if end.rstrip().endswith(tags[1]) or not opening or opening[0] not in tokenizer.added_ids:
+        return None  # the prompt has closed it; or no token tells that it begins
+    return Reasoning(re.escape(tags[1]), tags[1], open_id=opening[0], drops_breaks=True, max_tokens=max_tokens)
+
+
+def _is_harmony(tokenizer: Tokenizer) -> bool:
+    return all(tokenizer.token_id(token) is not None for token in _HARMONY)

@@ -1,0 +1,281 @@
+"""What a constraint allows, token by token, over one model's vocabulary. llguidance reads the grammars.
+
+A token stands for its bytes (`Tokenizer.token_bytes`), so a grammar accepts exactly the texts that the detokenizer
+writes. Control tokens stand for themselves: no text matches them, and a Lark grammar names them as <|name|>. Knows no
+requests and no reasoning; see engine/constraints.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktransformers.core import Constraint, ConstraintKind
+from ktransformers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+    from ktransformers.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["MAX_CONSTRAINT_CHARS", "Grammars", "Matcher", "Words", "pack_ids"]
+
+MAX_CONSTRAINT_CHARS = 1 << 18
+"""Longest text of a constraint: reading one as long as this takes some tenths of a second."""
+
+Words = npt.NDArray[np.uint32]
+"""Bits [ceil(V / 32)], one per token; token 0 is the lowest bit of the first word."""
+
+_MAX_LEVELS = 1000
+"""How deep what a constraint refers to may lie within each other: llguidance goes down on the stack, which ends the
+process at about twice as many on a thread with 8 MiB of it."""
+
+_MAX_REASON_CHARS = 400
+_JSON_OPTIONS: JsonCompileOptions = {"lenient": False, "whitespace_pattern": r"[ \t\r\n]{0,40}"}
+"""Whitespace as people indent; without a limit a model may write nothing else to the end of its tokens."""
+
+
+def pack_ids(token_ids: Iterable[int], vocab_size: int) -> Words:
+    """The bits of these tokens. Ids that the vocabulary does not have are left out."""
+    words = np.zeros(-(-vocab_size // 32), np.uint32)
+    ids = np.array([i for i in token_ids if 0 <= i < vocab_size], np.int64)
+    np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+    return words
+
+
+class Matcher:
+    """One answer's place in its grammar. One thread at a time."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int):
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """The answer goes on with these. What they do not fit shows in `allowed`."""
+        if token_ids:
+            self._matcher.consume_tokens(list(token_ids))
+
+    def allowed(self) -> Words:
+        """The tokens that may come next.
+
+        End tokens may come where the grammar accepts. Where it can go no further they are the only ones. Raises
+        ConfigError when the answer does not fit, or the grammar turned out to be too much to follow.
+        """
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: -(-self._vocab_size // 32)].copy()
+        if self._matcher.is_error():
+            raise ConfigError(f"the answer cannot follow its constraint any further: {_shortened(self._matcher)}")
+        return words
+
+
+class Grammars:
+    """Reads constraints for one vocabulary. vocab_size: logits of a row. eos_token_ids: end an answer.
+
+    What is needed of the tokenizer is prepared when it is first asked for. Any number of threads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
+        self.tokenizer, self.vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._lock = threading.Lock()
+        self._prepared: LLTokenizer | None = None
+
+    def check(self, constraint: Constraint) -> None:
+        """Raises ConfigError for a constraint that is wrong, too large, or asks for what cannot be enforced."""
+        if not self.matcher(constraint).allowed().any():
+            raise ConfigError(f"no answer could follow the {_NAMES[constraint.kind]}")
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """At the start of an answer. Raises as `check`."""
+        from llguidance import LLMatcher
+
+        grammar = _grammar(constraint)
+        made = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=_limits())
+        if made.is_error():
+            raise ConfigError(f"the {_NAMES[constraint.kind]} cannot be followed: {_shortened(made)}")
+        return Matcher(made, self.vocab_size)
+
+    @functools.cached_property
+    def ends(self) -> Words:
+        """End tokens."""
+        return pack_ids(self._eos_token_ids, self.vocab_size)
+
+    @functools.cached_property
+    def break_ids(self) -> frozenset[int]:
+        """Tokens that are line breaks and nothing else."""
+        known = range(min(self.tokenizer.vocab_size, self.vocab_size))
+        return frozenset(i for i in known if (text := self.tokenizer.token_bytes(i)) and not text.strip(b"\r\n"))
+
+    @functools.cached_property
+    def breaks(self) -> Words:
+        """The same as bits."""
+        return pack_ids(self.break_ids, self.vocab_size)
+
+    def _vocabulary(self) -> LLTokenizer:
+        with self._lock:
+            if self._prepared is None:
+                self._prepared = self._prepare()
+            return self._prepared
+
+    def _prepare(self) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        ends = [token_id for token_id in self._eos_token_ids if 0 <= token_id < self.vocab_size]
+        if not self.tokenizer.has_vocabulary:
+            raise ConfigError("constraints are about text, and this model's files hold no vocabulary")
+        if not ends:
+            raise ConfigError("constraints need an end token, and this model's files name none")
+        wrapper = TokenizerWrapper(_Vocabulary(self.tokenizer, self.vocab_size, ends[0]))
+        return LLTokenizer(wrapper, eos_token=ends)
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance asks for it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int):
+        known = min(tokenizer.vocab_size, vocab_size)
+        self.tokens = [tokenizer.token_bytes(i) if i < known else b"" for i in range(vocab_size)]
+        # Tags that are tokens of their own are no text either: parsers read them as tags wherever they stand.
+        self.special_token_ids = [i for i in sorted(tokenizer.added_ids) if i < vocab_size]
+        self.eos_token_id = eos_token_id
+        self._encode: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._encode(text.decode(errors="replace") if isinstance(text, bytes) else text)
+
+
+_NAMES = {
+    ConstraintKind.JSON_OBJECT: "JSON object",
+    ConstraintKind.JSON_SCHEMA: "JSON schema",
+    ConstraintKind.REGEX: "regular expression",
+    ConstraintKind.CHOICE: "list of choices",
+    ConstraintKind.GRAMMAR: "grammar",
+}
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(verbose_errors=False)
+
+
+def _shortened(matcher: LLMatcher) -> str:
+    reason = " ".join(matcher.get_error().split())
+    return reason if len(reason) <= _MAX_REASON_CHARS else f"{reason[:_MAX_REASON_CHARS]}..."
+
+
+def _grammar(constraint: Constraint) -> str:
+    """The constraint in llguidance's own form. Raises ConfigError."""
+    from llguidance import LLMatcher, regex_to_lark
+
+    kind, text = constraint.kind, constraint.text
+    if len(text) > MAX_CONSTRAINT_CHARS:
+        raise ConfigError(f"the {_NAMES[kind]} has {len(text)} characters; at most {MAX_CONSTRAINT_CHARS} are read")
+    match kind:
+        case ConstraintKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
+        case ConstraintKind.JSON_SCHEMA:
+            return _of_schema(text)
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'd')}/")  # \d is [0-9]
+        case ConstraintKind.CHOICE:
+            return _of_choices(text)
+        case ConstraintKind.GRAMMAR:
+            return _of_lark(text)
+
+
+def _of_schema(text: str) -> str:
+    from llguidance import LLMatcher
+
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the JSON schema is no JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise ConfigError("a JSON schema must be an object")
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        raise ConfigError("the JSON schema must not have x-guidance: how it is followed is not the request's to say")
+    _check_levels("JSON schema", _schema_levels(schema))
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+    except ValueError as error:  # more within each other than its reader goes into
+        raise ConfigError(f"the JSON schema cannot be read: {error}") from error
+
+
+def _of_choices(text: str) -> str:
+    from llguidance import LLMatcher
+
+    choices = json.loads(text)
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
+
+
+def _of_lark(text: str) -> str:
+    """Lark as llguidance has it; llama.cpp's GBNF is rewritten."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    _check_levels("grammar", text.count("::="))
+    try:
+        lark = any_to_lark(text)
+    except Exception as error:  # whatever the rewriting stumbles over, it is about this text
+        raise ConfigError(f"the grammar is no GBNF that could be read: {error}") from error
+    rules = sum(":" in line for line in lark.splitlines())
+    _check_levels("grammar", rules + lark.count("(") + lark.count("$ref") * _depth_of_text(lark))
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def _check_levels(what: str, levels: int) -> None:
+    if levels > _MAX_LEVELS:
+        raise ConfigError(
+            f"the {what} has parts that may lie {levels} levels within each other; at most {_MAX_LEVELS} do"
+        )
+
+
+def _schema_levels(schema: Any) -> int:
+    """At least as many levels as a reader goes down: the schema's own, and those of all that it refers to."""
+    targets: set[str] = set()
+    own = _depth(schema, targets)
+    return own + sum(_depth(_pointed(schema, target), set()) for target in targets)
+
+
+def _depth(value: Any, targets: set[str]) -> int:
+    """Levels of lists and objects; adds what they refer to."""
+    deepest, waiting = 0, [(value, 1)]
+    while waiting:
+        one, level = waiting.pop()
+        deepest = max(deepest, level)
+        if isinstance(one, dict):
+            targets.update(ref for key, ref in one.items() if key in _REFERENCES and isinstance(ref, str))
+            waiting += [(inner, level + 1) for inner in one.values()]
+        elif isinstance(one, list):
+            waiting += [(inner, level + 1) for inner in one]
+    return deepest
+
+
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
+def _pointed(schema: Any, target: str) -> Any:
+    """What a JSON pointer leads to; the whole schema for one that leads elsewhere."""
+    found = schema
+    for part in target.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or name not in found:
+            return schema
+        found = found[name]
+    return found
+
+
+def _depth_of_text(text: str) -> int:
+    """Most braces and brackets that are open at once, those in strings counted too."""
+    depth = deepest = 0
+    for letter in text:
+        depth += (letter in "{[") - (letter in "}]")
+        deepest = max(deepest, depth)
+    return deepest
