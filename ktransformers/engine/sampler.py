@@ -317,13 +317,15 @@ def sample_each(
         [request.params for request in requests],
         sampling.uniforms([request.seed for request in requests], positions),
         pool,
-        changed,
+        [row if isinstance(row, torch.Tensor) else None for row in changed],
         [mask if isinstance(mask, torch.Tensor) else None for mask in masks],
     )
     results: list[SampledToken | KTransformersError] = []
-    for i, (pick, mask) in enumerate(zip(picks, masks, strict=True)):
+    for i, (pick, mask, row) in enumerate(zip(picks, masks, changed, strict=True)):
         if isinstance(mask, KTransformersError):
             results.append(mask)
+        elif isinstance(row, KTransformersError):
+            results.append(row)
         elif pick.bad_id >= 0:
             results.append(_bad_logit(rows[i], pick.bad_id, positions[i]))
         else:
@@ -337,9 +339,12 @@ def _alone(process: int) -> WorkerPool:
     return WorkerPool(1)
 
 
-def _adjusted(request: RequestSampler, row: torch.Tensor) -> torch.Tensor | None:
-    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is checked with the choice
-        changed = request.adjusted(row.numpy())
+def _adjusted(request: RequestSampler, row: torch.Tensor) -> torch.Tensor | KTransformersError | None:
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is checked with the choice
+            changed = request.adjusted(row.numpy())
+    except KTransformersError as error:
+        return error
     return None if changed is None else torch.from_numpy(changed)
 
 

@@ -220,6 +220,12 @@ def test_the_prompt_is_that_of_the_other_dialect(claude: anthropic.Anthropic, se
     assert num_input(ask(claude, **here, max_tokens=1).usage) == wanted
 
 
+def test_the_last_message_may_begin_the_answer(claude: anthropic.Anthropic) -> None:
+    whole = ask(claude).content[0].text
+    begun = [*QUESTION, {"role": "assistant", "content": whole[:7]}]
+    assert ask(claude, messages=begun).content[0].text == whole[7:]
+
+
 def test_why_an_answer_ended(claude: anthropic.Anthropic) -> None:
     cut = ask(claude, messages=LONG, max_tokens=4)
     assert (cut.stop_reason, cut.stop_sequence, cut.usage.output_tokens) == ("max_tokens", None, 4)
@@ -242,7 +248,14 @@ def test_why_an_answer_ended(claude: anthropic.Anthropic) -> None:
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "user", "content": []}]}, "nothing to answer"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role: "),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "17 + 25 ="}]}, "prefill"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}
+                ]
+            },
+            "send its result",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
             r"messages\[0\].content\[0\]: images are not supported",

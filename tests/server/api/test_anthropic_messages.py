@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -13,16 +12,16 @@ import httpx
 import pytest
 
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
-from ktransformers.errors import EngineError
+from ktransformers.errors import EngineError, FieldError
 from ktransformers.server.answers.requests import Message, PastCall
 from ktransformers.server.api.anthropic.errors import error_shape
 from ktransformers.server.api.anthropic.fields import TABLE
-from ktransformers.server.api.anthropic.policy import LoggedNames, sort_fields
 from ktransformers.server.api.anthropic.read import read_conversation
 from ktransformers.server.api.anthropic.schemas import ConversationBody
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.fields import sort_fields
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_runner import byte_tokenizer
 
@@ -201,7 +200,7 @@ def test_sampling_reaches_the_backend() -> None:
 # The fields.
 
 
-def test_the_table(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_table() -> None:
     given = {
         "max_completion_tokens": 5,
         "stop": "x",
@@ -219,15 +218,8 @@ def test_the_table(caplog: pytest.LogCaptureFixture) -> None:
         ("strange", "line\nbreak"),
     )
     for refused in ({"n": 2}, {"n": True}, {"logit_bias": {"1": 1}}, {"container": "x"}, {"thread": {}}):
-        with pytest.raises(ValueError, match=f"^{next(iter(refused))}: this server does not support it; use "):
+        with pytest.raises(FieldError, match=f"^{next(iter(refused))}: this server does not support it; use "):
             sort_fields(refused, TABLE)
-    with pytest.raises(ValueError, match="more than any request has"):
-        sort_fields({f"x{i}": 1 for i in range(300)}, TABLE)
-    with caplog.at_level(logging.WARNING):
-        logged = LoggedNames(limit=2)
-        logged.say(["a", "b", "a", "c"])
-        logged.say(["a", "c"])
-    assert [record.args for record in caplog.records] == [("a",), ("b",)]
 
 
 def test_names_that_no_header_can_carry() -> None:
@@ -240,7 +232,7 @@ def test_names_that_no_header_can_carry() -> None:
 
 def turns_of(*messages: dict[str, Any], **fields: Any) -> list[Message]:
     body = ConversationBody.model_validate({"messages": list(messages), **fields})
-    return list(read_conversation(body, TOKENIZER).conversation.messages)
+    return list(read_conversation(body).conversation.messages)
 
 
 def test_turns() -> None:
@@ -290,30 +282,33 @@ def test_billing_is_not_shown_to_the_model() -> None:
 def test_tools_that_find_tools_are_not_needed() -> None:
     search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
     body = {"messages": BODY["messages"], "tools": [search, {**ADD, "defer_loading": True, "type": "custom"}]}
-    reading = read_conversation(ConversationBody.model_validate(body), TOKENIZER)
+    reading = read_conversation(ConversationBody.model_validate(body))
     assert [tool.name for tool in reading.conversation.tools] == ["add"]
-    assert reading.ignored == ["tools.tool_search_tool"]
+    assert reading.ignored == ("tools.tool_search_tool",)
 
 
 @pytest.mark.parametrize(
-    ("fields", "kwargs", "effort", "ignored"),
+    ("fields", "wanted"),
     [
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, {"thinking": True}, None, ["thinking.budget_tokens"]),
-        ({"thinking": {"type": "disabled"}}, {"thinking": False}, None, []),
-        ({"output_config": {"effort": "max"}}, {}, "high", []),
-        ({"chat_template_kwargs": {"thinking": 1, "x": 2}}, {"thinking": 1}, None, ["chat_template_kwargs.x"]),
+        ({}, (None, None, None)),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, (True, 9, None)),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, (True, None, "high")),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, (False, None, "low")),
     ],
 )
-def test_reasoning(fields: dict[str, Any], kwargs: dict[str, Any], effort: str | None, ignored: list[str]) -> None:
-    body = ConversationBody.model_validate({"messages": BODY["messages"], **fields})
-    knowing = byte_tokenizer(TEMPLATE + "{% if thinking and reasoning_effort %}{% endif %}")
-    reading = read_conversation(body, knowing)
-    assert (dict(reading.conversation.template_kwargs), reading.conversation.reasoning_effort) == (kwargs, effort)
-    assert reading.ignored == ignored
+def test_reasoning(fields: dict[str, Any], wanted: tuple[bool | None, int | None, str | None]) -> None:
+    conversation = read_conversation(ConversationBody.model_validate(BODY | fields)).conversation
+    assert (conversation.thinks, conversation.reasoning_budget, conversation.reasoning_effort) == wanted
 
 
-def test_thinking_that_the_template_always_or_never_does() -> None:
-    assert TOKENIZER.reasoning_tags is not None
-    for kind, ignored in (("enabled", []), ("disabled", ["thinking"])):
-        body = ConversationBody.model_validate({"messages": BODY["messages"], "thinking": {"type": kind}})
-        assert read_conversation(body, TOKENIZER).ignored == ignored
+def test_strict_requests_refuse_what_has_no_effect() -> None:
+    strict = replace(CONFIG, is_strict_on_fields=True)
+    for fields in (
+        {"made_up": 1},
+        {"context_management": {"edits": [{"type": "x"}]}},
+        {"thinking": {"type": "disabled"}},
+    ):
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            refused = post(Talking("a"), {**BODY, **fields}, strict, path)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert post(Talking("a"), {**BODY, "metadata": {}}, strict).status_code == 200

@@ -90,8 +90,8 @@ def test_one_call_at_a_time(client: openai.OpenAI) -> None:
         assert answer.choices[0].finish_reason == "tool_calls"
         (call,) = answer.choices[0].message.tool_calls
         assert json.loads(call.function.arguments) == {"city": "Paris"}
-    # It ends with the call, before the end token.
-    assert one.usage.completion_tokens < many.usage.completion_tokens
+    # It ends with the call, at the latest where it would have ended anyway.
+    assert one.usage.completion_tokens <= many.usage.completion_tokens
 
 
 def test_functions_are_tools_both_ways(client: openai.OpenAI) -> None:

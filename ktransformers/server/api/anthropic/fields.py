@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ktransformers.server.api.anthropic.policy import Rule, hint, honour, mapped, refuse
+from ktransformers.server.fields import FieldTable, hint, honour, mapped, refuse, without_effect
 
 __all__ = ["TABLE"]
 
@@ -14,7 +14,9 @@ def _stops(value: Any) -> Mapping[str, Any]:
     return {"stop_sequences": [value] if isinstance(value, str) else value}
 
 
-TABLE: Mapping[str, Rule] = {
+_CLEAR_NOTHING = {"type": "clear_thinking_20251015", "keep": "all"}  # Claude Code's
+
+TABLE: FieldTable = {
     **dict.fromkeys(("model", "messages", "max_tokens", "temperature", "top_p", "top_k"), honour()),
     "system": honour([]),
     "stream": honour(),
@@ -23,8 +25,10 @@ TABLE: Mapping[str, Rule] = {
     "tool_choice": honour(),
     "thinking": honour(),
     "output_config": honour({}),
-    # Of the context nothing is ever cleared here, so "clear nothing" is honoured; see read.py for the rest.
-    "context_management": honour({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    # Nothing of the context is ever cleared here.
+    "context_management": without_effect(
+        {}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    ),
     # Extensions.
     **dict.fromkeys(
         (
@@ -64,9 +68,9 @@ TABLE: Mapping[str, Rule] = {
     # Names of other programs and of older versions.
     "output_format": mapped(lambda value: {"output_config": {"format": value}}),
     "stop": mapped(_stops, [], ""),
-    "max_tokens_to_sample": mapped(lambda value: {"max_tokens": value}),
-    "max_completion_tokens": mapped(lambda value: {"max_tokens": value}),
-    "repeat_penalty": mapped(lambda value: {"repetition_penalty": value}),
+    "max_tokens_to_sample": mapped("max_tokens"),
+    "max_completion_tokens": mapped("max_tokens"),
+    "repeat_penalty": mapped("repetition_penalty"),
     # What happens at Anthropic's, and not here.
     "container": refuse("tools of your own: this server runs no code"),
     "mcp_servers": refuse("tools of your own: this server calls none", []),

@@ -6,90 +6,71 @@ The headers `anthropic-version` and `anthropic-beta` and the query `?beta=true` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ktransformers.errors import ContextLengthError, UnsupportedError
-from ktransformers.server.answers.prompts import chat_prompt
+from ktransformers.errors import ContextLengthError
+from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
+from ktransformers.server.answers.requests import ChatRequest
 from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.anthropic.errors import ERROR_RESPONSES, too_long
-from ktransformers.server.api.anthropic.policy import IGNORED_HEADER, LoggedNames, shown_names
-from ktransformers.server.api.anthropic.read import Reading, read_chat, read_conversation
+from ktransformers.server.api.anthropic.fields import TABLE
+from ktransformers.server.api.anthropic.read import read_chat, read_conversation
 from ktransformers.server.api.anthropic.schemas import ConversationBody, MessagesBody
 from ktransformers.server.api.anthropic.writer import MessageWriter
-from ktransformers.server.bodies import BodyRoute, body_size
+from ktransformers.server.bodies import body_route, body_size
+from ktransformers.server.fields import note_ignored
 from ktransformers.server.responses import ApiResponse
-from ktransformers.server.service import Service, service_of
+from ktransformers.server.service import service_of
 
 __all__ = ["router"]
 
-router = APIRouter(route_class=BodyRoute, responses=ERROR_RESPONSES)
+router = APIRouter(route_class=body_route(TABLE), responses=ERROR_RESPONSES)
 
 MAX_TOKENS = 1 << 18
 """Most tokens that are counted where the context is shorter: texts that will be cut are counted, too."""
 
-_logged = LoggedNames()
 
-
-def _read(service: Service, body: ConversationBody) -> Reading:
-    """Raises UnsupportedError for fields without an effect where the operator wants none."""
-    reading = read_conversation(body, service.model.tokenizer)
-    if reading.ignored and getattr(service.config, "is_strict_on_fields", False):
-        raise UnsupportedError(f"{reading.ignored[0][:64]!r} has no effect here, and --strict_requests refuses it")
-    return reading
-
-
-def _note_ignored(response: Response, ignored: Sequence[str]) -> Response:
-    if ignored:
-        _logged.say(ignored)
-        response.headers[IGNORED_HEADER] = ", ".join(shown_names(ignored))
-    return response
+def _note_ignored(request: Request, names: Sequence[str]) -> None:
+    """For the log and the response's header. Raises FieldError with --strict_requests."""
+    service_of(request).check_ignored(names)
+    note_ignored(request.scope, names)
 
 
 @router.post("/v1/messages")
 async def create_message(body: MessagesBody, request: Request) -> Response:
     """The next turn of a conversation, as one message or as a stream of events (Anthropic's API)."""
-    service = service_of(request)
-    ignored: list[str] = []
 
-    def read() -> Any:
-        reading = _read(service, body)
-        ignored.extend(reading.ignored)
+    def read() -> ChatRequest:
+        reading = read_conversation(body)
+        _note_ignored(request, reading.ignored)
         return read_chat(body, reading)
 
-    choice, thinking = body.tool_choice, body.thinking
+    hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
     try:
-        response = await respond(
-            request,
-            1,
-            bool(body.stream),
-            read,
-            lambda job: MessageWriter(
-                job,
-                hides_thinking=thinking is not None and thinking.display == "omitted",
-                is_single_call=choice is not None and bool(choice.disable_parallel_tool_use),
-                is_prompt_only=body.max_tokens == 0,
-            ),
+        return await respond(
+            request, 1, bool(body.stream), read, lambda job: MessageWriter(job, hides_thinking=hides_thinking)
         )
     except ContextLengthError as error:
         raise too_long(error) from error
-    return _note_ignored(response, ignored)
 
 
-def _count(service: Service, body: ConversationBody) -> Response:
-    reading, max_len = _read(service, body), max(service.model.max_len, MAX_TOKENS)
+def _count(request: Request, body: ConversationBody) -> Response:
+    service, reading = service_of(request), read_conversation(body)
+    tokenizer, config = service.model.tokenizer, service.config
+    _note_ignored(request, reading.ignored + template_kwargs(tokenizer, reading.conversation).ignored)
     try:
         ids = chat_prompt(
-            service.model.tokenizer,
+            tokenizer,
             reading.conversation,
-            max_len=max_len,
-            force_think=service.config.force_think,
+            max_len=max(service.model.max_len, MAX_TOKENS),
+            force_think=config.force_think,
+            reads_special_tokens=config.reads_special_tokens,
         )
     except ContextLengthError as error:
         raise too_long(error) from error
-    return _note_ignored(ApiResponse({"input_tokens": len(ids)}), reading.ignored)
+    return ApiResponse({"input_tokens": len(ids)})
 
 
 @router.post("/v1/messages/count_tokens")
@@ -97,4 +78,4 @@ async def count_tokens(body: ConversationBody, request: Request) -> Response:
     """How many tokens the prompt of such a request has."""
     service = service_of(request)
     service.check_model(body.model)
-    return await service.workers.run(await body_size(request), _count, service, body)
+    return await service.workers.run(await body_size(request), _count, request, body)

@@ -33,7 +33,7 @@ def described_model(service: Service, name: str) -> dict[str, Any]:
 
 def described_models(service: Service) -> dict[str, Any]:
     """All names, on one page."""
-    names = service.model_names
+    names = service.listed_names
     return {
         "data": [described_model(service, name) for name in names],
         "has_more": False,

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
-from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.server.answers.requests import ChatRequest, Conversation, Message, PastCall, Sampling, Tool
+from ktransformers.errors import ConfigError, FieldError, UnsupportedError
+from ktransformers.server.answers.requests import (
+    ChatRequest,
+    Conversation,
+    Message,
+    PastCall,
+    Sampling,
+    Tool,
+    ToolChoice,
+)
 from ktransformers.server.api.anthropic.schemas import (
     Block,
     ConversationBody,
@@ -20,6 +28,7 @@ from ktransformers.server.api.anthropic.schemas import (
     InputMessage,
     MessagesBody,
     OtherBlock,
+    OutputConfig,
     RedactedThinkingBlock,
     ResultBlock,
     SearchResultBlock,
@@ -30,7 +39,6 @@ from ktransformers.server.api.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["Reading", "read_chat", "read_conversation"]
 
@@ -41,9 +49,6 @@ _ACCOUNT = "x-anthropic-billing-header:"
 """Begins a line of Claude Code's system prompt that is about billing, and differs in every request: the model is not
 shown it, since no prefix of such a prompt would be in the cache."""
 
-_THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""Variables by which chat templates turn reasoning on and off: Qwen's and GLM's name, DeepSeek's name."""
-
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """Levels above those that chat templates know."""
 
@@ -51,12 +56,12 @@ _SEARCH_TOOLS = "tool_search_tool_"
 """Begins the types of tools that find other tools. Here the model is shown all of them."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Reading:
-    """What was understood. ignored: names of fields that have no effect on this model."""
+    """What was understood. ignored: names of fields that have no effect here, whatever the model."""
 
     conversation: Conversation
-    ignored: list[str] = field(default_factory=list)
+    ignored: tuple[str, ...]
 
 
 # The conversation.
@@ -181,8 +186,8 @@ def _messages(body: ConversationBody, note: Note) -> list[Message]:
     messages = list(_joined(turns.made))
     if not messages or messages[-1].role == "system":
         raise ConfigError("messages: there is nothing to answer")
-    if messages[-1].role == "assistant":
-        raise UnsupportedError("an answer that the last message begins (prefill) is not supported: end with a user's")
+    if messages[-1].tool_calls:
+        raise ConfigError("the last message calls a tool: send its result")
     return messages
 
 
@@ -192,13 +197,20 @@ def _messages(body: ConversationBody, note: Note) -> list[Message]:
 def _tools(body: ConversationBody, note: Note) -> list[Tool]:
     choice = body.tool_choice
     tools = [made for index, tool in enumerate(body.tools or ()) for made in _tool(tool, f"tools[{index}]", note)]
-    if choice is None or choice.type == "auto":
-        return tools
-    if choice.type == "none":
-        return []
-    if choice.type == "tool" and choice.name not in {tool.name for tool in tools}:
-        raise ConfigError(f"tool_choice.name: there is no tool {(choice.name or '')[:100]!r}")
-    raise UnsupportedError(f"tool_choice.type {choice.type} is not supported; use auto or none")
+    if choice is not None and choice.type == "tool" and choice.name not in {tool.name for tool in tools}:
+        raise FieldError(f"tool_choice.name: there is no tool {(choice.name or '')[:100]!r}", "tool_choice.name")
+    return [] if choice is not None and choice.type == "none" else tools
+
+
+def _tool_choice(body: ConversationBody) -> ToolChoice:
+    choice = body.tool_choice
+    if choice is None:
+        return ToolChoice()
+    return ToolChoice(
+        is_required=choice.type in ("any", "tool"),
+        name=choice.name if choice.type == "tool" else None,
+        max_calls=1 if choice.disable_parallel_tool_use else None,
+    )
 
 
 def _tool(tool: ToolDefinition, at: str, note: Note) -> Iterator[Tool]:
@@ -215,56 +227,23 @@ def _tool(tool: ToolDefinition, at: str, note: Note) -> Iterator[Tool]:
     yield Tool(name=tool.name, description=tool.description, parameters=tool.input_schema)
 
 
-# Reasoning.
-
-
-def _template_kwargs(body: ConversationBody, tokenizer: Tokenizer, note: Note) -> dict[str, object]:
-    kwargs: dict[str, object] = {}
-    for name, value in (body.chat_template_kwargs or {}).items():
-        if tokenizer.template_knows(name):
-            kwargs[name] = value
-        else:
-            note(f"chat_template_kwargs.{name}")
-    thinking = body.thinking
-    if thinking is None:
-        return kwargs
-    is_wanted = thinking.type != "disabled"
-    known = [name for name in _THINKING_VARIABLES if tokenizer.template_knows(name)]
-    kwargs = dict.fromkeys(known, is_wanted) | kwargs
-    if not known and is_wanted != (tokenizer.reasoning_tags is not None):
-        note("thinking")
-    elif is_wanted and thinking.budget_tokens is not None:
-        note("thinking.budget_tokens")
-    return kwargs
-
-
-def _effort(body: ConversationBody, tokenizer: Tokenizer, note: Note) -> str | None:
-    config = body.output_config
-    if config is None:
-        return None
+def read_conversation(body: ConversationBody) -> Reading:
+    """Raises ConfigError and UnsupportedError for what this server does not do."""
+    ignored: list[str] = []
+    config, thinking = body.output_config or OutputConfig(), body.thinking
     if config.format is not None:
         raise UnsupportedError("output_config.format is not supported; leave it out")
-    if config.effort is None:
-        return None
-    if not tokenizer.template_knows("reasoning_effort"):
-        note("output_config.effort")
-        return None
-    return _EFFORTS.get(config.effort, config.effort)
-
-
-def read_conversation(body: ConversationBody, tokenizer: Tokenizer) -> Reading:
-    """Raises ConfigError and UnsupportedError for what this server does not do."""
-    ignored = list(body.ignored)
-    note = ignored.append
-    if body.context_management is not None:
-        note("context_management")
+    messages = _messages(body, ignored.append)
     conversation = Conversation(
-        messages=_messages(body, note),
-        tools=_tools(body, note),
-        template_kwargs=_template_kwargs(body, tokenizer, note),
-        reasoning_effort=_effort(body, tokenizer, note),
+        messages=messages,
+        tools=_tools(body, ignored.append),
+        template_kwargs=body.chat_template_kwargs or {},
+        reasoning_effort=_EFFORTS.get(config.effort or "", config.effort),
+        thinks=None if thinking is None else thinking.type != "disabled",
+        reasoning_budget=None if thinking is None else thinking.budget_tokens,
+        continues=messages[-1].role == "assistant",
     )
-    return Reading(conversation, list(dict.fromkeys(ignored)))
+    return Reading(conversation, tuple(dict.fromkeys(ignored)))
 
 
 def read_chat(body: MessagesBody, reading: Reading) -> ChatRequest:
@@ -290,5 +269,7 @@ def read_chat(body: MessagesBody, reading: Reading) -> ChatRequest:
         priority=body.priority or 0,
         timeout=body.timeout,
         cache_salt=body.cache_salt or "",
+        is_prompt_only=body.max_tokens == 0,
         conversation=reading.conversation,
+        tool_choice=_tool_choice(body),
     )

@@ -15,15 +15,10 @@ from pydantic import (
     Discriminator,
     Field,
     FiniteFloat,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
     Tag,
     field_validator,
     model_validator,
 )
-
-from ktransformers.server.api.anthropic.fields import TABLE
-from ktransformers.server.api.anthropic.policy import sort_fields
 
 __all__ = [
     "Block",
@@ -32,6 +27,7 @@ __all__ = [
     "InputMessage",
     "MessagesBody",
     "OtherBlock",
+    "OutputConfig",
     "RedactedThinkingBlock",
     "ResultBlock",
     "SearchResultBlock",
@@ -264,24 +260,7 @@ class ConversationBody(BaseModel):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    context_management: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    _ignored: tuple[str, ...] = PrivateAttr(())
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _sorted(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        if not isinstance(data, dict):
-            return handler(data)
-        honoured, ignored = sort_fields(data, TABLE)
-        made = handler(honoured)
-        made._ignored = ignored
-        return made
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Names of fields that have no meaning here."""
-        return self._ignored
 
 
 class MessagesBody(ConversationBody):

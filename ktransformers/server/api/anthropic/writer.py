@@ -49,21 +49,13 @@ def _sse(type: str, **fields: Any) -> bytes:
 
 
 class MessageWriter(Writer):
-    """hides_thinking: blocks of thinking are empty. is_single_call: calls after the first are left out.
-
-    is_prompt_only: nothing but the prompt was to be computed; what came after it is left out. ping: the event that says
-    that the server lives.
-    """
+    """hides_thinking: blocks of thinking are empty. ping: the event that says that the server lives."""
 
     ping: ClassVar[bytes] = _sse("ping")
 
-    def __init__(
-        self, job: Job, *, hides_thinking: bool = False, is_single_call: bool = False, is_prompt_only: bool = False
-    ):
+    def __init__(self, job: Job, *, hides_thinking: bool = False):
         self._job = job
         self._hides_thinking = hides_thinking
-        self._is_single_call = is_single_call
-        self._is_prompt_only = is_prompt_only
         self._blocks: list[Fields] = []
         self._is_open = False  # the last of the blocks
         self._arguments = ""  # of the last block, when it is a call
@@ -81,7 +73,7 @@ class MessageWriter(Writer):
                 case AnswerFinished():
                     self._finished = event
                     yield from self._close()
-                case _ if not self._is_prompt_only:
+                case _:
                     yield from self._add(event)
 
     def end(self, error: KTransformersError | None) -> Iterator[bytes]:
@@ -117,18 +109,15 @@ class MessageWriter(Writer):
                 yield from self._say("thinking", "" if self._hides_thinking else text)
             case TextDelta(text):
                 yield from self._say("text", text)
-            case ToolCallStarted(index, id, name) if self._shows(index):
+            case ToolCallStarted(_, id, name):
                 yield from self._open(
                     {"type": "tool_use", "id": id.replace("call-", "toolu_", 1), "name": name, "input": {}}
                 )
-            case ToolArgumentsDelta(index, text) if self._shows(index):
+            case ToolArgumentsDelta(_, text):
                 self._arguments += text
                 yield self._delta("input_json_delta", partial_json=text)
-            case ToolCallEnded(index) if self._shows(index):
+            case ToolCallEnded():
                 yield from self._close()
-
-    def _shows(self, call: int) -> bool:
-        return call == 0 or not self._is_single_call
 
     def _say(self, kind: str, text: str) -> Iterator[bytes]:
         """More of a block of thinking or of text, which is begun when the last one is of another kind."""
@@ -168,7 +157,7 @@ class MessageWriter(Writer):
 
     def _stop(self) -> tuple[str, str | None]:
         assert self._finished is not None
-        if self._is_prompt_only:
+        if self._job.is_prompt_only:
             return "max_tokens", None
         if self._finished.stop is not None and self._finished.reason is AnswerReason.STOP:
             return "stop_sequence", self._finished.stop
@@ -180,7 +169,7 @@ class MessageWriter(Writer):
 
     def _usage(self, stats: GenerationStats, completion_len: int | None = None) -> Fields:
         if completion_len is None:
-            completion_len = 0 if self._is_prompt_only else stats.completion_len
+            completion_len = 0 if self._job.is_prompt_only else stats.completion_len
         return {
             "input_tokens": stats.prompt_len - stats.cached_len,
             "cache_creation_input_tokens": 0,
