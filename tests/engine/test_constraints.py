@@ -79,14 +79,14 @@ def bounded(low: int, high: int, least: str, most: str) -> st.SearchStrategy[dic
 
 def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     names = st.dictionaries(st.sampled_from(["a", "b c", "ä", 'q"', "n\\", "0"]), inner, max_size=4)
-    more = st.sampled_from([False, {"type": "boolean"}])
 
-    def made(drawn: tuple[dict[str, Any], list[bool], Any]) -> dict[str, Any]:
-        properties, wanted, additional = drawn
+    def made(drawn: tuple[dict[str, Any], list[bool]]) -> dict[str, Any]:
+        properties, wanted = drawn
         required = [name for name, is_wanted in zip(properties, wanted, strict=False) if is_wanted]
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": additional}
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
-    return st.tuples(names, st.lists(st.booleans(), min_size=4, max_size=4), more).map(made)
+    # Nothing without an end: a model of random weights would go on to the end of its context.
+    return st.tuples(names, st.lists(st.booleans(), min_size=4, max_size=4)).map(made)
 
 
 LEAVES = st.one_of(
@@ -96,7 +96,7 @@ LEAVES = st.one_of(
     bounded(0, 8, "minLength", "maxLength").map(lambda bounds: {"type": "string", **bounds}),
     bounded(-1000, 1000, "minimum", "maximum").map(lambda bounds: {"type": "integer", **bounds}),
     bounded(-9, 9, "minimum", "maximum").map(lambda bounds: {"type": "number", **bounds}),
-    st.sampled_from(["^[a-c]{2,5}$", "^\\d+-\\w$", "^(x|yz)*!$"]).map(lambda p: {"type": "string", "pattern": p}),
+    st.sampled_from(["^[a-c]{2,5}$", "^\\d+-\\w$", "^(x|yz){0,5}!$"]).map(lambda p: {"type": "string", "pattern": p}),
     st.sampled_from(["date", "time", "date-time", "uuid", "ipv4"]).map(lambda f: {"type": "string", "format": f}),
 )
 SCHEMAS = st.recursive(
@@ -105,17 +105,18 @@ SCHEMAS = st.recursive(
         objects(inner),
         st.tuples(inner, bounded(0, 3, "minItems", "maxItems")).map(lambda d: {"type": "array", "items": d[0], **d[1]}),
         st.lists(inner, min_size=1, max_size=3).map(lambda options: {"anyOf": options}),
-        inner.map(lambda one: {"$ref": "#/$defs/it", "$defs": {"it": one}} if "$defs" not in str(one) else one),
     ),
     max_leaves=6,
 )
 
 
-@given(schema=SCHEMAS, seed=st.integers(0, 1 << 30))
+@given(schema=SCHEMAS, is_referred=st.booleans(), seed=st.integers(0, 1 << 30))
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_answers_to_random_schemas_validate(tokenizer: Tokenizer, schema: dict[str, Any], seed: int) -> None:
-    if "$defs" in str(schema) and "$defs" not in schema:
-        schema = json.loads(json.dumps(schema).replace('"$ref": "#/$defs/it", ', ""))
+def test_answers_to_random_schemas_validate(
+    tokenizer: Tokenizer, schema: dict[str, Any], is_referred: bool, seed: int
+) -> None:
+    if is_referred:
+        schema = {"$ref": "#/$defs/it", "$defs": {"it": schema}}
     events = wander(tokenizer, SamplingParams(seed=seed, constraint={"json": schema}, max_tokens=3000))  # type: ignore[arg-type]
     assert events[-1].finish_reason is FinishReason.STOP
     jsonschema.validate(json.loads(text_of(events)), schema)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -80,7 +81,7 @@ def call(name: str, **arguments: Any) -> str:
 class Service:
     """The app over scripted answers; `ask` is one request."""
 
-    def __init__(self, *scripts: Script | str, config: type[ServerConfig] = ServerConfig, **settings: Any):
+    def __init__(self, *scripts: Script | str, config: Callable[..., ServerConfig] = ServerConfig, **settings: Any):
         made = [Script([one]) if isinstance(one, str) else one for one in scripts]
         self.backend = ScriptedBackend(*made)
         self._app = create_app(self.backend, config(model_names=("demo",), **settings))
@@ -210,8 +211,7 @@ def test_what_codex_sends() -> None:
     )
 
 
-class StrictConfig(ServerConfig):
-    is_strict_on_fields = True
+StrictConfig = functools.partial(ServerConfig, is_strict_on_fields=True)
 
 
 def test_unknown_fields(caplog: pytest.LogCaptureFixture) -> None:
