@@ -91,6 +91,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_toggle(
         group, "spare_engine", default=None, help="balance_serve: keep a process ready to become the next engine (on)"
     )
+    _add_api_flags(group)
+    _add_patience_flags(group)
+    add_toggle(group, "web", default=None, help="the chat page at / (on where only this machine can connect)")
+    add_logging_flag(group)
+    parser.set_defaults(run=run)
+
+
+def _add_api_flags(group: argparse._ArgumentGroup) -> None:
+    """What requests may say, and who may send them."""
     group.add_argument("--model_name", action="append", default=[], metavar="NAME", help="name in the API; repeatable")
     add_toggle(group, "strict_model_name", default=False, help="404 for requests that name another model (off)")
     add_toggle(group, "strict_requests", default=False, help="400 for fields that have no effect here (off)")
@@ -111,6 +120,17 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="names of this server; repeatable; * for all",
     )
+    add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
+    group.add_argument(
+        "--tool_format",
+        default="auto",
+        metavar="NAME",
+        help="how the model writes tool calls (auto: as its chat template tells)",
+    )
+
+
+def _add_patience_flags(group: argparse._ArgumentGroup) -> None:
+    """How much, and how long."""
     group.add_argument("--max_queue", type=int, default=256, help="waiting answers beyond which 503 (%(default)s)")
     group.add_argument("--max_queue_per_key", type=int, metavar="N", help="answers at once for one API key (no limit)")
     group.add_argument(
@@ -125,18 +145,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a stream that has been silent for so long sends a comment; 0: never (%(default)s)",
     )
-    add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
-    group.add_argument(
-        "--tool_format",
-        default="auto",
-        metavar="NAME",
-        help="how the model writes tool calls (auto: as its chat template tells)",
-    )
     group.add_argument("--sched_strategy", choices=("FCFS",), default="FCFS", help="order of service (%(default)s)")
     group.add_argument("--cpu_memory_size_GB", type=float, help="not supported: K/V pages stay in one memory")
-    add_toggle(group, "web", default=None, help="the chat page at / (on where only this machine can connect)")
-    add_logging_flag(group)
-    parser.set_defaults(run=run)
 
 
 def _check_flags(args: argparse.Namespace) -> None:

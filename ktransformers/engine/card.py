@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import gguf
+from torch import nn
 
 from ktransformers.errors import WeightError
-
-if TYPE_CHECKING:
-    from ktransformers.engine.opened import OpenedModel
+from ktransformers.models.facts import ModelFacts
+from ktransformers.weights.gguf import GGUFModel
 
 __all__ = ["ModelCard", "card_of"]
 
@@ -42,7 +42,22 @@ class ModelCard:
     num_used_experts: int = 0
 
 
-def card_of(opened: OpenedModel) -> ModelCard:
+class Described(Protocol):
+    """An opened model, as far as its card tells of it. stored: bytes by type."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+    @property
+    def gguf(self) -> GGUFModel | None: ...
+    @property
+    def files(self) -> Sequence[Path]: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def stored(self) -> Mapping[str, int]: ...
+
+
+def card_of(opened: Described) -> ModelCard:
     """Of a model whose files are open."""
     facts, model = opened.facts, opened.gguf
     digest, modified = _prints(opened.files)
@@ -63,7 +78,7 @@ def card_of(opened: OpenedModel) -> ModelCard:
     )
 
 
-def _named(opened: OpenedModel) -> str:
+def _named(opened: Described) -> str:
     """What the files call their quantization."""
     if opened.gguf is None:
         said = opened.facts.quantization

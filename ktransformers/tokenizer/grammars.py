@@ -11,7 +11,7 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,6 @@ from ktransformers.errors import ConfigError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
-
-    from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["MAX_CONSTRAINT_CHARS", "Grammars", "Matcher", "Words", "pack_ids"]
 
@@ -73,13 +71,32 @@ class Matcher:
         return words
 
 
+class Spelled(Protocol):
+    """What a grammar wants to know of a Tokenizer."""
+
+    @property
+    def has_vocabulary(self) -> bool: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def added_ids(self) -> frozenset[int]: ...
+
+    def token_bytes(self, token_id: int, /) -> bytes:
+        """The bytes that this token stands for."""
+        ...
+
+    def encode(self, text: str, /, add_special_tokens: bool) -> list[int]:
+        """Ids of `text`."""
+        ...
+
+
 class Grammars:
     """Reads constraints for one vocabulary. vocab_size: logits of a row. eos_token_ids: end an answer.
 
     What is needed of the tokenizer is prepared when it is first asked for. Any number of threads.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
+    def __init__(self, tokenizer: Spelled, vocab_size: int, eos_token_ids: Sequence[int]):
         self.tokenizer, self.vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
         self._lock = threading.Lock()
         self._prepared: LLTokenizer | None = None
@@ -138,7 +155,7 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int):
+    def __init__(self, tokenizer: Spelled, vocab_size: int, eos_token_id: int):
         known = min(tokenizer.vocab_size, vocab_size)
         self.tokens = [tokenizer.token_bytes(i) if i < known else b"" for i in range(vocab_size)]
         # Tags that are tokens of their own are no text either: parsers read them as tags wherever they stand.

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -21,6 +21,7 @@ from ktransformers.file_kinds import why_not_json
 from ktransformers.tokenizer.answer_parser import AnswerParser, TaggedAnswerParser
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
+from ktransformers.tokenizer.grammars import Grammars
 from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, unknown_patterns
 from ktransformers.tokenizer.reasoning import HARMONY_REASONING, REASONING_TAGS, ReasoningParser
 from ktransformers.tokenizer.template_limits import limited
@@ -38,9 +39,6 @@ from ktransformers.tokenizer.tools.grammars import SHAPES, tool_grammar
 from ktransformers.tokenizer.tools.harmony import HarmonyParser
 from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser, why_not_usable
 from ktransformers.tokenizer.verbatim import Guard, Verbatim
-
-if TYPE_CHECKING:
-    from ktransformers.tokenizer.grammars import Grammars
 
 __all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]
 
@@ -227,8 +225,6 @@ class Tokenizer:
 
     def grammars(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
         """What reads constraints on answers; the same object each time for the same arguments."""
-        from ktransformers.tokenizer.grammars import Grammars
-
         key = (vocab_size, tuple(eos_token_ids))
         return self._grammars.setdefault(key, Grammars(self, *key))
 
