@@ -51,8 +51,8 @@ def pack_ids(token_ids: Iterable[int], vocab_size: int) -> Words:
 class Matcher:
     """One answer's place in its grammar. One thread at a time."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int):
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: LLMatcher, ends: Words):
+        self._matcher, self._ends = matcher, ends
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """The answer goes on with these. What they do not fit shows in `allowed`."""
@@ -65,10 +65,10 @@ class Matcher:
         End tokens may come where the grammar accepts. Where it can go no further they are the only ones. Raises
         ConfigError when the answer does not fit, or the grammar turned out to be too much to follow.
         """
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: -(-self._vocab_size // 32)].copy()
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._ends)].copy()
         if self._matcher.is_error():
             raise ConfigError(f"the answer cannot follow its constraint any further: {_shortened(self._matcher)}")
-        return words
+        return words | self._ends if (words & self._ends).any() else words  # the grammar knows one of them
 
 
 class Spelled(Protocol):
@@ -114,7 +114,7 @@ class Grammars:
         made = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=_limits())
         if made.is_error():
             raise ConfigError(f"the {_NAMES[constraint.kind]} cannot be followed: {_shortened(made)}")
-        return Matcher(made, self.vocab_size)
+        return Matcher(made, self.ends)
 
     @functools.cached_property
     def ends(self) -> Words:
@@ -147,7 +147,7 @@ class Grammars:
         if not ends:
             raise ConfigError("constraints need an end token, and this model's files name none")
         wrapper = TokenizerWrapper(_Vocabulary(self.tokenizer, self.vocab_size, ends[0]))
-        return LLTokenizer(wrapper, eos_token=ends)
+        return LLTokenizer(wrapper, eos_token=ends[0])
 
 
 class _Vocabulary:
