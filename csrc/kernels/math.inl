@@ -1,6 +1,6 @@
 // Elementary functions on 16 lanes. Every tier runs this very sequence of operations, so results are equal bit for bit.
 // Included by a tier file after its SIMD layer. Errors below were measured against float64
-// (tests/kernels/test_rows.py).
+// (tests/kernels/cpu/test_rows.py).
 
 namespace {
 

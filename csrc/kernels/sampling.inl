@@ -9,7 +9,7 @@ constexpr int kWeightParts = 4;  // vd computed side by side: the polynomial is 
 
 // x = 2^(x scale) for -66 <= x scale <= 0, exactly 1 for x = 0; NaN for -infinity. With n the integer nearest to the
 // product and f = x scale - n, rounded once, 2^f = 1 + f q(f), q of degree 10 through Chebyshev nodes (0.09 ulp away);
-// n is added to the exponent. Error below 1.5 ulp (tests/kernels/test_sampling.py).
+// n is added to the exponent. Error below 1.5 ulp (tests/kernels/cpu/test_sampling.py).
 inline void exp2_of_product(vd (&x)[kWeightParts], double scale) {
   static constexpr double kTerms[] = {7.072585949269223e-09,
                                       1.0178062445845774e-07,
