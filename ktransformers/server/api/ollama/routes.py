@@ -57,7 +57,7 @@ class AnyTypeRoute(BodyRoute):
 
 def check_strict(service: Service, ignored: list[str]) -> None:
     """Raises UnsupportedError for fields without effect where the operator wants none of them."""
-    if ignored and getattr(service.config, "is_strict_on_fields", False):
+    if ignored and service.config.is_strict_on_fields:
         raise UnsupportedError(
             f"{shown_names(ignored)[0]} has no effect here, and --strict_requests refuses such fields"
         )

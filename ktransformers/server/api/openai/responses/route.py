@@ -59,7 +59,7 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     """The next turn of a conversation, as one JSON object or as a stream of server-sent events."""
     service, state, key = service_of(request), _state_of(request), _key_of(request)
     # --strict_requests
-    ignored = Ignored(bool(getattr(service.config, "is_strict_on_fields", False)), state.logged)
+    ignored = Ignored(service.config.is_strict_on_fields, state.logged)
     tokenizer = service.model.tokenizer
     exchange = begin_exchange(body, state.store, key, ignored, tokenizer.template_knows)
     keep = partial(state.store.keep, key) if body.keeps and state.store.is_on else None
