@@ -289,6 +289,7 @@ def test_a_chat_that_is_deleted_in_mid_answer(page: Page, api: FakeApi) -> None:
     button(page, "Delete").click()
     page.locator("dialog .danger").click()
     assert api.left.wait(20)
+    expect(page.locator(".chat-list .title")).to_have_count(0)  # the page says so once the store has done it
     page.reload()
     expect(page.locator(".chat-list")).to_have_text("Chats stay in this browser.")
 

@@ -175,7 +175,7 @@ export async function changeChat(id: string, change: Partial<Chat>): Promise<voi
   if (!old) return;
   const next = { ...old, ...change };
   chats.value = chats.value.map((one) => (one.id === id ? next : one)).sort((a, b) => b.updated - a.updated);
-  await kept(store.putChat(next));
+  await kept(store.changeChat(next));
   tellOthers();
 }
 
@@ -207,16 +207,17 @@ export async function putMessage(message: Message): Promise<void> {
   await kept(store.putMessage(message));
 }
 
+/** A chat leaves the list when it has left the store: what is not seen any more does not come back with the next load. */
 export async function removeChat(id: string): Promise<void> {
+  await kept(store.deleteChat(id));
   chats.value = chats.value.filter((one) => one.id !== id);
   if (view.value.name === "chat" && view.value.id === id) open({ name: "new" });
-  await kept(store.deleteChat(id));
   tellOthers();
 }
 
 export async function removeAll(): Promise<void> {
+  await kept(store.deleteEverything());
   chats.value = [];
   open({ name: "new" });
-  await kept(store.deleteEverything());
   tellOthers();
 }

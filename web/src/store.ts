@@ -38,6 +38,13 @@ export async function putChat(chat: Chat): Promise<void> {
   await (await db()).put("chats", chat);
 }
 
+/** Puts what became of a chat that is still there: it may have been deleted in between, in another tab too. */
+export async function changeChat(chat: Chat): Promise<void> {
+  const transaction = (await db()).transaction("chats", "readwrite");
+  if (await transaction.store.getKey(chat.id)) await transaction.store.put(chat);
+  await transaction.done;
+}
+
 /** Puts it where its chat still is: an answer may end after its chat was deleted. */
 export async function putMessage(message: Message): Promise<void> {
   const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
