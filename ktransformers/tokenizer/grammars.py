@@ -173,6 +173,7 @@ _NAMES = {
     ConstraintKind.REGEX: "regular expression",
     ConstraintKind.CHOICE: "list of choices",
     ConstraintKind.GRAMMAR: "grammar",
+    ConstraintKind.TOOL_CALLS: "grammar of tool calls",
 }
 
 
@@ -205,6 +206,8 @@ def _grammar(constraint: Constraint) -> str:
             return _of_choices(text)
         case ConstraintKind.GRAMMAR:
             return _of_lark(text)
+        case ConstraintKind.TOOL_CALLS:  # what of it a request may nest was looked at when it was written
+            return LLMatcher.grammar_from_lark(text)
 
 
 def _of_schema(text: str) -> str:

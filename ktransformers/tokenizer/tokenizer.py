@@ -344,10 +344,13 @@ class Tokenizer:
             None if form is None or tools is None else form.parser(tools),
         )
 
-    def tool_grammar(self, tools: ToolSchemas, *, parallel: bool = True) -> str | None:
+    def tool_grammar(self, tools: ToolSchemas, *, parallel: bool = True, max_thoughts: int | None = None) -> str | None:
         """What an answer that calls one of these tools (if parallel: any number, at least once) looks like after its
         reasoning, as a grammar in llguidance's dialect of Lark; None for formats without one.
-        """  # fmt: skip
+
+        max_thoughts: tokens of the reasoning, for formats whose reasoning the grammar has to know. Raises ConfigError
+        for tools that the format cannot spell.
+        """
         form = self._tool_format
         if self._has_own_parser or form is None or not tools:
             return None
@@ -360,9 +363,11 @@ class Tokenizer:
 
         def special(tag: str) -> int | None:
             found = self.token_id(tag)
-            return found if found in self._special else None
+            return found if found in self.added_ids else None  # as Grammars see it
 
-        return None if shape is None else tool_grammar(shape, form.tokens, tools, parallel, special)
+        if shape is None:
+            return None
+        return tool_grammar(shape, form.tokens, tools, special, parallel=parallel, max_thoughts=max_thoughts)
 
     def render_chat_template(
         self,

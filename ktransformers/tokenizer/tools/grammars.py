@@ -137,13 +137,21 @@ _SHARED = ("$defs", "definitions")
 """Where a schema keeps what its parts refer to."""
 
 
-def tool_grammar(shape: Shape, tags: tuple[str, ...], tools: ToolSchemas, parallel: bool, special: SpecialId) -> str:
+def tool_grammar(
+    shape: Shape,
+    tags: tuple[str, ...],
+    tools: ToolSchemas,
+    special: SpecialId,
+    *,
+    parallel: bool,
+    max_thoughts: int | None = None,
+) -> str:
     """Lark text for one call of `tools`, or, if parallel, one or more. tags: those of the format.
 
     For a choice of one tool let it be the only one of `tools`. Schemas go into the grammar as they are: what the
     library cannot enforce it refuses itself.
     """
-    return _Writer(shape, tags, tools, special).write(parallel)
+    return _Writer(shape, tags, tools, special).write(parallel, max_thoughts)
 
 
 class _Writer:
@@ -152,21 +160,22 @@ class _Writer:
         self._ids = {tag: found for tag in tags if (found := special(tag)) is not None}
         self._rules: list[str] = []
 
-    def write(self, parallel: bool) -> str:
+    def write(self, parallel: bool, max_thoughts: int | None) -> str:
         shape = self._shape
         calls = [self._call(number, name) for number, name in enumerate(self._tools)]
         more = f"({self._spelled(shape.sep)} call)*".replace("( ", "(") if parallel and shape.sep is not None else ""
-        start = " ".join(filter(None, (self._prelude(), self._spelled(shape.open), "call", more)))
+        start = " ".join(filter(None, (self._prelude(max_thoughts), self._spelled(shape.open), "call", more)))
         close = self._spelled(shape.close)
         return "\n".join([f"start: {start} {close}".rstrip(), f"call: {' | '.join(calls)}", *self._rules]) + "\n"
 
-    def _prelude(self) -> str:
+    def _prelude(self, max_thoughts: int | None) -> str:
         """gpt-oss may think first, and the head of the next message follows when it did."""
         if not self._shape.has_thoughts:
             return ""
         begin, end = self._spelled("<|channel|>analysis<|message|>"), self._spelled("<|end|>")
-        self._rules.append(f"thoughts: {begin} ANY {end}")
-        self._rules.append(f"ANY: {_ANY_TEXT}")
+        limit = "" if max_thoughts is None else f"[max_tokens={max_thoughts}]"
+        self._rules.append(f"thoughts: {begin} any {end}")
+        self._rules.append(f"any{limit}: {_ANY_TEXT}")
         return f"thoughts? ({self._spelled('<|start|>assistant')})?"
 
     def _call(self, number: int, name: str) -> str:
