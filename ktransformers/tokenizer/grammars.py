@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["MAX_CONSTRAINT_CHARS", "Grammars", "Matcher", "Words", "pack_ids"]
+__all__ = ["JSON_OPTIONS", "MAX_CONSTRAINT_CHARS", "Grammars", "Matcher", "Words", "check_schema", "pack_ids"]
 
 MAX_CONSTRAINT_CHARS = 1 << 18
 """Longest text of a constraint: reading one as long as this takes some tenths of a second."""
@@ -36,7 +36,7 @@ _MAX_LEVELS = 1000
 process at about twice as many on a thread with 8 MiB of it."""
 
 _MAX_REASON_CHARS = 400
-_JSON_OPTIONS: JsonCompileOptions = {"lenient": False, "whitespace_pattern": r"[ \t\r\n]{0,40}"}
+JSON_OPTIONS: JsonCompileOptions = {"lenient": False, "whitespace_pattern": r"[ \t\r\n]{0,40}"}
 """Whitespace as people indent; without a limit a model may write nothing else to the end of its tokens."""
 
 
@@ -197,7 +197,7 @@ def _grammar(constraint: Constraint) -> str:
         raise ConfigError(f"the {_NAMES[kind]} has {len(text)} characters; at most {MAX_CONSTRAINT_CHARS} are read")
     match kind:
         case ConstraintKind.JSON_OBJECT:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
         case ConstraintKind.JSON_SCHEMA:
             return _of_schema(text)
         case ConstraintKind.REGEX:
@@ -219,13 +219,18 @@ def _of_schema(text: str) -> str:
         raise ConfigError(f"the JSON schema is no JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         raise ConfigError("a JSON schema must be an object")
+    check_schema(schema)
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+    except ValueError as error:  # more within each other than its reader goes into
+        raise ConfigError(f"the JSON schema cannot be read: {error}") from error
+
+
+def check_schema(schema: Any) -> None:
+    """Raises ConfigError for a JSON schema that must not reach llguidance."""
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise ConfigError("the JSON schema must not have x-guidance: how it is followed is not the request's to say")
     _check_levels("JSON schema", _schema_levels(schema))
-    try:
-        return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
-    except ValueError as error:  # more within each other than its reader goes into
-        raise ConfigError(f"the JSON schema cannot be read: {error}") from error
 
 
 def _of_choices(text: str) -> str:

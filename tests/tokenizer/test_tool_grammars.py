@@ -1,61 +1,141 @@
-"""Grammars of tool calls, held against what templates write, by the library that will enforce them."""
+"""Grammars of tool calls, by the library that enforces them: they take what templates write, and no other answers.
+
+What comes out is read by the formats' own parsers, and held against the schemas by jsonschema.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import random
 import re
+from typing import Any
 
+import jsonschema
 import pytest
 from transformers import AddedToken
 
+from ktransformers.core import Constraint, ConstraintKind
+from ktransformers.tokenizer.grammars import Grammars
 from ktransformers.tokenizer.tokenizer import Tokenizer
-from ktransformers.tokenizer.tools import TOOL_FORMATS
+from ktransformers.tokenizer.tools import TOOL_FORMATS, ArgumentsPiece, CallStarted, ReasoningPiece, TextPiece
 from tests.support.fake_runner import byte_tokenizer
+from tests.support.random_tools import random_tools
 from tests.support.tool_answers import CALLS, CONTENT, FORMAT_OF, TEMPLATES, TOOLS, render
 
-# What calls begin with. Gemma's and Python's have no grammar.
+pytest.importorskip("llguidance")
+
+# What calls begin with.
 FIRST_TAG = {name: TOOL_FORMATS[form].tokens[0] for name, form in FORMAT_OF.items()} | {
     "llama3_json": "{",
     "harmony": "<|channel|>commentary to",
     "deepseek_v32": "<｜DSML｜",
     "deepseek_v4": "<｜DSML｜",
 }
-del FIRST_TAG["gemma4"], FIRST_TAG["llama4_pythonic"]
+NAMES = [*FIRST_TAG, "deepseek_r1"]
+
+
+@functools.cache
+def tokenizer_of(name: str, are_special: bool) -> Tokenizer:
+    """are_special: the format's tags are tokens of their own, which text in a grammar does not match."""
+    form = FORMAT_OF.get(name, name)
+    template = TEMPLATES / f"{name}.jinja"
+    backend = byte_tokenizer(template.read_text() if template.exists() else "").backend
+    if are_special:
+        tags = TOOL_FORMATS[form].tokens
+        backend.backend_tokenizer.add_special_tokens([AddedToken(tag, special=True) for tag in tags])
+    tokenizer = Tokenizer(backend)
+    tokenizer.use_tool_format(form)
+    return tokenizer
+
+
+def grammars_of(tokenizer: Tokenizer) -> Grammars:
+    return tokenizer.grammars(tokenizer.vocab_size, tokenizer.eos_token_ids)
+
+
+def forced(tokenizer: Tokenizer, tools: Any, **more: Any) -> Constraint:
+    grammar = tokenizer.tool_grammar(tools, **more)
+    assert grammar is not None
+    return Constraint(ConstraintKind.TOOL_CALLS, grammar)
+
+
+def takes(tokenizer: Tokenizer, text: str, tools: Any = TOOLS, **more: Any) -> bool:
+    """Whether the grammar lets this be the whole answer."""
+    matcher = grammars_of(tokenizer).matcher(forced(tokenizer, tools, **more))
+    for token_id in (*tokenizer.encode(text), *tokenizer.eos_token_ids):
+        if not matcher.allowed()[token_id // 32] >> (token_id % 32) & 1:
+            return False
+        matcher.consume([token_id])
+    return True
 
 
 @pytest.mark.parametrize("are_special", [False, True])
 @pytest.mark.parametrize("name", FIRST_TAG)
 def test_a_grammar_takes_the_calls_that_templates_write(name: str, are_special: bool) -> None:
-    """are_special: the format's tags are special tokens, which text in a grammar does not match."""
-    LLMatcher, hf = pytest.importorskip("llguidance").LLMatcher, pytest.importorskip("llguidance.hf")
-    backend = byte_tokenizer((TEMPLATES / f"{name}.jinja").read_text()).backend
-    if are_special:
-        tags = TOOL_FORMATS[FORMAT_OF[name]].tokens
-        backend.backend_tokenizer.add_special_tokens([AddedToken(tag, special=True) for tag in tags])
-    tokenizer = Tokenizer(backend)
-    vocabulary = hf.from_tokenizer(backend, n_vocab=tokenizer.vocab_size)
-
-    def takes(text: str, parallel: bool = True) -> bool:
-        grammar = tokenizer.tool_grammar(TOOLS, parallel=parallel)
-        assert grammar is not None
-        matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar), log_level=0)
-        assert not matcher.get_error()
-        return matcher.consume_tokens(tokenizer.encode(text)) and matcher.is_accepting()
-
+    tokenizer = tokenizer_of(name, are_special)
     calls = CALLS[:1] if name in ("llama3_json", "harmony") else CALLS
     text = render(name, calls)
     text = text[text.index(FIRST_TAG[name], text.find(CONTENT) + 1) :].strip()
     for left_out in ("<|call|>", "\n</answer>"):  # no part of the calls
         text = text.removesuffix(left_out)
     text = re.sub(r', "id": "call\d+"', "", text).replace("\nTrue\n", "\ntrue\n")
-    assert takes(text)
-    assert not takes("Hello")
-    assert not takes(text.replace("get_weather", "forget"))
-    assert takes(text, parallel=False) == (len(calls) == 1)
+    if name == "llama4_pythonic":  # nested values, and strings, are written as in JSON
+        text = json.dumps(CALLS[0][1]["where"], ensure_ascii=False).join(text.split(repr(CALLS[0][1]["where"])))
+        for value in (CALLS[0][1]["city"], CALLS[0][1]["code"], CALLS[0][1]["tags"], "metric"):
+            text = text.replace(repr(value), json.dumps(value, ensure_ascii=False))
+    assert takes(tokenizer, text)
+    assert not takes(tokenizer, "Hello")
+    assert not takes(tokenizer, text.replace("get_weather", "forget"))
+    assert takes(tokenizer, text, parallel=False) == (len(calls) == 1)
 
 
-def test_what_has_no_grammar() -> None:
-    tokenizer = byte_tokenizer((TEMPLATES / "gemma4.jinja").read_text())
-    assert tokenizer.tool_grammar(TOOLS) is None
-    tokenizer.use_tool_format("hermes")
-    assert tokenizer.tool_grammar(TOOLS) is not None
-    assert tokenizer.tool_grammar({}) is None
+def wander(tokenizer: Tokenizer, constraint: Constraint, draw: random.Random) -> str:
+    """An answer of a model that knows nothing: any token that may come next, blanks less often."""
+    matcher, ids, ends = grammars_of(tokenizer).matcher(constraint), list[int](), tokenizer.eos_token_ids
+    while len(ids) < 6000:
+        words = matcher.allowed()
+        may = [at for at in range(tokenizer.vocab_size) if words[at // 32] >> (at % 32) & 1]
+        some = [at for at in may if tokenizer.token_bytes(at).strip()] if draw.random() < 0.95 else may
+        # Calls without an end would follow each other.
+        token_id = next((at for at in ends if at in may), None) if draw.random() < 0.7 else None
+        if token_id is None:
+            token_id = draw.choice(some or may)
+        if token_id in ends:
+            return tokenizer.decode(ids)
+        ids.append(token_id)
+        matcher.consume([token_id])
+    raise AssertionError(f"no end: {tokenizer.decode(ids)[:300]}")
+
+
+def check_calls(tokenizer: Tokenizer, text: str, tools: Any, *, parallel: bool) -> None:
+    """The answer is calls of the tools and nothing else."""
+    parser = tokenizer.answer_parser(tokenizer.encode("x"), tools)
+    events = [*parser.feed(text), *parser.flush()]
+    calls: list[tuple[str, list[str]]] = []
+    for event in events:
+        assert not isinstance(event, TextPiece), (text, event)
+        if isinstance(event, CallStarted):
+            calls.append((event.name, []))
+        elif isinstance(event, ArgumentsPiece):
+            calls[-1][1].append(event.text)
+        assert not isinstance(event, ReasoningPiece) or tokenizer.tool_format == "harmony"
+    assert calls, text
+    assert parallel or len(calls) == 1, text
+    for name, pieces in calls:
+        assert name in tools, text
+        jsonschema.validate(json.loads("".join(pieces)), tools[name] or {"type": "object"})
+
+
+@pytest.mark.parametrize("are_special", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_comes_out_is_calls_that_fit(name: str, are_special: bool, random_cases: Any) -> None:
+    tokenizer = tokenizer_of(name, are_special)
+    for seed in range(random_cases(6, 150)):
+        draw = random.Random(f"{name} {are_special} {seed}")
+        tools, parallel = random_tools(draw), draw.random() < 0.5
+        try:
+            text = wander(tokenizer, forced(tokenizer, tools, parallel=parallel), draw)
+            check_calls(tokenizer, text, tools, parallel=parallel)
+        except Exception as error:
+            error.add_note(f"seed {seed}: {json.dumps(tools)}")
+            raise
