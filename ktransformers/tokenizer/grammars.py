@@ -101,10 +101,15 @@ class Grammars:
         self._lock = threading.Lock()
         self._prepared: LLTokenizer | None = None
 
-    def check(self, constraint: Constraint) -> None:
-        """Raises ConfigError for a constraint that is wrong, too large, or asks for what cannot be enforced."""
-        if not self.matcher(constraint).allowed().any():
+    def check(self, constraint: Constraint) -> Words:
+        """The tokens that an answer may begin with.
+
+        Raises ConfigError for a constraint that is wrong, too large, or asks for what cannot be enforced.
+        """
+        words = self.matcher(constraint).allowed()
+        if not words.any():
             raise ConfigError(f"no answer could follow the {_NAMES[constraint.kind]}")
+        return words
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """At the start of an answer. Raises as `check`."""
@@ -113,7 +118,8 @@ class Grammars:
         grammar = _grammar(constraint)
         made = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=_limits())
         if made.is_error():
-            raise ConfigError(f"the {_NAMES[constraint.kind]} cannot be followed: {_shortened(made)}")
+            reason = _shortened(made, is_ours=constraint.kind is ConstraintKind.TOOL_CALLS)
+            raise ConfigError(f"the {_NAMES[constraint.kind]} cannot be followed: {reason}")
         return Matcher(made, self.ends)
 
     @functools.cached_property
@@ -183,8 +189,10 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(verbose_errors=False)
 
 
-def _shortened(matcher: LLMatcher) -> str:
-    reason = " ".join(matcher.get_error().split())
+def _shortened(matcher: LLMatcher, *, is_ours: bool = False) -> str:
+    """The reason of an error. is_ours: without the lines of the grammar, which no client has seen."""
+    said = matcher.get_error()
+    reason = " ".join((said.partition("\n")[0] if is_ours else said).split())
     return reason if len(reason) <= _MAX_REASON_CHARS else f"{reason[:_MAX_REASON_CHARS]}..."
 
 

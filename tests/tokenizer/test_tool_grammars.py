@@ -16,6 +16,7 @@ import pytest
 from transformers import AddedToken
 
 from ktransformers.core import Constraint, ConstraintKind
+from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.grammars import Grammars
 from ktransformers.tokenizer.tokenizer import Tokenizer
 from ktransformers.tokenizer.tools import TOOL_FORMATS, ArgumentsPiece, CallStarted, ReasoningPiece, TextPiece
@@ -126,6 +127,19 @@ def check_calls(tokenizer: Tokenizer, text: str, tools: Any, *, parallel: bool) 
         jsonschema.validate(json.loads("".join(pieces)), tools[name] or {"type": "object"})
 
 
+@pytest.mark.parametrize(
+    ("limit", "thoughts", "does_fit"),
+    [(None, "abc " * 20, True), (3, "abc", True), (3, "abcd", False), (0, "", False), (0, None, True), (3, None, True)],
+)
+def test_the_reasoning_that_a_grammar_knows_has_a_limit(
+    limit: int | None, thoughts: str | None, does_fit: bool
+) -> None:
+    text = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    if thoughts is not None:
+        text = f"<|channel|>analysis<|message|>{thoughts}<|end|><|start|>assistant{text}"
+    assert takes(tokenizer_of("harmony", True), text, max_thoughts=limit) == does_fit
+
+
 @pytest.mark.parametrize("are_special", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_comes_out_is_calls_that_fit(name: str, are_special: bool, random_cases: Any) -> None:
@@ -133,9 +147,69 @@ def test_whatever_comes_out_is_calls_that_fit(name: str, are_special: bool, rand
     for seed in range(random_cases(6, 150)):
         draw = random.Random(f"{name} {are_special} {seed}")
         tools, parallel = random_tools(draw), draw.random() < 0.5
+        max_thoughts = draw.randrange(50) if are_special else 0  # harmony's tags are special wherever it is spoken
         try:
-            text = wander(tokenizer, forced(tokenizer, tools, parallel=parallel), draw)
+            constraint = forced(tokenizer, tools, parallel=parallel, max_thoughts=max_thoughts)
+            text = wander(tokenizer, constraint, draw)
             check_calls(tokenizer, text, tools, parallel=parallel)
         except Exception as error:
             error.add_note(f"seed {seed}: {json.dumps(tools)}")
             raise
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("hermes", {"properties": {"a": {"not": {"type": "string"}}}}, r'Unimplemented keys: ."not"'),
+    ("hermes", {"type": "array"}, "of the type 'array', not an object"),
+    ("hermes", {"x-guidance": {"lenient": True}}, "must not have x-guidance"),
+    ("llama4_pythonic", {"properties": {"a b": {}}}, "'a b' has a name that is no keyword"),
+    ("llama4_pythonic", {"minProperties": 1}, "minProperties"),
+    ("gemma4", {"properties": {"a": {"type": "array", "uniqueItems": True}}}, "'uniqueItems' cannot be followed"),
+    ("gemma4", {"properties": {"a": {"if": True}}}, "'if' cannot be followed"),
+    ("gemma4", {"properties": {"a": {"$ref": "#/$defs/b"}}}, "leads nowhere"),
+    ("gemma4", {"properties": {"a": {"$ref": "http://b"}}}, "leads out of the schema"),
+    ("gemma4", {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}, "not of different types"),
+    ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, r"'a' of 'f'.*in parentheses"),
+    ("qwen3_coder", {"properties": {"<a>": {}}}, "has a name that tags cannot hold"),
+    ("qwen3_coder", {"required": ["a"], "additionalProperties": False}, "'a' is required and not among"),
+    ("qwen3_coder", {"patternProperties": {}}, "'patternProperties' cannot be followed"),
+    ("glm45", {"properties": {"a": {"enum": ["7", None, 8]}}, "required": ["a"]}, "look like other values"),
+]
+
+
+@pytest.mark.parametrize(("name", "schema", "message"), REFUSED)
+def test_what_cannot_be_followed_is_named(name: str, schema: dict[str, Any], message: str) -> None:
+    tokenizer = tokenizer_of(name, False)
+    with pytest.raises(ConfigError, match=message):
+        grammars_of(tokenizer).check(forced(tokenizer, {"f": schema}))
+
+
+def test_names_that_a_format_cannot_hold() -> None:
+    tools = {'do "it" #1': None}
+    text = '<tool_call>\n{"name": "do \\"it\\" #1", "arguments": {}}\n</tool_call>'
+    assert takes(tokenizer_of("hermes", True), text, tools)
+    with pytest.raises(ConfigError, match="has a name that calls in this model's format cannot hold"):
+        tokenizer_of("kimi_k2", True).tool_grammar(tools)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4", "<|tool_call>call:f{list:{v:1,next:{v:2,next:{}}}}<tool_call|>"),
+        ("llama4_pythonic", '[f(list={"v": 1, "next": {"next": {"v": 3}}})]'),
+        (
+            "qwen3_coder",
+            '<tool_call>\n<function=f>\n<parameter=list>\n{"next": {"v": 3}}\n</parameter>\n</function>\n</tool_call>',
+        ),
+    ],
+)
+def test_a_schema_may_refer_to_itself(name: str, text: str) -> None:
+    inner = {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}
+    node = {"type": "object", "properties": inner, "additionalProperties": False}
+    tools = {"f": {"properties": {"list": {"$ref": "#/$defs/node"}}, "required": ["list"], "$defs": {"node": node}}}
+    assert takes(tokenizer_of(name, True), text, tools)
+    assert not takes(tokenizer_of(name, True), re.sub(r"\bv\b", "w", text), tools)
+
+
+def test_what_has_no_grammar() -> None:
+    assert tokenizer_of("hermes", False).tool_grammar({}) is None
+    assert byte_tokenizer("").tool_grammar(TOOLS) is None

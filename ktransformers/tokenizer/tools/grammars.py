@@ -61,13 +61,14 @@ class _Writer:
         return "\n".join([f"start: {start}", f"call: {' | '.join(calls)}", *self._rules.lines]) + "\n"
 
     def _prelude(self, max_thoughts: int | None) -> str:
-        """gpt-oss may think first, and the head of the next message follows when it did."""
-        if not self._shape.has_thoughts:
+        """gpt-oss may think first, and the head of the next message follows when it did. Its tags are tokens."""
+        if not self._shape.has_thoughts or max_thoughts == 0:
             return ""
         spelled = self._rules.spelled
         self._rules.add("any", ANY_TEXT, option="" if max_thoughts is None else f"[max_tokens={max_thoughts}]")
-        self._rules.add("thoughts", spelled("<|channel|>analysis<|message|>"), "any", spelled("<|end|>"))
-        return f"thoughts? ({spelled('<|start|>assistant')})?"
+        begin, next_head = spelled("<|channel|>analysis<|message|>"), spelled("<|start|>assistant")
+        self._rules.add("thoughts", begin, "any", spelled("<|end|>"), next_head)
+        return "thoughts?"
 
     def _call(self, number: int, name: str) -> str:
         """Adds the rules of one tool; the name of the first."""

@@ -67,14 +67,14 @@ class Member:
 
 def pointed(root: Any, target: str) -> Any:
     """What a reference within `root` leads to. Raises ConfigError."""
+    if not target.startswith("#"):
+        raise ConfigError(f"$ref {target[:100]!r} leads out of the schema")
     found = root
     for part in target.removeprefix("#").split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if not isinstance(found, Mapping) or name not in found:
             raise ConfigError(f"$ref {target[:100]!r} leads nowhere")
         found = found[name]
-    if not target.startswith("#"):
-        raise ConfigError(f"$ref {target[:100]!r} leads out of the schema")
     return found
 
 
