@@ -28,6 +28,9 @@ __all__ = ["JSON_OPTIONS", "MAX_CONSTRAINT_CHARS", "Grammars", "Matcher", "Words
 MAX_CONSTRAINT_CHARS = 1 << 18
 """Longest text of a constraint: reading one as long as this takes some tenths of a second."""
 
+_MAX_TOOL_GRAMMAR_CHARS = 1 << 20
+"""The same of tools, whose grammar is several times as long as their schemas; it is read faster than a schema."""
+
 Words = npt.NDArray[np.uint32]
 """Bits [ceil(V / 32)], one per token; token 0 is the lowest bit of the first word."""
 
@@ -201,8 +204,9 @@ def _grammar(constraint: Constraint) -> str:
     from llguidance import LLMatcher, regex_to_lark
 
     kind, text = constraint.kind, constraint.text
-    if len(text) > MAX_CONSTRAINT_CHARS:
-        raise ConfigError(f"the {_NAMES[kind]} has {len(text)} characters; at most {MAX_CONSTRAINT_CHARS} are read")
+    limit = _MAX_TOOL_GRAMMAR_CHARS if kind is ConstraintKind.TOOL_CALLS else MAX_CONSTRAINT_CHARS
+    if len(text) > limit:
+        raise ConfigError(f"the {_NAMES[kind]} has {len(text)} characters; at most {limit} are read")
     match kind:
         case ConstraintKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
