@@ -178,7 +178,10 @@ def members(schema: Schema) -> list[Member]:
     missing = [key for key in required if key not in properties]
     if missing and others is False:
         raise ConfigError(f"{missing[0]!r} is required and not among the properties")
-    found = [Member(key, one, key in required) for key, one in properties.items() if one is not False]
+    impossible = [key for key, one in properties.items() if one is False]
+    if set(impossible) & set(map(str, required)):
+        raise ConfigError("a required property may have no value")
+    found = [Member(key, one, key in required) for key, one in properties.items() if key not in impossible]
     found += [Member(str(key), others, True) for key in missing]
     if schema.get("minProperties", 0) > len(required):
         raise ConfigError("minProperties above the number of required ones")

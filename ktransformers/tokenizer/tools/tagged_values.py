@@ -1,7 +1,8 @@
 """Grammars of arguments that stand between tags, one by one: strings as they are, other values as JSON.
 
 What a text means there, parsers take from the schema (values.py), so a string that they would read as another kind of
-value must not be written.
+value must not be written. A string within a list or an object may still hold the closing tag, which then ends the value
+early: no grammar of JSON can forbid that.
 """
 
 from __future__ import annotations
