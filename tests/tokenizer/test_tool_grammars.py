@@ -157,6 +157,7 @@ def test_whatever_comes_out_is_calls_that_fit(name: str, are_special: bool, rand
             raise
 
 
+MANY = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 9} for i in range(8)} | {"d8": {"type": "string"}}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("hermes", {"properties": {"a": {"not": {"type": "string"}}}}, r'Unimplemented keys: ."not"'),
     ("hermes", {"type": "array"}, "of the type 'array', not an object"),
@@ -173,6 +174,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_coder", {"required": ["a"], "additionalProperties": False}, "'a' is required and not among"),
     ("qwen3_coder", {"patternProperties": {}}, "'patternProperties' cannot be followed"),
     ("qwen3_coder", {"properties": {"a": False}, "required": ["a"]}, "may have no value"),
+    ("qwen3_coder", {"properties": {"a": {"type": "string", "minLength": "x"}}}, "minLength must be a whole number"),
+    ("qwen3_coder", {"minProperties": None}, "minProperties must be a whole number"),
+    ("qwen3_coder", {"required": [{}]}, "required a list of names"),
+    ("gemma4", {"properties": {"a": {"type": "array", "minItems": []}}}, "minItems must be a whole number"),
+    ("glm45", {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": MANY}, "more than 256 things"),
     ("glm45", {"properties": {"a": {"enum": ["7", None, 8]}}, "required": ["a"]}, "look like other values"),
 ]
 
@@ -195,7 +201,7 @@ def test_names_that_a_format_cannot_hold() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("gemma4", "<|tool_call>call:f{list:{v:1,next:{v:2,next:{}}}}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:f{list:{v:1,next:{v:2,next:{next:null}}}}<tool_call|>"),
         ("llama4_pythonic", '[f(list={"v": 1, "next": {"next": {"v": 3}}})]'),
         (
             "qwen3_coder",
@@ -204,7 +210,7 @@ def test_names_that_a_format_cannot_hold() -> None:
     ],
 )
 def test_a_schema_may_refer_to_itself(name: str, text: str) -> None:
-    inner = {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}
+    inner = {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}
     node = {"type": "object", "properties": inner, "additionalProperties": False}
     tools = {"f": {"properties": {"list": {"$ref": "#/$defs/node"}}, "required": ["list"], "$defs": {"node": node}}}
     assert takes(tokenizer_of(name, True), text, tools)

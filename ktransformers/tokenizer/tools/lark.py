@@ -13,7 +13,7 @@ from typing import Any
 
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.grammars import JSON_OPTIONS, check_schema
-from ktransformers.tokenizer.tools.schema_parts import Leaf
+from ktransformers.tokenizer.tools.schema_parts import Leaf, count_of
 
 __all__ = ["ANY_TEXT", "NUMBER", "Rules", "literal", "regex", "text_of", "union"]
 
@@ -86,9 +86,9 @@ def text_of(leaf: Leaf) -> str:
     if leaf.values is not None:
         return f"/({'|'.join(regex(str(value)) for value in leaf.values)})/"
     schema, terms = leaf.schema, list[str]()
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if least or most != "":
-        terms.append(f"/(.|\\n){{{least},{most}}}/")
+    least, most = count_of(schema, "minLength", 0), count_of(schema, "maxLength", -1)
+    if least > 0 or most >= 0:
+        terms.append(f"/(.|\\n){{{max(least, 0)},{most if most >= 0 else ''}}}/")
     if "pattern" in schema:
         terms.append(f"/{_searched(str(schema['pattern']))}/")
     return " & ".join(terms or [ANY_TEXT])

@@ -13,12 +13,15 @@ from typing import Any
 
 from ktransformers.errors import ConfigError
 
-__all__ = ["Leaf", "Member", "alternatives", "members", "pointed", "resolved"]
+__all__ = ["Leaf", "Member", "alternatives", "count_of", "members", "resolved"]
 
 Schema = Mapping[str, Any]
 
 _MAX_DEPTH = 16
 """How deep references and alternatives are followed."""
+
+_MAX_LEAVES = 256
+"""Of one value: references make many of a short schema."""
 
 _ANNOTATIONS = frozenset(
     {
@@ -65,7 +68,17 @@ class Member:
     is_required: bool
 
 
-def pointed(root: Any, target: str) -> Any:
+def count_of(schema: Schema, key: str, otherwise: int) -> int:
+    """A number of characters, items or properties. Raises ConfigError for what is none."""
+    value = schema.get(key, otherwise)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if type(value) is not int:
+        raise ConfigError(f"{key} must be a whole number")
+    return value
+
+
+def _pointed(root: Any, target: str) -> Any:
     """What a reference within `root` leads to. Raises ConfigError."""
     if not target.startswith("#"):
         raise ConfigError(f"$ref {target[:100]!r} leads out of the schema")
@@ -87,7 +100,7 @@ def resolved(schema: Any, root: Any) -> Schema:
             raise ConfigError("a schema that allows nothing cannot be followed")
         rest = dict(schema)
         if isinstance(schema.get("$ref"), str):
-            inner = pointed(root, rest.pop("$ref"))
+            inner = _pointed(root, rest.pop("$ref"))
         elif isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
             (inner,) = rest.pop("allOf")
         else:
@@ -120,7 +133,11 @@ def alternatives(schema: Any, root: Any, depth: int = _MAX_DEPTH) -> list[Leaf]:
         beside = [key for key in found if key != name and key not in _ANNOTATIONS]
         if beside:
             raise ConfigError(f"{name} beside {beside[0]!r}")
-        leaves = [leaf for option in options for leaf in alternatives(option, root, depth - 1)]
+        leaves = list[Leaf]()
+        for option in options:
+            leaves += alternatives(option, root, depth - 1)
+            if len(leaves) > _MAX_LEAVES:
+                raise ConfigError(f"a value may be more than {_MAX_LEAVES} things")
         if name == "oneOf" and not _are_apart(leaves):
             raise ConfigError("oneOf whose options are not of different types")
         return leaves
@@ -172,20 +189,21 @@ def members(schema: Schema) -> list[Member]:
     """An object's properties; those that are required and not described may be anything. Raises ConfigError."""
     _refuse(schema, (*_LOGIC, *_OF_OBJECTS, "enum", "const"))
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise ConfigError("properties must be an object, and required a list")
+    is_listed = isinstance(required, list) and all(isinstance(key, str) for key in required)
+    if not isinstance(properties, Mapping) or not is_listed:
+        raise ConfigError("properties must be an object, and required a list of names")
     others = schema.get("additionalProperties", True)
     missing = [key for key in required if key not in properties]
     if missing and others is False:
         raise ConfigError(f"{missing[0]!r} is required and not among the properties")
     impossible = [key for key, one in properties.items() if one is False]
-    if set(impossible) & set(map(str, required)):
+    if set(impossible) & set(required):
         raise ConfigError("a required property may have no value")
     found = [Member(key, one, key in required) for key, one in properties.items() if key not in impossible]
-    found += [Member(str(key), others, True) for key in missing]
-    if schema.get("minProperties", 0) > len(required):
+    found += [Member(key, others, True) for key in missing]
+    if count_of(schema, "minProperties", 0) > len(required):
         raise ConfigError("minProperties above the number of required ones")
-    if schema.get("maxProperties", len(found)) < len(found):
+    if count_of(schema, "maxProperties", len(found)) < len(found):
         raise ConfigError("maxProperties below the number of properties")
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tools.lark import Rules, literal, text_of
-from ktransformers.tokenizer.tools.schema_parts import Leaf, Member, alternatives, members, resolved
+from ktransformers.tokenizer.tools.schema_parts import Leaf, Member, alternatives, count_of, members, resolved
 
 __all__ = ["GemmaValues", "python_arguments"]
 
@@ -66,7 +66,8 @@ class GemmaValues:
 
     def __init__(self, rules: Rules, prefix: str, root: Mapping[str, Any]):
         self._rules, self._prefix, self._root = rules, prefix, root
-        self._known: dict[str, str] = {}  # rules by what was referred to: schemas may refer to themselves
+        self._known: dict[int, str] = {}  # rules by parts of the root, which may refer to those they are in
+        self._anything_rule = ""
         self._count = 0
 
     def arguments(self) -> str:
@@ -79,18 +80,13 @@ class GemmaValues:
 
     def _value(self, schema: Any) -> str:
         """The rule of a value."""
-        target = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if target is None:
-            return self._rule(self._named(), schema)
-        key = str(sorted(schema.items(), key=str))
-        if key not in self._known:
-            self._known[key] = self._named()
-            self._rule(self._known[key], schema)
-        return self._known[key]
-
-    def _rule(self, rule: str, schema: Any) -> str:
-        options = [self._leaf(leaf) for leaf in alternatives(schema, self._root)]
-        return self._rules.add(rule, " | ".join(options))
+        if schema is True:
+            return self._anything()
+        if id(schema) not in self._known:
+            self._known[id(schema)] = rule = self._named()
+            options = [self._leaf(leaf) for leaf in alternatives(schema, self._root)]
+            self._rules.add(rule, " | ".join(options))
+        return self._known[id(schema)]
 
     def _leaf(self, leaf: Leaf) -> str:
         if leaf.values is not None:
@@ -121,13 +117,13 @@ class GemmaValues:
         for key in ("prefixItems", "contains", "uniqueItems", "unevaluatedItems", "additionalItems"):
             if schema.get(key):
                 raise ConfigError(f"{key!r} cannot be followed here")
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if least > (_MAX_ITEMS if most is None else min(most, _MAX_ITEMS)):
+        least, most = count_of(schema, "minItems", 0), count_of(schema, "maxItems", -1)
+        if least > (_MAX_ITEMS if most < 0 else min(most, _MAX_ITEMS)):
             raise ConfigError("minItems is above maxItems, or above what can be followed here")
         if most == 0:
             return '"[]"'
         item = self._value(schema.get("items", True))
-        more = "" if most == 1 else f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+        more = "" if most == 1 else f'("," {item}){{{max(least - 1, 0)},{most - 1 if most > 0 else ""}}}'
         return f'("[" {item} {more} "]"{"" if least else _OR_EMPTY_LIST})'
 
     def _object(self, rule: str, schema: Mapping[str, Any]) -> str:
@@ -151,12 +147,11 @@ class GemmaValues:
 
     def _anything(self) -> str:
         """The rule of a value of any kind, which is the same for all of the tool's."""
-        key = ""
-        if key not in self._known:
-            self._known[key] = rule = self._named()
+        if not self._anything_rule:
+            self._anything_rule = rule = self._named()
             kinds = ("string", "number", "boolean", "null", "array", "object")
             self._rules.add(rule, " | ".join(self._leaf(Leaf(kind, {"type": kind})) for kind in kinds))
-        return self._known[key]
+        return self._anything_rule
 
 
 _OR_EMPTY_LIST = ' | "[]"'
