@@ -104,13 +104,17 @@ def _tuple_of(name: str, values: object, kind: type) -> tuple[Any, ...]:
 
 
 class ConstraintKind(StrEnum):
-    """How a constraint's text is read. CHOICE: a JSON list of strings. GRAMMAR: Lark as llguidance has it, or GBNF."""
+    """How a constraint's text is read. CHOICE: a JSON list of strings. GRAMMAR: Lark as llguidance has it, or GBNF.
+
+    TOOL_CALLS: Lark too, written here for a request's tools (`Tokenizer.tool_grammar`); no request says it itself.
+    """
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json"
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,7 @@ class Constraint:
     def of(cls, wanted: Mapping[str, Any]) -> Constraint:
         """From one of vLLM's names: json (a schema), regex, choice, grammar, json_object. Raises ConfigError."""
         given = [name for name, value in wanted.items() if value is not None and value is not False]
-        kinds = {kind.value for kind in ConstraintKind}
+        kinds = {kind.value for kind in ConstraintKind} - {ConstraintKind.TOOL_CALLS.value}
         if len(given) != 1 or given[0] not in kinds:
             raise ConfigError(f"a constraint has exactly one of {', '.join(sorted(kinds))}, got {sorted(given)!r:.80}")
         kind, value = ConstraintKind(given[0]), wanted[given[0]]

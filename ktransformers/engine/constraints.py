@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum, auto
 
 from ktransformers.core import Constraint, Reasoning, SamplingParams
+from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.grammars import Grammars, Matcher, Words, pack_ids
 
 __all__ = ["AnswerMask", "check_rules", "mask_of"]
@@ -37,8 +38,16 @@ class _Place(Enum):
 
 def check_rules(grammars: Grammars, params: SamplingParams) -> None:
     """Raises ConfigError for a constraint that cannot be followed. Takes up to some tenths of a second."""
-    if params.constraint is not None:
-        grammars.check(params.constraint)
+    if params.constraint is None:
+        return
+    begins = grammars.check(params.constraint) | pack_ids(params.constraint.exit_ids, grammars.vocab_size)
+    if params.allowed_token_ids is None:
+        return
+    allowed = pack_ids(params.allowed_token_ids, grammars.vocab_size)
+    if not (begins & allowed).any():
+        raise ConfigError("allowed_token_ids and the constraint exclude each other: no answer could begin")
+    if not (grammars.ends & allowed).any():
+        raise ConfigError("allowed_token_ids and the constraint exclude each other: name an end token too")
 
 
 def mask_of(grammars: Grammars, params: SamplingParams) -> AnswerMask | None:

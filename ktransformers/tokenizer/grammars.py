@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["MAX_CONSTRAINT_CHARS", "Grammars", "Matcher", "Words", "pack_ids"]
+__all__ = ["JSON_OPTIONS", "MAX_CONSTRAINT_CHARS", "Grammars", "Matcher", "Words", "check_schema", "pack_ids"]
 
 MAX_CONSTRAINT_CHARS = 1 << 18
 """Longest text of a constraint: reading one as long as this takes some tenths of a second."""
+
+_MAX_TOOL_GRAMMAR_CHARS = 1 << 20
+"""The same of tools, whose grammar is several times as long as their schemas; it is read faster than a schema."""
 
 Words = npt.NDArray[np.uint32]
 """Bits [ceil(V / 32)], one per token; token 0 is the lowest bit of the first word."""
@@ -36,7 +39,7 @@ _MAX_LEVELS = 1000
 process at about twice as many on a thread with 8 MiB of it."""
 
 _MAX_REASON_CHARS = 400
-_JSON_OPTIONS: JsonCompileOptions = {"lenient": False, "whitespace_pattern": r"[ \t\r\n]{0,40}"}
+JSON_OPTIONS: JsonCompileOptions = {"lenient": False, "whitespace_pattern": r"[ \t\r\n]{0,40}"}
 """Whitespace as people indent; without a limit a model may write nothing else to the end of its tokens."""
 
 
@@ -101,10 +104,15 @@ class Grammars:
         self._lock = threading.Lock()
         self._prepared: LLTokenizer | None = None
 
-    def check(self, constraint: Constraint) -> None:
-        """Raises ConfigError for a constraint that is wrong, too large, or asks for what cannot be enforced."""
-        if not self.matcher(constraint).allowed().any():
+    def check(self, constraint: Constraint) -> Words:
+        """The tokens that an answer may begin with.
+
+        Raises ConfigError for a constraint that is wrong, too large, or asks for what cannot be enforced.
+        """
+        words = self.matcher(constraint).allowed()
+        if not words.any():
             raise ConfigError(f"no answer could follow the {_NAMES[constraint.kind]}")
+        return words
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """At the start of an answer. Raises as `check`."""
@@ -113,7 +121,8 @@ class Grammars:
         grammar = _grammar(constraint)
         made = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=_limits())
         if made.is_error():
-            raise ConfigError(f"the {_NAMES[constraint.kind]} cannot be followed: {_shortened(made)}")
+            reason = _shortened(made, is_ours=constraint.kind is ConstraintKind.TOOL_CALLS)
+            raise ConfigError(f"the {_NAMES[constraint.kind]} cannot be followed: {reason}")
         return Matcher(made, self.ends)
 
     @functools.cached_property
@@ -173,6 +182,7 @@ _NAMES = {
     ConstraintKind.REGEX: "regular expression",
     ConstraintKind.CHOICE: "list of choices",
     ConstraintKind.GRAMMAR: "grammar",
+    ConstraintKind.TOOL_CALLS: "grammar of tool calls",
 }
 
 
@@ -182,8 +192,10 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(verbose_errors=False)
 
 
-def _shortened(matcher: LLMatcher) -> str:
-    reason = " ".join(matcher.get_error().split())
+def _shortened(matcher: LLMatcher, *, is_ours: bool = False) -> str:
+    """The reason of an error. is_ours: without the lines of the grammar, which no client has seen."""
+    said = matcher.get_error()
+    reason = " ".join((said.partition("\n")[0] if is_ours else said).split())
     return reason if len(reason) <= _MAX_REASON_CHARS else f"{reason[:_MAX_REASON_CHARS]}..."
 
 
@@ -192,11 +204,12 @@ def _grammar(constraint: Constraint) -> str:
     from llguidance import LLMatcher, regex_to_lark
 
     kind, text = constraint.kind, constraint.text
-    if len(text) > MAX_CONSTRAINT_CHARS:
-        raise ConfigError(f"the {_NAMES[kind]} has {len(text)} characters; at most {MAX_CONSTRAINT_CHARS} are read")
+    limit = _MAX_TOOL_GRAMMAR_CHARS if kind is ConstraintKind.TOOL_CALLS else MAX_CONSTRAINT_CHARS
+    if len(text) > limit:
+        raise ConfigError(f"the {_NAMES[kind]} has {len(text)} characters; at most {limit} are read")
     match kind:
         case ConstraintKind.JSON_OBJECT:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
         case ConstraintKind.JSON_SCHEMA:
             return _of_schema(text)
         case ConstraintKind.REGEX:
@@ -205,6 +218,8 @@ def _grammar(constraint: Constraint) -> str:
             return _of_choices(text)
         case ConstraintKind.GRAMMAR:
             return _of_lark(text)
+        case ConstraintKind.TOOL_CALLS:  # what of it a request may nest was looked at when it was written
+            return LLMatcher.grammar_from_lark(text)
 
 
 def _of_schema(text: str) -> str:
@@ -216,13 +231,18 @@ def _of_schema(text: str) -> str:
         raise ConfigError(f"the JSON schema is no JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         raise ConfigError("a JSON schema must be an object")
+    check_schema(schema)
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+    except ValueError as error:  # more within each other than its reader goes into
+        raise ConfigError(f"the JSON schema cannot be read: {error}") from error
+
+
+def check_schema(schema: Any) -> None:
+    """Raises ConfigError for a JSON schema that must not reach llguidance."""
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise ConfigError("the JSON schema must not have x-guidance: how it is followed is not the request's to say")
     _check_levels("JSON schema", _schema_levels(schema))
-    try:
-        return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
-    except ValueError as error:  # more within each other than its reader goes into
-        raise ConfigError(f"the JSON schema cannot be read: {error}") from error
 
 
 def _of_choices(text: str) -> str:

@@ -35,9 +35,10 @@ from ktransformers.tokenizer.tools import (
     tool_format_named,
 )
 from ktransformers.tokenizer.tools.formats import HARMONY
-from ktransformers.tokenizer.tools.grammars import SHAPES, tool_grammar
+from ktransformers.tokenizer.tools.grammars import tool_grammar
 from ktransformers.tokenizer.tools.harmony import HarmonyParser
 from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser, why_not_usable
+from ktransformers.tokenizer.tools.shapes import shape_of
 from ktransformers.tokenizer.verbatim import Guard, Verbatim
 
 __all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]
@@ -226,7 +227,9 @@ class Tokenizer:
     def grammars(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
         """What reads constraints on answers; the same object each time for the same arguments."""
         key = (vocab_size, tuple(eos_token_ids))
-        return self._grammars.setdefault(key, Grammars(self, *key))
+        if key not in self._grammars:
+            self._grammars.setdefault(key, Grammars(self, *key))  # all threads get the first that is there
+        return self._grammars[key]
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new stream of ids to text."""
@@ -344,25 +347,22 @@ class Tokenizer:
             None if form is None or tools is None else form.parser(tools),
         )
 
-    def tool_grammar(self, tools: ToolSchemas, *, parallel: bool = True) -> str | None:
-        """What an answer that calls one of these tools (if parallel: any number, at least once) looks like after its
-        reasoning, as a grammar in llguidance's dialect of Lark; None for formats without one.
-        """  # fmt: skip
+    def tool_grammar(self, tools: ToolSchemas, *, parallel: bool = True, max_thoughts: int | None = None) -> str | None:
+        """What calls of these tools (one, if parallel any number) look like behind the reasoning, in llguidance's Lark.
+
+        None for a checkpoint's own format. max_thoughts: tokens of the reasoning, where the grammar has to know it.
+        Raises ConfigError for tools that the format cannot spell.
+        """
         form = self._tool_format
         if self._has_own_parser or form is None or not tools:
             return None
-        name, template = form.name, self._template_text()
-        if name == "mistral" and "[ARGS]" not in template:
-            name = "mistral_list"
-        elif name == "glm45" and "<arg_key>" in template and "n<arg_key>" not in template:
-            name = "glm47"
-        shape = SHAPES.get(name)
 
         def special(tag: str) -> int | None:
             found = self.token_id(tag)
-            return found if found in self._special else None
+            return found if found in self.added_ids else None  # as Grammars see it
 
-        return None if shape is None else tool_grammar(shape, form.tokens, tools, parallel, special)
+        shape = shape_of(form.name, self._template_text())
+        return tool_grammar(shape, form.tokens, tools, special, parallel=parallel, max_thoughts=max_thoughts)
 
     def render_chat_template(
         self,

@@ -160,8 +160,14 @@ def test_an_end_comes_where_the_grammar_accepts(tokenizer: Tokenizer) -> None:
 
 def test_nothing_left_is_an_error_of_the_request(tokenizer: Tokenizer) -> None:
     params = SamplingParams(constraint={"regex": "ab"}, allowed_token_ids=(5,))  # type: ignore[arg-type]
-    with pytest.raises(KTransformersError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="exclude each other: no answer could begin"):
         wander(tokenizer, params)
+    with pytest.raises(ConfigError, match="exclude each other: name an end token"):
+        wander(tokenizer, replace(params, allowed_token_ids=tuple(tokenizer.encode("ab"))))
+    # What comes later in an answer shows only then.
+    begins = (*tokenizer.encode("a", add_special_tokens=False), END)
+    with pytest.raises(KTransformersError, match=r"no token may come next: .* exclude each other"):
+        wander(tokenizer, replace(params, allowed_token_ids=begins))
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,10 @@ class ScriptedBackend(FakeBackend):
 
     @property
     def model(self) -> ModelInfo:
-        return ModelInfo(TOKENIZER, 1 << 18, TOKENIZER.vocab_size, (), SamplingParams(temperature=0), None, "scripted")
+        ends = (TOKENIZER.eos_token_id,)
+        return ModelInfo(
+            TOKENIZER, 1 << 18, TOKENIZER.vocab_size, ends, SamplingParams(temperature=0), None, "scripted"
+        )
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)

@@ -1,61 +1,283 @@
-"""Grammars of tool calls, held against what templates write, by the library that will enforce them."""
+"""Grammars of tool calls, by the library that enforces them: they take what templates write, and no other answers.
+
+What comes out is read by the formats' own parsers, and held against the schemas by jsonschema.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import random
 import re
+from typing import Any
 
+import jsonschema
 import pytest
 from transformers import AddedToken
 
+from ktransformers.core import Constraint, ConstraintKind
+from ktransformers.errors import ConfigError
+from ktransformers.tokenizer.grammars import Grammars
 from ktransformers.tokenizer.tokenizer import Tokenizer
-from ktransformers.tokenizer.tools import TOOL_FORMATS
+from ktransformers.tokenizer.tools import TOOL_FORMATS, ArgumentsPiece, CallStarted, ReasoningPiece, TextPiece
 from tests.support.fake_runner import byte_tokenizer
+from tests.support.random_tools import random_tools
 from tests.support.tool_answers import CALLS, CONTENT, FORMAT_OF, TEMPLATES, TOOLS, render
 
-# What calls begin with. Gemma's and Python's have no grammar.
+pytest.importorskip("llguidance")
+
+# What calls begin with.
 FIRST_TAG = {name: TOOL_FORMATS[form].tokens[0] for name, form in FORMAT_OF.items()} | {
     "llama3_json": "{",
     "harmony": "<|channel|>commentary to",
     "deepseek_v32": "<｜DSML｜",
     "deepseek_v4": "<｜DSML｜",
 }
-del FIRST_TAG["gemma4"], FIRST_TAG["llama4_pythonic"]
+NAMES = [*FIRST_TAG, "deepseek_r1"]
+
+
+@functools.cache
+def tokenizer_of(name: str, are_special: bool) -> Tokenizer:
+    """are_special: the format's tags are tokens of their own, which text in a grammar does not match."""
+    form = FORMAT_OF.get(name, name)
+    template = TEMPLATES / f"{name}.jinja"
+    backend = byte_tokenizer(template.read_text() if template.exists() else "").backend
+    if are_special:
+        tags = TOOL_FORMATS[form].tokens
+        backend.backend_tokenizer.add_special_tokens([AddedToken(tag, special=True) for tag in tags])
+    tokenizer = Tokenizer(backend)
+    tokenizer.use_tool_format(form)
+    return tokenizer
+
+
+def grammars_of(tokenizer: Tokenizer) -> Grammars:
+    return tokenizer.grammars(tokenizer.vocab_size, tokenizer.eos_token_ids)
+
+
+def forced(tokenizer: Tokenizer, tools: Any, **more: Any) -> Constraint:
+    grammar = tokenizer.tool_grammar(tools, **more)
+    assert grammar is not None
+    return Constraint(ConstraintKind.TOOL_CALLS, grammar)
+
+
+def takes(tokenizer: Tokenizer, text: str, tools: Any = TOOLS, **more: Any) -> bool:
+    """Whether the grammar lets this be the whole answer."""
+    matcher = grammars_of(tokenizer).matcher(forced(tokenizer, tools, **more))
+    for token_id in (*tokenizer.encode(text), *tokenizer.eos_token_ids):
+        if not matcher.allowed()[token_id // 32] >> (token_id % 32) & 1:
+            return False
+        matcher.consume([token_id])
+    return True
 
 
 @pytest.mark.parametrize("are_special", [False, True])
 @pytest.mark.parametrize("name", FIRST_TAG)
 def test_a_grammar_takes_the_calls_that_templates_write(name: str, are_special: bool) -> None:
-    """are_special: the format's tags are special tokens, which text in a grammar does not match."""
-    LLMatcher, hf = pytest.importorskip("llguidance").LLMatcher, pytest.importorskip("llguidance.hf")
-    backend = byte_tokenizer((TEMPLATES / f"{name}.jinja").read_text()).backend
-    if are_special:
-        tags = TOOL_FORMATS[FORMAT_OF[name]].tokens
-        backend.backend_tokenizer.add_special_tokens([AddedToken(tag, special=True) for tag in tags])
-    tokenizer = Tokenizer(backend)
-    vocabulary = hf.from_tokenizer(backend, n_vocab=tokenizer.vocab_size)
-
-    def takes(text: str, parallel: bool = True) -> bool:
-        grammar = tokenizer.tool_grammar(TOOLS, parallel=parallel)
-        assert grammar is not None
-        matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar), log_level=0)
-        assert not matcher.get_error()
-        return matcher.consume_tokens(tokenizer.encode(text)) and matcher.is_accepting()
-
+    tokenizer = tokenizer_of(name, are_special)
     calls = CALLS[:1] if name in ("llama3_json", "harmony") else CALLS
     text = render(name, calls)
     text = text[text.index(FIRST_TAG[name], text.find(CONTENT) + 1) :].strip()
     for left_out in ("<|call|>", "\n</answer>"):  # no part of the calls
         text = text.removesuffix(left_out)
     text = re.sub(r', "id": "call\d+"', "", text).replace("\nTrue\n", "\ntrue\n")
-    assert takes(text)
-    assert not takes("Hello")
-    assert not takes(text.replace("get_weather", "forget"))
-    assert takes(text, parallel=False) == (len(calls) == 1)
+    if name == "llama4_pythonic":  # nested values, and strings, are written as in JSON
+        text = json.dumps(CALLS[0][1]["where"], ensure_ascii=False).join(text.split(repr(CALLS[0][1]["where"])))
+        for value in (CALLS[0][1]["city"], CALLS[0][1]["code"], CALLS[0][1]["tags"], "metric"):
+            text = text.replace(repr(value), json.dumps(value, ensure_ascii=False))
+    assert takes(tokenizer, text)
+    assert not takes(tokenizer, "Hello")
+    assert not takes(tokenizer, text.replace("get_weather", "forget"))
+    assert takes(tokenizer, text, parallel=False) == (len(calls) == 1)
+
+
+def wander(tokenizer: Tokenizer, constraint: Constraint, draw: random.Random) -> str:
+    """An answer of a model that knows nothing: any token that may come next, blanks less often."""
+    matcher, ids, ends = grammars_of(tokenizer).matcher(constraint), list[int](), tokenizer.eos_token_ids
+    while len(ids) < 6000:
+        words = matcher.allowed()
+        may = [at for at in range(tokenizer.vocab_size) if words[at // 32] >> (at % 32) & 1]
+        some = [at for at in may if tokenizer.token_bytes(at).strip()] if draw.random() < 0.95 else may
+        # Calls without an end would follow each other.
+        token_id = next((at for at in ends if at in may), None) if draw.random() < 0.7 else None
+        if token_id is None:
+            token_id = draw.choice(some or may)
+        if token_id in ends:
+            return tokenizer.decode(ids)
+        ids.append(token_id)
+        matcher.consume([token_id])
+    raise AssertionError(f"no end: {tokenizer.decode(ids)[:300]}")
+
+
+def check_calls(tokenizer: Tokenizer, text: str, tools: Any, *, parallel: bool) -> None:
+    """The answer is calls of the tools and nothing else."""
+    parser = tokenizer.answer_parser(tokenizer.encode("x"), tools)
+    events = [*parser.feed(text), *parser.flush()]
+    calls: list[tuple[str, list[str]]] = []
+    for event in events:
+        assert not isinstance(event, TextPiece), (text, event)
+        if isinstance(event, CallStarted):
+            calls.append((event.name, []))
+        elif isinstance(event, ArgumentsPiece):
+            calls[-1][1].append(event.text)
+        assert not isinstance(event, ReasoningPiece) or tokenizer.tool_format == "harmony"
+    assert calls, text
+    assert parallel or len(calls) == 1, text
+    for name, pieces in calls:
+        assert name in tools, text
+        jsonschema.validate(json.loads("".join(pieces)), tools[name] or {"type": "object"})
+
+
+@pytest.mark.parametrize(
+    ("limit", "thoughts", "does_fit"),
+    [(None, "abc " * 20, True), (3, "abc", True), (3, "abcd", False), (0, "", False), (0, None, True), (3, None, True)],
+)
+def test_the_reasoning_that_a_grammar_knows_has_a_limit(
+    limit: int | None, thoughts: str | None, does_fit: bool
+) -> None:
+    text = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    if thoughts is not None:
+        text = f"<|channel|>analysis<|message|>{thoughts}<|end|><|start|>assistant{text}"
+    assert takes(tokenizer_of("harmony", True), text, max_thoughts=limit) == does_fit
+
+
+@pytest.mark.parametrize("are_special", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_comes_out_is_calls_that_fit(name: str, are_special: bool, random_cases: Any) -> None:
+    tokenizer = tokenizer_of(name, are_special)
+    for seed in range(random_cases(4, 150)):
+        draw = random.Random(f"{name} {are_special} {seed}")
+        tools, parallel = random_tools(draw), draw.random() < 0.5
+        max_thoughts = draw.randrange(50) if are_special else 0  # harmony's tags are special wherever it is spoken
+        try:
+            constraint = forced(tokenizer, tools, parallel=parallel, max_thoughts=max_thoughts)
+            text = wander(tokenizer, constraint, draw)
+            check_calls(tokenizer, text, tools, parallel=parallel)
+        except Exception as error:
+            error.add_note(f"seed {seed}: {json.dumps(tools)}")
+            raise
+
+
+MANY = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 9} for i in range(8)} | {"d8": {"type": "string"}}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("hermes", {"properties": {"a": {"not": {"type": "string"}}}}, r'Unimplemented keys: ."not"'),
+    ("hermes", {"type": "array"}, "of the type 'array', not an object"),
+    ("hermes", {"x-guidance": {"lenient": True}}, "must not have x-guidance"),
+    ("llama4_pythonic", {"properties": {"a b": {}}}, "'a b' has a name that is no keyword"),
+    ("llama4_pythonic", {"minProperties": 1}, "minProperties"),
+    ("gemma4", {"properties": {"a": {"type": "array", "uniqueItems": True}}}, "'uniqueItems' cannot be followed"),
+    ("gemma4", {"properties": {"a": {"if": True}}}, "'if' cannot be followed"),
+    ("gemma4", {"properties": {"a": {"$ref": "#/$defs/b"}}}, "leads nowhere"),
+    ("gemma4", {"properties": {"a": {"$ref": "http://b"}}}, "leads out of the schema"),
+    ("gemma4", {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}, "not of different types"),
+    ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, r"'a' of 'f'.*in parentheses"),
+    ("qwen3_coder", {"properties": {"<a>": {}}}, "has a name that tags cannot hold"),
+    ("qwen3_coder", {"required": ["a"], "additionalProperties": False}, "'a' is required and not among"),
+    ("qwen3_coder", {"patternProperties": {}}, "'patternProperties' cannot be followed"),
+    ("qwen3_coder", {"properties": {"a": False}, "required": ["a"]}, "may have no value"),
+    ("qwen3_coder", {"properties": {"a": {"type": "string", "minLength": "x"}}}, "minLength must be a whole number"),
+    ("qwen3_coder", {"minProperties": None}, "minProperties must be a whole number"),
+    ("qwen3_coder", {"required": [{}]}, "required a list of names"),
+    ("gemma4", {"properties": {"a": {"type": "array", "minItems": []}}}, "minItems must be a whole number"),
+    ("glm45", {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": MANY}, "more than 256 things"),
+    ("glm45", {"properties": {"a": {"enum": ["7", None, 8]}}, "required": ["a"]}, "look like other values"),
+]
+
+
+@pytest.mark.parametrize(("name", "schema", "message"), REFUSED)
+def test_what_cannot_be_followed_is_named(name: str, schema: dict[str, Any], message: str) -> None:
+    tokenizer = tokenizer_of(name, False)
+    with pytest.raises(ConfigError, match=message):
+        grammars_of(tokenizer).check(forced(tokenizer, {"f": schema}))
+
+
+def test_names_that_a_format_cannot_hold() -> None:
+    tools = {'do "it" #1': None}
+    text = '<tool_call>\n{"name": "do \\"it\\" #1", "arguments": {}}\n</tool_call>'
+    assert takes(tokenizer_of("hermes", True), text, tools)
+    with pytest.raises(ConfigError, match="has a name that calls in this model's format cannot hold"):
+        tokenizer_of("kimi_k2", True).tool_grammar(tools)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4", "<|tool_call>call:f{list:{v:1,next:{v:2,next:{next:null}}}}<tool_call|>"),
+        ("llama4_pythonic", '[f(list={"v": 1, "next": {"next": {"v": 3}}})]'),
+        (
+            "qwen3_coder",
+            '<tool_call>\n<function=f>\n<parameter=list>\n{"next": {"v": 3}}\n</parameter>\n</function>\n</tool_call>',
+        ),
+    ],
+)
+def test_a_schema_may_refer_to_itself(name: str, text: str) -> None:
+    inner = {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}
+    node = {"type": "object", "properties": inner, "additionalProperties": False}
+    tools = {"f": {"properties": {"list": {"$ref": "#/$defs/node"}}, "required": ["list"], "$defs": {"node": node}}}
+    assert takes(tokenizer_of(name, True), text, tools)
+    assert not takes(tokenizer_of(name, True), re.sub(r"\bv\b", "w", text), tools)
+
+
+def glm(value: str) -> str:
+    return f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "not_fits"),
+    [
+        ({}, ["", "7", "a\n<b>", '{"a": 1'], []),
+        ({"type": "string", "pattern": "^a+$"}, ["a", "aaa"], ["", "ab", "ba"]),
+        ({"type": "string", "pattern": "a(b|c)"}, ["xacx"], ["xax"]),
+        ({"type": "string", "minLength": 2, "format": "uri"}, ["ab", "7\n"], ["a"]),
+        ({"type": "string", "enum": ["a/b", "[c]", "7"]}, ["a/b", "[c]", "7"], ["a", "c", ""]),
+        ({"type": ["string", "integer"]}, ["7", "-12", "seven", "7a", ""], ["7.5", " 1e3"]),
+        ({"type": ["string", "null"]}, ["null", "7.5", "north"], ["None", " null"]),
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 9}]}, ["9", "a1"], ["10", " 7"]),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"const": 1}}]}, ["[1, 1]", "1"], ["[2]", " ["]),
+        ({"type": "boolean"}, ["true", "false"], ["True", "yes"]),
+        ({"enum": ["on", "off", None, 3]}, ["on", "null", "3"], ["4", "None"]),
+        ({"$ref": "#/$defs/b"}, ["12"], ["x"]),
+    ],
+)
+def test_values_without_quotes_are_what_parsers_read(
+    schema: dict[str, Any], fits: list[str], not_fits: list[str]
+) -> None:
+    tools = {"f": {"type": "object", "properties": {"a": schema}, "$defs": {"b": {"type": "integer"}}}}
+    for are_special in (False, True):
+        tokenizer = tokenizer_of("glm45", are_special)
+        assert [value for value in fits if not takes(tokenizer, glm(value), tools)] == []
+        assert [value for value in not_fits if takes(tokenizer, glm(value), tools)] == []
+        for value in fits:
+            check_calls(tokenizer, glm(value), tools, parallel=False)
+
+
+def test_a_tag_that_is_spelled_out_is_no_text() -> None:
+    tokenizer = tokenizer_of("glm45", True)
+    constraint = forced(tokenizer, {"f": {"properties": {"a": {"type": "string"}}, "required": ["a"]}})
+    matcher = grammars_of(tokenizer).matcher(constraint)
+    spelled = [token_id for letter in "b</arg_value" for token_id in tokenizer.encode(letter)]
+    matcher.consume([*tokenizer.encode("<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>"), *spelled])
+    allowed = matcher.allowed()
+    (end,), (other,) = tokenizer.encode(">"), tokenizer.encode("x")
+    assert [int(allowed[at // 32] >> (at % 32) & 1) for at in (end, other)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4", '<|tool_call>call:f{a:{x:1.5,y:[<|"|>s<|"|>,null,{}]},b:{k:[]}}<tool_call|>'),
+        ("gemma4", '<|tool_call>call:f{b:{}}<tool_call|><|tool_call>call:f{a:<|"|>"\n<|"|>}<tool_call|>'),
+        ("llama4_pythonic", '<|python_start|>[f(a={"x": [1.5, null]}, b={"k": []}), f()]<|python_end|>'),
+        ("llama4_pythonic", "[f(b={})]"),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"b": {}, "c": 1}}\n</tool_call>'),
+    ],
+)
+def test_what_a_schema_leaves_open(name: str, text: str) -> None:
+    tools = {"f": {"properties": {"a": {}, "b": {"type": "object", "additionalProperties": {"type": "array"}}}}}
+    for are_special in (False, True):
+        assert takes(tokenizer_of(name, are_special), text, tools)
+        check_calls(tokenizer_of(name, are_special), text, tools, parallel=True)
 
 
 def test_what_has_no_grammar() -> None:
-    tokenizer = byte_tokenizer((TEMPLATES / "gemma4.jinja").read_text())
-    assert tokenizer.tool_grammar(TOOLS) is None
-    tokenizer.use_tool_format("hermes")
-    assert tokenizer.tool_grammar(TOOLS) is not None
-    assert tokenizer.tool_grammar({}) is None
+    assert tokenizer_of("hermes", False).tool_grammar({}) is None
+    assert byte_tokenizer("").tool_grammar(TOOLS) is None

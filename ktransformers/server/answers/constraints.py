@@ -20,7 +20,7 @@ from ktransformers.core import Constraint, Reasoning
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.tokenizer import Tokenizer
 
-__all__ = ["CONSTRAINT_FIELDS", "beside_tools", "constraint_of", "reasoning_of"]
+__all__ = ["CONSTRAINT_FIELDS", "beside_tools", "constraint_of", "has_own_thoughts", "reasoning_of"]
 
 _ALONE = {
     "guided_json": "json",
@@ -138,6 +138,11 @@ def reasoning_of(tokenizer: Tokenizer, prompt_ids: Sequence[int], max_tokens: in
     if end.rstrip().endswith(tags[1]) or not opening or opening[0] not in tokenizer.added_ids:
         return None  # the prompt has closed it; or no token tells that it begins
     return Reasoning(re.escape(tags[1]), tags[1], open_id=opening[0], drops_breaks=True, max_tokens=max_tokens)
+
+
+def has_own_thoughts(tokenizer: Tokenizer) -> bool:
+    """Whether a grammar of tool calls begins with the reasoning, which harmony tells by the head of its message."""
+    return _is_harmony(tokenizer) and tokenizer.tool_format == "harmony"
 
 
 def _is_harmony(tokenizer: Tokenizer) -> bool:

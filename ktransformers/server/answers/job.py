@@ -10,14 +10,15 @@ from typing import Any
 
 from ktransformers.core import GenerationStats, SamplingParams
 from ktransformers.engine.sampler import draw_seed
-from ktransformers.errors import ConfigError, FieldError, UnsupportedError
+from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.server.answers.choices import ChatChoice, Choice, PromptChoice, TextChoice
 from ktransformers.server.answers.constraints import beside_tools, reasoning_of
 from ktransformers.server.answers.events import AnswerFinished, AnswerStep
+from ktransformers.server.answers.forced import forced_calls, reason_of_refusal
 from ktransformers.server.answers.generations import run_generations
 from ktransformers.server.answers.one_call import OneCall
 from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
-from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Sampling, TextRequest, ToolChoice
+from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Sampling, TextRequest
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.service import Service
 from ktransformers.server.tally import Tally
@@ -119,7 +120,6 @@ def _chat(service: Service, asked: ChatRequest) -> _Prepared:
         raise UnsupportedError(
             "this model's files tell of no tool calls: leave tools out, or start the server with --tool_format"
         )
-    _check_tool_choice(asked.tool_choice)
     prompt_ids = chat_prompt(
         tokenizer,
         asked.conversation,
@@ -131,17 +131,9 @@ def _chat(service: Service, asked: ChatRequest) -> _Prepared:
         return [prompt_ids], [PromptChoice() for _ in range(asked.n)]
     schemas = {tool.name: tool.parameters for tool in tools} if tools else None
     choices: list[Choice] = [ChatChoice(tokenizer.answer_parser(prompt_ids, schemas)) for _ in range(asked.n)]
-    if asked.tool_choice.max_calls is not None:
+    if asked.tool_choice.max_calls is not None and not asked.tool_choice.is_required:  # whose grammar says it
         choices = [OneCall(choice) for choice in choices]
     return [prompt_ids], choices
-
-
-def _check_tool_choice(choice: ToolChoice) -> None:
-    """Calls cannot be forced yet."""
-    if choice.is_required:
-        raise FieldError(
-            "tool_choice: this server cannot force a call; use auto, and say it in a message", "tool_choice"
-        )
 
 
 def _texts(service: Service, asked: TextRequest) -> _Prepared:
@@ -165,6 +157,8 @@ def _rules(service: Service, asked: ChatRequest | TextRequest, prompt_ids: Seque
     if not isinstance(asked, ChatRequest):
         return {"constraint": constraint}
     tokenizer, conversation = service.model.tokenizer, asked.conversation
+    if asked.tool_choice.is_required:
+        return forced_calls(tokenizer, conversation, asked.tool_choice, prompt_ids)
     if constraint is not None and conversation.tools:
         constraint = beside_tools(tokenizer, constraint)
     budget = conversation.reasoning_budget
@@ -201,8 +195,19 @@ def _generations(
         for index in range(len(prompts) * n)
     ]
     for request in made[::n]:  # the others differ in their seeds
-        service.backend.check(request)
+        _check(service, asked, request)
     return made
+
+
+def _check(service: Service, asked: AnswerRequest, request: GenerationRequest) -> None:
+    try:
+        service.backend.check(request)
+    except ConfigError as error:
+        if isinstance(asked, ChatRequest) and asked.tool_choice.is_required:
+            refusal = reason_of_refusal(service.model, asked.conversation, asked.tool_choice)
+            if refusal is not None:
+                raise refusal from error
+        raise
 
 
 def _params(service: Service, asked: Sampling) -> tuple[SamplingParams, int]:

@@ -130,7 +130,10 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """How many calls an answer makes. is_required: one at least. name: of this tool. max_calls: None: any number."""
+    """How many calls an answer makes. is_required: one at least. name: of this tool. max_calls: None: any number.
+
+    Which tools there are to choose from is the Conversation's to say.
+    """
 
     is_required: bool = False
     name: str | None = None

@@ -1,250 +1,114 @@
 """Grammars of tool calls: what a model must write so that nothing but calls of these tools comes out.
 
-In llguidance's dialect of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md): `%json` is a JSON
-schema, `<[id]>` a special token, which no text can match. A grammar is about the answer's text from its first
-character on, after the reasoning. Builds text only; does not know the library.
+A grammar is about the answer's text from its first character on, after the reasoning. Where arguments are JSON, schemas
+go into it as they are, and llguidance refuses what it cannot follow; other spellings have grammars of their own.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ktransformers.errors import ConfigError
+from ktransformers.tokenizer.tools.base import NAME_LEN
 from ktransformers.tokenizer.tools.events import ToolSchemas
 from ktransformers.tokenizer.tools.json_text import escaped
-from ktransformers.tokenizer.tools.values import kinds_of
+from ktransformers.tokenizer.tools.lark import ANY_TEXT, NUMBER, Rules
+from ktransformers.tokenizer.tools.schema_parts import members, resolved
+from ktransformers.tokenizer.tools.shapes import Shape, Spelling
+from ktransformers.tokenizer.tools.spelled_values import GemmaValues, python_arguments
+from ktransformers.tokenizer.tools.tagged_values import TaggedValues
 
-__all__ = ["SHAPES", "Shape", "tool_grammar"]
+__all__ = ["tool_grammar"]
 
 SpecialId = Callable[[str], int | None]
 """The id of a tag that is a special token, None for one that is text."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """How a format spells calls: first open, then calls parted by sep, then close.
-
-    A call is head, its arguments, foot. In head NAME stands for the tool's name, # for a number. The arguments are a
-    JSON object, or, where `parameter` is given, parameters one by one: the text before a value, with KEY for its name
-    and KIND for whether it is a string, and the text after it. sep None: no more than one call.
-    No text here may be the beginning of another that can stand in its place. has_thoughts: the reasoning may come
-    first, as a message of its own.
-    """
-
-    head: str
-    foot: str
-    open: str = ""
-    sep: str | None = "\n"
-    close: str = ""
-    parameter: tuple[str, str] | None = None
-    has_thoughts: bool = False
+_NAME = re.compile(r"[\w.\-]+")
 
 
-def _dsml(section: str) -> Shape:
-    return Shape(
-        open=f"<｜DSML｜{section}>\n",
-        head='<｜DSML｜invoke name="NAME">\n',
-        parameter=('<｜DSML｜parameter name="KEY" string="KIND">', "</｜DSML｜parameter>\n"),
-        foot="</｜DSML｜invoke>\n",
-        sep="",
-        close=f"</｜DSML｜{section}>",
-    )
-
-
-_HERMES = Shape(head='<tool_call>\n{"name": "NAME", "arguments": ', foot="}\n</tool_call>")
-_DEEPSEEK_V3 = Shape(
-    open="<｜tool▁calls▁begin｜>",
-    head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
-    foot="\n```<｜tool▁call▁end｜>",
-    close="<｜tool▁calls▁end｜>",
-)
-
-SHAPES: dict[str, Shape] = {
-    "hermes": _HERMES,
-    "ernie": Shape(head=_HERMES.head, foot=_HERMES.foot, sep="\n\n"),
-    "hunyuan": Shape(
-        open="<tool_calls>[",
-        head='{"name": "NAME", "arguments": ',
-        foot="}",
-        sep=", ",
-        close="]</tool_calls>",
-    ),
-    "llama3_json": Shape(head='{"name": "NAME", "parameters": ', foot="}", sep="; "),
-    "mistral": Shape(head="[TOOL_CALLS]NAME[ARGS]", foot="", sep=""),
-    "mistral_list": Shape(
-        open="[TOOL_CALLS] [",
-        head='{"name": "NAME", "arguments": ',
-        foot="}",
-        sep=", ",
-        close="]",
-    ),
-    "deepseek_v3": _DEEPSEEK_V3,
-    "deepseek_r1": _DEEPSEEK_V3,
-    "deepseek_v31": Shape(
-        open="<｜tool▁calls▁begin｜>",
-        head="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
-        foot="<｜tool▁call▁end｜>",
-        sep="",
-        close="<｜tool▁calls▁end｜>",
-    ),
-    "deepseek_v32": _dsml("function_calls"),
-    "deepseek_v4": _dsml("tool_calls"),
-    "kimi_k2": Shape(
-        open="<|tool_calls_section_begin|>",
-        head="<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>",
-        foot="<|tool_call_end|>",
-        sep="",
-        close="<|tool_calls_section_end|>",
-    ),
-    "harmony": Shape(
-        head="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
-        foot="",
-        sep=None,
-        has_thoughts=True,
-    ),
-    "qwen3_coder": Shape(
-        head="<tool_call>\n<function=NAME>\n",
-        parameter=("<parameter=KEY>\n", "\n</parameter>\n"),
-        foot="</function>\n</tool_call>",
-    ),
-    "glm45": Shape(
-        head="<tool_call>NAME\n",
-        parameter=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
-        foot="</tool_call>",
-    ),
-    "glm47": Shape(
-        head="<tool_call>NAME",
-        parameter=("<arg_key>KEY</arg_key><arg_value>", "</arg_value>"),
-        foot="</tool_call>",
-        sep="",
-    ),
-    "minimax_m2": Shape(
-        open="<minimax:tool_call>\n",
-        head='<invoke name="NAME">\n',
-        parameter=('<parameter name="KEY">', "</parameter>\n"),
-        foot="</invoke>\n",
-        sep="",
-        close="</minimax:tool_call>",
-    ),
-}
-"""By the format's name; mistral_list and glm47 are other forms of the same parsers. Gemma and Python have none."""
-
-_ANY_TEXT = "/(.|\\n)*/"
-_SHARED = ("$defs", "definitions")
-"""Where a schema keeps what its parts refer to."""
-
-
-def tool_grammar(shape: Shape, tags: tuple[str, ...], tools: ToolSchemas, parallel: bool, special: SpecialId) -> str:
+def tool_grammar(
+    shape: Shape,
+    tags: tuple[str, ...],
+    tools: ToolSchemas,
+    special: SpecialId,
+    *,
+    parallel: bool,
+    max_thoughts: int | None = None,
+) -> str:
     """Lark text for one call of `tools`, or, if parallel, one or more. tags: those of the format.
 
-    For a choice of one tool let it be the only one of `tools`. Schemas go into the grammar as they are: what the
-    library cannot enforce it refuses itself.
+    For a choice of one tool let it be the only one of `tools`. max_thoughts: tokens of the reasoning, where the shape
+    has it. Raises ConfigError, with the tool's name, for what the format cannot spell.
     """
-    return _Writer(shape, tags, tools, special).write(parallel)
+    ids = {tag: found for tag in tags if (found := special(tag)) is not None}
+    return _Writer(shape, tools, Rules(ids)).write(parallel, max_thoughts)
 
 
 class _Writer:
-    def __init__(self, shape: Shape, tags: tuple[str, ...], tools: ToolSchemas, special: SpecialId):
-        self._shape, self._tools = shape, tools
-        self._ids = {tag: found for tag in tags if (found := special(tag)) is not None}
-        self._rules: list[str] = []
+    def __init__(self, shape: Shape, tools: ToolSchemas, rules: Rules):
+        self._shape, self._tools, self._rules = shape, tools, rules
+        self._tagged = TaggedValues(rules, tools, shape.parameter) if shape.spelling is Spelling.TAGS else None
 
-    def write(self, parallel: bool) -> str:
-        shape = self._shape
+    def write(self, parallel: bool, max_thoughts: int | None) -> str:
+        shape, spelled = self._shape, self._rules.spelled
         calls = [self._call(number, name) for number, name in enumerate(self._tools)]
-        more = f"({self._spelled(shape.sep)} call)*".replace("( ", "(") if parallel and shape.sep is not None else ""
-        start = " ".join(filter(None, (self._prelude(), self._spelled(shape.open), "call", more)))
-        close = self._spelled(shape.close)
-        return "\n".join([f"start: {start} {close}".rstrip(), f"call: {' | '.join(calls)}", *self._rules]) + "\n"
+        before, after = (f"({spelled(tag)})?" for tag in shape.around) if shape.around else ("", "")
+        more = f"({spelled(shape.sep)} call)*" if parallel and shape.sep is not None else ""
+        parts = (self._prelude(max_thoughts), before, spelled(shape.open), "call", more, spelled(shape.close), after)
+        start = " ".join(filter(None, parts))
+        return "\n".join([f"start: {start}", f"call: {' | '.join(calls)}", *self._rules.lines]) + "\n"
 
-    def _prelude(self) -> str:
-        """gpt-oss may think first, and the head of the next message follows when it did."""
-        if not self._shape.has_thoughts:
+    def _prelude(self, max_thoughts: int | None) -> str:
+        """gpt-oss may think first, and the head of the next message follows when it did. Its tags are tokens."""
+        if not self._shape.has_thoughts or max_thoughts == 0:
             return ""
-        begin, end = self._spelled("<|channel|>analysis<|message|>"), self._spelled("<|end|>")
-        self._rules.append(f"thoughts: {begin} ANY {end}")
-        self._rules.append(f"ANY: {_ANY_TEXT}")
-        return f"thoughts? ({self._spelled('<|start|>assistant')})?"
+        spelled = self._rules.spelled
+        self._rules.add("any", ANY_TEXT, option="" if max_thoughts is None else f"[max_tokens={max_thoughts}]")
+        begin, next_head = spelled("<|channel|>analysis<|message|>"), spelled("<|start|>assistant")
+        self._rules.add("thoughts", begin, "any", spelled("<|end|>"), next_head)
+        return "thoughts?"
 
     def _call(self, number: int, name: str) -> str:
         """Adds the rules of one tool; the name of the first."""
-        head = self._spelled(self._shape.head.replace("NAME", escaped(name)))
-        schema = self._tools[name] or {"type": "object"}
-        if self._shape.parameter is None:
-            self._rules.append(f"args_{number}: %json {_json(schema)}")
-            arguments = f"args_{number}"
-        else:
-            arguments = " ".join(self._parameters(number, name, schema))
-        foot = self._spelled(self._shape.foot)
-        self._rules.append(" ".join(filter(None, (f"call_{number}:", head, arguments, foot))))
-        return f"call_{number}"
+        rules = self._rules
+        try:
+            arguments = self._arguments(f"args_{number}", name)
+        except ConfigError as error:
+            raise ConfigError(f"calls of {name[:64]!r} cannot be forced: {error}") from error
+        return rules.add(f"call_{number}", self._head(name), arguments, rules.spelled(self._shape.foot))
 
-    def _parameters(self, number: int, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
-        properties, required = schema.get("properties"), schema.get("required")
-        shared = {key: schema[key] for key in _SHARED if key in schema}
-        for index, (key, value) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
-            rule, kinds = f"p_{number}_{index}", kinds_of(self._tools, name, key)
-            options = []
-            if "string" in kinds or not kinds:
-                options.append(f"{self._parameter_head(key, True)} {self._string(rule, value)}")
-            if kinds - {"string"} and (not options or self._says_kind):
-                self._rules.append(f"{rule}_value: %json {_json({**value, **shared})}")
-                options.append(f"{self._parameter_head(key, False)} {rule}_value {self._spelled(self._after)}")
-            self._rules.append(f"{rule}: {' | '.join(options)}")
-            yield rule if isinstance(required, list) and key in required else f"{rule}?"
+    def _head(self, name: str) -> str:
+        head = self._shape.head
+        is_quoted = '"NAME"' in head and self._tagged is None
+        if len(name) > NAME_LEN or not (is_quoted or _NAME.fullmatch(name)):
+            raise ConfigError(f"the tool {name[:64]!r} has a name that calls in this model's format cannot hold")
+        before, mark, after = head.partition("#")
+        spelled = self._rules.spelled(before.replace("NAME", escaped(name)))
+        return " ".join(filter(None, (spelled, f"/{NUMBER}/" if mark else "", self._rules.spelled(after))))
 
-    @property
-    def _says_kind(self) -> bool:
-        return self._shape.parameter is not None and "KIND" in self._shape.parameter[0]
-
-    @property
-    def _after(self) -> str:
-        assert self._shape.parameter is not None
-        return self._shape.parameter[1]
-
-    def _parameter_head(self, key: str, is_string: bool) -> str:
-        assert self._shape.parameter is not None
-        before = self._shape.parameter[0].replace("KIND", "true" if is_string else "false")
-        return self._spelled(before.replace("KEY", key))
-
-    def _string(self, rule: str, schema: object) -> str:
-        """A value without quotes and what follows it: one of the enum's, else anything up to the closing tag."""
-        values = schema.get("enum") if isinstance(schema, Mapping) else None
-        if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-            return f"({' | '.join(map(_text, values))}) {self._spelled(self._after)}"
-        parts = self._parts(self._after)
-        first = "" if parts[0] in self._ids else parts.pop(0)
-        option = "[lazy]" if first else ""
-        # A special token ends any text by itself; text that ends it has to be looked for.
-        self._rules.append(f"{rule}_text{option}: /(.|\\n)*{_pattern(first)}/")
-        many = "+" if first and parts else ""  # text in front of a special token may be there without it
-        return " ".join([f"{rule}_text{many}", *map(self._part, parts)])
-
-    def _spelled(self, text: str) -> str:
-        return " ".join(map(self._part, self._parts(text)))
-
-    def _parts(self, text: str) -> list[str]:
-        """The special tokens in a text and what stands between them."""
-        marks = [re.escape(tag) for tag in sorted(self._ids, key=len, reverse=True)] + ["#"]
-        return [part for part in re.split(f"({'|'.join(marks)})", text) if part]
-
-    def _part(self, part: str) -> str:
-        if part == "#":
-            return "/[0-9]{1,4}/"
-        return f"<[{self._ids[part]}]>" if part in self._ids else _text(part)
+    def _arguments(self, rule: str, name: str) -> str:
+        """The rules of a call's arguments."""
+        root = self._tools[name]
+        schema = _of_object(root)
+        match self._shape.spelling:
+            case Spelling.JSON:
+                return self._rules.json(rule, schema, root)
+            case Spelling.PYTHON:
+                return python_arguments(self._rules, rule, resolved(schema, root), root)
+            case Spelling.GEMMA:
+                return self._rules.add(rule, GemmaValues(self._rules, rule, schema).arguments())
+        assert self._tagged is not None
+        found = members(resolved(schema, root))
+        written = [self._tagged.write(f"{rule}_{at}", name, member, root) for at, member in enumerate(found)]
+        return " ".join(one if member.is_required else f"{one}?" for one, member in zip(written, found, strict=True))
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else '""'
-
-
-def _pattern(text: str) -> str:
-    """`text` inside of a regular expression between slashes."""
-    return re.sub(r"[\\/.*+?()\[\]{}|^$#&~-]", lambda found: "\\" + found[0], text).replace("\n", "\\n")
+def _of_object(schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The schema of a tool's parameters, which are an object whether it says so or not. Raises ConfigError."""
+    whole = dict(schema or {})
+    kinds = whole.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise ConfigError(f"its parameters are of the type {str(kinds)[:64]!r}, not an object")
+    return {**whole, "type": "object"}

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tools.events import ToolSchemas
 from ktransformers.tokenizer.tools.json_text import escaped, is_json
+from ktransformers.tokenizer.tools.schema_parts import resolved
 
 __all__ = ["as_json", "kinds_of"]
 
@@ -27,11 +29,19 @@ def kinds_of(tools: ToolSchemas, name: str, parameter: str) -> frozenset[str]:
     """JSON schema's names of the types that a tool's parameter can have; empty when nobody says."""
     schema = tools.get(name)
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return _kinds(properties.get(parameter), _MAX_DEPTH) if isinstance(properties, Mapping) else frozenset()
+    return (
+        _kinds(properties.get(parameter), schema, _MAX_DEPTH, set()) if isinstance(properties, Mapping) else frozenset()
+    )
 
 
-def _kinds(schema: Any, depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or not depth:
+def _kinds(unresolved: Any, root: Any, depth: int, seen: set[int]) -> frozenset[str]:
+    """seen: parts that were looked at, because references lead to the same ones again and again."""
+    if not isinstance(unresolved, Mapping) or not depth or id(unresolved) in seen:
+        return frozenset()
+    seen.add(id(unresolved))
+    try:
+        schema = resolved(unresolved, root)
+    except ConfigError:  # a schema that leads nowhere says nothing
         return frozenset()
     given = schema.get("type")
     if isinstance(given, str):
@@ -41,7 +51,7 @@ def _kinds(schema: Any, depth: int) -> frozenset[str]:
     for name in ("anyOf", "oneOf"):
         options = schema.get(name)
         if isinstance(options, list):
-            return frozenset().union(*(_kinds(option, depth - 1) for option in options))
+            return frozenset().union(*(_kinds(option, root, depth - 1, seen) for option in options))
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if isinstance(values, list) and values:
         return frozenset("string" if isinstance(value, str) else _kind_of(value) for value in values)

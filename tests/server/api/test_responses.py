@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -319,6 +320,26 @@ def test_one_call_and_allowed_tools() -> None:
     service.answer({"input": "x", "tools": [TOOL, other], "tool_choice": "none"})
     shown = [[name for name in ("add", "sub") if f'"{name}"' in prompt] for prompt in service.backend.prompts]
     assert shown == [["add"], ["sub"], []]
+    assert [request.params.constraint for request in service.backend.requests] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", ["add", "agents__spawn"]),
+        ({"type": "function", "name": "add"}, ["add"]),
+        ({"type": "function", "name": "spawn", "namespace": "agents"}, ["agents__spawn"]),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}, ["add"]),
+    ],
+)
+def test_calls_that_must_be_made(choice: Any, names: list[str]) -> None:
+    service = Service(call("add", a=1))
+    made = service.answer({"input": "x", "tools": [TOOL, AGENTS], "tool_choice": choice})
+    assert [item["type"] for item in made["output"]] == ["function_call"]
+    assert made["tool_choice"] == choice
+    (request,) = service.backend.requests
+    assert request.params.constraint is not None
+    assert re.findall(r'"name\\": \\"(\w+)', request.params.constraint.text) == names
 
 
 def test_logprobs() -> None:
@@ -351,8 +372,9 @@ def item(**fields: Any) -> dict[str, Any]:
         ({"input": "x", "n": 2}, "n: "),
         ({"input": "x", "max_tokens": 3, "max_output_tokens": 4}, "max_tokens says something else"),
         ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format: 'json_object' is not supported"),
-        ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice: "),
-        ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "add"}}, "tool_choice: "),
+        ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
+        ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}, "there is no tool 'sub'"),
+        ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "all"}}, "'allowed_tools'"),
         ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice: 'web_search'"),
         ({"input": "x", "tools": [TOOL, TOOL]}, "tools[1]: there are two tools of the name 'add'"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name: "),

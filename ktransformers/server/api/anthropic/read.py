@@ -199,6 +199,8 @@ def _tools(body: ConversationBody, note: Note) -> list[Tool]:
     tools = [made for index, tool in enumerate(body.tools or ()) for made in _tool(tool, f"tools[{index}]", note)]
     if choice is not None and choice.type == "tool" and choice.name not in {tool.name for tool in tools}:
         raise FieldError(f"tool_choice.name: there is no tool {(choice.name or '')[:100]!r}", "tool_choice.name")
+    if choice is not None and choice.type == "any" and not tools:
+        raise FieldError("tool_choice: a call is required, and there are no tools", "tool_choice")
     return [] if choice is not None and choice.type == "none" else tools
 
 

@@ -30,6 +30,7 @@ from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.openai.logprobs import chat_logprobs
 from ktransformers.server.api.openai.read import chat_request
 from ktransformers.server.api.openai.schemas import ChatBody
+from ktransformers.server.api.openai.schemas.messages import NamedFunction, NamedTool
 from ktransformers.server.api.openai.table import CHAT_FIELDS
 from ktransformers.server.api.openai.writer import Fields, OpenAIWriter
 from ktransformers.server.bodies import body_route
@@ -54,6 +55,7 @@ class _ChatWriter(OpenAIWriter):
         super().__init__(job, body)
         self._wholes = [WholeAnswer() for _ in job.requests]
         self._is_legacy = body.functions is not None  # a client that knows functions, and no tools
+        self._is_named = isinstance(body.tool_choice, NamedTool) or isinstance(body.function_call, NamedFunction)
         self._logprobs: list[list[Fields]] | None = [[] for _ in job.requests] if body.logprobs else None
 
     def _token_logprobs(self, token: TokenAdded) -> list[Fields]:
@@ -120,7 +122,12 @@ class _ChatWriter(OpenAIWriter):
         return {"tool_calls": [_call(call.id, call.name, call.arguments) for call in calls]}
 
     def _reason(self, finished: AnswerFinished) -> str:
-        return "function_call" if self._is_legacy and finished.reason is AnswerReason.TOOL_CALLS else finished.reason
+        """As OpenAI does, a call of the one tool that was named ends with "stop": the model did not choose to call."""
+        if finished.reason is not AnswerReason.TOOL_CALLS:
+            return finished.reason
+        if self._is_named:
+            return AnswerReason.STOP
+        return "function_call" if self._is_legacy else finished.reason
 
 
 def _add_function_call(call: Fields, event: ToolCallStarted | ToolArgumentsDelta) -> None:

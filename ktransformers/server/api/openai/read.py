@@ -31,7 +31,12 @@ from ktransformers.server.api.openai.schemas import (
     GenerationFields,
     TokenizeBody,
 )
-from ktransformers.server.api.openai.schemas.messages import FunctionDefinition, NamedFunction, NamedTool
+from ktransformers.server.api.openai.schemas.messages import (
+    AllowedToolsChoice,
+    FunctionDefinition,
+    NamedFunction,
+    NamedTool,
+)
 from ktransformers.server.json_limits import MAX_DEPTH, json_size
 
 __all__ = ["chat_request", "num_prompts", "text_request", "tokenized_conversation"]
@@ -98,20 +103,39 @@ def _tools(tools: Sequence[FunctionTool] | None) -> list[Tool]:
 
 
 def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:
-    """Raises FieldError for a tool that is not among these."""
+    """How many of these are called. Raises FieldError for a tool that is not among them."""
     asked: Any = body.function_call if body.functions is not None else body.tool_choice
     field = "function_call" if body.functions is not None else "tool_choice"
     name = asked.name if isinstance(asked, NamedFunction) else None
     if isinstance(asked, NamedTool):
         name = asked.function.name
+    if isinstance(asked, AllowedToolsChoice):
+        asked = asked.allowed_tools.mode
     if asked == "required" and not tools:
         raise FieldError(f"{field}: a call is required, and there are no tools", field)
-    if name is not None and name not in (tool.name for tool in tools):
-        raise FieldError(f"{field}: there is no tool {name!r} among the tools", field)
+    _check_named([] if name is None else [name], tools, field)
     is_single = body.parallel_tool_calls is False or body.functions is not None or name is not None
     return ToolChoice(
         is_required=asked == "required" or name is not None, name=name, max_calls=1 if is_single and tools else None
     )
+
+
+def _allowed(body: ChatBody, tools: list[Tool]) -> list[Tool]:
+    """What tool_choice leaves of them: the model is not shown the others. Raises FieldError as `_tool_choice`."""
+    if "none" in (body.tool_choice, body.function_call):
+        return []
+    if not isinstance(body.tool_choice, AllowedToolsChoice):
+        return tools
+    names = [tool.function.name for tool in body.tool_choice.allowed_tools.tools]
+    _check_named(names, tools, "tool_choice")
+    return [tool for tool in tools if tool.name in names]
+
+
+def _check_named(names: Iterable[str], tools: Sequence[Tool], field: str) -> None:
+    known = {tool.name for tool in tools}
+    for name in names:
+        if name not in known:
+            raise FieldError(f"{field}: there is no tool {name!r} among the tools", field)
 
 
 def _sampling(fields: GenerationFields, max_tokens: int | None, **more: int | None) -> Sampling:
@@ -147,9 +171,7 @@ def _sampling(fields: GenerationFields, max_tokens: int | None, **more: int | No
 def chat_request(body: ChatBody) -> ChatRequest:
     """Raises ConfigError for arguments of earlier tool calls that are no JSON, FieldError for a tool that is none."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    tools = _tools(body.tools) if body.functions is None else _functions(body.functions)
-    if "none" in (body.tool_choice, body.function_call):
-        tools = []
+    tools = _allowed(body, _tools(body.tools) if body.functions is None else _functions(body.functions))
     return ChatRequest(
         id=new_id("chatcmpl"),
         model=body.model,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.server.answers.requests import ChatRequest, Conversation, Message, Sampling
+from ktransformers.server.answers.requests import ChatRequest, Conversation, Message, Sampling, ToolChoice
 from ktransformers.server.api.openai.responses.items import Turns, kind_of
 from ktransformers.server.api.openai.responses.policy import Ignored
 from ktransformers.server.api.openai.responses.schemas import ResponsesBody
@@ -107,7 +107,14 @@ class Exchange:
                 template_kwargs=body.chat_template_kwargs or {},
                 reasoning_effort=body.reasoning.effort if body.reasoning and knows_effort else None,
             ),
+            tool_choice=self._choice(),
         )
+
+    def _choice(self) -> ToolChoice:
+        """Where a call is optional, the writer cuts an answer that may have one of them only."""
+        choice = self.tools.choice
+        is_single = choice.is_required and self.body.parallel_tool_calls is False
+        return replace(choice, max_calls=1) if is_single else choice
 
     def _resolved(self) -> list[dict[str, Any]]:
         """The input's items, those in the place of references too. Each turn is parsed once."""

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.server.answers.requests import Tool
+from ktransformers.errors import ConfigError, FieldError, UnsupportedError
+from ktransformers.server.answers.requests import Tool, ToolChoice
 
 __all__ = ["CUSTOM_INPUT", "Callable", "ToolSet", "custom_text", "read_tools", "shown_name"]
 
@@ -42,12 +42,16 @@ class Callable:
 
 @dataclass(slots=True)
 class ToolSet:
-    """shown: to the model. callables: by shown name. echoed: for the response. ignored: what means nothing here."""
+    """shown: to the model. callables: by shown name. echoed: for the response. ignored: what means nothing here.
+
+    choice: what has to be called, without how many calls there may be.
+    """
 
     shown: list[Tool] = field(default_factory=list)
     callables: dict[str, Callable] = field(default_factory=dict)
     echoed: list[dict[str, Any]] = field(default_factory=list)
     ignored: dict[str, None] = field(default_factory=dict)
+    choice: ToolChoice = field(default_factory=ToolChoice)
 
 
 def shown_name(name: str, namespace: str | None) -> str:
@@ -70,9 +74,10 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> ToolSe
     made = ToolSet()
     for index, tool in enumerate(tools or ()):
         _add(made, tool, f"tools[{index}]", None)
-    allowed = _allowed(choice, made)
+    allowed = _allowed(choice)
     if allowed is not None:
         made.shown = [tool for tool in made.shown if tool.name in allowed]
+    made.choice = _choice(choice, made)
     return made
 
 
@@ -129,23 +134,39 @@ def _custom(tool: _Definition, shown: str) -> Tool:
     return Tool(name=shown, description=description.strip() or None, parameters=parameters)
 
 
-def _allowed(choice: Any, tools: ToolSet) -> set[str] | None:
-    """The shown names that tool_choice leaves; None: all. A call cannot be required yet."""
+def _allowed(choice: Any) -> set[str] | None:
+    """The shown names that tool_choice leaves; None: all."""
     match choice:
-        case None | "auto":
-            return None
         case "none":
             return set()
-        case {"type": "allowed_tools", "mode": "auto", "tools": list(listed)}:
-            return {_chosen(tool, tools) for tool in listed}
-        case "required" | {"type": "function" | "custom"} | {"type": "allowed_tools", "mode": "required"}:
-            raise UnsupportedError("tool_choice: this server cannot require a call; use auto or none")
+        case {"type": "allowed_tools", "mode": "auto" | "required", "tools": list(listed)}:
+            return {_named(tool, "tool_choice.tools must hold objects") for tool in listed}
+    return None
+
+
+def _choice(choice: Any, tools: ToolSet) -> ToolChoice:
+    """What has to be called of the tools that are left."""
+    match choice:
+        case None | "auto" | "none" | {"type": "allowed_tools", "mode": "auto", "tools": list()}:
+            return ToolChoice()
+        case "required" | {"type": "allowed_tools", "mode": "required", "tools": list()}:
+            if not tools.shown:
+                raise FieldError("tool_choice: a call is required, and there are no tools", "tool_choice")
+            return ToolChoice(is_required=True)
+        case {"type": "function" | "custom"}:
+            name = _named(choice, "tool_choice must be an object")
+            if name not in tools.callables:
+                raise FieldError(f"tool_choice: there is no tool {name[:100]!r} among the tools", "tool_choice")
+            return ToolChoice(is_required=True, name=name, max_calls=1)
     said = choice.get("type") if isinstance(choice, dict) else choice
-    raise UnsupportedError(f"tool_choice: {str(said)[:100]!r} is not supported; use auto, none or allowed_tools")
+    raise UnsupportedError(
+        f"tool_choice: {str(said)[:100]!r} is not supported; use auto, none, required, function, custom or "
+        "allowed_tools"
+    )
 
 
-def _chosen(tool: Any, tools: ToolSet) -> str:
+def _named(tool: Any, otherwise: str) -> str:
     """The shown name of an element of allowed_tools; one that is not there leaves nothing to call."""
     if not isinstance(tool, dict):
-        raise ConfigError("tool_choice.tools must hold objects")
+        raise ConfigError(otherwise)
     return shown_name(str(tool.get("name")), str(tool.get("namespace") or ""))

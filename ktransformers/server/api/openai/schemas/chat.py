@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from ktransformers.server.api.openai.schemas.base import Whole
 from ktransformers.server.api.openai.schemas.generation import GenerationFields
 from ktransformers.server.api.openai.schemas.messages import (
+    AllowedToolsChoice,
     ChatMessage,
     FunctionDefinition,
     FunctionTool,
@@ -31,7 +32,7 @@ class ChatBody(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[FunctionDefinition], Field(fail_fast=True)] | None = None
     function_call: Literal["auto", "none"] | NamedFunction | None = None

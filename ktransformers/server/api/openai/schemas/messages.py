@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from ktransformers.server.api.openai.schemas.base import History
 
 __all__ = [
+    "AllowedToolsChoice",
     "ChatMessage",
     "ContentPart",
     "FunctionCall",
@@ -136,3 +137,17 @@ class NamedTool(History):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(History):
+    """Some of the tools. mode required: one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+class AllowedToolsChoice(History):
+    """Only some of the tools may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools

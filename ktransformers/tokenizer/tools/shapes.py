@@ -1,0 +1,153 @@
+"""How each format spells its calls, for the grammars that force them (grammars.py). Sources: the parsers' modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+__all__ = ["SHAPES", "Shape", "Spelling", "shape_of"]
+
+
+class Spelling(Enum):
+    """How a call's arguments are written."""
+
+    JSON = auto()
+    TAGS = auto()  # one by one, each between tags of its own
+    PYTHON = auto()  # as a function's keywords
+    GEMMA = auto()  # nearly JSON: bare keys, strings between tags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How a format spells calls: first open, then calls parted by sep, then close.
+
+    A call is head, its arguments, foot. In head NAME stands for the tool's name, # for a number. `parameter`, of
+    arguments between tags: the text before a value, with KEY for its name and KIND for whether it is a string, and the
+    text after it. sep None: no more than one call. No text here may be the beginning of another that can stand in its
+    place. around: tags that may stand around all calls or not. has_thoughts: the reasoning may come first, as a message
+    of its own.
+    """
+
+    head: str
+    foot: str
+    open: str = ""
+    sep: str | None = "\n"
+    close: str = ""
+    spelling: Spelling = Spelling.JSON
+    parameter: tuple[str, str] = ("", "")
+    around: tuple[str, str] | None = None
+    has_thoughts: bool = False
+
+
+def _dsml(section: str) -> Shape:
+    return Shape(
+        open=f"<｜DSML｜{section}>\n",
+        head='<｜DSML｜invoke name="NAME">\n',
+        spelling=Spelling.TAGS,
+        parameter=('<｜DSML｜parameter name="KEY" string="KIND">', "</｜DSML｜parameter>\n"),
+        foot="</｜DSML｜invoke>\n",
+        sep="",
+        close=f"</｜DSML｜{section}>",
+    )
+
+
+_HERMES = Shape(head='<tool_call>\n{"name": "NAME", "arguments": ', foot="}\n</tool_call>")
+_DEEPSEEK_V3 = Shape(
+    open="<｜tool▁calls▁begin｜>",
+    head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
+    foot="\n```<｜tool▁call▁end｜>",
+    close="<｜tool▁calls▁end｜>",
+)
+
+SHAPES: dict[str, Shape] = {
+    "hermes": _HERMES,
+    "ernie": Shape(head=_HERMES.head, foot=_HERMES.foot, sep="\n\n"),
+    "hunyuan": Shape(
+        open="<tool_calls>[",
+        head='{"name": "NAME", "arguments": ',
+        foot="}",
+        sep=", ",
+        close="]</tool_calls>",
+    ),
+    "llama3_json": Shape(head='{"name": "NAME", "parameters": ', foot="}", sep="; "),
+    "mistral": Shape(head="[TOOL_CALLS]NAME[ARGS]", foot="", sep=""),
+    "mistral_list": Shape(
+        open="[TOOL_CALLS] [",
+        head='{"name": "NAME", "arguments": ',
+        foot="}",
+        sep=", ",
+        close="]",
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_r1": _DEEPSEEK_V3,
+    "deepseek_v31": Shape(
+        open="<｜tool▁calls▁begin｜>",
+        head="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
+        foot="<｜tool▁call▁end｜>",
+        sep="",
+        close="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "kimi_k2": Shape(
+        open="<|tool_calls_section_begin|>",
+        head="<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>",
+        foot="<|tool_call_end|>",
+        sep="",
+        close="<|tool_calls_section_end|>",
+    ),
+    "harmony": Shape(
+        head="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+        foot="",
+        sep=None,
+        has_thoughts=True,
+    ),
+    "qwen3_coder": Shape(
+        head="<tool_call>\n<function=NAME>\n",
+        spelling=Spelling.TAGS,
+        parameter=("<parameter=KEY>\n", "\n</parameter>\n"),
+        foot="</function>\n</tool_call>",
+    ),
+    "glm45": Shape(
+        head="<tool_call>NAME\n",
+        spelling=Spelling.TAGS,
+        parameter=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
+        foot="</tool_call>",
+    ),
+    "glm47": Shape(
+        head="<tool_call>NAME",
+        spelling=Spelling.TAGS,
+        parameter=("<arg_key>KEY</arg_key><arg_value>", "</arg_value>"),
+        foot="</tool_call>",
+        sep="",
+    ),
+    "minimax_m2": Shape(
+        open="<minimax:tool_call>\n",
+        head='<invoke name="NAME">\n',
+        spelling=Spelling.TAGS,
+        parameter=('<parameter name="KEY">', "</parameter>\n"),
+        foot="</invoke>\n",
+        sep="",
+        close="</minimax:tool_call>",
+    ),
+    "gemma4": Shape(head="<|tool_call>call:NAME", foot="<tool_call|>", sep="", spelling=Spelling.GEMMA),
+    "llama4_pythonic": Shape(
+        open="[",
+        head="NAME(",
+        foot=")",
+        sep=", ",
+        close="]",
+        spelling=Spelling.PYTHON,
+        around=("<|python_start|>", "<|python_end|>"),
+    ),
+}
+"""By the format's name; mistral_list and glm47 are other forms of the same parsers."""
+
+
+def shape_of(format_name: str, template: str) -> Shape:
+    """The shape of a format's calls, as this chat template writes them where the format has two."""
+    if format_name == "mistral" and "[ARGS]" not in template:
+        return SHAPES["mistral_list"]
+    if format_name == "glm45" and "<arg_key>" in template and "n<arg_key>" not in template:
+        return SHAPES["glm47"]
+    return SHAPES[format_name]

@@ -1,0 +1,126 @@
+"""Grammars of arguments that stand between tags, one by one: strings as they are, other values as JSON.
+
+What a text means there, parsers take from the schema (values.py), so a string that they would read as another kind of
+value must not be written. A string within a list or an object may still hold the closing tag, which then ends the value
+early: no grammar of JSON can forbid that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ktransformers.errors import ConfigError
+from ktransformers.tokenizer.tools.events import ToolSchemas
+from ktransformers.tokenizer.tools.lark import ANY_TEXT, Rules, regex, text_of, union
+from ktransformers.tokenizer.tools.schema_parts import Leaf, Member, alternatives
+from ktransformers.tokenizer.tools.values import as_json, kinds_of
+
+__all__ = ["TaggedValues"]
+
+_BLANK = "[\\s\\x1c-\\x1f]*"
+_NUMBER = "-?(0|[1-9][0-9]*)(\\.[0-9]+)?([eE][-+]?[0-9]+)?"
+_READ_AS: dict[str, str] = {
+    "integer": f"{_BLANK}{_NUMBER}{_BLANK}",
+    "number": f"{_BLANK}{_NUMBER}{_BLANK}",
+    "boolean": f"{_BLANK}(true|false|True|False){_BLANK}",
+    "null": f"{_BLANK}(null|None){_BLANK}",
+    "object": f"{_BLANK}\\{{(.|\\n)*",
+    "array": f"{_BLANK}\\[(.|\\n)*",
+}
+"""Texts that are values of a kind, if the schema allows it, or may be: brackets are not counted here."""
+_PLAIN: dict[str, str] = {
+    "integer": "-?(0|[1-9][0-9]{0,30})",
+    "number": "-?(0|[1-9][0-9]{0,30})(\\.[0-9]{1,30})?([eE][-+]?[0-9]{1,2})?",
+    "boolean": "true|false",
+    "null": "null",
+}
+_KEY = re.compile(r"[^\s<>\"'](?:[^<>\"'\r\n]*[^\s<>\"'])?")
+_PARTS = re.compile(r"(.*?)(</.*?>)(.*)", re.DOTALL)
+
+
+class TaggedValues:
+    """Writes the rules of parameters. parameter: see Shape."""
+
+    def __init__(self, rules: Rules, tools: ToolSchemas, parameter: tuple[str, str]):
+        self._rules, self._tools = rules, tools
+        self._head, after = parameter
+        found = _PARTS.fullmatch(after)
+        assert found is not None
+        self._before, self._stop, self._rest = found.groups()
+        self._says_kind = "KIND" in self._head
+
+    def write(self, rule: str, tool: str, member: Member, root: Any) -> str:
+        """The rule of one parameter, head and closing tag included. Raises ConfigError."""
+        if not _KEY.fullmatch(member.key):
+            raise ConfigError(f"the parameter {member.key[:64]!r} of {tool[:64]!r} has a name that tags cannot hold")
+        try:
+            options = self._options(rule, tool, member, root)
+        except ConfigError as error:
+            raise ConfigError(f"the parameter {member.key[:64]!r} of {tool[:64]!r}: {error}") from error
+        return self._rules.add(rule, " | ".join(options))
+
+    def _options(self, rule: str, tool: str, member: Member, root: Any) -> list[str]:
+        kinds = kinds_of(self._tools, tool, member.key)
+        if kinds and "string" not in kinds:  # llguidance follows more than we do
+            return [self._as_json(rule, member, member.schema, root)]
+        leaves = alternatives(member.schema, root)
+        if any(not leaf.kind for leaf in leaves):
+            return [self._as_text(rule, member, ANY_TEXT)]
+        texts, others = [leaf for leaf in leaves if leaf.kind == "string"], _Others(leaves)
+        if self._says_kind:
+            content, rest = union([text_of(leaf) for leaf in texts]), others.all
+        else:
+            content, rest = self._beside(texts, others, kinds), others.spelled_apart
+        options = [self._as_text(rule, member, content)] if content else []
+        if rest:
+            options.append(self._as_json(rule, member, {"anyOf": [leaf.schema for leaf in rest]}, root))
+        return options
+
+    def _beside(self, texts: list[Leaf], others: _Others, kinds: frozenset[str]) -> str:
+        """What may be written without quotes: strings that are read as such, and values of one word."""
+        barred = {_READ_AS[kind] for kind in kinds if kind in _READ_AS}
+        if any(leaf.kind in ("integer", "number") for leaf in others.spelled_apart):
+            barred.add(f"{_BLANK}[-0-9](.|\\n)*")  # the first character tells which of the two it is
+        found = []
+        for leaf in texts:
+            if leaf.values is not None:
+                leaf = Leaf("string", leaf.schema, _readable(leaf.values, kinds))
+            found.append(" & ".join([f"({text_of(leaf)})", *(f"~/{one}/" for one in sorted(barred))]))
+        for leaf in others.words:
+            words = leaf.values
+            spelled = _PLAIN[leaf.kind] if words is None else "|".join(regex(json.dumps(word)) for word in words)
+            found.append(f"/({spelled})/")
+        return union(found)
+
+    def _as_text(self, rule: str, member: Member, content: str) -> str:
+        text = self._rules.text(
+            f"{rule}_string", f"{rule.upper()}_STRING", content, before=self._before, stop=self._stop
+        )
+        return " ".join(filter(None, (self._spelled_head(member.key, True), text, self._rules.spelled(self._rest))))
+
+    def _as_json(self, rule: str, member: Member, schema: Any, root: Any) -> str:
+        value = self._rules.json(f"{rule}_value", schema, root)
+        after = self._rules.spelled(self._before + self._stop + self._rest)
+        return f"{self._spelled_head(member.key, False)} {value} {after}"
+
+    def _spelled_head(self, key: str, is_string: bool) -> str:
+        return self._rules.spelled(self._head.replace("KIND", "true" if is_string else "false").replace("KEY", key))
+
+
+class _Others:
+    """Leaves that are no strings. words: those that are one word each. spelled_apart: those that need a grammar."""
+
+    def __init__(self, leaves: list[Leaf]):
+        self.all = [leaf for leaf in leaves if leaf.kind != "string"]
+        self.words = [leaf for leaf in self.all if leaf.kind in _PLAIN and not leaf.has_bounds]
+        self.spelled_apart = [leaf for leaf in self.all if leaf.kind not in _PLAIN or leaf.has_bounds]
+
+
+def _readable(values: tuple[Any, ...], kinds: frozenset[str]) -> tuple[Any, ...]:
+    """Strings that parsers do not take for another value."""
+    read = tuple(value for value in values if kinds == {"string"} or json.loads(as_json(value, kinds)) == value)
+    if not read:
+        raise ConfigError("its strings look like other values that it may have")
+    return read
