@@ -175,10 +175,19 @@ def _apply(name: str, value: Any, rule: Rule) -> Iterator[tuple[str, Any]]:
 
 
 def _merge(into: dict[str, Any], made: Mapping[str, Any], name: str) -> None:
+    """Two names of one object may each say a part of it."""
     for key, value in made.items():
-        if key in into and not _is_same(into[key], value):
+        both = into.get(key), value
+        if key not in into or _is_same(*both):
+            into[key] = value
+        elif isinstance(both[0], dict) and isinstance(both[1], dict) and _agree(*both):
+            into[key] = both[0] | both[1]
+        else:
             raise FieldError(f"{name} says something else than {key} does; send one of them", name)
-        into[key] = value
+
+
+def _agree(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(_is_same(value[key], other[key]) for key in value.keys() & other.keys())
 
 
 def _is_same(value: Any, other: Any) -> bool:

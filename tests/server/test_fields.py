@@ -29,6 +29,8 @@ TABLE = {
     "mirostat": refuse("temperature", 0),
     "thinking": mapped(lambda value: {"effort": value["how"]} if isinstance(value, dict) else {"effort": value}),
     "effort": honour(),
+    "shape": honour({}),
+    "form": mapped(lambda value: {"shape": {"form": value}}),
     "options": inside({"num": mapped("length"), "tuned": refuse("temperature", 1)}),
 }
 
@@ -50,6 +52,8 @@ TABLE = {
         ({"odd": 1, "even": 2}, {}, ("odd", "even")),
         ({"options": {"num": 3, "temperature": 1, "odd": 1, "tuned": 1}}, {"length": 3, "temperature": 1}, ("odd",)),
         ({"options": {}}, {}, ()),
+        ({"shape": {"a": 1}, "form": 2}, {"shape": {"a": 1, "form": 2}}, ()),
+        ({"form": 2, "shape": {"a": 1, "form": 2}}, {"shape": {"a": 1, "form": 2}}, ()),
     ],
 )
 def test_fields_are_sorted(body: dict[str, Any], honoured: dict[str, Any], ignored: tuple[str, ...]) -> None:
@@ -62,6 +66,7 @@ def test_fields_are_sorted(body: dict[str, Any], honoured: dict[str, Any], ignor
         ({"mirostat": 2}, "mirostat", "use temperature"),
         ({"mirostat": False}, "mirostat", "use temperature"),
         ({"reach": 5, "length": 6}, "length", "says something else"),
+        ({"shape": {"form": {"b": 1}}, "form": {"c": 1}}, "form", "form says something else than shape"),
         ({"options": 5}, "options", "must be an object"),
         ({"options": {"tuned": 2}}, "tuned", "use temperature"),
         ({"options": {"num": 2}, "length": 3}, "length", "says something else"),

@@ -26,7 +26,7 @@ from ktransformers.server.answers.events import (
 )
 from ktransformers.server.api.ollama.fields import OPTIONS, LoggedNames, shown_names, without_neutral
 from ktransformers.server.api.ollama.front import running
-from ktransformers.server.api.ollama.read import chat_request, constraint_of, knows_thinking
+from ktransformers.server.api.ollama.read import chat_request, knows_thinking
 from ktransformers.server.api.ollama.routes import check_strict
 from ktransformers.server.api.ollama.schemas import ChatBody, OllamaBody
 from ktransformers.server.api.ollama.writer import ChatWriter
@@ -180,16 +180,6 @@ def test_calls_and_results_get_ids() -> None:
     assert [message.tool_call_id for message in made[1:4]] == ["call00001", "call00000", None]
     assert (made[4].tool_calls[0].id, made[4].tool_calls[0].arguments) == ("own", {"x": 1})
     assert made[5].tool_call_id == "own"
-
-
-def test_formats() -> None:
-    assert constraint_of(None) is None
-    kinds = [constraint_of("json"), constraint_of({"type": "object"})]
-    assert [(one.kind, one.text) for one in kinds if one] == [
-        ("json_object", ""),
-        ("json_schema", '{"type": "object"}'),
-    ]
-    assert ChatBody.model_validate({"format": ""}).format is None
 
 
 def test_neutral_values_are_as_if_absent() -> None:

@@ -350,7 +350,6 @@ def item(**fields: Any) -> dict[str, Any]:
         ({"input": "x", "prompt": {"id": "p"}}, "instructions and input"),
         ({"input": "x", "n": 2}, "n: "),
         ({"input": "x", "max_tokens": 3, "max_output_tokens": 4}, "max_tokens says something else"),
-        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format: 'json_object' is not supported"),
         ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice: "),
         ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "add"}}, "tool_choice: "),
         ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice: 'web_search'"),

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError
+from ktransformers.server.answers.constraints import constraint_of
 from ktransformers.server.answers.requests import ChatRequest, Conversation, Message, Sampling
 from ktransformers.server.api.openai.responses.items import Turns, kind_of
 from ktransformers.server.api.openai.responses.policy import Ignored
@@ -78,7 +79,6 @@ class Exchange:
     def read(self) -> ChatRequest:
         """Raises ConfigError and UnsupportedError for what cannot be honoured."""
         body = self.body
-        _check_format(body)
         self.tools = read_tools(body.tools, body.tool_choice)
         self.items = self._resolved()
         turns = Turns()
@@ -138,6 +138,7 @@ class Exchange:
             max_tokens=body.max_output_tokens,
             stop=tuple(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop or ())),
             logprobs=(body.top_logprobs or 0) if self.wants_logprobs else None,
+            constraint=constraint_of({"text.format": body.text_format}),
         )
 
 
@@ -161,16 +162,6 @@ def _reference(item: dict[str, Any], index: int) -> str:
     if not isinstance(item.get("id"), str):
         raise ConfigError(f"input[{index}].id must be a string")
     return str(item["id"])
-
-
-def _check_format(body: ResponsesBody) -> None:
-    """What the text has to be. The one place to hand a schema to the neutral request's constraint."""
-    form = {} if body.text is None else body.text.format or {}
-    if form.get("type", "text") != "text":
-        raise UnsupportedError(
-            f"text.format: {str(form['type'])[:64]!r} is not supported; leave it out, and say in instructions what the "
-            "answer has to look like"
-        )
 
 
 def _with_instructions(instructions: str | None, messages: list[Message]) -> list[Message]:

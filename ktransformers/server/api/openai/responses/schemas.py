@@ -47,10 +47,32 @@ class Reasoning(_Lenient):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextSettings(_Lenient):
-    """format: what the text has to be. verbosity: taken as a hint."""
+class TextFormat(_Lenient):
+    """What the text has to be. A schema is always followed, strict or not."""
 
-    format: dict[str, Any] | None = None
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, data: Any) -> Any:
+        """Chat completions have the schema one level deeper."""
+        if not isinstance(data, dict) or not isinstance(data.get("json_schema"), dict):
+            return data
+        return data["json_schema"] | {key: one for key, one in data.items() if key != "json_schema"}
+
+    def as_sent(self) -> dict[str, Any]:
+        """The fields that have a meaning."""
+        return self.model_dump(by_alias=True, exclude_none=True, include=set(TextFormat.model_fields))
+
+
+class TextSettings(_Lenient):
+    """verbosity: taken as a hint."""
+
+    format: TextFormat | None = None
     verbosity: str | None = None
 
 
@@ -134,6 +156,12 @@ class ResponsesBody(_Lenient):
         return self.store is not False
 
     @property
+    def text_format(self) -> dict[str, Any]:
+        """What the text has to be, as it was sent."""
+        form = None if self.text is None else self.text.format
+        return {"type": "text"} if form is None else form.as_sent()
+
+    @property
     def summary(self) -> str | None:
         """The kind of reasoning summary that was asked for."""
         asked = None if self.reasoning is None else self.reasoning.summary or self.reasoning.generate_summary
@@ -142,7 +170,8 @@ class ResponsesBody(_Lenient):
     def unknown_fields(self) -> list[str]:
         """Names that have no meaning here."""
         names = list(self.model_extra or ())
-        for prefix, inner in (("text", self.text), ("reasoning", self.reasoning)):
+        form = None if self.text is None else self.text.format
+        for prefix, inner in (("text", self.text), ("text.format", form), ("reasoning", self.reasoning)):
             names += [
                 f"{prefix}.{name}" for name, value in ((inner and inner.model_extra) or {}).items() if value is not None
             ]
