@@ -155,10 +155,11 @@ def _sorted(body: Mapping[str, Any], table: FieldTable) -> SortedFields:
         raise FieldError(f"{len(body)} fields are more than any request has", "")
     honoured: dict[str, Any] = {}
     ignored: dict[str, None] = {}
+    said_by: dict[str, str] = {}
     for name, value in body.items():
         for made, one in _meaning(name, value, table):
             if made in table and not table[made].is_ignored:
-                _merge(honoured, {made: one}, name)
+                _merge(honoured, {made: one}, name, said_by.setdefault(made, name))
             else:
                 ignored[made] = None
     for name in list(honoured):
@@ -206,8 +207,8 @@ def _apply(name: str, value: Any, rule: Rule) -> Iterator[tuple[str, Any]]:
     yield from made.items()
 
 
-def _merge(into: dict[str, Any], made: Mapping[str, Any], name: str) -> None:
-    """Two names of one object may each say a part of it."""
+def _merge(into: dict[str, Any], made: Mapping[str, Any], name: str, other: str = "") -> None:
+    """Two names of one object may each say a part of it. name, other: who says it, and who did before."""
     for key, value in made.items():
         both = into.get(key), value
         if key not in into or _is_same(*both):
@@ -215,7 +216,7 @@ def _merge(into: dict[str, Any], made: Mapping[str, Any], name: str) -> None:
         elif isinstance(both[0], dict) and isinstance(both[1], dict) and _agree(*both):
             into[key] = both[0] | both[1]
         else:
-            raise FieldError(f"{name} says something else than {key} does; send one of them", name)
+            raise FieldError(f"{name} says something else than {other or key} does; send one of them", name)
 
 
 def _agree(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

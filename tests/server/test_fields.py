@@ -70,8 +70,8 @@ def test_fields_are_sorted(body: dict[str, Any], honoured: dict[str, Any], ignor
     [
         ({"mirostat": 2}, "mirostat", "use temperature"),
         ({"mirostat": False}, "mirostat", "use temperature"),
-        ({"reach": 5, "length": 6}, "length", "says something else"),
-        ({"shape": {"form": {"b": 1}}, "form": {"c": 1}}, "form", "form says something else than shape"),
+        ({"reach": 5, "length": 6}, "length", "length says something else than reach"),
+        ({"shape": {"form": {"b": 1}}, "form": {"c": 1}}, "form", "form says something else than shape does"),
         ({"text": {"hue": 1}}, "text.hue", "^text.hue: this server"),
         ({"text": {str(i): i for i in range(257)}}, "text", "^text: 257 fields"),
         ({"options": 5}, "options", "must be an object"),

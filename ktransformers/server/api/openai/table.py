@@ -12,7 +12,7 @@ from typing import Any
 from ktransformers.errors import FieldError
 from ktransformers.server.fields import FieldTable, Rule, hint, honour, inside, mapped, refuse, without_effect
 
-__all__ = ["CHAT_FIELDS", "COMPLETION_FIELDS", "GENERATION_FIELDS"]
+__all__ = ["CHAT_FIELDS", "COMPLETION_FIELDS", "CONSTRAINT_FIELDS", "GENERATION_FIELDS"]
 
 _SAMPLER = "temperature, top_p, top_k or min_p"
 _NO_LIMIT = (-1, -2)  # llama.cpp: without end; until the context is full
@@ -154,7 +154,7 @@ GENERATION_FIELDS: FieldTable = {
 }  # fmt: skip
 """What both routes know."""
 
-_CONSTRAINTS: FieldTable = {
+CONSTRAINT_FIELDS: FieldTable = {
     "response_format": honour({"type": "text"}),
     **dict.fromkeys(
         (
@@ -169,7 +169,7 @@ _CONSTRAINTS: FieldTable = {
 
 CHAT_FIELDS: FieldTable = {
     **GENERATION_FIELDS,
-    **_CONSTRAINTS,
+    **CONSTRAINT_FIELDS,
     "messages": honour(),
     "max_completion_tokens": honour(*_NO_LIMIT),
     "logprobs": honour(),
@@ -207,7 +207,7 @@ CHAT_FIELDS: FieldTable = {
 
 COMPLETION_FIELDS: FieldTable = {
     **GENERATION_FIELDS,
-    **_CONSTRAINTS,
+    **CONSTRAINT_FIELDS,
     "prompt": honour(),
     "return_token_ids": honour(),
     "logprobs": honour(),
