@@ -95,6 +95,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
         ollama_embed.one_router,
         ollama_models.router,
         ollama_refused.router,
+        tokens.detokenize_router,
     ):
         app.include_router(router)
     add_responses(app, config)

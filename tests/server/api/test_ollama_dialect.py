@@ -13,6 +13,7 @@ import pytest
 from fastapi import Request
 
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
+from ktransformers.engine.card import ModelCard
 from ktransformers.errors import EngineError, FieldError
 from ktransformers.server.answers.events import (
     AnswerFinished,
@@ -49,7 +50,10 @@ class Talking(FakeBackend):
     @property
     def model(self) -> ModelInfo:
         tokenizer = self._tokenizer
-        return ModelInfo(tokenizer, 256, tokenizer.vocab_size, (), SamplingParams(temperature=0), None, "talking")
+        card = ModelCard(gpu_bytes=3 << 30)
+        return ModelInfo(
+            tokenizer, 256, tokenizer.vocab_size, (), SamplingParams(temperature=0), None, "talking", card=card
+        )
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.asked.append(request)
@@ -217,6 +221,10 @@ def test_before_the_model_is_loaded() -> None:
         assert answer.status_code == 503
         assert answer.headers["retry-after"]
         assert "not loaded" in answer.json()["error"]
+
+
+def test_what_is_on_gpus() -> None:
+    assert [model["size_vram"] for model in ask("GET", "/api/ps").json()["models"]] == [3 << 30] * 2
 
 
 def test_names_have_a_tag() -> None:

@@ -379,7 +379,7 @@ def item(**fields: Any) -> dict[str, Any]:
         ({"input": "x", "format": "json"}, "format: this server does not support it; use text.format"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"input": "x", "text": {"format": {"type": "json_schema", "json_schema": 3}}}, "json_schema: it must be"),
-        ({"input": "x", "guided_regex": "a", "response_format": {"type": "json_object"}}, "text.format and guided_regex"),
+        ({"input": "x", "guided_regex": "a", "response_format": {"type": "json_object"}}, "text.format and guided"),
         ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice: "),
         ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "add"}}, "tool_choice: "),
         ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice: 'web_search'"),

@@ -140,13 +140,13 @@ async def tags(request: Request) -> Response:
 
 @router.get("/api/ps")
 async def ps(request: Request) -> Response:
-    """The models that are loaded. size_vram is not known here, and said to be 0."""
+    """The models that are loaded. size_vram: what the plan has on GPUs, the cache included."""
     service = service_of(request)
     if not service.backend.is_ready:
         return ApiResponse({"models": []})
     more = {
         "expires_at": timestamp(service.created + _FOREVER),
-        "size_vram": 0,
+        "size_vram": service.model.card.gpu_bytes,
         "context_length": service.model.max_len,
     }
     return ApiResponse({"models": [entry | more for entry in _entries(service)]})
