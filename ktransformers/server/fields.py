@@ -210,11 +210,11 @@ def _apply(name: str, value: Any, rule: Rule) -> Iterator[tuple[str, Any]]:
 def _merge(into: dict[str, Any], made: Mapping[str, Any], name: str, other: str = "") -> None:
     """Two names of one object may each say a part of it. name, other: who says it, and who did before."""
     for key, value in made.items():
-        both = into.get(key), value
-        if key not in into or _is_same(*both):
+        said = into.get(key)
+        if key not in into or _is_same(said, value):
             into[key] = value
-        elif isinstance(both[0], dict) and isinstance(both[1], dict) and _agree(*both):
-            into[key] = both[0] | both[1]
+        elif isinstance(said, dict) and isinstance(value, dict) and _agree(said, value):
+            into[key] = said | value
         else:
             raise FieldError(f"{name} says something else than {other or key} does; send one of them", name)
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from ktransformers.core import Constraint, Reasoning
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["CONSTRAINT_FIELDS", "beside_tools", "constraint_of", "reasoning_of"]
@@ -37,7 +37,6 @@ _FORMATS = ("response_format", "text.format", "output_config.format")
 CONSTRAINT_FIELDS = (*_FORMATS, "structured_outputs", "format", *_ALONE)
 """Fields of bodies that `constraint_of` reads."""
 
-_HINTS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>")
 _HARMONY_END = r"<\|channel\|>final[^<]*(<\|constrain\|>[^<]*)?<\|message\|>"
 _HARMONY_CLOSING = "<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -72,7 +71,7 @@ def constraint_of(body: Mapping[str, Any]) -> Constraint | None:
         try:
             return Constraint.of(wanted)
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+            raise type(error)(f"{name}: {error}") from error
     return None
 
 
@@ -94,10 +93,7 @@ def _wanted(name: str, value: Any) -> Mapping[str, Any] | None:
 def _of_structured_outputs(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError("structured_outputs must be an object")
-    refused = [name for name in _HINTS[1:] if value.get(name)]
-    if refused:
-        raise UnsupportedError(f"structured_outputs.{refused[0]} is not supported: leave it out")
-    return {name: one for name, one in value.items() if name not in _HINTS}
+    return value if any(one for name, one in value.items() if name != "disable_fallback") else {}
 
 
 def _of_typed_format(name: str, value: Any) -> Mapping[str, Any] | None:
