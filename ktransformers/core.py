@@ -13,7 +13,7 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any
 
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, UnsupportedError
 
 __all__ = [
     "CAPTURING",
@@ -103,6 +103,10 @@ def _tuple_of(name: str, values: object, kind: type) -> tuple[Any, ...]:
     return made
 
 
+_SHAPING_HINTS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+"""Of vLLM's structured_outputs, what would make another answer."""
+
+
 class ConstraintKind(StrEnum):
     """How a constraint's text is read. CHOICE: a JSON list of strings. GRAMMAR: Lark as llguidance has it, or GBNF.
 
@@ -129,10 +133,19 @@ class Constraint:
     exit_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, wanted: Mapping[str, Any]) -> Constraint:
-        """From one of vLLM's names: json (a schema), regex, choice, grammar, json_object. Raises ConfigError."""
-        given = [name for name, value in wanted.items() if value is not None and value is not False]
+    def of(cls, wanted: object) -> Constraint:
+        """From what vLLM calls structured_outputs: a dict or an object with one of json (a schema), regex, choice,
+        grammar, json_object. Raises ConfigError; UnsupportedError for a hint that would change the answer.
+        """
         kinds = {kind.value for kind in ConstraintKind} - {ConstraintKind.TOOL_CALLS.value}
+        if not isinstance(wanted, Mapping):
+            wanted = {name: getattr(wanted, name, None) for name in (*kinds, *_SHAPING_HINTS)}
+        for name in _SHAPING_HINTS:
+            if wanted.get(name):
+                raise UnsupportedError(f"{name} is not supported: leave it out")
+        others = (*_SHAPING_HINTS, "disable_fallback")
+        asked = {name: value for name, value in wanted.items() if name not in others}
+        given = [name for name, value in asked.items() if value is not None and value is not False]
         if len(given) != 1 or given[0] not in kinds:
             raise ConfigError(f"a constraint has exactly one of {', '.join(sorted(kinds))}, got {sorted(given)!r:.80}")
         kind, value = ConstraintKind(given[0]), wanted[given[0]]
@@ -175,6 +188,17 @@ class Reasoning:
     max_tokens: int | None = None
 
 
+_CONSTRAINT_NAMES = {
+    "structured_outputs": "",
+    "guided_decoding": "",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's names for a constraint, and what of it they are."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams:
     """How the next token is chosen. The meaning of each field is OpenAI's or vLLM's of the same name.
@@ -190,6 +214,8 @@ class SamplingParams:
     constraint: what the answer must look like; also a dict as vLLM's structured_outputs: {"json": schema}. End tokens
     come where it is complete; with ignore_eos only where nothing else may come, and then they end the answer.
     reasoning: where the constraint begins, and how long reasoning may get; None: the answer has none.
+    structured_outputs, guided_decoding and the rest are vLLM's names for a constraint, of which they are one; they are
+    None once they are read.
     """
 
     temperature: float = 1.0
@@ -214,13 +240,15 @@ class SamplingParams:
     skip_special_tokens: bool = True
     constraint: Constraint | None = None
     reasoning: Reasoning | None = None
+    structured_outputs: Any = None
+    guided_decoding: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     def __post_init__(self) -> None:
-        wanted: object = self.constraint
-        if wanted is not None and not isinstance(wanted, Constraint):
-            if not isinstance(wanted, Mapping):
-                raise ConfigError(f"constraint must be a Constraint or a dict, got {wanted!r:.40}")
-            object.__setattr__(self, "constraint", Constraint.of(wanted))
+        self._read_constraint()
         # A string is a sequence of letters, and a list of strings is what people write: both mean a tuple here.
         stop: object = self.stop
         object.__setattr__(self, "stop", _tuple_of("stop", (stop,) if isinstance(stop, str) else stop, str))
@@ -274,6 +302,22 @@ class SamplingParams:
             if value != default:
                 changed.append(f"{one.name}={_REPR.repr(value)}")
         return f"SamplingParams({', '.join(changed)})"
+
+    def _read_constraint(self) -> None:
+        names = ("constraint", *_CONSTRAINT_NAMES)
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} both say what the answer must look like: give one of them")
+        for name, wanted in given.items():
+            if name == "constraint" and not isinstance(wanted, Constraint | Mapping):
+                raise ConfigError(f"constraint must be a Constraint or a dict, got {wanted!r:.40}")
+            kind = _CONSTRAINT_NAMES.get(name)
+            try:
+                made = wanted if isinstance(wanted, Constraint) else Constraint.of({kind: wanted} if kind else wanted)
+            except ConfigError as error:
+                raise type(error)(f"{name}: {error}") from error
+            object.__setattr__(self, name, None)
+            object.__setattr__(self, "constraint", made)
 
     def _check_types(self) -> None:
         for name in _REALS:

@@ -77,6 +77,9 @@ def _add_flags(parser: argparse.ArgumentParser, *, reads_lines: bool) -> None:
     add_toggle(group, "prefix_cache", default=None, help="compute of a prompt only what is new in it (on)")
     add_toggle(group, "history", default=None, help="keep prompts for the Up key of later chats (on)")
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
+    add_toggle(
+        group, "special_tokens_in_content", default=False, help="read special tokens that prompts spell as such (off)"
+    )
     modes = ("normal", "long_context")
     group.add_argument("--mode", choices=modes, default="normal", help="long_context is not supported")
     group.add_argument("--markdown", action="store_true", help="format answers: blocks appear when they are complete")
@@ -139,7 +142,14 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
             view, source = _terminal_view(args.markdown), _terminal_source(args)
         else:
             view, source = _script(args, first_turns)
-        options = ChatOptions(params, args.system, args.force_think, is_interactive, bound_command)
+        options = ChatOptions(
+            params,
+            args.system,
+            args.force_think,
+            is_interactive,
+            bound_command,
+            reads_special_tokens=args.special_tokens_in_content,
+        )
         chat = ChatLoop(llm, view, source, options)
         machine, model = describe_machine(config.use_cuda), describe_model(engine)
         _log.info("%s; %s", machine, model)

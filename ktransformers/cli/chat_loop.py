@@ -35,6 +35,7 @@ class ChatOptions:
     """is_interactive: a person at a terminal, who can correct mistakes; otherwise a script, which sees exit codes.
 
     find_command: what a turn's text asks the chat to do, None for a prompt. Raises ConfigError for an unknown command.
+    reads_special_tokens: those that a turn spells are tokens, not text.
     """
 
     params: SamplingParams
@@ -42,6 +43,7 @@ class ChatOptions:
     force_think: bool = False
     is_interactive: bool = False
     find_command: Callable[[str], Callable[[ChatLoop], None] | None] = lambda text: None
+    reads_special_tokens: bool = False
 
 
 @contextmanager
@@ -219,9 +221,12 @@ class ChatLoop:
 
     def _prompt_ids(self) -> list[int]:
         tokenizer, messages = self.llm.tokenizer, self.conversation.messages
+        reads = self._options.reads_special_tokens
         if not tokenizer.has_chat_template:
-            return tokenizer.apply_plain_template(messages)
-        prompt_ids = tokenizer.apply_chat_template(messages, **self.settings.template_kwargs)
+            return tokenizer.apply_plain_template(messages, reads_special_tokens=reads)
+        prompt_ids = tokenizer.apply_chat_template(
+            messages, reads_special_tokens=reads, **self.settings.template_kwargs
+        )
         if self.settings.force_think and self._tags and not tokenizer.opens_reasoning(prompt_ids):
             prompt_ids += tokenizer.encode(self._tags[0] + "\n", add_special_tokens=False)
         return prompt_ids

@@ -88,6 +88,32 @@ _ONE_GPU = f"for one GPU set CUDA_VISIBLE_DEVICES, for several use rules ({_RULE
 _FILL = "experts fill what attention leaves of a GPU by themselves; --gpu_memory GIB limits it"
 _TYPES = "weights are computed in the file's own types; --cpu_quant TYPE quantizes experts while loading"
 
+_TOOL_PARSERS = {ANY: ""} | {
+    name: f"--tool_format={ours}"
+    for ours, names in {
+        "auto": "auto",
+        "hermes": "hermes qwen qwen25",
+        "qwen3_coder": "qwen3_coder qwen3_xml",
+        "deepseek_v3": "deepseek_v3 deepseekv3",
+        "deepseek_r1": "deepseek_r1",
+        "deepseek_v31": "deepseek_v31 deepseekv31",
+        "deepseek_v32": "deepseek_v32 deepseekv32",
+        "deepseek_v4": "deepseek_v4 deepseekv4",
+        "glm45": "glm glm45 glm47",
+        "kimi_k2": "kimi_k2",
+        "minimax_m2": "minimax_m2 minimax-m2",
+        "harmony": "harmony openai gpt-oss",
+        "mistral": "mistral",
+        "llama3_json": "llama3_json llama3 llama4_json",
+        "llama4_pythonic": "llama4_pythonic pythonic",
+        "gemma4": "gemma4",
+        "hunyuan": "hunyuan hunyuan_a13b",
+        "ernie": "ernie ernie45",
+    }.items()
+    for name in names.split()
+}
+"""What vLLM and SGLang call formats of tool calls."""
+
 _MODEL_AND_CACHE = (
     _alias("-m --model -hf --hf_repo", MODEL),
     _alias("--model_dir", "--model_path"),
@@ -161,8 +187,10 @@ _SERVER = (
     _alias("--ssl_cert_file", "--ssl_certfile"),
     _switch("--no_webui", "--web", "--no_web"),
     _switch("--jinja", "--max_queue", "", "the model's chat template is always used"),
-    _choice("--reasoning_parser --tool_call_parser", "--max_queue", {ANY: ""}, "",
-            "the model's chat template says how it reasons and calls tools"),
+    _choice("--tool_call_parser", "--tool_format", _TOOL_PARSERS, "",
+            "names that are known here are taken as --tool_format; without one the model's chat template says how it "
+            "calls tools"),
+    _choice("--reasoning_parser", "--max_queue", {ANY: ""}, "", "the model's chat template says how it reasons"),
     _switch("--enable_auto_tool_choice", "--max_queue", "", "the model's chat template says how it calls tools"),
     _switch("--verbose -v", "--log_level", "--log_level=debug"),
 )  # fmt: skip

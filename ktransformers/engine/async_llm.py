@@ -206,10 +206,15 @@ class AsyncLLM:
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        special_tokens_in_content: bool = False,
         **template_kwargs: Any,
     ) -> AsyncAnswer:
-        """The next turn of one conversation (a string is one message of the user), as `generate`."""
-        read = lambda reader: reader.conversation_ids(messages, tools, template_kwargs)  # noqa: E731
+        """The next turn of one conversation (a string is one message of the user). See `generate`, and `LLM.chat`."""
+
+        def read(reader: PromptReader) -> list[int]:
+            return reader.conversation_ids(messages, tools, template_kwargs, special_tokens_in_content)
+
         return self._answer(_Asked(read, sampling_params))
 
     def _answer(self, asked: _Asked) -> AsyncAnswer:

@@ -221,6 +221,7 @@ def _build(
         plan.check_fits()
         undo.callback(plan.devices.close)
         model = describe_model(opened)
+        model = replace(model, card=replace(model.card, gpu_bytes=plan.gpu_bytes))
         _say_prefill(plan, pool)
         longest, page_size = opened.facts.longest_sequence(num_slots), cache_plan.page_size(num_slots)
         loaded = _Loaded(opened, planned, pool, _load(opened, plan, longest, progress), longest)

@@ -24,7 +24,8 @@ class ModelCard:
 
     num_parameters: of the model, whatever its files store them as. quantization: the file's own word, else the type of
     most of its bytes; empty when unknown. digest: 64 hexadecimal digits that change when the files do. modified:
-    seconds since 1970, of the newest file. The rest are counts; 0 for what the model has not, or does not say.
+    seconds since 1970, of the newest file. gpu_bytes: what is planned for GPUs (weights, cache, work space); 0 before
+    it is loaded. The rest are counts; 0 for what the model has not, or does not say.
     """
 
     family: str = ""
@@ -34,6 +35,7 @@ class ModelCard:
     quantization: str = ""
     digest: str = "0" * 64
     modified: float = 0.0
+    gpu_bytes: int = 0
     num_layers: int = 0
     hidden_size: int = 0
     num_heads: int = 0

@@ -203,14 +203,19 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        special_tokens_in_content: bool = False,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """The next turn of one conversation, or of several, through the model's chat template.
 
-        A conversation is a list of messages, or a string, which is one message of the user. See `generate`.
+        A conversation is a list of messages, or a string, which is one message of the user. Special tokens that one
+        spells are text, so that nobody can forge a turn; special_tokens_in_content reads them as tokens. See
+        `generate`.
         """
         self._require_open()
-        return self._answer_all(self._reader.all_conversation_ids(messages, tools, template_kwargs), sampling_params)
+        all_ids = self._reader.all_conversation_ids(messages, tools, template_kwargs, special_tokens_in_content)
+        return self._answer_all(all_ids, sampling_params)
 
     def _require_open(self) -> None:
         if self._is_closed:

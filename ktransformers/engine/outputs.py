@@ -130,9 +130,16 @@ class PromptReader:
         return [self.ids(prompt) for prompt in cast(Sequence[Prompt], prompts)]
 
     def conversation_ids(
-        self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any]
+        self,
+        messages: Conversation,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+        reads_special_tokens: bool = False,
     ) -> list[int]:
-        """Prompt ids of one conversation. Raises ConfigError or UnsupportedError."""
+        """Prompt ids of one conversation. reads_special_tokens: see Tokenizer.
+
+        Raises ConfigError or UnsupportedError.
+        """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         for message in messages:
@@ -141,21 +148,23 @@ class PromptReader:
                     f"a message is a dict with `role` and `content`, got {_shown(message)}; "
                     'a question by itself is a string: chat("...")'
                 )
-        return self.tokenizer.apply_chat_template(messages, tools, **template_kwargs)
+        return self.tokenizer.apply_chat_template(
+            messages, tools, reads_special_tokens=reads_special_tokens, **template_kwargs
+        )
 
     def all_conversation_ids(
         self,
         messages: Conversation | Sequence[Conversation],
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any],
+        reads_special_tokens: bool = False,
     ) -> list[list[int]]:
         """Prompt ids of one conversation, or of each of several."""
         if not messages:
             raise ConfigError("a conversation needs at least one message")
-        if isinstance(messages, str) or isinstance(messages[0], Mapping):
-            return [self.conversation_ids(cast(Conversation, messages), tools, template_kwargs)]
-        each = cast(Sequence[Conversation], messages)
-        return [self.conversation_ids(one, tools, template_kwargs) for one in each]
+        is_one = isinstance(messages, str) or isinstance(messages[0], Mapping)
+        each = [cast(Conversation, messages)] if is_one else cast(Sequence[Conversation], messages)
+        return [self.conversation_ids(one, tools, template_kwargs, reads_special_tokens) for one in each]
 
     def params(self, given: SamplingParams | None) -> SamplingParams:
         """`given`, or the defaults, with a seed. Raises ConfigError for anything else."""

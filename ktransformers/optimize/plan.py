@@ -101,6 +101,11 @@ class Plan:
         return _sum_by_device([empty, self.weight_bytes, *self.extra_bytes.values()])
 
     @property
+    def gpu_bytes(self) -> int:
+        """Of total_bytes, what the GPUs hold."""
+        return sum(nbytes for device, nbytes in self.total_bytes.items() if device != "cpu")
+
+    @property
     def capacity(self) -> Mapping[str, int]:
         """Free bytes per device."""
         return self.machine.devices

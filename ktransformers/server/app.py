@@ -13,6 +13,7 @@ from ktransformers.server.api import front, health, helpers, status, tokens, web
 from ktransformers.server.api.anthropic import errors as anthropic_errors
 from ktransformers.server.api.anthropic import messages
 from ktransformers.server.api.ollama import answers as ollama_answers
+from ktransformers.server.api.ollama import embed as ollama_embed
 from ktransformers.server.api.ollama import models as ollama_models
 from ktransformers.server.api.ollama import refused as ollama_refused
 from ktransformers.server.api.ollama.writer import error_fields as ollama_error
@@ -86,7 +87,16 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     app.state.service = service
     for module in (chat, completions, embeddings, models, tokens, status, health, helpers, front):
         app.include_router(module.router)
-    for router in (messages.router, ollama_answers.router, ollama_models.router, ollama_refused.router):
+    for router in (
+        messages.router,
+        ollama_answers.router,
+        ollama_answers.generate_router,
+        ollama_embed.router,
+        ollama_embed.one_router,
+        ollama_models.router,
+        ollama_refused.router,
+        tokens.detokenize_router,
+    ):
         app.include_router(router)
     add_responses(app, config)
     if config.has_web:

@@ -43,9 +43,9 @@ class BodyRoute(APIRoute):
         return handle_measured
 
 
-def body_route(table: FieldTable) -> type[BodyRoute]:
+def body_route(table: FieldTable, base: type[BodyRoute] = BodyRoute) -> type[BodyRoute]:
     """The class of routes whose bodies are sorted by this table."""
-    return type("SortedBodyRoute", (BodyRoute,), {"table": table})
+    return type(f"Sorted{base.__name__}", (base,), {"table": table})
 
 
 class _MeasuredRequest(Request):

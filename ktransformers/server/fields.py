@@ -7,10 +7,12 @@
 A table maps each name that is known to its rule; `sort_fields` runs it over a body before its values are checked:
 
     TABLE = {"temperature": honour(), "repeat_penalty": mapped("repetition_penalty"), "store": hint(),
-             "mirostat": refuse("temperature and min_p", 0), "options": inside({"num_predict": mapped("max_tokens")})}
+             "mirostat": refuse("temperature and min_p", 0), "options": inside({"num_predict": mapped("max_tokens")}),
+             "text": within({"format": honour(), "verbosity": hint()})}
     honoured, ignored = sort_fields(body, TABLE)
 
-Routes do it by `APIRouter(route_class=body_route(TABLE))` (bodies.py), which sets the header, too.
+Routes do it by `APIRouter(route_class=body_route(TABLE))` (bodies.py), which sets the header, too. What turns out later
+to have no effect goes through `note_unused` (service.py).
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ __all__ = [
     "honour",
     "ignored_header",
     "inside",
+    "is_unwanted",
     "mapped",
     "note_ignored",
     "refuse",
     "sort_fields",
+    "within",
     "without_effect",
 ]
 
@@ -58,7 +62,7 @@ class Rule:
 
     to: the fields that a value means, in their own names; they are sorted in turn. nearest: refuse the value, and say
     what to use instead. is_ignored: it has no effect here, and the response says so. Neither: the field itself stays,
-    unless is_hint.
+    unless is_hint. inner: of a field that is an object, the table of its own fields.
     """
 
     neutral: tuple[Any, ...] = ()
@@ -66,6 +70,7 @@ class Rule:
     nearest: str | None = None
     is_hint: bool = False
     is_ignored: bool = False
+    inner: Mapping[str, Rule] | None = None
 
 
 FieldTable = Mapping[str, Rule]
@@ -124,25 +129,53 @@ def inside(table: FieldTable, *neutral: Any) -> Rule:
     return Rule(({}, *neutral), spread)
 
 
+def within(table: FieldTable, *neutral: Any) -> Rule:
+    """An object that the dialect reads under this name; `table` says what becomes of its fields, NAME.FIELD."""
+    return Rule(({}, *neutral), inner=table)
+
+
+def is_unwanted(name: str) -> FieldError:
+    """The error for a field without effect where the operator wants none of them."""
+    return FieldError(f"{name[:64]!r} has no effect here, and --strict_requests refuses such fields", name)
+
+
 def sort_fields(body: Mapping[str, Any], table: FieldTable, *, is_strict: bool = False) -> SortedFields:
     """The body's fields by the table. is_strict: what has no meaning here is refused.
 
     Raises FieldError for a field that cannot be honoured, and for two names of one field that say different things.
     """
+    made = _sorted(body, table)
+    if made.ignored and is_strict:
+        raise is_unwanted(made.ignored[0])
+    return made
+
+
+def _sorted(body: Mapping[str, Any], table: FieldTable) -> SortedFields:
     if len(body) > _MAX_FIELDS:
         raise FieldError(f"{len(body)} fields are more than any request has", "")
     honoured: dict[str, Any] = {}
     ignored: dict[str, None] = {}
+    said_by: dict[str, str] = {}
     for name, value in body.items():
         for made, one in _meaning(name, value, table):
             if made in table and not table[made].is_ignored:
-                _merge(honoured, {made: one}, name)
+                _merge(honoured, {made: one}, name, said_by.setdefault(made, name))
             else:
                 ignored[made] = None
-    if ignored and is_strict:
-        name = next(iter(ignored))
-        raise FieldError(f"{name[:64]!r} has no effect here, and --strict_requests refuses such fields", name)
+    for name in list(honoured):
+        inner = table[name].inner
+        if inner is not None and isinstance(honoured[name], dict):
+            honoured[name], more = _sorted_within(name, honoured[name], inner)
+            ignored |= dict.fromkeys(f"{name}.{one}" for one in more)
     return SortedFields(honoured, tuple(ignored))
+
+
+def _sorted_within(name: str, value: Mapping[str, Any], table: FieldTable) -> SortedFields:
+    try:
+        return _sorted(value, table)
+    except FieldError as error:
+        param = f"{name}.{error.param}" if error.param else name
+        raise FieldError(f"{name}.{error}" if error.param else f"{name}: {error}", param) from error
 
 
 def _meaning(name: str, value: Any, table: FieldTable, depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -174,11 +207,20 @@ def _apply(name: str, value: Any, rule: Rule) -> Iterator[tuple[str, Any]]:
     yield from made.items()
 
 
-def _merge(into: dict[str, Any], made: Mapping[str, Any], name: str) -> None:
+def _merge(into: dict[str, Any], made: Mapping[str, Any], name: str, other: str = "") -> None:
+    """Two names of one object may each say a part of it. name, other: who says it, and who did before."""
     for key, value in made.items():
-        if key in into and not _is_same(into[key], value):
-            raise FieldError(f"{name} says something else than {key} does; send one of them", name)
-        into[key] = value
+        said = into.get(key)
+        if key not in into or _is_same(said, value):
+            into[key] = value
+        elif isinstance(said, dict) and isinstance(value, dict) and _agree(said, value):
+            into[key] = said | value
+        else:
+            raise FieldError(f"{name} says something else than {other or key} does; send one of them", name)
+
+
+def _agree(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(_is_same(value[key], other[key]) for key in value.keys() & other.keys())
 
 
 def _is_same(value: Any, other: Any) -> bool:

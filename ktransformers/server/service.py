@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from ktransformers import __version__
-from ktransformers.errors import FieldError, ModelNotFoundError, NotReadyError
+from ktransformers.errors import ModelNotFoundError, NotReadyError
 from ktransformers.server.admission import Admission
 from ktransformers.server.backend.base import Backend, ModelInfo
 from ktransformers.server.config import ServerConfig
-from ktransformers.server.fields import LoggedNames
+from ktransformers.server.fields import LoggedNames, is_unwanted, note_ignored
 from ktransformers.server.json_limits import JsonLimits
 from ktransformers.server.metrics import Metrics
 from ktransformers.server.recent import RecentRequests, SpeedMeter
 from ktransformers.server.workers import TextWorkers
 
-__all__ = ["Service", "service_of"]
+__all__ = ["Service", "note_unused", "service_of"]
 
 _MAX_VALUES = 1 << 19  # parsing and checking as many token ids takes some hundredths of a second
 _MAX_NODES = 1 << 16  # strings and objects are checked one by one: a tenth of a second
@@ -103,7 +103,7 @@ class Service:
     def check_ignored(self, names: Sequence[str]) -> None:
         """As `log_ignored`, for fields that the model does not know. Raises FieldError with --strict_requests."""
         if names and self.config.is_strict_on_fields:
-            raise FieldError(f"this model's chat template does not know {names[0][:100]!r}", names[0].split(".")[0])
+            raise is_unwanted(names[0])
         self.log_ignored(names)
 
     @property
@@ -138,6 +138,15 @@ def _json_limits(model: ModelInfo, max_body: int) -> JsonLimits:
     max_values = min(_MAX_NODES + 8 * model.max_len, max(_MAX_VALUES, _MAX_NODES + model.max_len))
     max_bytes = (1 << 20) + max(6 * max_chars * model.max_len, 12 * max_values)
     return JsonLimits(min(max_body, max_bytes), max_values, _MAX_NODES)
+
+
+def note_unused(request: Request, names: Sequence[str]) -> None:
+    """Fields of this request that turned out to have no effect, for the log and the response's header.
+
+    Raises FieldError with --strict_requests.
+    """
+    service_of(request).check_ignored(names)
+    note_ignored(request.scope, names)
 
 
 def service_of(request: Request) -> Service:

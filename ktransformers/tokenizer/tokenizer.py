@@ -1,6 +1,6 @@
 """The tokenizer of one model: text to ids, ids to text, conversations to prompts.
 
-Wraps a Hugging Face fast tokenizer, loaded from a local folder or rebuilt from GGUF metadata. A model without a
+Wraps a Hugging Face fast tokenizer, which loading.py finds. A model without a
 vocabulary (files for speed tests) still loads; using text then is an error. Does not know what the ids are run through.
 """
 
@@ -10,17 +10,14 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from ktransformers.errors import ConfigError, ContextLengthError, ConversationError, UnsupportedError, reason_of
-from ktransformers.file_kinds import why_not_json
 from ktransformers.tokenizer.answer_parser import AnswerParser, TaggedAnswerParser
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
-from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
 from ktransformers.tokenizer.grammars import Grammars
 from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, unknown_patterns
 from ktransformers.tokenizer.reasoning import HARMONY_REASONING, REASONING_TAGS, ReasoningParser
@@ -41,14 +38,13 @@ from ktransformers.tokenizer.tools.response_template import ResponseTemplatePars
 from ktransformers.tokenizer.tools.shapes import shape_of
 from ktransformers.tokenizer.verbatim import Guard, Verbatim
 
-__all__ = ["Message", "Tokenizer", "has_tokenizer_files", "load_tokenizer"]
+__all__ = ["Message", "Tokenizer"]
 
 _log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 """One turn: `role`, `content`, and what the model's template knows (`tool_calls`, `reasoning_content`, ...)."""
 
-_FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -404,16 +400,46 @@ class Tokenizer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        reads_special_tokens: bool = False,
+        max_len: int | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Prompt ids of a conversation. See render_chat_template."""
-        text = self.render_chat_template(messages, tools, add_generation_prompt, **template_kwargs)
-        return self.encode(text, add_special_tokens=False)
+        """Prompt ids of a conversation. See render_chat_template and encode.
 
-    def apply_plain_template(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt ids of a conversation for a model without a template: "role: content" lines, then "assistant:"."""
+        reads_special_tokens: those that a message, a tool or a variable spells are tokens, too; else they are text, so
+        that nobody can forge a turn.
+        """
+        turns: Any = messages
+        try:
+            guard = None
+            if not reads_special_tokens and self.has_chat_template:
+                guard = self.verbatim.guard((turns, tools, template_kwargs))
+            if guard is not None:
+                turns, tools, template_kwargs = (guard.marked(one) for one in (turns, tools, template_kwargs))
+            text = self.render_chat_template(
+                turns, tools, add_generation_prompt, continue_final_message=continue_final_message, **template_kwargs
+            )
+        except RecursionError as error:
+            raise ConfigError(
+                "tools, tool calls or chat_template_kwargs are nested too deeply for a chat template"
+            ) from error
+        return self.encode_guarded(text, guard, max_len=max_len)
+
+    def apply_plain_template(self, messages: Sequence[Message], *, reads_special_tokens: bool = False) -> list[int]:
+        """Prompt ids of a conversation for a model without a template: "role: content" lines, then "assistant:".
+
+        reads_special_tokens: as in apply_chat_template.
+        """
         lines = [f"{message['role']}: {message['content']}" for message in messages]
-        return self.encode("\n".join([*lines, "assistant:"]))
+        text = "\n".join([*lines, "assistant:"])
+        guard = None if reads_special_tokens else self.verbatim.guard(text)
+        if guard is None:
+            return self.encode(text)
+        begins = self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
+        head = [self.bos_token_id] if begins and self.bos_token_id is not None else []
+        return head + self.encode_guarded(guard.marked(text), guard)
 
 
 def _too_long(what: str, prompt_len: int, max_len: int) -> ContextLengthError:
@@ -422,78 +448,3 @@ def _too_long(what: str, prompt_len: int, max_len: int) -> ContextLengthError:
         prompt_len=prompt_len,
         max_len=max_len,
     )
-
-
-def _load_folder(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerFast:
-    try:
-        backend = AutoTokenizer.from_pretrained(
-            str(path), trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
-        )
-    except BaseException as error:
-        # The tokenizers library raises bare Exception for files that it cannot use, or panics, which is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        broken = _broken_file(path)
-        if broken is not None:
-            raise ConfigError(broken) from error
-        why = reason_of(error)
-        if "trust_remote_code" in str(error):
-            why = "it is Python code that comes with the model; --trust_remote_code runs it, for who trusts its author"
-        elif not (path / "tokenizer.json").is_file():
-            why = "tokenizer.json is missing; copy it there from the original model"
-        raise ConfigError(f"the tokenizer in {path} cannot be loaded: {why}") from error
-    if not getattr(backend, "is_fast", False):
-        raise UnsupportedError(f"the tokenizer in {path} has no fast version (tokenizer.json); this program needs one")
-    if backend.backend_tokenizer.get_vocab_size(with_added_tokens=False) < 2:
-        raise ConfigError(
-            f"the tokenizer in {path} has no vocabulary; copy tokenizer.json there from the original model"
-        )
-    return backend
-
-
-def _broken_file(folder: Path) -> str | None:
-    """The first of the tokenizer's files that is not JSON, and where; None when all are."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"):
-        path = folder / name
-        data = path.read_bytes() if path.is_file() else b"{}"
-        try:
-            json.loads(data)
-        except (ValueError, RecursionError) as error:
-            return f"{path} {why_not_json(data, error)}"
-    return None
-
-
-def has_tokenizer_files(folder: Path) -> bool:
-    """Whether a model's folder holds a tokenizer in any of the forms that there are."""
-    return any((folder / name).is_file() for name in _FOLDER_FILES)
-
-
-def load_tokenizer(
-    model_path: Path | None, gguf_metadata: Mapping[str, object] | None, *, trust_remote_code: bool = False
-) -> Tokenizer:
-    """The tokenizer in the folder `model_path`, else the one in a GGUF file's metadata, else one without vocabulary.
-
-    A folder's tokenizer without chat template takes the GGUF file's, and one that cannot be loaded gives way to it.
-    Raises ConfigError or UnsupportedError.
-    """
-    metadata = gguf_metadata or {}
-    model = metadata.get("tokenizer.ggml.model", "no_vocab")
-    has_vocab = not isinstance(model, str) or model not in ("no_vocab", "none")
-    if model_path is not None and has_tokenizer_files(Path(model_path)):
-        try:
-            backend = _load_folder(Path(model_path), trust_remote_code)
-        except (ConfigError, UnsupportedError) as error:
-            if not has_vocab:
-                raise
-            _log.warning("%s; using the GGUF file's", error)
-        else:
-            template = metadata.get("tokenizer.chat_template")
-            if backend.chat_template is None and isinstance(template, str):
-                _log.info("the tokenizer in %s has no chat template; using the GGUF file's", model_path)
-                backend.chat_template = template
-            return Tokenizer(backend)
-    if not has_vocab:
-        _log.info("no tokenizer found: this model takes token ids only")
-        return Tokenizer(None)
-    vocab = read_gguf_vocab(metadata)
-    return Tokenizer(build_gguf_tokenizer(vocab), vocab.eos_token_ids())

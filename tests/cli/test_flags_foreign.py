@@ -9,8 +9,9 @@ import re
 import pytest
 
 from ktransformers.cli import build_parser
-from ktransformers.cli.foreign_flags import ANY, FOREIGN_FLAGS, MODEL, NOTHING, ForeignFlag
+from ktransformers.cli.foreign_flags import ANY, BY_NAME, FOREIGN_FLAGS, MODEL, NOTHING, ForeignFlag
 from ktransformers.cli.parser import ArgumentParser, leaves
+from ktransformers.tokenizer.tools import AUTO, TOOL_FORMATS
 
 PARSERS = list(leaves(build_parser()))
 OPTIONS = {option for parser in PARSERS for option in parser._option_string_actions}
@@ -83,6 +84,12 @@ def value_of(args: argparse.Namespace, name: str) -> object:
         ("serve --kt-weight-path /w", "gguf_path", "/w"),
         ("serve --kt-threadpool-count 2 x.gguf", "model", "x.gguf"),
         ("serve --kt-method LLAMAFILE x.gguf", "model", "x.gguf"),
+        ("serve --tool-call-parser hermes x.gguf", "tool_format", "hermes"),
+        ("serve --tool-call-parser=qwen25", "tool_format", "hermes"),
+        ("serve --tool_call_parser openai", "tool_format", "harmony"),
+        ("serve --tool-call-parser deepseekv31", "tool_format", "deepseek_v31"),
+        ("serve --tool-call-parser granite", "tool_format", "auto"),
+        ("serve --reasoning-parser qwen3 x.gguf", "model", "x.gguf"),
         # upstream
         ("serve --model_dir /m", "model_path", "/m"),
         ("serve --device cpu", "use_cuda", False),
@@ -124,6 +131,16 @@ def test_other_meanings_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("note: --max_model_len: taken as --cache_lens, which all requests share")
     build_parser().parse_args(["chat", "--max_model_len", "5", "--temp", "1"])  # one request at a time: the same thing
     assert capsys.readouterr().err == ""
+
+
+def test_every_parser_is_a_format_that_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    (entry,) = BY_NAME["--tool_call_parser"]
+    formats = {word.removeprefix("--tool_format=") for word in entry.becomes.values() if word}
+    assert formats == {AUTO, *TOOL_FORMATS}
+    assert all(entry.becomes[name] == f"--tool_format={name}" for name in TOOL_FORMATS)
+    build_parser().parse_args(["serve", "--tool_call_parser", "hermes"])
+    said = capsys.readouterr().err
+    assert said.startswith("note: --tool_call_parser: names that are known here are taken as --tool_format")
 
 
 def users(entry: ForeignFlag, name: str) -> list[ArgumentParser]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -343,3 +344,56 @@ def test_a_batch_of_both_kinds_survives_preemption_and_loss(engines: Engines) ->
         assert loop.answers[name].reason is events[-1].finish_reason
     jsonschema.validate(json.loads(text_of(alone[0])), PERSON)
     assert alone[0][-1].finish_reason is FinishReason.STOP
+
+
+@dataclass
+class StructuredOutputsParams:
+    """As vLLM has it."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    disable_fallback: bool = True
+    disable_any_whitespace: bool = False
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ({"constraint": {"regex": "ab"}}, {"regex": "ab"}),
+        ({"structured_outputs": {"json": {"type": "object"}}}, {"json": {"type": "object"}}),
+        ({"structured_outputs": StructuredOutputsParams(choice=["a", "b"])}, {"choice": ["a", "b"]}),
+        ({"guided_decoding": StructuredOutputsParams(regex="ab")}, {"regex": "ab"}),
+        ({"guided_json": {"type": "object"}}, {"json": {"type": "object"}}),
+        ({"guided_regex": "ab"}, {"regex": "ab"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_grammar": 'start: "a"', "guided_json": None}, {"grammar": 'start: "a"'}),
+    ],
+)
+def test_names_of_a_constraint(names: dict[str, Any], wanted: dict[str, Any]) -> None:
+    params = SamplingParams(**names)
+    assert params.constraint == Constraint.of(wanted)
+    assert params == SamplingParams(constraint=Constraint.of(wanted))
+    assert replace(params, seed=5).constraint == params.constraint
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex and guided_choice both"),
+        ({"constraint": {"regex": "a"}, "structured_outputs": {"regex": "a"}}, "constraint and structured_out"),
+        ({"guided_choice": []}, "guided_choice: choice must not be empty"),
+        ({"guided_json": 3}, "guided_json: json must be text, or a dict"),
+        ({"structured_outputs": 3}, "structured_outputs: a constraint has exactly one"),
+        ({"structured_outputs": {"shape": 3}}, "structured_outputs: a constraint has exactly one"),
+        (
+            {"guided_decoding": StructuredOutputsParams(regex="a", disable_any_whitespace=True)},
+            "guided_decoding: disable_any_whitespace is not supported",
+        ),
+        ({"constraint": 3}, "constraint must be a Constraint or a dict"),
+    ],
+)
+def test_what_is_no_constraint(names: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**names)

@@ -152,6 +152,8 @@ def test_sequences_share_steps_on_the_gpu(tmp_path: Path) -> None:
     write_safetensors(model, tmp_path)
     config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1)
     paged = build_paged_engine(config, page_size=4, max_batch_size=4, hardware=fake_hardware())
+    least = sum(nbytes for entry in paged.plan.entries for device, nbytes in entry.nbytes.items() if device != "cpu")
+    assert paged.model.card.gpu_bytes > least > 0  # the cache is there, too
     prompts = [prompt(model.config.vocab_size)[:length] for length in (5, 9, 3)]
     tables = [list(range(4 * i, 4 * i + 4)) for i in range(3)]
     starts = [sequence_start(i, ids) for i, ids in enumerate(prompts)]

@@ -19,6 +19,7 @@ from ktransformers.server.fields import (
     note_ignored,
     refuse,
     sort_fields,
+    within,
 )
 
 TABLE = {
@@ -29,6 +30,9 @@ TABLE = {
     "mirostat": refuse("temperature", 0),
     "thinking": mapped(lambda value: {"effort": value["how"]} if isinstance(value, dict) else {"effort": value}),
     "effort": honour(),
+    "shape": honour({}),
+    "form": mapped(lambda value: {"shape": {"form": value}}),
+    "text": within({"size": honour(1), "tone": hint(), "hue": refuse("size", 0), "big": mapped("size")}),
     "options": inside({"num": mapped("length"), "tuned": refuse("temperature", 1)}),
 }
 
@@ -50,6 +54,11 @@ TABLE = {
         ({"odd": 1, "even": 2}, {}, ("odd", "even")),
         ({"options": {"num": 3, "temperature": 1, "odd": 1, "tuned": 1}}, {"length": 3, "temperature": 1}, ("odd",)),
         ({"options": {}}, {}, ()),
+        ({"text": {"big": 3, "tone": 1, "odd": 1, "hue": 0}}, {"text": {"size": 3}}, ("text.odd",)),
+        ({"text": 5}, {"text": 5}, ()),
+        ({"text": {}}, {}, ()),
+        ({"shape": {"a": 1}, "form": 2}, {"shape": {"a": 1, "form": 2}}, ()),
+        ({"form": 2, "shape": {"a": 1, "form": 2}}, {"shape": {"a": 1, "form": 2}}, ()),
     ],
 )
 def test_fields_are_sorted(body: dict[str, Any], honoured: dict[str, Any], ignored: tuple[str, ...]) -> None:
@@ -61,7 +70,10 @@ def test_fields_are_sorted(body: dict[str, Any], honoured: dict[str, Any], ignor
     [
         ({"mirostat": 2}, "mirostat", "use temperature"),
         ({"mirostat": False}, "mirostat", "use temperature"),
-        ({"reach": 5, "length": 6}, "length", "says something else"),
+        ({"reach": 5, "length": 6}, "length", "length says something else than reach"),
+        ({"shape": {"form": {"b": 1}}, "form": {"c": 1}}, "form", "form says something else than shape does"),
+        ({"text": {"hue": 1}}, "text.hue", "^text.hue: this server"),
+        ({"text": {str(i): i for i in range(257)}}, "text", "^text: 257 fields"),
         ({"options": 5}, "options", "must be an object"),
         ({"options": {"tuned": 2}}, "tuned", "use temperature"),
         ({"options": {"num": 2}, "length": 3}, "length", "says something else"),

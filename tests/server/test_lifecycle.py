@@ -208,9 +208,27 @@ def test_tokenize_and_detokenize(server: ServerProcess) -> None:
     status, chat = get_json(server, "POST", "/tokenize", {"messages": SHORT["messages"]})
     completion = get_json(server, "POST", CHAT, SHORT)[1]
     assert chat["count"] == completion["usage"]["prompt_tokens"]
-    for wrong in ({}, {"prompt": "a", "messages": SHORT["messages"]}, {"tokens": [1]}):
+    more = {"enable_thinking": False, "messages": SHORT["messages"], "chat_template_kwargs": {"odd": 1}}
+    status, counted = get_json(server, "POST", "/tokenize", SHORT | more)  # a whole chat
+    assert counted["count"] == get_json(server, "POST", CHAT, SHORT | more)[1]["usage"]["prompt_tokens"]
+    started = [*SHORT["messages"], {"role": "assistant", "content": "It", "prefix": True}]
+    whole = get_json(server, "POST", "/tokenize", {"messages": started})[1]["tokens"]
+    assert whole[: chat["count"]] == chat["tokens"]
+    assert get_json(server, "POST", "/detokenize", {"tokens": whole})[1]["prompt"].endswith("It")
+    for wrong in ({}, {"prompt": "a", "messages": SHORT["messages"]}, {"prompt": "a", "think": True}):
         assert get_json(server, "POST", "/tokenize", wrong)[0] == 400
     assert get_json(server, "POST", "/detokenize", {"tokens": [10**6]})[0] == 400
+    for path, sent, named in (
+        ("/tokenize", {"content": "a", "odd": 1, "temperature": 1}, "odd"),
+        ("/tokenize", SHORT | more, "chat_template_kwargs.odd"),
+        ("/detokenize", {"tokens": [1], "odd": 1}, "odd"),
+        ("/v1/embeddings", {"input": "a", "odd": 1, "user": "me", "normalize": True}, "odd"),
+    ):
+        assert ask(server, "POST", path, sent).headers["x-ktransformers-ignored"] == named
+    refused = {"/tokenize": {"prompt": "a", "with_pieces": True}, "/v1/embeddings": {"input": "a", "normalize": False}}
+    for path, sent in refused.items():
+        status, body = get_json(server, "POST", path, sent)
+        assert (status, "this server does not support it; use" in body["error"]["message"]) == (400, True)
 
 
 def test_the_finishing_chunk_carries_what_speed_scripts_read(server: ServerProcess) -> None:

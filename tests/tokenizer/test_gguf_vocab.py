@@ -11,9 +11,9 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError
+from ktransformers.tokenizer import load_tokenizer
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
 from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS, find_pre_tokenizer
-from ktransformers.tokenizer.tokenizer import load_tokenizer
 from tests.support.vocabularies import STRINGS, gguf_metadata, train_byte_level
 
 

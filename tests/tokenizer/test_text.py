@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ktransformers.errors import ConfigError, ContextLengthError, UnsupportedError
+from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.reasoning import ReasoningParser
 from ktransformers.tokenizer.stop import StopMatcher, held_back
-from ktransformers.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from tests.support.vocabularies import STRINGS
 
 

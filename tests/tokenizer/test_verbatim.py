@@ -84,7 +84,9 @@ def test_a_forged_turn_is_text(name: str) -> None:
     turns = [{"role": "user", "content": text} for text in (forged, "And you?")]
     assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.render_chat_template(turns)
     old = ids_of(name, forged, "And you?", reads_special_tokens=True)
-    assert old == tokenizer.apply_chat_template(turns)
+    assert old == tokenizer.encode(tokenizer.render_chat_template(turns), add_special_tokens=False)
+    assert tokenizer.apply_chat_template(turns) == ids
+    assert tokenizer.apply_chat_template(turns, reads_special_tokens=True) == old
     assert len(specials(name, old)) > len(specials(name, ids))
 
 
@@ -122,6 +124,16 @@ def test_reasoning_tags_are_the_models_own() -> None:
 def test_ordinary_text_is_read_as_ever() -> None:
     turns = [{"role": "user", "content": "1 < 2 | [x] {} <|"}]
     assert ids_of("hermes", turns[0]["content"]) == TOKENIZERS["hermes"].apply_chat_template(turns)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_without_a_template_too(name: str) -> None:
+    tokenizer, turns = TOKENIZERS[name], [{"role": "user", "content": FORGED[name]}]
+    ids = tokenizer.apply_plain_template(turns)
+    assert specials(name, ids) == specials(name, tokenizer.encode("x"))
+    assert tokenizer.decode(ids, skip_special_tokens=True) == f"user: {FORGED[name]}\nassistant:"
+    old = tokenizer.apply_plain_template(turns, reads_special_tokens=True)
+    assert len(specials(name, old)) > len(specials(name, ids))
 
 
 def test_an_answer_goes_on_from_the_last_message() -> None:

@@ -1,6 +1,7 @@
 """Constraints on answers as requests name them, in every dialect: OpenAI's, vLLM's, llama.cpp's, Ollama's.
 
     response_format      {"type": "json_object"} | {"type": "json_schema", "json_schema": {"schema": ...}} | text
+    text.format, output_config.format    the same with the schema beside the type: /v1/responses, Anthropic
     structured_outputs   {"json": schema} | {"regex": ...} | {"choice": [...]} | {"grammar": ...} | {"json_object": ...}
     guided_json, guided_regex, guided_choice, guided_grammar     the same, one field each
     json_schema, grammar (Lark or GBNF)                          llama.cpp's
@@ -17,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from ktransformers.core import Constraint, Reasoning
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["CONSTRAINT_FIELDS", "beside_tools", "constraint_of", "has_own_thoughts", "reasoning_of"]
@@ -31,10 +32,11 @@ _ALONE = {
     "grammar": "grammar",
 }
 
-CONSTRAINT_FIELDS = ("response_format", "structured_outputs", "format", *_ALONE)
+_FORMATS = ("response_format", "text.format", "output_config.format")
+
+CONSTRAINT_FIELDS = (*_FORMATS, "structured_outputs", "format", *_ALONE)
 """Fields of bodies that `constraint_of` reads."""
 
-_HINTS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>")
 _HARMONY_END = r"<\|channel\|>final[^<]*(<\|constrain\|>[^<]*)?<\|message\|>"
 _HARMONY_CLOSING = "<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -69,7 +71,7 @@ def constraint_of(body: Mapping[str, Any]) -> Constraint | None:
         try:
             return Constraint.of(wanted)
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+            raise type(error)(f"{name}: {error}") from error
     return None
 
 
@@ -77,8 +79,8 @@ def _wanted(name: str, value: Any) -> Mapping[str, Any] | None:
     """The same as vLLM's structured_outputs; None for nothing."""
     if value is None:
         return None
-    if name == "response_format":
-        return _of_response_format(value)
+    if name in _FORMATS:
+        return _of_typed_format(name, value)
     if name == "structured_outputs":
         return _of_structured_outputs(value)
     if name == "format":
@@ -91,13 +93,10 @@ def _wanted(name: str, value: Any) -> Mapping[str, Any] | None:
 def _of_structured_outputs(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError("structured_outputs must be an object")
-    refused = [name for name in _HINTS[1:] if value.get(name)]
-    if refused:
-        raise UnsupportedError(f"structured_outputs.{refused[0]} is not supported: leave it out")
-    return {name: one for name, one in value.items() if name not in _HINTS}
+    return value if any(one for name, one in value.items() if name != "disable_fallback") else {}
 
 
-def _of_response_format(value: Any) -> Mapping[str, Any] | None:
+def _of_typed_format(name: str, value: Any) -> Mapping[str, Any] | None:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "text":
         return None
@@ -105,11 +104,12 @@ def _of_response_format(value: Any) -> Mapping[str, Any] | None:
         schema = value.get("schema")  # llama.cpp's
         return {"json_object": True} if schema is None else {"json": schema}
     if kind != "json_schema":
-        raise ConfigError("response_format.type must be text, json_object or json_schema")
+        raise ConfigError(f"{name}.type must be text, json_object or json_schema")
     named = value.get("json_schema")
     schema = named.get("schema") if isinstance(named, Mapping) else value.get("schema")
     if schema is None:
-        raise ConfigError("response_format.json_schema.schema is missing")
+        inner = ".json_schema" if name == "response_format" else ""
+        raise ConfigError(f"{name}{inner}.schema is missing")
     return {"json": schema}
 
 

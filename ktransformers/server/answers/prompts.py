@@ -14,7 +14,18 @@ __all__ = ["TemplateKwargs", "chat_prompt", "template_kwargs"]
 _FORCED_NEWLINE = "\n"
 """Follows a reasoning tag that the server opens, as the templates of DeepSeek-R1 and Qwen3 write it."""
 
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "tokenize", "documents"})
+_RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "tokenize",
+        "documents",
+        "continue_final_message",
+        "reads_special_tokens",
+        "max_len",
+    }
+)
 
 
 def _turn(message: Message, role: str) -> dict[str, Any]:
@@ -97,20 +108,17 @@ def chat_prompt(
     kwargs = template_kwargs(tokenizer, asked).given
     if asked.tools and not tokenizer.template_knows("tools"):
         raise UnsupportedError("this model's chat template does not know tools")
-    turns: Any = [_turn(message, _role(tokenizer, message.role)) for message in asked.messages]
-    tools: Any = [_shown(tool) for tool in asked.tools]
-    try:
-        guard = tokenizer.verbatim.guard((turns, tools, kwargs)) if not reads_special_tokens else None
-        if guard is not None:
-            turns, tools, kwargs = guard.marked(turns), guard.marked(tools), guard.marked(kwargs)
-        text = tokenizer.render_chat_template(
-            turns, tools, asked.opens_answer, continue_final_message=asked.continues, **kwargs
-        )
-    except RecursionError as error:
-        raise ConfigError(
-            "tools, tool calls or chat_template_kwargs are nested too deeply for a chat template"
-        ) from error
-    prompt_ids = tokenizer.encode_guarded(text, guard, max_len=max_len)
+    turns = [_turn(message, _role(tokenizer, message.role)) for message in asked.messages]
+    tools = [_shown(tool) for tool in asked.tools]
+    prompt_ids = tokenizer.apply_chat_template(
+        turns,
+        tools,
+        asked.opens_answer,
+        continue_final_message=asked.continues,
+        reads_special_tokens=reads_special_tokens,
+        max_len=max_len,
+        **kwargs,
+    )
     tags, opens = tokenizer.reasoning_tags, asked.opens_answer and not asked.continues
     if force_think and tags is not None and opens and not tokenizer.opens_reasoning(prompt_ids):
         prompt_ids += tokenizer.encode(tags[0] + _FORCED_NEWLINE, add_special_tokens=False)

@@ -8,34 +8,43 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.errors import ConfigError
-from ktransformers.server.answers.prompts import chat_prompt
+from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
 from ktransformers.server.api.openai.read import tokenized_conversation
 from ktransformers.server.api.openai.schemas import DetokenizeBody, TokenizeBody
+from ktransformers.server.api.openai.table import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from ktransformers.server.backend.base import ModelInfo
-from ktransformers.server.bodies import BodyRoute, body_size
+from ktransformers.server.bodies import body_route, body_size
 from ktransformers.server.responses import ApiResponse
-from ktransformers.server.service import Service, service_of
-from ktransformers.tokenizer import Tokenizer
+from ktransformers.server.service import note_unused, service_of
 
-__all__ = ["router"]
+__all__ = ["detokenize_router", "router"]
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=body_route(TOKENIZE_FIELDS))
+detokenize_router = APIRouter(route_class=body_route(DETOKENIZE_FIELDS))
 
 MAX_TOKENS = 1 << 18
 """Most tokens of an answer of /tokenize where the context is shorter: texts that will be cut are counted here."""
 
 
-def _tokens(tokenizer: Tokenizer, body: TokenizeBody, max_len: int, reads_special_tokens: bool) -> list[int]:
+def _tokens(request: Request, body: TokenizeBody) -> list[int]:
+    service = service_of(request)
+    tokenizer, config = service.model.tokenizer, service.config
+    max_len = max(service.model.max_len, MAX_TOKENS)
     if body.prompt is not None:
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, max_len=max_len)
     conversation = tokenized_conversation(body)
-    return chat_prompt(tokenizer, conversation, max_len=max_len, reads_special_tokens=reads_special_tokens)
+    note_unused(request, template_kwargs(tokenizer, conversation).ignored)
+    return chat_prompt(
+        tokenizer,
+        conversation,
+        max_len=max_len,
+        force_think=config.force_think,
+        reads_special_tokens=config.reads_special_tokens,
+    )
 
 
-def _tokenize(service: Service, body: TokenizeBody) -> Response:
-    model = service.model
-    reads_special_tokens = service.config.reads_special_tokens
-    tokens = _tokens(model.tokenizer, body, max(model.max_len, MAX_TOKENS), reads_special_tokens)
+def _tokenize(request: Request, body: TokenizeBody) -> Response:
+    model, tokens = service_of(request).model, _tokens(request, body)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens}
     if body.return_token_strs:
         answer["token_strs"] = [model.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
@@ -54,10 +63,10 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a text or of a conversation."""
     service = service_of(request)
     service.check_model(body.model)
-    return await service.workers.run(await body_size(request), _tokenize, service, body)
+    return await service.workers.run(await body_size(request), _tokenize, request, body)
 
 
-@router.post("/detokenize")
+@detokenize_router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     service = service_of(request)

@@ -259,5 +259,5 @@ def _model_info(described: ModelDescription, facts: EngineFacts) -> ModelInfo:
         architecture=described.architecture,
         description=f"{described.description}; {total_len} tokens of cache for all requests",
         is_models_limit=facts.max_model_len is not None and facts.max_model_len < total_len,
-        card=described.card,
+        card=replace(described.card, gpu_bytes=facts.gpu_bytes),
     )

@@ -155,7 +155,8 @@ class News(msgspec.Struct, frozen=True):
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the other processes have to know of the loaded model.
 
-    num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up.
+    num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
+    ModelCard.
     """
 
     num_pages: int
@@ -167,6 +168,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     uses_gpus: bool = False
     num_experts: int = 0
     expert_bytes: float = 0.0
+    gpu_bytes: int = 0
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag=True):

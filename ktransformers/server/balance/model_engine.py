@@ -35,6 +35,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         uses_gpus=any(entry.placement.generate_device != "cpu" for entry in engine.plan.entries),
         num_experts=max((count for count, _ in experts), default=0),
         expert_bytes=sum(nbytes / count for count, nbytes in experts),
+        gpu_bytes=engine.model.card.gpu_bytes,
     )
     return facts, engine.executor
 

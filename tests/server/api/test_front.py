@@ -19,7 +19,6 @@ from tests.support.fake_backend import FakeBackend
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
-TOKENIZE = "/tokenize"
 SECRET = "my secret"
 JSON = {"Accept": "application/json"}
 
@@ -135,7 +134,11 @@ REFUSED: list[tuple[str, Any, str]] = [
     (COMPLETION, {"prompt": SECRET, SECRET: 1}, "400 in T s: this model's files hold no vocabulary"),
     (COMPLETION, {"prompt": SECRET, "mirostat": SECRET}, "400 in T s: mirostat: this server does not support it; use"),
     (COMPLETION, {"prompt": [1], "extra_body": SECRET}, "400 in T s: extra_body: it must be an object"),
-    (TOKENIZE, {"prompt": SECRET, SECRET: 1}, "400 in T s: ?: this server does not support the field"),
+    (
+        COMPLETION,
+        {"prompt": [1], "structured_outputs": {SECRET: 1}},
+        "400 in T s: structured_outputs.?: this server does not support the field",
+    ),
     (COMPLETION, {"prompt": SECRET, "logit_bias": {SECRET: 1}}, "the keys of logit_bias must be token ids, got '...'"),
     (COMPLETION, {"prompt": [1], "model": SECRET}, "404 in T s: the model '...' is not served here, but demo, other"),
     (COMPLETION, {"prompt": SECRET}, "400 in T s: this model's files hold no vocabulary"),

@@ -199,6 +199,36 @@ def test_what_is_said_of_the_model(ollama_client: ollama.Client) -> None:
         assert shown.details == listed.details
 
 
+def test_embeddings_are_those_of_the_other_dialect(
+    ollama_client: ollama.Client, client: openai.OpenAI, http: httpx.Client
+) -> None:
+    texts = ["Count from one to a hundred.", "short", "Rain in Paris"]
+    expected = [one.embedding for one in client.embeddings.create(model="demo", input=texts).data]
+    made = ollama_client.embed("demo:latest", texts)
+    assert made.model == "demo:latest"
+    assert [list(one) for one in made.embeddings] == expected
+    assert made.prompt_eval_count == client.embeddings.create(model="demo", input=texts).usage.prompt_tokens
+    assert made.total_duration > 10_000
+    assert made.load_duration == 0
+    (alone,) = ollama_client.embed("demo", texts[1]).embeddings
+    assert list(alone) == expected[1] == list(ollama_client.embeddings("demo", texts[1]).embedding)
+    (cut,) = ollama_client.embed("demo", texts[1], dimensions=64).embeddings
+    assert list(cut) == client.embeddings.create(model="demo", input=texts[1], dimensions=64).data[0].embedding
+    assert ollama_client.embed("demo", "").embeddings == ollama_client.embed("demo", []).embeddings == []
+    assert list(ollama_client.embeddings("demo", "").embedding) == []
+    body = {"model": "demo", "input": "a", "options": {"num_ctx": 9, "seed": 1}, "foo": 1, "keep_alive": "5m"}
+    assert http.post("/api/embed", json=body).headers[IGNORED] == "foo, options.num_ctx"
+
+
+def test_texts_that_are_too_long_are_cut(ollama_client: ollama.Client, client: openai.OpenAI) -> None:
+    long = "one " * 5000
+    ids = client.post("/../tokenize", body={"prompt": long[:12000]}, cast_to=dict[str, Any])["tokens"][:2047]
+    (expected,) = client.embeddings.create(model="demo", input=ids).data
+    for made in (ollama_client.embed("demo", long), ollama_client.embed("demo", long, truncate=True)):
+        assert list(made.embeddings[0]) == expected.embedding
+        assert made.prompt_eval_count == 2047
+
+
 def test_the_rate_of_one_token_is_possible(ollama_client: ollama.Client) -> None:
     answer = ollama_client.chat("demo", QUESTION, options={"num_predict": 1})
     assert answer.eval_count == 1
@@ -292,8 +322,6 @@ def test_fields_without_a_meaning_are_named(http: httpx.Client) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("/api/chat", {"format": "json"}, "format"),
-    ("/api/chat", {"format": {"type": "object"}}, "format"),
     ("/api/chat", {"format": "xml"}, 'format: it must be "json" or'),
     ("/api/chat", {"format": [1]}, 'format: it must be "json" or'),
     ("/api/chat", {"keep_alive": [1]}, "keep_alive: it must be a number"),
@@ -313,8 +341,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/api/generate", {"images": ["aGk="]}, "text"),
     ("/api/generate", {"context": [1, 2]}, "/api/chat"),
     ("/api/generate", {"raw": True, "system": "b"}, "system"),
-    ("/api/embed", {"input": "a"}, "embeddings"),
-    ("/api/embeddings", {"prompt": "a"}, "embeddings"),
+    ("/api/chat", {"format": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    ("/api/embed", {}, "input: Field required"),
+    ("/api/embed", {"input": 3}, "input"),
+    ("/api/embed", {"input": ["a", ""]}, "prompt is empty"),
+    ("/api/embed", {"input": ["a"] * 129}, "more than 128 answers"),
+    ("/api/embed", {"input": "a", "dimensions": 1000}, "more than this model's embeddings have: 256"),
+    ("/api/embed", {"input": "a", "dimensions": -1}, "dimensions"),
+    ("/api/embed", {"input": "a " * 5000, "truncate": False}, "room for 2048"),
+    ("/api/embeddings", {"prompt": ["a"]}, "prompt"),
     ("/api/pull", {"model": "llama3"}, "ktransformers pull"),
     ("/api/create", {"model": "x", "from": "demo"}, "quantize"),
     ("/api/copy", {"source": "demo", "destination": "x"}, "--model_name"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,8 @@ import pytest
 from fastapi import Request
 
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
-from ktransformers.errors import EngineError, UnsupportedError
+from ktransformers.engine.card import ModelCard
+from ktransformers.errors import EngineError, FieldError
 from ktransformers.server.answers.events import (
     AnswerFinished,
     AnswerReason,
@@ -24,15 +24,15 @@ from ktransformers.server.answers.events import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from ktransformers.server.api.ollama.fields import OPTIONS, LoggedNames, shown_names, without_neutral
+from ktransformers.server.api.ollama.fields import GENERATE
 from ktransformers.server.api.ollama.front import running
-from ktransformers.server.api.ollama.read import chat_request, constraint_of, knows_thinking
-from ktransformers.server.api.ollama.routes import check_strict
+from ktransformers.server.api.ollama.read import chat_request, knows_thinking
 from ktransformers.server.api.ollama.schemas import ChatBody, OllamaBody
 from ktransformers.server.api.ollama.writer import ChatWriter
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.fields import sort_fields
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_runner import CHAT_TEMPLATE, byte_tokenizer
 
@@ -50,7 +50,10 @@ class Talking(FakeBackend):
     @property
     def model(self) -> ModelInfo:
         tokenizer = self._tokenizer
-        return ModelInfo(tokenizer, 256, tokenizer.vocab_size, (), SamplingParams(temperature=0), None, "talking")
+        card = ModelCard(gpu_bytes=3 << 30)
+        return ModelInfo(
+            tokenizer, 256, tokenizer.vocab_size, (), SamplingParams(temperature=0), None, "talking", card=card
+        )
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.asked.append(request)
@@ -182,24 +185,13 @@ def test_calls_and_results_get_ids() -> None:
     assert made[5].tool_call_id == "own"
 
 
-def test_formats() -> None:
-    assert constraint_of(None) is None
-    kinds = [constraint_of("json"), constraint_of({"type": "object"})]
-    assert [(one.kind, one.text) for one in kinds if one] == [
-        ("json_object", ""),
-        ("json_schema", '{"type": "object"}'),
-    ]
-    assert ChatBody.model_validate({"format": ""}).format is None
-
-
 def test_neutral_values_are_as_if_absent() -> None:
     neutral = {"mirostat": 0, "typical_p": 1.0, "tfs_z": 1, "penalize_newline": True, "num_gpu": 7, "top_k": None}
-    assert without_neutral(neutral | {"seed": 3, "spin": 1}, OPTIONS) == {"seed": 3, "spin": 1}
+    body = {"format": "", "template": None, "options": neutral | {"seed": 3, "spin": 1}, "suffix": ""}
+    assert sort_fields(body, GENERATE) == ({"options": {"seed": 3}}, ("options.spin",))
     for wrong in ({"mirostat": 1}, {"mirostat": False}, {"typical_p": 0.9}, {"penalize_newline": False}):
-        with pytest.raises(ValueError, match="is not supported here; use "):
-            without_neutral(wrong, OPTIONS)
-    with pytest.raises(ValueError, match="more than any request has"):
-        without_neutral({str(i): i for i in range(300)}, OPTIONS)
+        with pytest.raises(FieldError, match=r"^options\..*: this server does not support it; use "):
+            sort_fields({"options": wrong}, GENERATE)
 
 
 @pytest.mark.parametrize(
@@ -209,20 +201,15 @@ def test_keep_alive(keep_alive: Any, is_to_unload: bool) -> None:
     assert OllamaBody(keep_alive=keep_alive).is_to_unload is is_to_unload
 
 
-def test_ignored_names_are_logged_once_and_fit_a_header(caplog: pytest.LogCaptureFixture) -> None:
-    names = LoggedNames(limit=2)
-    names.say(["a", "b"])
-    names.say(["a", "c"])
-    assert [record.getMessage().split()[2] for record in caplog.records] == ["a,", "b,"]
-    assert caplog.records[0].levelno == logging.WARNING
-    assert shown_names(["a", "ä", "b c", "a", "x" * 70]) == ["a", "?"]
-
-
-def test_strict_requests() -> None:
-    strict: Any = SimpleNamespace(config=SimpleNamespace(is_strict_on_fields=True))
-    check_strict(strict, [])
-    with pytest.raises(UnsupportedError, match="foo has no effect here"):
-        check_strict(strict, ["foo"])
+@pytest.mark.parametrize(
+    "more", [{"foo": 1}, {"options": {"spin": 1}}, {"options": {"num_ctx": 1 << 20}}, {"messages": [], "keep_alive": 0}]
+)
+def test_strict_requests(more: dict[str, Any]) -> None:
+    strict = ServerConfig(model_names=("m",), is_strict_on_fields=True)
+    assert ask("POST", "/api/chat", config=strict, json=CHAT).status_code == 200
+    answer = ask("POST", "/api/chat", config=strict, json=CHAT | more)
+    assert (answer.status_code, answer.json().keys()) == (400, {"error"})
+    assert "has no effect here" in answer.json()["error"]
 
 
 def test_before_the_model_is_loaded() -> None:
@@ -234,6 +221,10 @@ def test_before_the_model_is_loaded() -> None:
         assert answer.status_code == 503
         assert answer.headers["retry-after"]
         assert "not loaded" in answer.json()["error"]
+
+
+def test_what_is_on_gpus() -> None:
+    assert [model["size_vram"] for model in ask("GET", "/api/ps").json()["models"]] == [3 << 30] * 2
 
 
 def test_names_have_a_tag() -> None:

@@ -19,8 +19,13 @@ from ktransformers.cli.serve import _server_config, server_parser
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason
 from ktransformers.errors import ConfigError, EngineError
+from ktransformers.server.api.openai.responses.fields import TABLE
+from ktransformers.server.api.openai.responses.read import begin_exchange
+from ktransformers.server.api.openai.responses.schemas import ResponsesBody
+from ktransformers.server.api.openai.responses.store import ResponseStore
 from ktransformers.server.app import create_app
 from ktransformers.server.config import ServerConfig
+from ktransformers.server.fields import sort_fields
 from tests.support.demo import DEMO_GGUF
 from tests.support.scripted_backend import Script, ScriptedBackend
 
@@ -215,14 +220,33 @@ def test_what_codex_sends() -> None:
 StrictConfig = functools.partial(ServerConfig, is_strict_on_fields=True)
 
 
+def test_what_answers_must_look_like() -> None:
+    schema = {"type": "object"}
+    named = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    deeper = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    bodies: list[tuple[dict[str, Any], tuple[str, str], dict[str, Any]]] = [
+        ({"text": {"format": named}}, ("json", '{"type": "object"}'), named),
+        ({"response_format": deeper, "text": {"verbosity": "low"}}, ("json", '{"type": "object"}'), named),
+        ({"text": {"format": {"type": "json_object"}}}, ("json_object", ""), {"type": "json_object"}),
+        ({"structured_outputs": {"regex": "a+"}}, ("regex", "a+"), {"type": "text"}),
+        ({"guided_choice": ["a"]}, ("choice", '["a"]'), {"type": "text"}),
+    ]
+    for fields, wanted, shown in bodies:
+        body = ResponsesBody.model_validate(sort_fields({"input": "Hi"} | fields, TABLE).honoured)
+        assert body.text_format == shown
+        made = begin_exchange(body, ResponseStore(0), "", lambda names: None, str.isalpha).read().sampling.constraint
+        assert made is not None
+        assert (made.kind.value, made.text) == wanted
+
+
 def test_unknown_fields(caplog: pytest.LogCaptureFixture) -> None:
-    service, body = Service("Hello.", "Hello.", "Hello."), {"input": "Hi", "mirostat": 2, "x\r\ny": 1, "z": None}
-    assert [service.ask(body).headers[IGNORED] for _ in range(2)] == ["mirostat, ?"] * 2
-    assert sum("mirostat" in record.getMessage() for record in caplog.records) == 1
+    service, body = Service("Hello.", "Hello.", "Hello."), {"input": "Hi", "wobble": 2, "x\r\ny": 1, "z": None}
+    assert [service.ask(body).headers[IGNORED] for _ in range(2)] == ["wobble, ?"] * 2
+    assert sum("wobble" in record.getMessage() for record in caplog.records) == 1
     known = {"input": "Hi", "top_k": 3, "max_tool_calls": 1}
     assert IGNORED not in service.ask(known).headers
     strict = Service("Hello.", config=StrictConfig)
-    assert "'mirostat' has no effect here" in strict.refusal(body)
+    assert "'wobble' has no effect here" in strict.refusal(body)
     assert "'tools.web_search'" in strict.refusal({"input": "Hi", "tools": [{"type": "web_search"}]})
     strict.answer(known)
 
@@ -366,12 +390,17 @@ def item(**fields: Any) -> dict[str, Any]:
         ({}, "input: there is nothing to answer"),
         ({"input": 3}, "input"),
         ({"input": []}, "input: there is nothing"),
-        ({"input": "x", "background": True}, "background: this server does not support it; leave it out"),
+        ({"input": "x", "background": True}, "background: this server does not support it; use a stream"),
         ({"input": "x", "conversation": "conv_1"}, "use previous_response_id"),
         ({"input": "x", "prompt": {"id": "p"}}, "instructions and input"),
         ({"input": "x", "n": 2}, "n: "),
-        ({"input": "x", "max_tokens": 3, "max_output_tokens": 4}, "max_tokens says something else"),
-        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format: 'json_object' is not supported"),
+        ({"input": "x", "max_tokens": 3, "max_output_tokens": 4}, "says something else than max_tokens does"),
+        ({"input": "x", "mirostat": 2}, "mirostat: this server does not support it; use temperature"),
+        ({"input": "x", "logit_bias": {"1": 1}}, "use /v1/chat/completions"),
+        ({"input": "x", "format": "json"}, "format: this server does not support it; use text.format"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "json_schema": 3}}}, "json_schema: it must be"),
+        ({"input": "x", "guided_regex": "a", "response_format": {"type": "json_object"}}, "text.format and guided"),
         ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
         ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}, "there is no tool 'sub'"),
         ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "all"}}, "'allowed_tools'"),

@@ -23,6 +23,9 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import build_engine
 from ktransformers.engine.llm import LLM
+from ktransformers.engine.opened import describe_model, open_model
+from ktransformers.server.backend.balance_serve import _model_info
+from ktransformers.server.balance.messages import EngineFacts
 from tests.support.demo import DEMO_GGUF
 from tests.support.server_process import ServerProcess
 
@@ -79,6 +82,15 @@ def test_answers_are_those_of_the_single_engine(balanced: ServerProcess, llm: LL
         assert scored.choices[0].logprobs is not None
         of_prompt = [None if entry is None else entry.logprob for entry in wanted.prompt_logprobs]
         assert scored.choices[0].logprobs.token_logprobs == of_prompt
+
+
+def test_what_the_plan_has_on_gpus_is_told() -> None:
+    described = describe_model(open_model(EngineConfig(gguf_path=DEMO_GGUF)))
+    facts = EngineFacts(
+        num_pages=2, page_size=4, vocab_size=9, eos_token_ids=(), max_model_len=8, chunk_size=4, gpu_bytes=3 << 30
+    )
+    card = _model_info(described, facts).card
+    assert (card.gpu_bytes, card.digest) == (3 << 30, described.card.digest)
 
 
 def test_prefix_hits_show_in_usage_and_metrics(balanced: ServerProcess) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ktransformers.server.fields import FieldTable, hint, honour, mapped, refuse, without_effect
+from ktransformers.server.fields import FieldTable, hint, honour, mapped, refuse, within, without_effect
 
 __all__ = ["TABLE"]
 
@@ -24,7 +24,7 @@ TABLE: FieldTable = {
     "tools": honour([]),
     "tool_choice": honour(),
     "thinking": honour(),
-    "output_config": honour({}),
+    "output_config": within({"effort": honour(), "format": honour()}),
     # Nothing of the context is ever cleared here.
     "context_management": without_effect(
         {}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}

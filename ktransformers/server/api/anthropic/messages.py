@@ -5,8 +5,6 @@ The headers `anthropic-version` and `anthropic-beta` and the query `?beta=true` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -20,9 +18,8 @@ from ktransformers.server.api.anthropic.read import read_chat, read_conversation
 from ktransformers.server.api.anthropic.schemas import ConversationBody, MessagesBody
 from ktransformers.server.api.anthropic.writer import MessageWriter
 from ktransformers.server.bodies import body_route, body_size
-from ktransformers.server.fields import note_ignored
 from ktransformers.server.responses import ApiResponse
-from ktransformers.server.service import service_of
+from ktransformers.server.service import note_unused, service_of
 
 __all__ = ["router"]
 
@@ -32,19 +29,13 @@ MAX_TOKENS = 1 << 18
 """Most tokens that are counted where the context is shorter: texts that will be cut are counted, too."""
 
 
-def _note_ignored(request: Request, names: Sequence[str]) -> None:
-    """For the log and the response's header. Raises FieldError with --strict_requests."""
-    service_of(request).check_ignored(names)
-    note_ignored(request.scope, names)
-
-
 @router.post("/v1/messages")
 async def create_message(body: MessagesBody, request: Request) -> Response:
     """The next turn of a conversation, as one message or as a stream of events (Anthropic's API)."""
 
     def read() -> ChatRequest:
         reading = read_conversation(body)
-        _note_ignored(request, reading.ignored)
+        note_unused(request, reading.ignored)
         return read_chat(body, reading)
 
     hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
@@ -59,7 +50,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
 def _count(request: Request, body: ConversationBody) -> Response:
     service, reading = service_of(request), read_conversation(body)
     tokenizer, config = service.model.tokenizer, service.config
-    _note_ignored(request, reading.ignored + template_kwargs(tokenizer, reading.conversation).ignored)
+    note_unused(request, reading.ignored + template_kwargs(tokenizer, reading.conversation).ignored)
     try:
         ids = chat_prompt(
             tokenizer,

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from ktransformers.core import Constraint
 from ktransformers.errors import ConfigError, FieldError, UnsupportedError
+from ktransformers.server.answers.constraints import constraint_of
 from ktransformers.server.answers.requests import (
     ChatRequest,
     Conversation,
@@ -233,9 +235,11 @@ def read_conversation(body: ConversationBody) -> Reading:
     """Raises ConfigError and UnsupportedError for what this server does not do."""
     ignored: list[str] = []
     config, thinking = body.output_config or OutputConfig(), body.thinking
-    if config.format is not None:
-        raise UnsupportedError("output_config.format is not supported; leave it out")
     messages = _messages(body, ignored.append)
+    if config.format is not None and messages[-1].role == "assistant":
+        raise ConfigError(
+            "output_config.format: the last message is the assistant's and begins the answer already; send one of them"
+        )
     conversation = Conversation(
         messages=messages,
         tools=_tools(body, ignored.append),
@@ -246,6 +250,13 @@ def read_conversation(body: ConversationBody) -> Reading:
         continues=messages[-1].role == "assistant",
     )
     return Reading(conversation, tuple(dict.fromkeys(ignored)))
+
+
+def _constraint(body: ConversationBody) -> Constraint | None:
+    form = None if body.output_config is None else body.output_config.format
+    if form is None:
+        return None
+    return constraint_of({"output_config.format": {"type": form.type, "schema": form.schema_}})
 
 
 def read_chat(body: MessagesBody, reading: Reading) -> ChatRequest:
@@ -263,6 +274,7 @@ def read_chat(body: MessagesBody, reading: Reading) -> ChatRequest:
         seed=body.seed,
         max_tokens=max(body.max_tokens, 1),
         stop=tuple(body.stop_sequences or ()),
+        constraint=_constraint(body),
     )
     return ChatRequest(
         id=f"msg_{secrets.token_hex(12)}",

@@ -241,11 +241,23 @@ class Thinking(_Part):
     display: str | None = None
 
 
+class OutputFormat(BaseModel):
+    """A JSON schema. It is always followed, strict or not."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
 class OutputConfig(_Part):
-    """effort: how much the model reasons. format: a JSON schema that the answer has to fit."""
+    """effort: how much the model reasons. format: what the answer has to fit."""
 
     effort: Annotated[str, Field(max_length=32)] | None = None
-    format: dict[str, Any] | None = None
+    format: OutputFormat | None = None
 
 
 class ConversationBody(BaseModel):

@@ -1,116 +1,10 @@
-"""What becomes of the fields that Ollama's clients send, by one table per object. Knows no model and no HTTP.
-
-null, a neutral value ──> as if absent        a field of the body's class ──> read there
-hint ───────────────────> taken, without any effect on the answer
-refuse ─────────────────> 400 that names what to use instead
-any other name ─────────> taken, logged once, named in the response's header (--strict_requests: 400)
-"""
+"""Which fields Ollama's clients send, and what becomes of each (server/fields.py says how). Knows no model."""
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from ktransformers.server.fields import FieldTable, hint, honour, mapped, refuse, within, without_effect
 
-__all__ = [
-    "CHAT",
-    "EMBED",
-    "GENERATE",
-    "IGNORED_HEADER",
-    "OPTIONS",
-    "FieldTable",
-    "LoggedNames",
-    "Rule",
-    "hint",
-    "honour",
-    "refuse",
-    "shown_names",
-    "without_neutral",
-]
-
-logger = logging.getLogger(__name__)
-
-IGNORED_HEADER = "x-ktransformers-ignored"
-"""Of responses: names of the request's fields that had no effect, separated by commas."""
-
-_MAX_FIELDS = 256
-_MAX_SHOWN = 32
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What becomes of a field whose value is neither null nor among `neutral`.
-
-    nearest: refuse the value, and say what to use instead. is_hint: drop it. Neither: the body's class reads it.
-    """
-
-    neutral: tuple[Any, ...] = ()
-    nearest: str | None = None
-    is_hint: bool = False
-
-
-FieldTable = Mapping[str, Rule]
-"""The names that an object of this dialect may have."""
-
-
-def honour(*neutral: Any) -> Rule:
-    """The body's class reads the field."""
-    return Rule(neutral)
-
-
-def hint() -> Rule:
-    """About memory, speed or what happens at the end of the context: whatever it says, the answer is the same."""
-    return Rule(is_hint=True)
-
-
-def refuse(nearest: str, *neutral: Any) -> Rule:
-    """It would change the answer and cannot be honoured. nearest: what to do instead, as in "use nearest"."""
-    return Rule(neutral, nearest=nearest)
-
-
-_COMMON: FieldTable = {
-    "model": honour(),
-    "options": honour({}),
-    "keep_alive": honour(),  # the model stays loaded: only 0, which asks for the opposite, is more than a hint
-}
-
-_ANSWER: FieldTable = {
-    **_COMMON,
-    "stream": honour(),
-    "format": honour(""),
-    "think": honour(),
-    "logprobs": honour(False),
-    "top_logprobs": honour(0),
-    "truncate": hint(),  # a prompt that does not fit is an error here, never cut
-    "shift": hint(),  # an answer ends at the end of the context
-}
-
-CHAT: FieldTable = {**_ANSWER, "messages": honour(), "tools": honour([])}
-"""POST /api/chat."""
-
-GENERATE: FieldTable = {
-    **_ANSWER,
-    "prompt": honour(),
-    "system": honour(""),
-    "raw": honour(False),
-    "template": refuse("raw: true with the whole prompt, or start the server with another chat template", ""),
-    "suffix": refuse("prompt alone", ""),
-    "images": refuse("text alone", []),
-    "context": refuse("/api/chat with messages", []),
-}
-"""POST /api/generate."""
-
-EMBED: FieldTable = {
-    **_COMMON,
-    "input": honour(),
-    "prompt": honour(),
-    "truncate": honour(),
-    "dimensions": honour(),
-}
-"""POST /api/embed and /api/embeddings."""
+__all__ = ["CHAT", "EMBED", "EMBED_ONE", "GENERATE", "OPTIONS", "PULL", "SHOW"]
 
 OPTIONS: FieldTable = {
     "num_predict": honour(),
@@ -149,42 +43,55 @@ OPTIONS: FieldTable = {
 }
 """`options` of all of them."""
 
+_COMMON: FieldTable = {
+    "model": honour(),
+    "options": within(OPTIONS),
+    "keep_alive": honour(),  # the model stays loaded: only 0, which asks for the opposite, is more than a hint
+}
 
-def without_neutral(body: Mapping[str, Any], table: FieldTable) -> dict[str, Any]:
-    """The fields that say something, those that no table knows among them. Raises ValueError for a refused one."""
-    if len(body) > _MAX_FIELDS:
-        raise ValueError(f"{len(body)} fields are more than any request has")
-    kept = {}
-    for name, value in body.items():
-        rule = table.get(name, Rule())
-        if value is None or rule.is_hint or any(_is_same(value, neutral) for neutral in rule.neutral):
-            continue
-        if rule.nearest is not None:
-            raise ValueError(f"{name} is not supported here; use {rule.nearest}")
-        kept[name] = value
-    return kept
+_ANSWER: FieldTable = {
+    **_COMMON,
+    "stream": honour(),
+    "format": honour(""),
+    "think": honour(),
+    "logprobs": honour(False),
+    "top_logprobs": honour(0),
+    "truncate": hint(),  # a prompt that does not fit is an error here, never cut
+    "shift": hint(),  # an answer ends at the end of the context
+}
 
+CHAT: FieldTable = {**_ANSWER, "messages": honour(), "tools": honour([])}
+"""POST /api/chat."""
 
-def _is_same(value: Any, other: Any) -> bool:
-    """Equal, and true is no 1."""
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+GENERATE: FieldTable = {
+    **_ANSWER,
+    "prompt": honour(),
+    "system": honour(""),
+    "raw": honour(False),
+    "template": refuse("raw: true with the whole prompt, or start the server with another chat template", ""),
+    "suffix": refuse("prompt alone", ""),
+    "images": refuse("text alone", []),
+    "context": refuse("/api/chat with messages", []),
+}
+"""POST /api/generate."""
 
+_IDLE: FieldTable = {name: hint() if name != "num_ctx" else without_effect() for name in OPTIONS}
+"""`options` where nothing is drawn."""
 
-def shown_names(names: Iterable[str]) -> list[str]:
-    """Names as a header and a log may carry them."""
-    return list(dict.fromkeys(name if _NAME.fullmatch(name) else "?" for name in names))[:_MAX_SHOWN]
+EMBED: FieldTable = {
+    **_COMMON,
+    "options": within(_IDLE),
+    "input": honour(),
+    "truncate": honour(),
+    "dimensions": honour(0),
+}
+"""POST /api/embed."""
 
+EMBED_ONE: FieldTable = {**_COMMON, "options": within(_IDLE), "prompt": honour()}
+"""POST /api/embeddings."""
 
-@dataclass(slots=True)
-class LoggedNames:
-    """Says each name once, and no more than `limit`: whoever sends others all the time does not fill the log."""
+SHOW: FieldTable = {"model": honour(), "name": mapped("model"), "verbose": hint()}
+"""POST /api/show. name: what older clients call it."""
 
-    limit: int = 200
-    _said: set[str] = field(default_factory=set)
-
-    def say(self, names: Iterable[str]) -> None:
-        """Log the new ones among them."""
-        for name in shown_names(names):
-            if name not in self._said and len(self._said) < self.limit:
-                self._said.add(name)
-                logger.warning("requests carry %s, which has no effect here", name)
+PULL: FieldTable = {"model": honour(), "name": mapped("model"), "stream": hint(), "insecure": hint()}
+"""POST /api/pull."""

@@ -9,9 +9,10 @@ from starlette.responses import Response
 
 from ktransformers import __version__
 from ktransformers.core import SamplingParams
+from ktransformers.server.api.ollama.fields import SHOW
 from ktransformers.server.api.ollama.names import listed_names, plain_name
 from ktransformers.server.api.ollama.read import knows_thinking
-from ktransformers.server.api.ollama.routes import ERRORS, AnyTypeRoute, check_strict, say_ignored
+from ktransformers.server.api.ollama.routes import ERRORS, any_type_route
 from ktransformers.server.api.ollama.schemas import NameBody
 from ktransformers.server.api.ollama.writer import Fields, timestamp
 from ktransformers.server.backend.base import ModelInfo
@@ -20,7 +21,7 @@ from ktransformers.server.service import Service, service_of
 
 __all__ = ["API_VERSION", "router"]
 
-router = APIRouter(route_class=AnyTypeRoute, responses=ERRORS)
+router = APIRouter(route_class=any_type_route(SHOW), responses=ERRORS)
 
 API_VERSION = "0.12.11"
 """Of Ollama, whose API this is: clients refuse versions that lack what they need."""
@@ -139,13 +140,13 @@ async def tags(request: Request) -> Response:
 
 @router.get("/api/ps")
 async def ps(request: Request) -> Response:
-    """The models that are loaded. size_vram is not known here, and said to be 0."""
+    """The models that are loaded. size_vram: what the plan has on GPUs, the cache included."""
     service = service_of(request)
     if not service.backend.is_ready:
         return ApiResponse({"models": []})
     more = {
         "expires_at": timestamp(service.created + _FOREVER),
-        "size_vram": 0,
+        "size_vram": service.model.card.gpu_bytes,
         "context_length": service.model.max_len,
     }
     return ApiResponse({"models": [entry | more for entry in _entries(service)]})
@@ -154,8 +155,7 @@ async def ps(request: Request) -> Response:
 @router.post("/api/show")
 async def show(body: NameBody, request: Request) -> Response:
     """All about one model."""
-    service, ignored = service_of(request), [name for name in body.model_extra or () if name != "verbose"]
-    check_strict(service, ignored)
+    service = service_of(request)
     model, name = service.model, plain_name(service, body.model)
     if name not in service.model_names:
         raise service.not_served(body.model)
@@ -170,4 +170,4 @@ async def show(body: NameBody, request: Request) -> Response:
         "capabilities": _capabilities(model),
         "modified_at": timestamp(model.card.modified),
     }
-    return say_ignored(request, ApiResponse(shown), ignored)
+    return ApiResponse(shown)

@@ -6,10 +6,11 @@ What a field asks that this model or server has no way to do, and that may be le
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError
+from ktransformers.server.answers.constraints import constraint_of
 from ktransformers.server.answers.requests import (
     ChatRequest,
     Conversation,
@@ -26,37 +27,13 @@ from ktransformers.server.json_limits import MAX_DEPTH, json_size
 from ktransformers.server.service import Service
 from ktransformers.tokenizer import Tokenizer
 
-__all__ = ["Constraint", "chat_request", "constraint_of", "generate_request", "is_load", "knows_thinking"]
+__all__ = ["chat_request", "generate_request", "is_load", "knows_thinking"]
 
 _TO_THE_END = (1 << 31) - 1
 """Tokens that no context has: the answer ends where it does."""
 
 _THINK_SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates: of Qwen and GLM, of DeepSeek."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """What the answer has to be. text: the schema as JSON, empty for any JSON object."""
-
-    kind: Literal["json_object", "json_schema"]
-    text: str = ""
-
-
-def constraint_of(format: str | dict[str, Any] | None) -> Constraint | None:
-    """What `format` asks for."""
-    if format is None:
-        return None
-    return Constraint("json_object") if isinstance(format, str) else Constraint("json_schema", json.dumps(format))
-
-
-def _check_constraint(constraint: Constraint | None) -> None:
-    """The one place that structured output goes through."""
-    if constraint is not None:
-        raise UnsupportedError(
-            "format: answers are not held to JSON or to a schema here; leave format out, and say in the prompt what is "
-            "wanted"
-        )
 
 
 def knows_thinking(tokenizer: Tokenizer) -> bool:
@@ -71,7 +48,7 @@ def is_load(body: ChatBody | GenerateBody) -> bool:
 
 
 def chat_request(service: Service, body: ChatBody, ignored: list[str]) -> ChatRequest:
-    """Raises UnsupportedError for a format, ConfigError for arguments of earlier calls that are no JSON object."""
+    """Raises ConfigError for arguments of earlier calls that are no JSON object."""
     messages = _messages(body.messages)
     tools = [
         Tool(name=tool.function.name, description=tool.function.description, parameters=tool.function.parameters)
@@ -87,7 +64,6 @@ def generate_request(service: Service, body: GenerateBody, ignored: list[str]) -
         return _chat(service, body, [*messages, Message(role="user", text=body.prompt)], [], ignored)
     if body.think is not None:
         ignored.append("think")
-    _check_constraint(constraint_of(body.format))
     return TextRequest(
         id=new_id("gen"),
         model=plain_name(service, body.model),
@@ -99,7 +75,6 @@ def generate_request(service: Service, body: GenerateBody, ignored: list[str]) -
 def _chat(
     service: Service, body: AnswerBody, messages: list[Message], tools: list[Tool], ignored: list[str]
 ) -> ChatRequest:
-    _check_constraint(constraint_of(body.format))
     variables, effort = _thinking(service.model.tokenizer, body.think, ignored)
     return ChatRequest(
         id=new_id("chat"),
@@ -195,6 +170,7 @@ def _sampling(service: Service, body: AnswerBody, ignored: list[str]) -> Samplin
         default_max_tokens=_TO_THE_END,
         stop=tuple(options.stop or ()),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        constraint=constraint_of({"format": body.format}),
     )
 
 

@@ -6,15 +6,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.server.api.ollama.fields import PULL
 from ktransformers.server.api.ollama.names import plain_name
-from ktransformers.server.api.ollama.routes import ERRORS, AnyTypeRoute
-from ktransformers.server.api.ollama.schemas import EmbedBody, NameBody
+from ktransformers.server.api.ollama.routes import ERRORS, any_type_route
+from ktransformers.server.api.ollama.schemas import NameBody
 from ktransformers.server.responses import ApiResponse
 from ktransformers.server.service import service_of
 
 __all__ = ["router"]
 
-router = APIRouter(route_class=AnyTypeRoute, responses=ERRORS)
+router = APIRouter(route_class=any_type_route(PULL), responses=ERRORS)
 
 _REFUSED = (
     ("POST", "/api/create", "models are not made here: `ktransformers quantize` makes GGUF files"),
@@ -36,22 +37,6 @@ async def pull(body: NameBody, request: Request) -> Response:
         f"{body.model[:200]!r} is not fetched: this server has one model; `ktransformers pull` fetches others, and "
         "`ktransformers serve` starts a server on one"
     )
-
-
-@router.post("/api/embed")
-async def embed(body: EmbedBody, request: Request) -> Response:
-    """Embeddings of texts."""
-    raise _no_embeddings()
-
-
-@router.post("/api/embeddings")
-async def embeddings(body: EmbedBody, request: Request) -> Response:
-    """The embedding of a prompt, as older clients ask for it."""
-    raise _no_embeddings()
-
-
-def _no_embeddings() -> UnsupportedError:
-    return UnsupportedError("this server gives no embeddings: use a server with a model made for them")
 
 
 def _refuse(method: str, path: str, why: str) -> None:

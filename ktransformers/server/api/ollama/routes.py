@@ -1,4 +1,4 @@
-"""What the routes of this dialect share: bodies of any content type, errors, the header of ignored names."""
+"""What the routes of this dialect share: bodies of any content type, and errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from fastapi import Request
 from starlette.responses import Response
 from typing_extensions import override
 
-from ktransformers.errors import UnsupportedError
-from ktransformers.server.api.ollama.fields import IGNORED_HEADER, LoggedNames, shown_names
-from ktransformers.server.bodies import BodyRoute
-from ktransformers.server.service import Service
+from ktransformers.server.bodies import BodyRoute, body_route
+from ktransformers.server.fields import FieldTable
 
-__all__ = ["ERRORS", "AnyTypeRoute", "check_strict", "say_ignored"]
+__all__ = ["ERRORS", "AnyTypeRoute", "any_type_route"]
 
 _ERROR = {
     "content": {
@@ -55,27 +53,6 @@ class AnyTypeRoute(BodyRoute):
         return handle_any
 
 
-def check_strict(service: Service, ignored: list[str]) -> None:
-    """Raises UnsupportedError for fields without effect where the operator wants none of them."""
-    if ignored and service.config.is_strict_on_fields:
-        raise UnsupportedError(
-            f"{shown_names(ignored)[0]} has no effect here, and --strict_requests refuses such fields"
-        )
-
-
-def say_ignored(request: Request, response: Response, ignored: list[str]) -> Response:
-    """The response, with a header that names the fields of the request that had no effect; the log says each once."""
-    if ignored:
-        response.headers[IGNORED_HEADER] = ", ".join(shown_names(ignored))
-        _logged(request).say(ignored)
-    return response
-
-
-def _logged(request: Request) -> LoggedNames:
-    """Of this app."""
-    state = request.app.state
-    if not hasattr(state, "ollama_names"):
-        state.ollama_names = LoggedNames()
-    names = state.ollama_names
-    assert isinstance(names, LoggedNames)
-    return names
+def any_type_route(table: FieldTable) -> type[BodyRoute]:
+    """The class of routes whose bodies are sorted by this table, and are JSON whatever they say that they are."""
+    return body_route(table, AnyTypeRoute)

@@ -1,6 +1,7 @@
-"""The bodies of requests, as Ollama's API defines them. What each field becomes stands in fields.py.
+"""The bodies of requests, as Ollama's API defines them, once their fields are sorted by fields.py.
 
-Whole numbers may be written as 40.0, as clients of several languages do. Unknown names stay in `model_extra`.
+Whole numbers may be written as 40.0, as clients of several languages do. Unknown keys inside messages and tools are
+taken.
 """
 
 from __future__ import annotations
@@ -8,16 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
-
-from ktransformers.server.api.ollama.fields import CHAT, EMBED, GENERATE, OPTIONS, FieldTable, without_neutral
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
 
 __all__ = [
     "AnswerBody",
     "ChatBody",
     "EmbedBody",
+    "EmbedOneBody",
     "GenerateBody",
     "NameBody",
     "OllamaBody",
@@ -85,22 +85,24 @@ Think = Annotated[
 ]
 
 
-class _Model(BaseModel):
-    """table: what the object's names mean; those that it does not know are taken."""
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
-    table: ClassVar[FieldTable] = {}
+
+class _Model(BaseModel):
+    """A part of the history, or a tool."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _says_something(cls, data: Any) -> Any:
-        return without_neutral(data, cls.table) if isinstance(data, dict) else data
+        """Null is as if absent."""
+        return {name: one for name, one in data.items() if one is not None} if isinstance(data, dict) else data
 
 
-class Options(_Model):
+class Options(_Body):
     """How the answer is drawn. num_predict: most tokens of it; 0 and less: to the end of the context."""
-
-    table = OPTIONS
 
     num_predict: Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     num_ctx: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
@@ -116,7 +118,7 @@ class Options(_Model):
     frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
 
 
-class OllamaBody(_Model):
+class OllamaBody(_Body):
     """What all bodies share. keep_alive: seconds, or a text such as "5m"."""
 
     model: str | None = None
@@ -129,11 +131,6 @@ class OllamaBody(_Model):
         if isinstance(self.keep_alive, str):
             return _ZERO.fullmatch(self.keep_alive.strip()) is not None
         return self.keep_alive == 0
-
-    @property
-    def unknown(self) -> list[str]:
-        """Names that mean nothing here."""
-        return [*(self.model_extra or ()), *(f"options.{name}" for name in self.options.model_extra or ())]
 
 
 class AnswerBody(OllamaBody):
@@ -208,16 +205,12 @@ class ToolBody(_Model):
 class ChatBody(AnswerBody):
     """POST /api/chat. Without messages nothing is answered but that the model is there."""
 
-    table = CHAT
-
     messages: Annotated[list[PastMessage], Field(fail_fast=True)] = []
     tools: Annotated[list[ToolBody], Field(fail_fast=True)] = []
 
 
 class GenerateBody(AnswerBody):
     """POST /api/generate. raw: the prompt as it is, without the chat template. Without a prompt: as chat."""
-
-    table = GENERATE
 
     prompt: str = ""
     system: str = ""
@@ -231,17 +224,20 @@ class GenerateBody(AnswerBody):
 
 
 class EmbedBody(OllamaBody):
-    """POST /api/embed (input) and /api/embeddings (prompt)."""
+    """POST /api/embed. truncate false: a text that is too long is an error. dimensions: how many of each vector's."""
 
-    table = EMBED
-
-    input: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    prompt: str | None = None
+    input: str | Annotated[list[str], Field(fail_fast=True)]
     truncate: bool | None = None
-    dimensions: Whole | None = None
+    dimensions: Annotated[Whole, Field(ge=1, lt=1 << 31)] | None = None
 
 
-class NameBody(_Model):
-    """Names a model; `name` is what older clients call it."""
+class EmbedOneBody(OllamaBody):
+    """POST /api/embeddings, as older clients have it."""
 
-    model: Annotated[str, Field(validation_alias=AliasChoices("model", "name"))]
+    prompt: str
+
+
+class NameBody(_Body):
+    """Names a model."""
+
+    model: str

@@ -29,7 +29,7 @@ from ktransformers.server.api.openai.logprobs import chat_logprobs
 from ktransformers.server.json_limits import MAX_DEPTH, json_size
 from ktransformers.server.responses import json_bytes
 
-__all__ = ["ChatWriter", "Fields", "GenerateWriter", "OllamaWriter", "error_fields", "timestamp"]
+__all__ = ["ChatWriter", "Fields", "GenerateWriter", "OllamaWriter", "error_fields", "nanoseconds", "timestamp"]
 
 Fields = dict[str, Any]
 """A part of the JSON that is sent."""

@@ -15,12 +15,13 @@ from ktransformers.errors import ConfigError
 from ktransformers.server.answers.embed import EmbeddingRequest, Embeddings, respond_embeddings
 from ktransformers.server.answers.requests import new_id
 from ktransformers.server.api.openai.schemas import EmbeddingsBody
-from ktransformers.server.bodies import BodyRoute
+from ktransformers.server.api.openai.table import EMBEDDING_FIELDS
+from ktransformers.server.bodies import body_route
 from ktransformers.server.responses import ApiResponse
 
 __all__ = ["router"]
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=body_route(EMBEDDING_FIELDS))
 
 
 @router.post("/v1/embeddings")

@@ -199,9 +199,13 @@ def tokenized_conversation(body: TokenizeBody) -> Conversation:
     """What /tokenize counts. Errors as `chat_request`."""
     return Conversation(
         messages=_messages(body.messages or ()),
-        tools=_tools(body.tools),
+        tools=[] if body.tool_choice == "none" else _tools(body.tools),
         template_kwargs=body.chat_template_kwargs or {},
+        reasoning_effort=body.reasoning_effort,
+        thinks=body.enable_thinking,
+        reasoning_budget=body.thinking_budget,
         opens_answer=body.add_generation_prompt is not False,
+        continues=body.continues,
     )
 
 

@@ -1,4 +1,4 @@
-"""Which fields the two OpenAI routes know, and what becomes of each (server/fields.py says how). Knows no model.
+"""Which fields OpenAI's routes and vLLM's know, and what becomes of each (server/fields.py says how). Knows no model.
 
 OpenAI's names are joined by those of vLLM, SGLang, llama.cpp, Ollama, DeepSeek and OpenRouter, whose clients send them
 by habit. `docs/server.md` has the same as a table for readers.
@@ -12,7 +12,15 @@ from typing import Any
 from ktransformers.errors import FieldError
 from ktransformers.server.fields import FieldTable, Rule, hint, honour, inside, mapped, refuse, without_effect
 
-__all__ = ["CHAT_FIELDS", "COMPLETION_FIELDS", "GENERATION_FIELDS"]
+__all__ = [
+    "CHAT_FIELDS",
+    "COMPLETION_FIELDS",
+    "CONSTRAINT_FIELDS",
+    "DETOKENIZE_FIELDS",
+    "EMBEDDING_FIELDS",
+    "GENERATION_FIELDS",
+    "TOKENIZE_FIELDS",
+]
 
 _SAMPLER = "temperature, top_p, top_k or min_p"
 _NO_LIMIT = (-1, -2)  # llama.cpp: without end; until the context is full
@@ -154,7 +162,7 @@ GENERATION_FIELDS: FieldTable = {
 }  # fmt: skip
 """What both routes know."""
 
-_CONSTRAINTS: FieldTable = {
+CONSTRAINT_FIELDS: FieldTable = {
     "response_format": honour({"type": "text"}),
     **dict.fromkeys(
         (
@@ -169,7 +177,7 @@ _CONSTRAINTS: FieldTable = {
 
 CHAT_FIELDS: FieldTable = {
     **GENERATION_FIELDS,
-    **_CONSTRAINTS,
+    **CONSTRAINT_FIELDS,
     "messages": honour(),
     "max_completion_tokens": honour(*_NO_LIMIT),
     "logprobs": honour(),
@@ -207,7 +215,7 @@ CHAT_FIELDS: FieldTable = {
 
 COMPLETION_FIELDS: FieldTable = {
     **GENERATION_FIELDS,
-    **_CONSTRAINTS,
+    **CONSTRAINT_FIELDS,
     "prompt": honour(),
     "return_token_ids": honour(),
     "logprobs": honour(),
@@ -220,3 +228,41 @@ COMPLETION_FIELDS: FieldTable = {
     "format": mapped(_format, ""),
 }
 """POST /v1/completions."""
+
+EMBEDDING_FIELDS: FieldTable = {
+    **dict.fromkeys(("model", "input", "encoding_format", "dimensions", "priority", "timeout"), honour()),
+    "content": mapped("input"),
+    "extra_body": inside({}),
+    "add_special_tokens": refuse("input as token ids", True),
+    "truncate_prompt_tokens": refuse("a shorter input"),
+    "normalize": refuse("the vectors of length 1 as they are", True),
+    "embd_normalize": refuse("the vectors of length 1 as they are", 2),
+    **_hints("user", "metadata", "store", "service_tier", "request_id", "rid", "api_key", "mm_processor_kwargs"),
+}
+"""POST /v1/embeddings."""
+
+_OF_PROMPTS = (
+    "model", "messages", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message", "reasoning_effort", "enable_thinking", "thinking_budget", "think", "thinking",
+    "reasoning", "reasoning_budget", "thinking_token_budget", "extra_body", "chat_template", "documents",
+)  # fmt: skip
+"""What shapes a chat's prompt."""
+
+TOKENIZE_FIELDS: FieldTable = {
+    **dict.fromkeys(CHAT_FIELDS, hint()),  # how an answer is drawn, which is not asked for here
+    **{name: CHAT_FIELDS[name] for name in _OF_PROMPTS},
+    **dict.fromkeys(("prompt", "add_special_tokens", "return_token_strs"), honour()),
+    "functions": refuse("tools", []),
+    "content": mapped("prompt"),
+    "add_special": mapped("add_special_tokens"),
+    "parse_special": refuse("prompt without special tokens", True),
+    "with_pieces": refuse("return_token_strs", False),
+}
+"""POST /tokenize."""
+
+DETOKENIZE_FIELDS: FieldTable = {
+    "model": honour(),
+    "tokens": honour(),
+    "skip_special_tokens": refuse("tokens without the special ones", False),
+}
+"""POST /detokenize."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError
+from ktransformers.server.answers.constraints import constraint_of
 from ktransformers.server.answers.requests import ChatRequest, Conversation, Message, Sampling, ToolChoice
 from ktransformers.server.api.openai.responses.items import Turns, kind_of
-from ktransformers.server.api.openai.responses.policy import Ignored
 from ktransformers.server.api.openai.responses.schemas import ResponsesBody
 from ktransformers.server.api.openai.responses.store import ResponseStore, Turn
 from ktransformers.server.api.openai.responses.tools import ToolSet, read_tools
@@ -46,15 +46,15 @@ def made_id(prefix: str) -> str:
 class Exchange:
     """One request on its way. id: of the response. history: what previous_response_id stands for.
 
-    referred: the turns that hold the items which the input names by their ids. items (the input's), context and tools
-    are there once `read` was called, which works on a thread.
+    referred: the turns that hold the items which the input names by their ids. note: told of fields without effect.
+    items (the input's), context and tools are there once `read` was called, which works on a thread.
     """
 
     body: ResponsesBody
     id: str
     history: tuple[Turn, ...]
     referred: Mapping[str, Turn]
-    ignored: Ignored
+    note: Callable[[Sequence[str]], None]
     template_knows: Callable[[str], bool]
     items: Sequence[dict[str, Any]] = ()
     context: tuple[Turn, ...] = ()
@@ -78,7 +78,6 @@ class Exchange:
     def read(self) -> ChatRequest:
         """Raises ConfigError and UnsupportedError for what cannot be honoured."""
         body = self.body
-        _check_format(body)
         self.tools = read_tools(body.tools, body.tool_choice)
         self.items = self._resolved()
         turns = Turns()
@@ -91,7 +90,7 @@ class Exchange:
         if not messages:
             raise ConfigError("input: there is nothing to answer; send a text or a message")
         knows_effort = self.template_knows("reasoning_effort")
-        self.ignored.note([*self._ignored_fields(knows_effort), *self.tools.ignored, *turns.ignored])
+        self.note([*self._ignored_fields(knows_effort), *self.tools.ignored, *turns.ignored])
         if body.keeps:
             self.context = (*self.history, Turn.of(map(_listed, self.items)))
         return ChatRequest(
@@ -124,7 +123,6 @@ class Exchange:
 
     def _ignored_fields(self, knows_effort: bool) -> Iterable[str]:
         body = self.body
-        yield from body.unknown_fields()
         if body.truncation == "auto":  # nothing is ever left out: what is too long is an error
             yield "truncation"
         if body.reasoning and body.reasoning.effort and not knows_effort:
@@ -145,18 +143,23 @@ class Exchange:
             max_tokens=body.max_output_tokens,
             stop=tuple(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop or ())),
             logprobs=(body.top_logprobs or 0) if self.wants_logprobs else None,
+            constraint=constraint_of({"text.format": body.text_format, **body.constraint_fields()}),
         )
 
 
 def begin_exchange(
-    body: ResponsesBody, store: ResponseStore, key: str, ignored: Ignored, template_knows: Callable[[str], bool]
+    body: ResponsesBody,
+    store: ResponseStore,
+    key: str,
+    note: Callable[[Sequence[str]], None],
+    template_knows: Callable[[str], bool],
 ) -> Exchange:
     """Looks up what the request refers to. Raises UnknownIdError for what is not kept."""
     previous = body.previous_response_id
     history = store.get(key, previous).turns if previous is not None else ()
     ids = [_reference(item, index) for index, item in enumerate(body.input or ()) if _refers(item)]
     referred = {id: store.turn_of(key, id) for id in ids}
-    return Exchange(body, made_id("resp"), history, referred, ignored, template_knows)
+    return Exchange(body, made_id("resp"), history, referred, note, template_knows)
 
 
 def _refers(item: dict[str, Any]) -> bool:
@@ -168,16 +171,6 @@ def _reference(item: dict[str, Any], index: int) -> str:
     if not isinstance(item.get("id"), str):
         raise ConfigError(f"input[{index}].id must be a string")
     return str(item["id"])
-
-
-def _check_format(body: ResponsesBody) -> None:
-    """What the text has to be. The one place to hand a schema to the neutral request's constraint."""
-    form = {} if body.text is None else body.text.format or {}
-    if form.get("type", "text") != "text":
-        raise UnsupportedError(
-            f"text.format: {str(form['type'])[:64]!r} is not supported; leave it out, and say in instructions what the "
-            "answer has to look like"
-        )
 
 
 def _with_instructions(instructions: str | None, messages: list[Message]) -> list[Message]:

@@ -10,40 +10,32 @@ from starlette.responses import Response
 
 from ktransformers.errors import UnknownIdError, UnsupportedError
 from ktransformers.server.answers.respond import respond
-from ktransformers.server.api.openai.responses.policy import Ignored, LoggedNames
+from ktransformers.server.api.openai.responses.fields import TABLE
 from ktransformers.server.api.openai.responses.read import begin_exchange
 from ktransformers.server.api.openai.responses.schemas import ResponsesBody
 from ktransformers.server.api.openai.responses.store import KeptResponse, ResponseStore
 from ktransformers.server.api.openai.responses.writer import ResponsesWriter
 from ktransformers.server.api_paths import SCOPE_KEY
-from ktransformers.server.bodies import BodyRoute
+from ktransformers.server.bodies import body_route
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.responses import ApiResponse
-from ktransformers.server.service import service_of
+from ktransformers.server.service import note_unused, service_of
 
 __all__ = ["add_responses"]
 
-router = APIRouter(route_class=BodyRoute)
-
-
-class _State:
-    """What the routes keep between requests, in one app."""
-
-    def __init__(self, config: ServerConfig):
-        self.store = ResponseStore(config.responses_store)
-        self.logged = LoggedNames()
+router = APIRouter(route_class=body_route(TABLE))
 
 
 def add_responses(app: Any, config: ServerConfig) -> None:
     """The routes, and the store behind them."""
-    app.state.responses = _State(config)
+    app.state.responses = ResponseStore(config.responses_store)
     app.include_router(router)
 
 
-def _state_of(request: Request) -> _State:
-    state = request.app.state.responses
-    assert isinstance(state, _State)
-    return state
+def _store_of(request: Request) -> ResponseStore:
+    store = request.app.state.responses
+    assert isinstance(store, ResponseStore)
+    return store
 
 
 def _key_of(request: Request) -> str:
@@ -51,19 +43,17 @@ def _key_of(request: Request) -> str:
 
 
 def _kept(request: Request, id: str) -> KeptResponse:
-    return _state_of(request).store.get(_key_of(request), id)
+    return _store_of(request).get(_key_of(request), id)
 
 
 @router.post("/v1/responses")
 async def create_response(body: ResponsesBody, request: Request) -> Response:
     """The next turn of a conversation, as one JSON object or as a stream of server-sent events."""
-    service, state, key = service_of(request), _state_of(request), _key_of(request)
-    # --strict_requests
-    ignored = Ignored(service.config.is_strict_on_fields, state.logged)
-    tokenizer = service.model.tokenizer
-    exchange = begin_exchange(body, state.store, key, ignored, tokenizer.template_knows)
-    keep = partial(state.store.keep, key) if body.keeps and state.store.is_on else None
-    response = await respond(
+    store, key = _store_of(request), _key_of(request)
+    tokenizer = service_of(request).model.tokenizer
+    exchange = begin_exchange(body, store, key, partial(note_unused, request), tokenizer.template_knows)
+    keep = partial(store.keep, key) if body.keeps and store.is_on else None
+    return await respond(
         request,
         1,
         bool(body.stream),
@@ -71,8 +61,6 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
         lambda job: ResponsesWriter(job, exchange, keep),
         more_bytes=exchange.num_bytes,
     )
-    response.headers.update(ignored.headers())
-    return response
 
 
 @router.get("/v1/responses/{id}")
@@ -87,7 +75,7 @@ async def get_response(id: str, request: Request, stream: bool = False) -> Respo
 @router.delete("/v1/responses/{id}")
 async def delete_response(id: str, request: Request) -> Response:
     """Forget it. Responses that followed it still know the conversation."""
-    _state_of(request).store.delete(_key_of(request), id)
+    _store_of(request).delete(_key_of(request), id)
     return ApiResponse({"id": id, "object": "response", "deleted": True})
 
 

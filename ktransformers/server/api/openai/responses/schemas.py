@@ -1,45 +1,26 @@
-"""The body of POST /v1/responses, and the table of its fields. Items and tools are read in `items` and `tools`."""
+"""The body of POST /v1/responses, once `fields` has sorted it. Items and tools are read in `items` and `tools`."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
-from ktransformers.errors import UnsupportedError
-from ktransformers.server.api.openai.responses.policy import Rule, hint, mapped, refuse, sort_fields
+from ktransformers.server.api.openai.constraint_fields import ConstraintFields
 from ktransformers.server.api.openai.schemas.base import Seconds, Stop, UnicodeText
 
-__all__ = ["TABLE", "Reasoning", "ResponsesBody", "TextSettings"]
+__all__ = ["Reasoning", "ResponsesBody", "TextSettings"]
 
 _MAX_FIELDS = 256
 
-TABLE: dict[str, Rule] = {
-    "background": refuse("leave it out, and wait for the answer", False),
-    "conversation": refuse("use previous_response_id"),
-    "prompt": refuse("send the prompt's text in instructions and input"),
-    "n": refuse("send the request again", 1),
-    "context_management": refuse("send a shorter input", []),
-    "stream_options": hint(),
-    "max_tool_calls": hint(),
-    "prompt_cache_retention": hint(),
-    "prompt_cache_options": hint(),
-    "client_metadata": hint(),
-    "extra_body": hint(),
-    "request_id": hint(),
-    "max_tokens": mapped("max_output_tokens"),
-    "max_completion_tokens": mapped("max_output_tokens"),
-}
-"""Fields that ResponsesBody does not have. max_tool_calls counts calls of tools that run on the server."""
+
+class _Fields(BaseModel):
+    """What `fields` lets through."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class _Lenient(BaseModel):
-    """Types are strict; names that are not known are kept, so that the response can name them."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-
-class Reasoning(_Lenient):
+class Reasoning(_Fields):
     """effort: the chat template's word for it. summary: as which of its two forms reasoning comes back."""
 
     effort: Annotated[UnicodeText, Field(max_length=64)] | None = None
@@ -47,10 +28,24 @@ class Reasoning(_Lenient):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextSettings(_Lenient):
-    """format: what the text has to be. verbosity: taken as a hint."""
+class TextFormat(_Fields):
+    """What the text has to be. A schema is always followed, strict or not."""
 
-    format: dict[str, Any] | None = None
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    def as_sent(self) -> dict[str, Any]:
+        """As `constraint_of` reads it."""
+        return self.model_dump(by_alias=True, exclude_none=True)
+
+
+class TextSettings(_Fields):
+    """verbosity: taken as a hint."""
+
+    format: TextFormat | None = None
     verbosity: str | None = None
 
 
@@ -68,7 +63,7 @@ def _as_texts(value: Any) -> Any:
     return {key: one if isinstance(one, str) else str(one) for key, one in value.items()}
 
 
-class ResponsesBody(_Lenient):
+class ResponsesBody(ConstraintFields):
     """POST /v1/responses. input: a text, or items: the whole conversation, or what follows previous_response_id."""
 
     input: (
@@ -116,34 +111,19 @@ class ResponsesBody(_Lenient):
     timeout: Seconds | None = None
     cache_salt: Annotated[UnicodeText, Field(max_length=256)] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _sorted(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        if len(data) > _MAX_FIELDS:
-            raise ValueError(f"{len(data)} fields are more than any request has")
-        try:
-            return sort_fields(data, TABLE)
-        except UnsupportedError as error:
-            raise ValueError(str(error)) from error
-
     @property
     def keeps(self) -> bool:
         """Whether the client wants the answer to be kept: yes unless it says no, as at OpenAI."""
         return self.store is not False
 
     @property
+    def text_format(self) -> dict[str, Any]:
+        """What the text has to be, as it was sent."""
+        form = None if self.text is None else self.text.format
+        return {"type": "text"} if form is None else form.as_sent()
+
+    @property
     def summary(self) -> str | None:
         """The kind of reasoning summary that was asked for."""
         asked = None if self.reasoning is None else self.reasoning.summary or self.reasoning.generate_summary
         return None if asked == "none" else asked
-
-    def unknown_fields(self) -> list[str]:
-        """Names that have no meaning here."""
-        names = list(self.model_extra or ())
-        for prefix, inner in (("text", self.text), ("reasoning", self.reasoning)):
-            names += [
-                f"{prefix}.{name}" for name, value in ((inner and inner.model_extra) or {}).items() if value is not None
-            ]
-        return names

@@ -19,6 +19,11 @@ from ktransformers.server.responses import error_body, json_bytes
 __all__ = ["ResponsesWriter"]
 
 
+def _shown_format(form: Fields) -> Fields:
+    """With a name, which clients expect beside a schema."""
+    return {"name": "answer"} | form if form["type"] == "json_schema" else form
+
+
 class ResponsesWriter(Writer):
     """keep_response: is given what later requests may refer to, once the answer is complete."""
 
@@ -106,7 +111,7 @@ class ResponsesWriter(Writer):
         body, params = self._exchange.body, self._job.requests[0].params
         is_running = status == "in_progress"
         effort = None if body.reasoning is None else body.reasoning.effort
-        text: Fields = {"format": {"type": "text"}}
+        text: Fields = {"format": _shown_format(body.text_format)}
         if body.text is not None and body.text.verbosity is not None:
             text["verbosity"] = body.text.verbosity
         return {

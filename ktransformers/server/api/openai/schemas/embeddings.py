@@ -26,4 +26,3 @@ class EmbeddingsBody(Body):
     dimensions: Annotated[Whole, Field(ge=1, lt=1 << 31)] | None = None
     priority: Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     timeout: Seconds | None = None
-    user: str | None = None
