@@ -33,13 +33,16 @@ class SplitText:
 
 
 class ReasoningParser:
-    """tags: opening and closing tag, None for a model without them. starts_inside: the prompt wrote the opening tag."""
+    """tags: opening and closing tag, None for a model without them. starts_inside: the prompt wrote the opening tag.
 
-    def __init__(self, tags: tuple[str, str] | None, starts_inside: bool = False):
+    goes_on: and some of the reasoning, so that line breaks at the beginning do not belong to the tag.
+    """
+
+    def __init__(self, tags: tuple[str, str] | None, starts_inside: bool = False, goes_on: bool = False):
         self._open, self._close = tags or ("", "")
         self._state = "content" if tags is None else "reasoning" if starts_inside else "start"
         self._text = ""
-        self._drops_newlines = starts_inside
+        self._drops_newlines = starts_inside and not goes_on
 
     @property
     def is_reasoning(self) -> bool:

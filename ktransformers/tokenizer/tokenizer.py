@@ -330,16 +330,21 @@ class Tokenizer:
         end = self.decode(prompt_ids[-2 * len(tags[0]) :], skip_special_tokens=False)
         return end.rstrip().endswith(tags[0].rstrip())
 
-    def answer_parser(self, prompt_ids: Sequence[int], tools: ToolSchemas | None = None) -> AnswerParser:
-        """What reads one answer to this prompt. tools: those of the request, None when it has none."""
+    def answer_parser(
+        self, prompt_ids: Sequence[int], tools: ToolSchemas | None = None, *, continues_reasoning: bool = False
+    ) -> AnswerParser:
+        """What reads one answer to this prompt. tools: those of the request, None when it has none.
+
+        continues_reasoning: the prompt ends in the middle of the answer's reasoning.
+        """
         if self._has_own_parser and self._response_template is not None:
             prompt = self.decode(prompt_ids, skip_special_tokens=False)
             return ResponseTemplateParser(self._response_template, prompt, tools)
-        starts_inside, form = self.opens_reasoning(prompt_ids), self._tool_format
+        starts_inside, form = continues_reasoning or self.opens_reasoning(prompt_ids), self._tool_format
         if form is not None and form.name == HARMONY:
             return HarmonyParser(tools, has_tools=tools is not None, starts_inside=starts_inside)
         return TaggedAnswerParser(
-            ReasoningParser(self.reasoning_tags, starts_inside),
+            ReasoningParser(self.reasoning_tags, starts_inside, continues_reasoning),
             None if form is None else form.wrapper,
             None if form is None or tools is None else form.parser(tools),
         )

@@ -8,6 +8,7 @@ from typing import Any
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.server.answers.requests import Conversation, Message, Tool
 from ktransformers.tokenizer import Tokenizer
+from ktransformers.tokenizer.reasoning import HARMONY_REASONING
 
 __all__ = ["TemplateKwargs", "chat_prompt", "template_kwargs"]
 
@@ -80,6 +81,18 @@ def template_kwargs(tokenizer: Tokenizer, asked: Conversation) -> TemplateKwargs
     return TemplateKwargs(given, tuple(ignored))
 
 
+def _inside_reasoning(text: str, tags: tuple[str, str] | None) -> str:
+    """A rendered prompt, to the beginning of the answer's reasoning. Raises where there can be none."""
+    if tags is None:
+        raise UnsupportedError("this model's files tell of no reasoning: an answer can only go on from its text")
+    opening, closing = (tag.rstrip() for tag in tags)
+    if text.rstrip().endswith(opening):
+        return text
+    if tags != HARMONY_REASONING and text.rstrip().endswith(closing):  # harmony's closing tag ends every message
+        raise ConfigError("an answer cannot go on inside its reasoning while reasoning is turned off")
+    return text + tags[0] + (_FORCED_NEWLINE if opening.endswith("think>") else "")
+
+
 def chat_prompt(
     tokenizer: Tokenizer,
     asked: Conversation,
@@ -97,21 +110,29 @@ def chat_prompt(
     kwargs = template_kwargs(tokenizer, asked).given
     if asked.tools and not tokenizer.template_knows("tools"):
         raise UnsupportedError("this model's chat template does not know tools")
-    turns: Any = [_turn(message, _role(tokenizer, message.role)) for message in asked.messages]
+    # A last message without text is no turn yet: the template opens it, as it opens every answer.
+    messages = asked.messages if asked.continues_text or not asked.continues else asked.messages[:-1]
+    turns: Any = [_turn(message, _role(tokenizer, message.role)) for message in messages]
+    reasoning = asked.messages[-1].reasoning if asked.continues_reasoning else ""
     tools: Any = [_shown(tool) for tool in asked.tools]
     try:
-        guard = tokenizer.verbatim.guard((turns, tools, kwargs)) if not reads_special_tokens else None
+        guard = tokenizer.verbatim.guard((turns, tools, kwargs, reasoning)) if not reads_special_tokens else None
         if guard is not None:
             turns, tools, kwargs = guard.marked(turns), guard.marked(tools), guard.marked(kwargs)
+            reasoning = guard.marked(reasoning)
+        opens = asked.opens_answer or asked.continues
         text = tokenizer.render_chat_template(
-            turns, tools, asked.opens_answer, continue_final_message=asked.continues, **kwargs
+            turns, tools, opens, continue_final_message=asked.continues_text, **kwargs
         )
     except RecursionError as error:
         raise ConfigError(
             "tools, tool calls or chat_template_kwargs are nested too deeply for a chat template"
         ) from error
+    tags = tokenizer.reasoning_tags
+    if asked.continues_reasoning:
+        text = _inside_reasoning(text, tags) + reasoning
     prompt_ids = tokenizer.encode_guarded(text, guard, max_len=max_len)
-    tags, opens = tokenizer.reasoning_tags, asked.opens_answer and not asked.continues
+    opens = asked.opens_answer and not asked.continues
     if force_think and tags is not None and opens and not tokenizer.opens_reasoning(prompt_ids):
         prompt_ids += tokenizer.encode(tags[0] + _FORCED_NEWLINE, add_special_tokens=False)
     return prompt_ids
