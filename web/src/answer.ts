@@ -34,6 +34,10 @@ effect(() => {
   const there = new Set(chats.value.map((one) => one.id)); // another tab may have deleted the chat
   for (const one of live.value.values()) if (!there.has(one.message.peek().chat)) one.stop();
 });
+let leavesAt = 0;
+addEventListener("beforeunload", () => (leavesAt = performance.now()));
+/** Firefox ends the streams of a page that is left before the page is told: nothing broke then. */
+const isLeaving = () => leavesAt > 0 && performance.now() - leavesAt < 2000;
 addEventListener("pagehide", () => putNow([...live.value.values()].map((one) => one.newest())));
 
 /** Whether an answer can go on as the same message: it was cut, and nothing follows it. */
@@ -205,7 +209,7 @@ class Reader {
     clearTimeout(this.pending);
     clearTimeout(this.saving);
     this.now = { ...this.now, ...change };
-    if (this.now.state === "streaming") this.now.state = "done";
+    if (this.now.state === "streaming" && !change.state) this.now.state = "done";
     if (this.now.reasoning && !this.now.reasoningSeconds) this.now.reasoningSeconds = this.thought();
     return this.now;
   }
@@ -249,6 +253,7 @@ async function generate(context: Message[], begun?: Message): Promise<void> {
     for await (const chunk of streamChat(body, controller.signal)) reader.take(chunk);
   } catch (error) {
     if (controller.signal.aborted) last = { state: "stopped" };
+    else if (isLeaving()) last = { state: "streaming" };
     else if (error instanceof ApiError) {
       last = { state: "error", error: saying(error) };
       if (error.status === 401 || error.status === 0 || error.code === "not_ready") void explain(error);

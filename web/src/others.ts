@@ -45,6 +45,7 @@ function hear(news: News): void {
     if (news.live.length) next.set(news.tab, { live: news.live, isHeard: true });
     else next.delete(news.tab);
     byTab.value = next;
+    if (!news.live.length) onChange(); // the last of its text is in the store
     if (next.size && !timer) timer = window.setInterval(askAgain, ASK_EVERY);
   }
   if (news.asks && mine.length) say({ live: mine });
@@ -53,6 +54,7 @@ function hear(news: News): void {
 
 function askAgain(): void {
   const heard = [...byTab.value].filter(([, one]) => one.isHeard);
+  if (heard.length < byTab.value.size) onChange();
   byTab.value = new Map(heard.map(([id, one]) => [id, { ...one, isHeard: false }]));
   if (byTab.value.size) say({ asks: true });
   else {

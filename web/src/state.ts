@@ -130,7 +130,7 @@ async function show(next: View): Promise<void> {
 
 /** Takes up what this browser keeps, then what the server says. */
 export async function start(): Promise<void> {
-  chats.value = await store.allChats();
+  chats.value = await readUnchanged(store.allChats); // somebody may have sent a message by now
   listen(() => void reloadChats());
   window.addEventListener("hashchange", () => void show(viewOf(location.hash)));
   await show(viewOf(location.hash));
