@@ -1,4 +1,4 @@
-"""What is done at once: two tabs, clicks while an answer streams, a reload before the store is ready, no store at all."""
+"""What is done at once: two tabs, clicks in mid-answer, a reload before the store is ready, no store at all."""
 
 from __future__ import annotations
 
