@@ -24,7 +24,8 @@ class ModelCard:
 
     num_parameters: of the model, whatever its files store them as. quantization: the file's own word, else the type of
     most of its bytes; empty when unknown. digest: 64 hexadecimal digits that change when the files do. modified:
-    seconds since 1970, of the newest file. The rest are counts; 0 for what the model has not, or does not say.
+    seconds since 1970, of the newest file. pooling_type: what a GGUF says of embeddings; None: nothing. The rest are
+    counts; 0 for what the model has not, or does not say.
     """
 
     family: str = ""
@@ -34,6 +35,7 @@ class ModelCard:
     quantization: str = ""
     digest: str = "0" * 64
     modified: float = 0.0
+    pooling_type: object = None
     num_layers: int = 0
     hidden_size: int = 0
     num_heads: int = 0
@@ -69,6 +71,7 @@ def card_of(opened: Described) -> ModelCard:
         quantization=_named(opened) or max(opened.stored, key=opened.stored.__getitem__, default=""),
         digest=digest,
         modified=modified,
+        pooling_type=None if model is None else model.metadata.get(f"{model.architecture}.pooling_type"),
         num_layers=facts.num_layers,
         hidden_size=facts.hidden_size,
         num_heads=facts.num_heads,
