@@ -159,7 +159,7 @@ def test_another_chat_is_opened_right_after_sending(page: Page, api: FakeApi) ->
             [...document.querySelectorAll(".chat-list a")].find((one) => one.textContent === "First").click();
         }"""
     )
-    expect(page.locator(".message.user .plain")).to_have_text("First")
+    expect(page.locator(".message.user .plain")).to_have_text(["First"])
     page.get_by_role("link", name="Second").click()
     expect(answers(page)).to_have_text(["ok", "ok"])
     assert [one["content"] for one in api.bodies[-1]["messages"]] == ["Second", "ok", "Third"]
