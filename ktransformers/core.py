@@ -79,10 +79,27 @@ class FinishReason(StrEnum):
 
 
 class Pooling(StrEnum):
-    """How an embedding is made of the hidden states of a prompt's tokens: the last one's, or the mean of all."""
+    """How an embedding is made of the hidden states of a prompt's tokens: the first's, the last's, or their mean."""
 
+    FIRST = "first"
     LAST = "last"
     MEAN = "mean"
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether it takes more than the last token's, which is the only one that is always computed."""
+        return self is not Pooling.LAST
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingForm:
+    """How a model's embeddings are made. Decoders that say nothing are pooled by their last token.
+
+    pooling: None: in a way that is not known here. normalizes: whether vectors are scaled to length 1.
+    """
+
+    pooling: Pooling | None = Pooling.LAST
+    normalizes: bool = True
 
 
 _INF = float("inf")

@@ -25,7 +25,8 @@ class ModelCard:
     num_parameters: of the model, whatever its files store them as. quantization: the file's own word, else the type of
     most of its bytes; empty when unknown. digest: 64 hexadecimal digits that change when the files do. modified:
     seconds since 1970, of the newest file. gpu_bytes: what is planned for GPUs (weights, cache, work space); 0 before
-    it is loaded. The rest are counts; 0 for what the model has not, or does not say.
+    it is loaded. pooling_type: what a GGUF says of embeddings; None: nothing. The rest are counts; 0 for what the model
+    has not, or does not say.
     """
 
     family: str = ""
@@ -36,6 +37,7 @@ class ModelCard:
     digest: str = "0" * 64
     modified: float = 0.0
     gpu_bytes: int = 0
+    pooling_type: object = None
     num_layers: int = 0
     hidden_size: int = 0
     num_heads: int = 0
@@ -71,6 +73,7 @@ def card_of(opened: Described) -> ModelCard:
         quantization=_named(opened) or max(opened.stored, key=opened.stored.__getitem__, default=""),
         digest=digest,
         modified=modified,
+        pooling_type=None if model is None else model.metadata.get(f"{model.architecture}.pooling_type"),
         num_layers=facts.num_layers,
         hidden_size=facts.hidden_size,
         num_heads=facts.num_heads,

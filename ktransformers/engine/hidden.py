@@ -8,15 +8,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
-from ktransformers.core import Pooling
+from ktransformers.core import EmbeddingForm, Pooling
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 
-__all__ = ["HiddenTap", "Pooled", "pooling_of"]
+__all__ = ["HiddenTap", "Pooled", "embedding_form"]
 
-_POOLINGS = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}
+_MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
+_KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
+_POOLINGS = {
+    "pooling_mode_cls_token": Pooling.FIRST,
+    "pooling_mode_lasttoken": Pooling.LAST,
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "cls": Pooling.FIRST,  # as sentence-transformers 5 writes it
+    "lasttoken": Pooling.LAST,
+    "mean": Pooling.MEAN,
+}
+_UNSPECIFIED = -1
+_GGUF_POOLINGS = {
+    gguf.PoolingType.CLS: Pooling.FIRST,
+    gguf.PoolingType.LAST: Pooling.LAST,
+    gguf.PoolingType.MEAN: Pooling.MEAN,
+}
 
 
 class HiddenTap:
@@ -62,27 +78,54 @@ class Pooled:
         if self._pooling is Pooling.MEAN:
             self._sum = self._sum + rows.sum(0, dtype=np.float64)
             self._len += len(rows)
-        elif len(rows):
-            self._sum, self._len = rows[-1].astype(np.float64), 1
+        elif len(rows) and not (self._pooling is Pooling.FIRST and self._len):
+            row = rows[0 if self._pooling is Pooling.FIRST else -1]
+            self._sum, self._len = row.astype(np.float64), 1
 
     def vector(self) -> bytes:
         """fp32 [H], little-endian."""
         return np.asarray(self._sum / self._len, dtype="<f4").tobytes()
 
 
-def pooling_of(*paths: Path | None) -> Pooling | None:
-    """How a model wants to be pooled: 1_Pooling/config.json in its folder (sentence-transformers' form) says so.
+def embedding_form(pooling_type: object, *paths: Path | None) -> EmbeddingForm:
+    """How a model wants its embeddings, in the form of sentence-transformers in one of its folders, else of its GGUF.
 
-    Decoders that say nothing are pooled by their last token. None: in a way that is neither. Raises ConfigError.
+    pooling_type: the GGUF's; None: it does not say. Raises ConfigError for files that cannot be read.
     """
     for path in paths:
-        file = None if path is None else path / "1_Pooling" / "config.json"
-        if file is None or not file.is_file():
-            continue
-        try:
-            modes = {name for name, is_on in json.loads(file.read_text()).items() if is_on is True}
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{file} cannot be read: {reason_of(error)}") from error
-        chosen = {name for name in modes if name.startswith("pooling_mode_")}
-        return _POOLINGS.get(chosen.pop()) if len(chosen) == 1 else None
-    return Pooling.LAST
+        if path is not None and ((path / _MODULES).is_file() or (path / _POOLING).is_file()):
+            return _form_in(path)
+    if pooling_type is None or pooling_type == _UNSPECIFIED:
+        return EmbeddingForm()
+    if not isinstance(pooling_type, int):
+        raise ConfigError(f"the GGUF's pooling_type is {pooling_type!r:.40}, not a number")
+    return EmbeddingForm(_GGUF_POOLINGS.get(pooling_type))
+
+
+def _form_in(folder: Path) -> EmbeddingForm:
+    """modules.json names the steps from hidden states to the vector; without it there is a pooling."""
+    pooling_file, normalizes = folder / _POOLING, True
+    if (folder / _MODULES).is_file():
+        modules = [one for one in _json_of(folder / _MODULES, list) if isinstance(one, dict)]
+        kinds = [str(one.get("type")).rpartition(".")[2] for one in modules]
+        if not set(kinds) <= _KNOWN_MODULES:
+            return EmbeddingForm(None)  # Dense, say: more weights than the model's
+        normalizes = "Normalize" in kinds
+        if "Pooling" in kinds:
+            pooling_file = folder / str(modules[kinds.index("Pooling")].get("path")) / "config.json"
+    if not pooling_file.is_file():
+        return EmbeddingForm(normalizes=normalizes)
+    config = _json_of(pooling_file, dict)
+    chosen = {name for name, is_on in config.items() if name.startswith("pooling_mode_") and is_on is True}
+    mode = config.get("pooling_mode") or (chosen.pop() if len(chosen) == 1 else None)
+    return EmbeddingForm(_POOLINGS.get(str(mode)), normalizes)
+
+
+def _json_of(file: Path, kind: type) -> Any:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {reason_of(error)}") from error
+    if not isinstance(found, kind):
+        raise ConfigError(f"{file} cannot be read: it holds no {kind.__name__}")
+    return found

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import Pooling, SamplingParams, TokenEvent
+from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.card import ModelCard
 from ktransformers.engine.generate import GenerateConfig, PrefillProgress, SequenceRunner, prefill_and_generate
 from ktransformers.engine.hidden import HiddenTap
@@ -161,7 +161,8 @@ class Session:
         self._stop_running()
         # The last prompt token is always computed: its logits are not in the cache. Nor are those of the others.
         shared = min(common_prefix_len(self._runner.token_ids, prompt_ids), max(len(prompt_ids) - 1, 0))
-        if params.prompt_logprobs is not None or params.pooling is Pooling.MEAN or not self._has_prefix_cache:
+        pools_all = params.pooling is not None and params.pooling.needs_all
+        if params.prompt_logprobs is not None or pools_all or not self._has_prefix_cache:
             shared = 0
         self._running = prefill_and_generate(
             self._runner,

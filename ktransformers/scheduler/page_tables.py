@@ -19,7 +19,6 @@ from itertools import pairwise
 
 from ktransformers.cache.pages import PagePool
 from ktransformers.cache.prefix_tree import PrefixTree
-from ktransformers.core import Pooling
 from ktransformers.scheduler.sequence import Run, Sequence
 
 __all__ = ["PageTables"]
@@ -65,7 +64,8 @@ class PageTables:
         if room < 1:
             return None  # at least the last token's page is new
         max_pages = (seq.known_len - 1) // self.page_size if self.has_prefix_cache else 0
-        if seq.params.prompt_logprobs is not None or seq.params.pooling is Pooling.MEAN:
+        pooling = seq.params.pooling
+        if seq.params.prompt_logprobs is not None or (pooling is not None and pooling.needs_all):
             max_pages = 0  # logits and hidden states are not cached: the whole prompt is computed
         pages = self._tree.match(seq.request.cache_salt, seq.token_ids, max_pages)
         num_woken = sum(self._tree.is_idle(page) for page in pages)

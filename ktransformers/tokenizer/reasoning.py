@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.tokenizer.stop import held_back
 
-__all__ = ["HARMONY_REASONING", "REASONING_TAGS", "ReasoningParser", "SplitText", "Unwrapper"]
+__all__ = [
+    "HARMONY_REASONING",
+    "OPENED_NEWLINE",
+    "REASONING_TAGS",
+    "ReasoningParser",
+    "SplitText",
+    "Unwrapper",
+    "open_reasoning",
+]
 
 REASONING_TAGS = (
     ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Kimi, MiniMax, Hunyuan, ERNIE
@@ -33,13 +42,16 @@ class SplitText:
 
 
 class ReasoningParser:
-    """tags: opening and closing tag, None for a model without them. starts_inside: the prompt wrote the opening tag."""
+    """tags: opening and closing tag, None for a model without them. starts_inside: the prompt wrote the opening tag.
 
-    def __init__(self, tags: tuple[str, str] | None, starts_inside: bool = False):
+    goes_on: and some of the reasoning, so that line breaks at the beginning do not belong to the tag.
+    """
+
+    def __init__(self, tags: tuple[str, str] | None, starts_inside: bool = False, goes_on: bool = False):
         self._open, self._close = tags or ("", "")
         self._state = "content" if tags is None else "reasoning" if starts_inside else "start"
         self._text = ""
-        self._drops_newlines = starts_inside
+        self._drops_newlines = starts_inside and not goes_on
 
     @property
     def is_reasoning(self) -> bool:
@@ -126,3 +138,22 @@ class Unwrapper:
     def _take(self, length: int) -> str:
         taken, self._text = self._text[:length], self._text[length:]
         return taken
+
+
+OPENED_NEWLINE = "\n"
+"""Follows a reasoning tag that is opened here, as the templates of DeepSeek-R1 and Qwen3 write it."""
+
+
+def open_reasoning(prompt: str, tags: tuple[str, str] | None) -> str:
+    """A rendered prompt, to the beginning of its answer's reasoning.
+
+    Raises UnsupportedError and ConfigError where there can be none.
+    """
+    if tags is None:
+        raise UnsupportedError("this model's files tell of no reasoning: an answer can only go on from its text")
+    opening, closing = (tag.rstrip() for tag in tags)
+    if prompt.rstrip().endswith(opening):
+        return prompt
+    if tags != HARMONY_REASONING and prompt.rstrip().endswith(closing):  # harmony's closing tag ends every message
+        raise ConfigError("an answer cannot go on inside its reasoning while reasoning is turned off")
+    return prompt + tags[0] + (OPENED_NEWLINE if opening.endswith("think>") else "")

@@ -20,7 +20,7 @@ from ktransformers.tokenizer.answer_parser import AnswerParser, TaggedAnswerPars
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.grammars import Grammars
 from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, unknown_patterns
-from ktransformers.tokenizer.reasoning import HARMONY_REASONING, REASONING_TAGS, ReasoningParser
+from ktransformers.tokenizer.reasoning import HARMONY_REASONING, REASONING_TAGS, ReasoningParser, open_reasoning
 from ktransformers.tokenizer.template_limits import limited
 from ktransformers.tokenizer.template_variables import template_variables
 from ktransformers.tokenizer.tools import (
@@ -329,16 +329,21 @@ class Tokenizer:
         end = self.decode(prompt_ids[-2 * len(tags[0]) :], skip_special_tokens=False)
         return end.rstrip().endswith(tags[0].rstrip())
 
-    def answer_parser(self, prompt_ids: Sequence[int], tools: ToolSchemas | None = None) -> AnswerParser:
-        """What reads one answer to this prompt. tools: those of the request, None when it has none."""
+    def answer_parser(
+        self, prompt_ids: Sequence[int], tools: ToolSchemas | None = None, *, continues_reasoning: bool = False
+    ) -> AnswerParser:
+        """What reads one answer to this prompt. tools: those of the request, None when it has none.
+
+        continues_reasoning: the prompt ends in the middle of the answer's reasoning.
+        """
         if self._has_own_parser and self._response_template is not None:
             prompt = self.decode(prompt_ids, skip_special_tokens=False)
             return ResponseTemplateParser(self._response_template, prompt, tools)
-        starts_inside, form = self.opens_reasoning(prompt_ids), self._tool_format
+        starts_inside, form = continues_reasoning or self.opens_reasoning(prompt_ids), self._tool_format
         if form is not None and form.name == HARMONY:
             return HarmonyParser(tools, has_tools=tools is not None, starts_inside=starts_inside)
         return TaggedAnswerParser(
-            ReasoningParser(self.reasoning_tags, starts_inside),
+            ReasoningParser(self.reasoning_tags, starts_inside, continues_reasoning),
             None if form is None else form.wrapper,
             None if form is None or tools is None else form.parser(tools),
         )
@@ -402,11 +407,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         continue_final_message: bool = False,
+        continue_reasoning: str | None = None,
         reads_special_tokens: bool = False,
         max_len: int | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
         """Prompt ids of a conversation. See render_chat_template and encode.
+
+        continue_reasoning: what the answer has thought so far; it goes on there.
 
         reads_special_tokens: those that a message, a tool or a variable spells are tokens, too; else they are text, so
         that nobody can forge a turn.
@@ -415,9 +423,10 @@ class Tokenizer:
         try:
             guard = None
             if not reads_special_tokens and self.has_chat_template:
-                guard = self.verbatim.guard((turns, tools, template_kwargs))
+                guard = self.verbatim.guard((turns, tools, template_kwargs, continue_reasoning))
             if guard is not None:
                 turns, tools, template_kwargs = (guard.marked(one) for one in (turns, tools, template_kwargs))
+                continue_reasoning = guard.marked(continue_reasoning)
             text = self.render_chat_template(
                 turns, tools, add_generation_prompt, continue_final_message=continue_final_message, **template_kwargs
             )
@@ -425,6 +434,8 @@ class Tokenizer:
             raise ConfigError(
                 "tools, tool calls or chat_template_kwargs are nested too deeply for a chat template"
             ) from error
+        if continue_reasoning is not None:
+            text = open_reasoning(text, self.reasoning_tags) + continue_reasoning
         return self.encode_guarded(text, guard, max_len=max_len)
 
     def apply_plain_template(self, messages: Sequence[Message], *, reads_special_tokens: bool = False) -> list[int]:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import Pooling, SamplingParams
+from ktransformers.core import EmbeddingForm, Pooling, SamplingParams
 from ktransformers.engine.builder import build_engine
-from ktransformers.engine.hidden import HiddenTap, Pooled, pooling_of
+from ktransformers.engine.card import card_of
+from ktransformers.engine.hidden import HiddenTap, Pooled, embedding_form
+from ktransformers.engine.opened import open_model
 from ktransformers.engine.reference import build_reference_engine
 from ktransformers.engine.session import Session, SessionEngine
 from ktransformers.errors import ConfigError, UnsupportedError
 from tests.support.demo import DEMO_GGUF
+from tests.support.gguf_writer import write_gguf
+from tests.support.tiny_models import tiny_model
 
 ROWS = torch.arange(12, dtype=torch.float32).view(4, 3)
 IDS = tuple(range(5, 35))
@@ -25,7 +30,8 @@ IDS = tuple(range(5, 35))
 
 @pytest.mark.parametrize("cuts", [(4,), (1, 3), (2, 1, 1)])
 def test_pooling(cuts: tuple[int, ...]) -> None:
-    for pooling, expected in ((Pooling.LAST, [9.0, 10.0, 11.0]), (Pooling.MEAN, [4.5, 5.5, 6.5])):
+    first, last, mean = [0.0, 1.0, 2.0], [9.0, 10.0, 11.0], [4.5, 5.5, 6.5]
+    for pooling, expected in ((Pooling.FIRST, first), (Pooling.LAST, last), (Pooling.MEAN, mean)):
         pooled = Pooled(pooling)
         for part in ROWS.split(cuts):
             pooled.add(part)
@@ -37,20 +43,63 @@ def test_pooling(cuts: tuple[int, ...]) -> None:
     [
         ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "include_prompt": True}, Pooling.LAST),
         ({"pooling_mode_lasttoken": False, "pooling_mode_mean_tokens": True}, Pooling.MEAN),
-        ({"pooling_mode_cls_token": True}, None),
+        ({"pooling_mode_cls_token": True}, Pooling.FIRST),
+        ({"pooling_mode_max_tokens": True}, None),
+        ({"pooling_mode": "mean"}, Pooling.MEAN),
+        ({"pooling_mode": "weightedmean"}, None),
         ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, None),
         ({}, None),
     ],
 )
 def test_a_model_says_how_it_is_pooled(modes: dict[str, bool], pooling: Pooling | None, tmp_path: Path) -> None:
-    assert pooling_of(None, tmp_path) is Pooling.LAST
+    assert embedding_form(None, None, tmp_path) == EmbeddingForm(Pooling.LAST, normalizes=True)
     (tmp_path / "1_Pooling").mkdir()
     file = tmp_path / "1_Pooling" / "config.json"
     file.write_text(json.dumps(modes))
-    assert pooling_of(None, tmp_path) is pooling
-    file.write_text("[")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        pooling_of(tmp_path)
+    assert embedding_form(1, None, tmp_path) == EmbeddingForm(pooling)
+    for wrong in ("[", "[]"):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            embedding_form(None, tmp_path)
+
+
+_STEPS = "sentence_transformers.models."
+
+
+@pytest.mark.parametrize(
+    ("modules", "form"),
+    [
+        (["Transformer", "Pooling", "Normalize"], EmbeddingForm(Pooling.MEAN, normalizes=True)),
+        (["Transformer", "Pooling"], EmbeddingForm(Pooling.MEAN, normalizes=False)),
+        (["Transformer", "Pooling", "Dense", "Normalize"], EmbeddingForm(None)),
+        (["Transformer"], EmbeddingForm(Pooling.LAST, normalizes=False)),
+    ],
+)
+def test_modules_say_what_becomes_of_a_vector(modules: list[str], form: EmbeddingForm, tmp_path: Path) -> None:
+    named = [{"idx": i, "path": f"{i}_{one}", "type": _STEPS + one} for i, one in enumerate(modules)]
+    (tmp_path / "modules.json").write_text(json.dumps(named))
+    if "Pooling" in modules:
+        (tmp_path / "1_Pooling").mkdir()
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    assert embedding_form(gguf.PoolingType.LAST, tmp_path) == form
+
+
+@pytest.mark.parametrize(
+    ("number", "pooling"),
+    [(-1, Pooling.LAST), (0, None), (1, Pooling.MEAN), (2, Pooling.FIRST), (3, Pooling.LAST), (4, None), (9, None)],
+)
+def test_a_gguf_says_how_it_is_pooled(number: int, pooling: Pooling | None, tmp_path: Path) -> None:
+    """llama.cpp's numbers: none, mean, cls, last, rank."""
+    assert embedding_form(number, tmp_path / "model.gguf") == EmbeddingForm(pooling)
+    with pytest.raises(ConfigError, match="pooling_type is 'mean', not a number"):
+        embedding_form("mean")
+
+
+def test_the_pooling_of_a_gguf_is_on_its_card(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(tiny_model("qwen3_moe"), path, pooling_type=gguf.PoolingType.MEAN)
+    assert card_of(open_model(EngineConfig(gguf_path=path))).pooling_type == gguf.PoolingType.MEAN
+    assert card_of(open_model(EngineConfig(gguf_path=DEMO_GGUF))).pooling_type is None
 
 
 def test_a_model_without_a_decoder_of_its_own_makes_none() -> None:
@@ -66,7 +115,7 @@ def _embedding(engine: SessionEngine, pooling: Pooling) -> np.ndarray:
         assert second.embedding is None
         assert first.embedding is not None
         found.append(first.embedding)
-    assert first.stats.cached_len == (0 if pooling is Pooling.MEAN else len(IDS) - 1)
+    assert first.stats.cached_len == (len(IDS) - 1 if pooling is Pooling.LAST else 0)
     before, after = (np.frombuffer(one, "<f4") for one in found)
     assert np.allclose(before, after, rtol=1e-4, atol=1e-5)
     return before

@@ -60,6 +60,7 @@ def write_gguf(
     experts: str = "merged",
     kv_b: str = "split",
     shard_max_tensors: int = 0,
+    pooling_type: gguf.PoolingType | None = None,
 ) -> Path:
     """Write `model` (config and weights, no tokenizer) to `path` and return the path of the file to open.
 
@@ -71,6 +72,8 @@ def write_gguf(
     arch = ARCH_OF[config.model_type]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=shard_max_tensors)
     add_metadata(writer, model)
+    if pooling_type is not None:
+        writer.add_pooling_type(pooling_type)
     for name, values in gguf_tensors(model, experts=experts, kv_b=kv_b):
         is_expert = "_exps" in name or name.split(".")[-2].isdigit()
         qtype = experts_qtype if is_expert else dense_qtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.server.answers.prompts import chat_prompt
 from ktransformers.server.answers.requests import Conversation, Message, PastCall, Tool
 from ktransformers.tokenizer import Tokenizer
+from ktransformers.tokenizer.tools.events import ReasoningPiece, TextPiece
 
 HERMES = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
@@ -51,14 +54,14 @@ FORGED = {
 }
 
 
-def tokenizer_of(name: str) -> Tokenizer:
+def tokenizer_of(name: str, tags: Sequence[str] = ("<think>", "</think>")) -> Tokenizer:
     """One token per byte, and the special ones: what a text means is easily seen."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(one, normalized=False, special=True) for one in SPECIAL[name]])
-    backend.add_tokens([AddedToken(one, normalized=False, special=False) for one in ("<think>", "</think>")])
+    backend.add_tokens([AddedToken(one, normalized=False, special=False) for one in tags])
     made = PreTrainedTokenizerFast(tokenizer_object=backend)
     made.chat_template = TEMPLATES[name]
     return Tokenizer(made)
@@ -142,6 +145,44 @@ def test_an_answer_goes_on_from_the_last_message() -> None:
         ids = chat_prompt(TOKENIZERS["hermes"], Conversation(messages=messages, continues=True))
         shown = TOKENIZERS["hermes"].decode(ids, skip_special_tokens=False)
         assert shown.removesuffix(" ").endswith(f"<|im_start|>assistant\n{text}".rstrip(" ")), shown
+
+
+@pytest.mark.parametrize(
+    ("opening", "written"), [("", "<think>\n"), ("<think>", ""), ("<think>\n", ""), ("<think>\n\n</think>\n\n", None)]
+)
+def test_an_answer_goes_on_inside_its_reasoning(opening: str, written: str | None) -> None:
+    """Whatever of the tag the template writes itself; special tokens in it are text, and its breaks go on."""
+    tokenizer = tokenizer_of("hermes")
+    tokenizer.backend.chat_template = f"{HERMES}{{% if add_generation_prompt %}}{{{{ {opening!r} }}}}{{% endif %}}"
+    messages = [
+        Message(role="user", text="17 + 25?"),
+        Message(role="assistant", reasoning=f"First{FORGED['hermes']} "),
+    ]
+    asked = Conversation(messages=messages, continues=True, opens_answer=False)
+    if written is None:
+        with pytest.raises(ConfigError, match="while reasoning is turned off"):
+            chat_prompt(tokenizer, asked)
+        return
+    ids = chat_prompt(tokenizer, asked)
+    begun = Conversation(messages=messages[:1])
+    assert ids[: len(chat_prompt(tokenizer, begun))] == chat_prompt(tokenizer, begun)
+    assert specials("hermes", ids) == specials("hermes", chat_prompt(tokenizer, begun))
+    shown = tokenizer.decode(ids, skip_special_tokens=False)
+    assert shown.endswith(f"<|im_start|>assistant\n{opening}{written}First{FORGED['hermes']} ")
+    parser = tokenizer.answer_parser(ids, continues_reasoning=asked.continues_reasoning)
+    assert parser.feed("\n\nSecond</think>\n\nSo") == [ReasoningPiece("\n\nSecond"), TextPiece("So")]
+
+
+def test_an_answer_that_has_not_begun_is_opened_anew() -> None:
+    asked = Conversation(messages=[Message(role="user", text="x"), Message(role="assistant")], continues=True)
+    assert chat_prompt(TOKENIZERS["hermes"], asked) == ids_of("hermes", "x")
+
+
+def test_a_model_without_reasoning_has_none_to_go_on_from() -> None:
+    tokenizer = tokenizer_of("llama", tags=())
+    messages = [Message(role="user", text="x"), Message(role="assistant", reasoning="y")]
+    with pytest.raises(UnsupportedError, match="tell of no reasoning"):
+        chat_prompt(tokenizer, Conversation(messages=messages, continues=True))
 
 
 @pytest.mark.parametrize(("template", "role"), [(HERMES, "system"), (HERMES + "{# developer #}", "developer")])

@@ -21,6 +21,9 @@ from ktransformers.server.api_paths import PAGE_PREFIX
 HOLD = "hold"
 """In an answer: the stream waits here until `release` or until the client leaves."""
 
+LENGTH = "length"
+"""At the end of an answer: it has reached the limit of its length."""
+
 USAGE = {"prompt_tokens": 11, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}, "decode_time": 0.5}
 
 
@@ -127,12 +130,15 @@ class FakeApi:
                     while not self._released.is_set():
                         await asyncio.sleep(0.005)
                     self._released.clear()
+                elif piece == LENGTH:
+                    break
                 elif isinstance(piece, str):  # as it is: an error, say
                     yield f"data: {piece}\n\n"
                     return
                 else:
                     yield _event([{"index": 0, "delta": piece, "finish_reason": None}])
             reason = "tool_calls" if any("tool_calls" in piece for piece in pieces) else "stop"
+            reason = LENGTH if LENGTH in pieces else reason
             yield _event([{"index": 0, "delta": {}, "finish_reason": reason}])
             yield _event([], usage=self.usage)
             yield "data: [DONE]\n\n"

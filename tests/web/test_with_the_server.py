@@ -41,6 +41,15 @@ def test_a_chat_with_the_bundled_model(page: Page) -> None:
         whole(page)
         page.reload()
         expect(answers(page)).to_have_text("17 + 25 = 42.")
+        button(page, "Settings of this chat").click()
+        page.get_by_label("Max. tokens").fill("8")
+        page.keyboard.press("Escape")
+        button(page, "Retry").click()
+        expect(page.locator(".ending")).to_have_text("The answer reached the limit of its length.")
+        assert answers(page).inner_text() in "17 + 25 = 42."
+        button(page, "Continue").click()
+        expect(answers(page)).to_have_text("17 + 25 = 42.")
+        expect(page.locator(".figures")).to_contain_text("12 tokens")
         page.goto(f"{server.url}/#/status")
         expect(page.get_by_role("heading", name="Status")).to_be_visible()
     assert violations == []

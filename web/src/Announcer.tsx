@@ -11,7 +11,7 @@ export function Announcer({ live }: { live: LiveAnswer | undefined }) {
     if (!live) return;
     const box = region.current!;
     box.textContent = t("answering");
-    let numSpoken = 0;
+    let numSpoken = live.message.peek().content.length; // what an answer goes on from was heard before
     const speakTo = (text: string) => {
       const part = text.slice(numSpoken).trim();
       if (!part) return;

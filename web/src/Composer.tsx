@@ -5,6 +5,7 @@ import { liveHere, send, stopAnswers } from "./answer";
 import { t } from "./i18n";
 import { Icon } from "./icons";
 import { FileChips } from "./MessageView";
+import { liveElsewhere } from "./others";
 import { isKeyWanted, notice, obstacle, path, view } from "./state";
 import type { TextFile } from "./types";
 
@@ -69,7 +70,8 @@ export function Composer() {
     area.style.height = `${Math.min(area.scrollHeight, innerHeight * 0.4)}px`;
   }, [text.value]);
 
-  const canSend = !answer && !isBlocked && Boolean(text.value.trim() || files.value.length);
+  const isElsewhere = liveElsewhere.value.has(path.value.at(-1)?.id ?? "");
+  const canSend = !answer && !isElsewhere && !isBlocked && Boolean(text.value.trim() || files.value.length);
   const submit = () => {
     if (!canSend) return;
     const [said, given] = [text.value.trim(), files.value];
@@ -78,7 +80,9 @@ export function Composer() {
     void send(said, given, path.value.at(-1)?.id ?? "");
   };
   const onKeyDown = (event: KeyboardEvent) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    if (event.key === "Enter" && event.ctrlKey && !text.value && !files.value.length) {
+      document.querySelector<HTMLButtonElement>(".go-on button")?.click();
+    } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
       submit();
     } else if (event.key === "ArrowUp" && !text.value) {

@@ -17,6 +17,7 @@ const KEYS: [string, Key][] = [
   ["Ctrl + Shift + O", "keyNew"],
   ["Ctrl + K", "keySearch"],
   ["↑", "keyEdit"],
+  ["Ctrl + Enter", "keyGoOn"],
 ];
 
 async function importFile(file: File): Promise<void> {

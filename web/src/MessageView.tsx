@@ -1,11 +1,12 @@
 // One message: text, files, reasoning, tool calls, and what can be done with it.
 import { useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
-import { live, retry, send, sendResults, type LiveAnswer } from "./answer";
+import { canGoOn, goOn, live, retry, send, sendResults, type LiveAnswer } from "./answer";
 import { copyText } from "./clipboard";
 import { n, t } from "./i18n";
 import { Icon, type IconName } from "./icons";
 import { Markdown } from "./Markdown";
+import { liveElsewhere } from "./others";
 import { messages, model, notice, path, select } from "./state";
 import { childrenOf } from "./tree";
 import type { Message, TextFile, ToolCall } from "./types";
@@ -171,7 +172,7 @@ function Figures({ message, rate }: { message: Message; rate: number }) {
   if (message.state === "streaming") return rate > 0 ? <span class="figures">{t("tokensPerSecond", n(rate, 1))}</span> : null;
   if (!usage) return null;
   const parts = [
-    t("tokens", n(usage.completion)),
+    t(usage.isRest ? "moreTokens" : "tokens", n(usage.completion)),
     ...(usage.decode > 0 && usage.completion > 1 ? [t("tokensPerSecond", n((usage.completion - 1) / usage.decode, 1))] : []),
     t("firstTokenAfter", n(usage.firstToken, 2)),
   ];
@@ -185,9 +186,22 @@ function Figures({ message, rate }: { message: Message; rate: number }) {
 }
 
 function endingOf(message: Message, isLive: boolean): string {
+  if (message.state === "streaming" && liveElsewhere.value.has(message.id)) return t("elsewhere");
   if (message.state === "streaming") return isLive ? "" : t("interrupted");
   if (message.state === "stopped") return t("stopped");
   return message.state === "length" ? t("lengthEnd") : "";
+}
+
+function GoOn({ message }: { message: Message }) {
+  const start = () => {
+    void goOn(message);
+    if (matchMedia("(min-width: 50rem)").matches) document.getElementById("composer")?.focus(); // the button goes away
+  };
+  return (
+    <div class="go-on">
+      <button onClick={start}><Icon name="play" /> {t("goOn")}</button>
+    </div>
+  );
 }
 
 function Answer({ message, answer }: { message: Message; answer: LiveAnswer | undefined }) {
@@ -203,9 +217,10 @@ function Answer({ message, answer }: { message: Message; answer: LiveAnswer | un
       {message.calls && <Calls message={message} isLive={isLive} />}
       {message.error && <p class="error" role="alert">{message.error}</p>}
       {ending && <p class="ending">{ending}</p>}
+      {canGoOn(message) && <GoOn message={message} />}
       <div class="actions">
         <Branches message={message} />
-        {!isLive && (
+        {!isLive && !liveElsewhere.value.has(message.id) && (
           <>
             <Copy text={message.content} />
             <Action name="retry" label={t("retry")} onClick={() => void retry(message)} />

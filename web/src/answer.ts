@@ -1,17 +1,20 @@
 // Answers: asked for, streamed into a message, stopped. One chat may stream while another is looked at.
-import { batch, computed, signal, type Signal } from "@preact/signals";
+import { batch, computed, effect, signal, type Signal } from "@preact/signals";
 import { ApiError, streamChat, type CallDelta, type Chunk } from "./api";
 import { t } from "./i18n";
-import { changeChat, chat, chats, ensureChat, explain, messages, model, putMessage, tellOthers } from "./state";
-import { newId } from "./store";
+import { liveElsewhere, tellLive, tellOthers } from "./others";
+import { changeChat, chat, chats, ensureChat, explain, messages, model, path, putMessage } from "./state";
+import { newId, putNow } from "./store";
 import { pathTo } from "./tree";
-import type { Message, Settings, TextFile, ToolCall } from "./types";
+import type { Message, Settings, TextFile, ToolCall, Usage } from "./types";
 
 export interface LiveAnswer {
   message: Signal<Message>;
   /** Tokens per second so far; 0: not known yet. */
   rate: Signal<number>;
   stop(): void;
+  /** What is read so far, shown or not. */
+  newest(): Message;
 }
 
 const SHOW_EVERY = 40; // ms, and more for long texts
@@ -24,6 +27,24 @@ export const liveHere = computed(() => [...live.value.values()].find((one) => on
 /** Ends what is on its way in one chat, or everywhere. */
 export function stopAnswers(id?: string): void {
   for (const one of live.value.values()) if (!id || one.message.value.chat === id) one.stop();
+}
+
+effect(() => tellLive([...live.value.keys()]));
+effect(() => {
+  const there = new Set(chats.value.map((one) => one.id)); // another tab may have deleted the chat
+  for (const one of live.value.values()) if (!there.has(one.message.peek().chat)) one.stop();
+});
+let leavesAt = 0;
+addEventListener("beforeunload", () => (leavesAt = performance.now()));
+/** Firefox ends the streams of a page that is left before the page is told: nothing broke then. */
+const isLeaving = () => leavesAt > 0 && performance.now() - leavesAt < 2000;
+addEventListener("pagehide", () => putNow([...live.value.values()].map((one) => one.newest())));
+
+/** Whether an answer can go on as the same message: it was cut, and nothing follows it. */
+export function canGoOn(message: Message): boolean {
+  if (live.value.has(message.id) || liveElsewhere.value.has(message.id) || message.calls) return false;
+  const isCut = message.role === "assistant" && message.state !== undefined && message.state !== "done";
+  return isCut && Boolean(message.content || message.reasoning) && path.value.at(-1)?.id === message.id;
 }
 
 // What is sent.
@@ -59,7 +80,12 @@ const SAMPLING = [
   "seed",
 ] as const; // prettier-ignore
 
-function bodyOf(context: Message[], chosen: Settings): object {
+/** The beginning of an answer that goes on. */
+function begunMessage({ content, reasoning }: Message): object {
+  return { role: "assistant", content, ...(reasoning && { reasoning_content: reasoning }) };
+}
+
+function bodyOf(context: Message[], chosen: Settings, begun?: Message): object {
   const body: Record<string, unknown> = {
     stream: true,
     stream_options: { include_usage: true },
@@ -67,8 +93,10 @@ function bodyOf(context: Message[], chosen: Settings): object {
     messages: [
       ...(chosen.system ? [{ role: "system", content: chosen.system }] : []),
       ...context.filter((one) => one.role !== "assistant" || one.content || one.calls?.length).map(apiMessage),
+      ...(begun ? [begunMessage(begun)] : []),
     ],
   };
+  if (begun) body.continue_final_message = true;
   if (model.value) body.model = model.value.id;
   for (const name of SAMPLING) if (chosen[name] !== undefined) body[name] = chosen[name];
   if (chosen.stop?.length) body.stop = chosen.stop;
@@ -89,7 +117,7 @@ function addCalls(calls: ToolCall[], deltas: CallDelta[]): ToolCall[] {
   return next.filter(Boolean);
 }
 
-/** One answer being read: keeps the newest state, shows it and saves it now and then. */
+/** One answer being read, into a message that may have its beginning: keeps the newest state, shows and saves it. */
 class Reader {
   private firstAt = 0;
   private numDeltas = 0;
@@ -97,11 +125,20 @@ class Reader {
   private saving = 0;
   private pending = 0;
   private readonly began = performance.now();
+  private readonly usageBefore: Usage | undefined;
+  private readonly thoughtBefore: number = 0;
+  private readonly isRest: boolean;
 
   constructor(
-    private now: Message,
+    public now: Message,
     private readonly answer: LiveAnswer,
-  ) {}
+  ) {
+    this.usageBefore = now.usage;
+    this.isRest = Boolean(now.content || now.reasoning) && (!now.usage || Boolean(now.usage.isRest));
+    if (now.content) return;
+    this.thoughtBefore = now.reasoningSeconds ?? 0;
+    delete now.reasoningSeconds;
+  }
 
   take(chunk: Chunk): void {
     const choice = chunk.choices?.[0];
@@ -113,7 +150,7 @@ class Reader {
     if (delta?.tool_calls) next.calls = addCalls(next.calls ?? [], delta.tool_calls);
     if (reasoning || delta?.content || delta?.tool_calls) this.count();
     const isAnswer = next.content || next.calls;
-    if (next.reasoning && !this.now.reasoningSeconds && isAnswer) next.reasoningSeconds = this.seconds(this.firstAt);
+    if (next.reasoning && !this.now.reasoningSeconds && isAnswer) next.reasoningSeconds = this.thought();
     if (choice?.finish_reason) next.state = choice.finish_reason === "length" ? "length" : "done";
     if (chunk.usage) next.usage = this.usage(chunk.usage);
     this.now = next;
@@ -124,19 +161,25 @@ class Reader {
     return (performance.now() - since) / 1000;
   }
 
+  private thought(): number {
+    return this.thoughtBefore + (this.firstAt && this.seconds(this.firstAt));
+  }
+
   private count(): void {
     this.firstAt ||= performance.now();
     this.numDeltas += 1;
   }
 
-  private usage(usage: NonNullable<Chunk["usage"]>) {
+  private usage(usage: NonNullable<Chunk["usage"]>): Usage {
     const firstAt = this.firstAt || performance.now();
+    const before = this.usageBefore;
     return {
-      prompt: usage.prompt_tokens,
-      cached: usage.prompt_tokens_details?.cached_tokens ?? 0,
-      completion: usage.completion_tokens,
-      firstToken: (firstAt - this.began) / 1000,
-      decode: usage.decode_time ?? this.seconds(firstAt),
+      prompt: before?.prompt ?? usage.prompt_tokens,
+      cached: before?.cached ?? usage.prompt_tokens_details?.cached_tokens ?? 0,
+      completion: (before?.completion ?? 0) + usage.completion_tokens,
+      firstToken: before?.firstToken ?? (firstAt - this.began) / 1000,
+      decode: (before?.decode ?? 0) + (usage.decode_time ?? this.seconds(firstAt)),
+      ...(this.isRest && { isRest: true }),
     };
   }
 
@@ -166,8 +209,8 @@ class Reader {
     clearTimeout(this.pending);
     clearTimeout(this.saving);
     this.now = { ...this.now, ...change };
-    if (this.now.state === "streaming") this.now.state = "done";
-    if (this.now.reasoning && !this.now.reasoningSeconds) this.now.reasoningSeconds = this.seconds(this.firstAt);
+    if (this.now.state === "streaming" && !change.state) this.now.state = "done";
+    if (this.now.reasoning && !this.now.reasoningSeconds) this.now.reasoningSeconds = this.thought();
     return this.now;
   }
 }
@@ -177,31 +220,49 @@ function saying(error: ApiError): string {
   return error.retryAfter ? `${what} ${t("tryAgainIn", error.retryAfter)}` : what;
 }
 
-async function generate(parent: Message): Promise<void> {
-  const own = chats.value.find((one) => one.id === parent.chat)!;
-  const context = pathTo(messages.value, parent.id);
-  const made: Message = {
-    id: newId(), chat: own.id, parent: parent.id, role: "assistant", content: "", created: Date.now(), state: "streaming",
+function answerOf(parent: Message, begun?: Message): Message {
+  if (begun) {
+    const { error: _, ...rest } = begun;
+    return { ...rest, state: "streaming" };
+  }
+  return {
+    id: newId(), chat: parent.chat, parent: parent.id, role: "assistant", content: "", created: Date.now(),
+    state: "streaming",
   }; // prettier-ignore
+}
+
+/** The answer to the last message of `context`, which begins with the first one of the chat; or the rest of it. */
+async function generate(context: Message[], begun?: Message): Promise<void> {
+  const parent = context.at(-1);
+  const own = chats.value.find((one) => one.id === parent?.chat);
+  if (!parent || !own) return;
+  stopAnswers(own.id);
+  const made = answerOf(parent, begun);
   const controller = new AbortController();
-  const answer: LiveAnswer = { message: signal(made), rate: signal(0), stop: () => controller.abort() };
-  live.value = new Map(live.value).set(made.id, answer);
-  await putMessage(made);
-  await changeChat(own.id, { selected: { ...own.selected, [parent.id]: made.id }, updated: Date.now() });
+  const answer: LiveAnswer = {
+    message: signal(made), rate: signal(0), stop: () => controller.abort(), newest: () => reader.now,
+  }; // prettier-ignore
   const reader = new Reader(made, answer);
+  const body = bodyOf(context, own.settings, begun);
+  // All of this before anything else can happen: nobody waits for the store.
+  live.value = new Map(live.value).set(made.id, answer);
+  void putMessage(made);
+  void changeChat(own.id, { selected: { [parent.id]: made.id }, updated: Date.now() });
   let last: Partial<Message> = {};
   try {
-    for await (const chunk of streamChat(bodyOf(context, own.settings), controller.signal)) reader.take(chunk);
+    for await (const chunk of streamChat(body, controller.signal)) reader.take(chunk);
   } catch (error) {
     if (controller.signal.aborted) last = { state: "stopped" };
+    else if (isLeaving()) last = { state: "streaming" };
     else if (error instanceof ApiError) {
       last = { state: "error", error: saying(error) };
       if (error.status === 401 || error.status === 0 || error.code === "not_ready") void explain(error);
     } else last = { state: "error", error: String(error) };
   }
   const ended = reader.end(last);
-  await putMessage(ended);
+  const isKept = putMessage(ended);
   answer.message.value = ended;
+  await isKept;
   const rest = new Map(live.value);
   rest.delete(made.id);
   live.value = rest;
@@ -217,33 +278,39 @@ function titleOf(content: string, files: TextFile[]): string {
 
 /** A user's message after `parent` ("" is the beginning), and its answer. */
 export async function send(content: string, files: TextFile[], parent: string): Promise<void> {
-  const own = await ensureChat(titleOf(content, files));
+  const before = pathTo(messages.value, parent);
+  const own = ensureChat(titleOf(content, files));
   const made: Message = {
     id: newId(), chat: own.id, parent, role: "user", content, created: Date.now(), ...(files.length && { files }),
   }; // prettier-ignore
-  await putMessage(made);
-  await changeChat(own.id, { selected: { ...own.selected, [parent]: made.id }, updated: Date.now() });
-  await generate(made);
+  void putMessage(made);
+  void changeChat(own.id, { selected: { [parent]: made.id }, updated: Date.now() });
+  await generate([...before, made]);
 }
 
 /** Another answer to the same message; the old one stays. */
 export async function retry(message: Message): Promise<void> {
-  const parent = messages.value.get(message.parent);
-  if (parent) await generate(parent);
+  const isAsked = [...live.value.values()].some((one) => one.message.peek().parent === message.parent);
+  if (!isAsked) await generate(pathTo(messages.value, message.parent)); // twice the same click is one
+}
+
+/** The answer goes on where it was cut. */
+export async function goOn(message: Message): Promise<void> {
+  if (canGoOn(message)) await generate(pathTo(messages.value, message.parent), message);
 }
 
 /** What the tools said, in the order of the calls, and the answer to that. */
 export async function sendResults(message: Message, results: string[]): Promise<void> {
-  let parent = message;
+  const context = pathTo(messages.value, message.id);
   for (const [index, call] of (message.calls ?? []).entries()) {
     const made: Message = {
-      id: newId(), chat: message.chat, parent: parent.id, role: "tool", content: results[index] ?? "", callId: call.id,
+      id: newId(), chat: message.chat, parent: context.at(-1)!.id, role: "tool", content: results[index] ?? "", callId: call.id,
       created: Date.now(),
     }; // prettier-ignore
-    await putMessage(made);
-    parent = made;
+    void putMessage(made);
+    context.push(made);
   }
-  await generate(parent);
+  await generate(context);
 }
 
 /** Whether the tools in the settings can be sent; else why not. */

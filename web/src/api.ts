@@ -1,5 +1,6 @@
 // The HTTP API of this server: models, readiness, figures, and answers as streams.
 import { EventSourceParserStream } from "eventsource-parser/stream";
+import { inBrowser, inTab } from "./remembered";
 
 const KEY = "ktransformers.key";
 
@@ -16,14 +17,14 @@ export class ApiError extends Error {
 }
 
 export const apiKey = {
-  get: (): string => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "",
+  get: (): string => inTab.get(KEY) ?? inBrowser.get(KEY) ?? "",
   set(key: string, isRemembered: boolean): void {
     apiKey.forget();
-    (isRemembered ? localStorage : sessionStorage).setItem(KEY, key);
+    (isRemembered ? inBrowser : inTab).set(KEY, key);
   },
   forget(): void {
-    sessionStorage.removeItem(KEY);
-    localStorage.removeItem(KEY);
+    inTab.forget(KEY);
+    inBrowser.forget(KEY);
   },
 };
 

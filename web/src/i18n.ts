@@ -1,5 +1,6 @@
 // The page's words in English and Chinese.
 import { signal } from "@preact/signals";
+import { inBrowser } from "./remembered";
 
 const en = {
   newChat: "New chat",
@@ -52,6 +53,7 @@ const en = {
   saveAndSend: "Send",
   editHint: "The old version stays as a branch.",
   retry: "Retry",
+  goOn: "Continue",
   previous: "Previous version",
   next: "Next version",
   version: "Version {0} of {1}",
@@ -62,6 +64,7 @@ const en = {
   answered: "The answer is complete",
   stopped: "Stopped",
   interrupted: "This answer was interrupted.",
+  elsewhere: "Another tab is reading this answer.",
   lengthEnd: "The answer reached the limit of its length.",
   toBottom: "To the end",
   toolCall: "Calls {0}",
@@ -69,6 +72,7 @@ const en = {
   sendResults: "Send results",
   tokensPerSecond: "{0} tokens/s",
   tokens: "{0} tokens",
+  moreTokens: "{0} more tokens",
   cachedTokens: "{0} cached",
   firstTokenAfter: "first after {0} s",
   contextUse: "{0} of {1} tokens",
@@ -112,6 +116,7 @@ const en = {
   keyNew: "New chat",
   keySearch: "Search",
   keyEdit: "Edit the last message (in the empty field)",
+  keyGoOn: "Continue the last answer (in the empty field)",
   apiKey: "API key",
   keyNeeded: "This server asks for an API key",
   keyWrong: "The server does not know this key.",
@@ -207,6 +212,7 @@ const zh: Record<Key, string> = {
   saveAndSend: "发送",
   editHint: "旧版本会作为分支保留。",
   retry: "重试",
+  goOn: "继续",
   previous: "上一个版本",
   next: "下一个版本",
   version: "第 {0} 个版本，共 {1} 个",
@@ -217,6 +223,7 @@ const zh: Record<Key, string> = {
   answered: "回答完毕",
   stopped: "已停止",
   interrupted: "这个回答被中断了。",
+  elsewhere: "另一个标签页正在接收这个回答。",
   lengthEnd: "回答达到了长度上限。",
   toBottom: "到末尾",
   toolCall: "调用 {0}",
@@ -224,6 +231,7 @@ const zh: Record<Key, string> = {
   sendResults: "发送结果",
   tokensPerSecond: "{0} token/秒",
   tokens: "{0} 个 token",
+  moreTokens: "又 {0} 个 token",
   cachedTokens: "{0} 个已缓存",
   firstTokenAfter: "首个 token 用时 {0} 秒",
   contextUse: "{0} / {1} token",
@@ -267,6 +275,7 @@ const zh: Record<Key, string> = {
   keyNew: "新对话",
   keySearch: "搜索",
   keyEdit: "编辑上一条消息（输入框为空时）",
+  keyGoOn: "继续上一个回答（输入框为空时）",
   apiKey: "API 密钥",
   keyNeeded: "此服务器需要 API 密钥",
   keyWrong: "服务器不认识这个密钥。",
@@ -313,7 +322,7 @@ const TEXTS = { en, zh };
 export type Language = keyof typeof TEXTS;
 
 function preferred(): Language {
-  const kept = localStorage.getItem("ktransformers.language");
+  const kept = inBrowser.get("ktransformers.language");
   if (kept === "en" || kept === "zh") return kept;
   return navigator.language.toLowerCase().startsWith("zh") ? "zh" : "en";
 }

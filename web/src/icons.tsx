@@ -9,6 +9,7 @@ const PATHS = {
   copy: "M9 9h10v11H9zM5 15V4h10",
   edit: "M4 20h4L19 9l-4-4L4 16zM13 7l4 4",
   retry: "M19 12a7 7 0 1 1-2-5M19 4v4h-4",
+  play: "M8 5l11 7-11 7z",
   left: "M14 6l-6 6 6 6",
   right: "M10 6l6 6-6 6",
   down: "M12 5v14M6 13l6 6 6-6",

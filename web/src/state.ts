@@ -1,8 +1,10 @@
 // What the page shows, as signals, and what changes it. Answers on their way are in answer.ts.
-import { computed, effect, signal } from "@preact/signals";
+import { batch, computed, effect, signal } from "@preact/signals";
 import * as store from "./store";
 import { ApiError, getModels, getReady, type Model } from "./api";
 import { language, t, type Language } from "./i18n";
+import { listen, tellOthers } from "./others";
+import { inBrowser } from "./remembered";
 import { shownPath, type Messages } from "./tree";
 import type { Chat, Message, Settings } from "./types";
 
@@ -23,7 +25,7 @@ export const notice = signal("");
 /** Where the page is narrow the list of chats lies over it. */
 export const isSidebarOpen = signal(false);
 export const shownDialog = signal<"" | "settings" | "preferences">("");
-export const theme = signal<Theme>((localStorage.getItem("ktransformers.theme") as Theme | null) ?? "auto");
+export const theme = signal<Theme>((inBrowser.get("ktransformers.theme") as Theme | undefined) ?? "auto");
 /** Of the chat that is not there yet. */
 export const draftSettings = signal<Settings>(defaults());
 
@@ -40,19 +42,19 @@ export const model = computed(() => {
 
 export function defaults(): Settings {
   try {
-    return JSON.parse(localStorage.getItem(DEFAULTS) ?? "{}") as Settings;
+    return JSON.parse(inBrowser.get(DEFAULTS) ?? "{}") as Settings;
   } catch {
     return {};
   }
 }
 
 export function keepDefaults(kept: Settings): void {
-  localStorage.setItem(DEFAULTS, JSON.stringify(kept));
+  inBrowser.set(DEFAULTS, JSON.stringify(kept));
 }
 
 effect(() => {
   document.documentElement.dataset.theme = theme.value;
-  localStorage.setItem("ktransformers.theme", theme.value);
+  inBrowser.set("ktransformers.theme", theme.value);
 });
 effect(() => {
   document.documentElement.lang = language.value === "zh" ? "zh-CN" : "en";
@@ -63,35 +65,41 @@ effect(() => {
 });
 
 export function setLanguage(next: Language): void {
-  localStorage.setItem("ktransformers.language", next);
+  inBrowser.set("ktransformers.language", next);
   language.value = next;
 }
 
-// Other tabs of this browser show the same chats.
-const others = "BroadcastChannel" in window ? new BroadcastChannel("ktransformers") : undefined;
-others?.addEventListener("message", () => void reloadChats());
+/** Counts what this tab changes: what was read before a change must not be shown after it. */
+let numChanges = 0;
 
-async function reloadChats(): Promise<void> {
-  chats.value = await store.allChats();
-  const shown = chat.value?.id;
-  if (shown) {
-    const kept = await store.messagesOf(shown);
-    if (chat.value?.id === shown) messages.value = new Map(kept.map((message) => [message.id, message]));
+async function readUnchanged<T>(read: () => Promise<T>): Promise<T> {
+  for (;;) {
+    const before = numChanges;
+    const found = await read();
+    if (before === numChanges) return found;
   }
 }
 
-export function tellOthers(): void {
-  others?.postMessage("changed");
+const byId = (found: Message[]): Messages => new Map(found.map((message) => [message.id, message]));
+
+/** Shows what the store has: another tab, or an import, has changed it. */
+export async function reloadChats(): Promise<void> {
+  const shown = view.value.name === "chat" ? view.value.id : "";
+  const read = () => Promise.all([store.allChats(), shown ? store.messagesOf(shown) : []]);
+  const [foundChats, found] = await readUnchanged(read);
+  batch(() => {
+    chats.value = foundChats;
+    if (view.value.name !== "chat" || view.value.id !== shown) return; // what is shown now was read later
+    if (chat.value) messages.value = byId(found);
+    else open({ name: "new" });
+  });
 }
 
-/** Runs a write to the store; where the browser refuses, says so once and goes on without. */
-export async function kept(write: Promise<unknown>): Promise<void> {
-  try {
-    await write;
-  } catch (error) {
-    notice.value = t("storageFailed", error instanceof Error ? error.message : String(error));
-  }
-}
+let isRefusalTold = false;
+store.onRefusal((error) => {
+  if (!isRefusalTold) notice.value = t("storageFailed", error instanceof Error ? error.message : String(error));
+  isRefusalTold = true;
+});
 
 // Which view: the part of the address after #.
 
@@ -109,9 +117,12 @@ async function show(next: View): Promise<void> {
   if (next.name === "chat") {
     if (!chats.value.some((one) => one.id === next.id)) return open({ name: "new" });
     if (chat.value?.id !== next.id) {
-      const found = await store.messagesOf(next.id);
+      const found = await readUnchanged(() => store.messagesOf(next.id));
       if (location.hash !== `#/chat/${next.id}`) return;
-      messages.value = new Map(found.map((message) => [message.id, message]));
+      batch(() => {
+        messages.value = byId(found);
+        view.value = next;
+      });
     }
   } else if (next.name === "new" && view.value.name !== "new") draftSettings.value = defaults();
   view.value = next;
@@ -119,7 +130,8 @@ async function show(next: View): Promise<void> {
 
 /** Takes up what this browser keeps, then what the server says. */
 export async function start(): Promise<void> {
-  await kept(store.allChats().then((found) => (chats.value = found)));
+  chats.value = await readUnchanged(store.allChats); // somebody may have sent a message by now
+  listen(() => void reloadChats());
   window.addEventListener("hashchange", () => void show(viewOf(location.hash)));
   await show(viewOf(location.hash));
   await connect();
@@ -170,12 +182,14 @@ async function progress(error: ApiError): Promise<string> {
 
 // Chats.
 
-export async function changeChat(id: string, change: Partial<Chat>): Promise<void> {
+/** In `change.selected` is only what is new of it. */
+export async function changeChat(id: string, change: store.ChatChange): Promise<void> {
   const old = chats.value.find((one) => one.id === id);
   if (!old) return;
-  const next = { ...old, ...change };
+  numChanges += 1;
+  const next = store.changed(old, change);
   chats.value = chats.value.map((one) => (one.id === id ? next : one)).sort((a, b) => b.updated - a.updated);
-  await kept(store.changeChat(next));
+  await store.changeChat(next, change);
   tellOthers();
 }
 
@@ -185,38 +199,44 @@ export function changeSettings(next: Settings): void {
 }
 
 export function select(message: Message): void {
-  if (chat.value) void changeChat(chat.value.id, { selected: { ...chat.value.selected, [message.parent]: message.id } });
+  if (chat.value) void changeChat(chat.value.id, { selected: { [message.parent]: message.id } });
 }
 
 /** The chat that is shown; a new one where none is. */
-export async function ensureChat(title: string): Promise<Chat> {
+export function ensureChat(title: string): Chat {
   if (chat.value) return chat.value;
+  numChanges += 1;
   const now = Date.now();
   const made: Chat = { id: store.newId(), title, created: now, updated: now, settings: draftSettings.value, selected: {} };
-  chats.value = [made, ...chats.value];
-  messages.value = new Map();
-  await kept(store.putChat(made));
-  view.value = { name: "chat", id: made.id };
+  batch(() => {
+    chats.value = [made, ...chats.value];
+    messages.value = new Map();
+    view.value = { name: "chat", id: made.id };
+  });
+  void store.putChat(made);
   open(view.value);
   return made;
 }
 
 /** Puts a message where its chat is: on the screen if that shows it, and into the store. */
 export async function putMessage(message: Message): Promise<void> {
+  numChanges += 1;
   if (chat.value?.id === message.chat) messages.value = new Map(messages.value).set(message.id, message);
-  await kept(store.putMessage(message));
+  await store.putMessage(message);
 }
 
 /** A chat leaves the list when it has left the store: what is not seen any more does not come back with the next load. */
 export async function removeChat(id: string): Promise<void> {
-  await kept(store.deleteChat(id));
+  await store.deleteChat(id);
+  numChanges += 1;
   chats.value = chats.value.filter((one) => one.id !== id);
   if (view.value.name === "chat" && view.value.id === id) open({ name: "new" });
   tellOthers();
 }
 
 export async function removeAll(): Promise<void> {
-  await kept(store.deleteEverything());
+  await store.deleteEverything();
+  numChanges += 1;
   chats.value = [];
   open({ name: "new" });
   tellOthers();

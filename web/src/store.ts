@@ -1,4 +1,5 @@
-// Chats and messages in IndexedDB. Knows nothing of the page.
+// Chats and messages in IndexedDB; what it refuses is held here until the page closes. Knows nothing of the page.
+// Transactions run in the order in which these functions are called: nobody has to wait for a write before the next one.
 import { openDB, type DBSchema, type IDBPDatabase } from "idb";
 import type { Chat, Message } from "./types";
 
@@ -8,16 +9,51 @@ interface Schema extends DBSchema {
 }
 
 let database: Promise<IDBPDatabase<Schema>> | undefined;
+/** The same once it is open, for the last moment of a page. */
+let opened: IDBPDatabase<Schema> | undefined;
 
-function db(): Promise<IDBPDatabase<Schema>> {
-  database ??= openDB<Schema>("ktransformers", 1, {
+function closed(): void {
+  database = opened = undefined;
+}
+
+async function openNow(): Promise<IDBPDatabase<Schema>> {
+  opened = await openDB<Schema>("ktransformers", 1, {
     upgrade(made) {
       made.createObjectStore("chats", { keyPath: "id" });
       made.createObjectStore("messages", { keyPath: "id" }).createIndex("chat", "chat");
     },
-    blocking: (_from, _to, event) => (event.target as IDBDatabase).close(),
+    blocking(_from, _to, event) {
+      (event.target as IDBDatabase).close();
+      closed();
+    },
+    terminated: closed,
   });
+  return opened;
+}
+
+function db(): Promise<IDBPDatabase<Schema>> {
+  database ??= openNow();
+  database.catch(closed);
   return database;
+}
+
+const heldChats = new Map<string, Chat>();
+const heldMessages = new Map<string, Message>();
+let tell: (error: unknown) => void = () => undefined;
+
+/** Who hears that the browser refuses. */
+export function onRefusal(listener: (error: unknown) => void): void {
+  tell = listener;
+}
+
+/** Runs what reads or writes; where the browser refuses, says so and goes on with `otherwise`. */
+async function attempt<T>(work: () => Promise<T>, otherwise: (error: unknown) => T): Promise<T> {
+  try {
+    return await work();
+  } catch (error) {
+    tell(error);
+    return otherwise(error);
+  }
 }
 
 /** Unique, and in the order of making within a millisecond's precision. crypto.randomUUID needs TLS or loopback. */
@@ -26,62 +62,124 @@ export function newId(): string {
   return Date.now().toString(36) + [...random].map((word) => word.toString(36).padStart(7, "0")).join("");
 }
 
+/** Of `selected` only what is new: other tabs may have changed the rest. */
+export type ChatChange = Partial<Omit<Chat, "id">>;
+
+export function changed(chat: Chat, change: ChatChange): Chat {
+  return { ...chat, ...change, selected: { ...chat.selected, ...change.selected } };
+}
+
+function merged<T extends { id: string }>(found: T[], held: Iterable<T>): T[] {
+  return [...new Map([...found, ...held].map((one) => [one.id, one])).values()];
+}
+
 export async function allChats(): Promise<Chat[]> {
-  return (await (await db()).getAll("chats")).sort((a, b) => b.updated - a.updated);
+  const found = await attempt(async () => (await db()).getAll("chats"), () => []);
+  return merged(found, heldChats.values()).sort((a, b) => b.updated - a.updated);
 }
 
 export async function messagesOf(chat: string): Promise<Message[]> {
-  return (await db()).getAllFromIndex("messages", "chat", chat);
+  const found = await attempt(async () => (await db()).getAllFromIndex("messages", "chat", chat), () => []);
+  return merged(found, [...heldMessages.values()].filter((one) => one.chat === chat));
 }
 
 export async function putChat(chat: Chat): Promise<void> {
-  await (await db()).put("chats", chat);
+  await attempt(async () => void (await (await db()).put("chats", chat)), () => void heldChats.set(chat.id, chat));
 }
 
-/** Puts what became of a chat that is still there: it may have been deleted in between, in another tab too. */
-export async function changeChat(chat: Chat): Promise<void> {
-  const transaction = (await db()).transaction("chats", "readwrite");
-  if (await transaction.store.getKey(chat.id)) await transaction.store.put(chat);
-  await transaction.done;
+/** Changes a chat that is still there: it may have been deleted in between, in another tab too. now: as this tab has it. */
+export async function changeChat(now: Chat, change: ChatChange): Promise<void> {
+  const write = async () => {
+    const transaction = (await db()).transaction("chats", "readwrite");
+    const put = async () => {
+      const kept = await transaction.store.get(now.id);
+      if (kept) await transaction.store.put(changed(kept, change));
+      else if (heldChats.has(now.id)) heldChats.set(now.id, now);
+    };
+    await Promise.all([put(), transaction.done]);
+  };
+  await attempt(write, () => void heldChats.set(now.id, now));
 }
 
 /** Puts it where its chat still is: an answer may end after its chat was deleted. */
 export async function putMessage(message: Message): Promise<void> {
-  const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
-  if (await transaction.objectStore("chats").getKey(message.chat)) await transaction.objectStore("messages").put(message);
-  await transaction.done;
+  const write = async () => {
+    const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
+    const put = async () => {
+      if (await transaction.objectStore("chats").getKey(message.chat)) {
+        await transaction.objectStore("messages").put(message);
+        heldMessages.delete(message.id);
+      } else if (heldChats.has(message.chat)) heldMessages.set(message.id, message);
+    };
+    await Promise.all([put(), transaction.done]);
+  };
+  await attempt(write, () => void heldMessages.set(message.id, message));
+}
+
+/** For the last moment of a page, after which nothing is heard of: begins and commits without waiting. */
+export function putNow(messages: Message[]): void {
+  if (!opened || !messages.length) return;
+  const transaction = opened.transaction("messages", "readwrite");
+  transaction.done.catch(tell);
+  for (const message of messages) transaction.store.put(message).catch(tell);
+  transaction.commit();
 }
 
 export async function putAll(chats: Chat[], messages: Message[]): Promise<void> {
-  const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
-  for (const chat of chats) void transaction.objectStore("chats").put(chat);
-  for (const message of messages) void transaction.objectStore("messages").put(message);
-  await transaction.done;
+  const write = async () => {
+    const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
+    const puts = [
+      ...chats.map((chat) => transaction.objectStore("chats").put(chat)),
+      ...messages.map((message) => transaction.objectStore("messages").put(message)),
+    ];
+    await Promise.all([...puts, transaction.done]);
+  };
+  await attempt(write, () => {
+    for (const chat of chats) heldChats.set(chat.id, chat);
+    for (const message of messages) heldMessages.set(message.id, message);
+  });
 }
 
 export async function deleteChat(id: string): Promise<void> {
-  const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
-  await transaction.objectStore("chats").delete(id);
-  const messages = transaction.objectStore("messages");
-  for (const key of await messages.index("chat").getAllKeys(id)) void messages.delete(key);
-  await transaction.done;
+  heldChats.delete(id);
+  for (const message of heldMessages.values()) if (message.chat === id) heldMessages.delete(message.id);
+  const write = async () => {
+    const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
+    const remove = async () => {
+      await transaction.objectStore("chats").delete(id);
+      const messages = transaction.objectStore("messages");
+      const keys = await messages.index("chat").getAllKeys(id);
+      await Promise.all(keys.map((key) => messages.delete(key)));
+    };
+    await Promise.all([remove(), transaction.done]);
+  };
+  await attempt(write, () => undefined);
 }
 
 export async function deleteEverything(): Promise<void> {
-  const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
-  await Promise.all([transaction.objectStore("chats").clear(), transaction.objectStore("messages").clear()]);
-  await transaction.done;
+  heldChats.clear();
+  heldMessages.clear();
+  const write = async () => {
+    const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
+    const clears = [transaction.objectStore("chats").clear(), transaction.objectStore("messages").clear()];
+    await Promise.all([...clears, transaction.done]);
+  };
+  await attempt(write, () => undefined);
 }
 
 /** For each chat that has one, an excerpt around the first place where the text stands. */
 export async function search(text: string): Promise<Map<string, string>> {
   const wanted = text.toLowerCase();
   const found = new Map<string, string>();
-  const store = (await db()).transaction("messages").store;
-  for (let cursor = await store.openCursor(); cursor; cursor = await cursor.continue()) {
-    const { chat, content } = cursor.value;
+  const look = ({ chat, content }: Message) => {
     const at = found.has(chat) ? -1 : content.toLowerCase().indexOf(wanted);
     if (at >= 0) found.set(chat, content.slice(Math.max(at - 24, 0), at + wanted.length + 60).replace(/\s+/g, " "));
-  }
+  };
+  heldMessages.forEach(look);
+  const read = async () => {
+    const store = (await db()).transaction("messages").store;
+    for (let cursor = await store.openCursor(); cursor; cursor = await cursor.continue()) look(cursor.value);
+  };
+  await attempt(read, () => undefined);
   return found;
 }

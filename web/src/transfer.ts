@@ -1,6 +1,7 @@
 // Chats as a JSON file, and back. A file may come from anybody: only what is understood is taken over.
 import * as store from "./store";
-import { chats, tellOthers } from "./state";
+import { tellOthers } from "./others";
+import { reloadChats } from "./state";
 import { t } from "./i18n";
 import type { Chat, Message, Settings, TextFile, ToolCall } from "./types";
 
@@ -71,7 +72,7 @@ function messageOf(from: Fields, chat: string, ids: Map<string, string>): Messag
     const { prompt, cached, completion, firstToken, decode } = from.usage;
     made.usage = {
       prompt: number(prompt), cached: number(cached), completion: number(completion), firstToken: number(firstToken),
-      decode: number(decode),
+      decode: number(decode), ...(from.usage.isRest === true && { isRest: true }),
     }; // prettier-ignore
   }
   return made;
@@ -104,7 +105,7 @@ export async function importChats(json: string): Promise<number> {
     newMessages.push(...found.map((message) => messageOf(message, id, ids)));
   }
   await store.putAll(newChats, newMessages);
-  chats.value = await store.allChats();
+  await reloadChats();
   tellOthers();
   return newChats.length;
 }

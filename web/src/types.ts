@@ -48,6 +48,8 @@ export interface Usage {
   completion: number;
   firstToken: number;
   decode: number;
+  /** Of what was added to a beginning whose tokens nobody counted. */
+  isRest?: boolean;
 }
 
 export type MessageState = "streaming" | "done" | "length" | "stopped" | "error";

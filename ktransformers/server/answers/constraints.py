@@ -119,10 +119,12 @@ def beside_tools(tokenizer: Tokenizer, constraint: Constraint) -> Constraint:
     return replace(constraint, exit_ids=tuple(token_id for token_id in ids if token_id is not None))
 
 
-def reasoning_of(tokenizer: Tokenizer, prompt_ids: Sequence[int], max_tokens: int | None = None) -> Reasoning | None:
+def reasoning_of(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], max_tokens: int | None = None, *, is_inside: bool = False
+) -> Reasoning | None:
     """How the reasoning of an answer to this prompt is told; None when there will be none.
 
-    max_tokens: how long it may get.
+    max_tokens: how long it may get. is_inside: the prompt ends in the middle of it.
     """
     if not tokenizer.has_vocabulary:
         return None
@@ -131,7 +133,7 @@ def reasoning_of(tokenizer: Tokenizer, prompt_ids: Sequence[int], max_tokens: in
     tags = tokenizer.reasoning_tags
     if tags is None:
         return None
-    if tokenizer.opens_reasoning(prompt_ids):
+    if is_inside or tokenizer.opens_reasoning(prompt_ids):
         return Reasoning(re.escape(tags[1]), tags[1], is_open=True, drops_breaks=True, max_tokens=max_tokens)
     end = tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False)
     opening = tokenizer.encode(tags[0], add_special_tokens=False)

@@ -27,7 +27,7 @@ from ktransformers.server.service import Service, service_of
 from ktransformers.server.streaming import unless_disconnected
 from ktransformers.server.tally import Tally
 
-__all__ = ["EmbeddingRequest", "Embeddings", "respond_embeddings"]
+__all__ = ["EmbeddingRequest", "Embeddings", "respond_embeddings", "shown_vector"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """vectors: fp32 of length 1, one per input. num_tokens: of all inputs. model: the name for the answer."""
+    """vectors: fp32, one per input. num_tokens: of all inputs. model: the name for the answer."""
 
     model: str
     vectors: Sequence[npt.NDArray[np.float32]]
@@ -76,7 +76,8 @@ async def respond_embeddings(
         async def work() -> Response:
             vectors = await _vectors(service, made, tally)
             name = service.check_model(asked.model)
-            shown = [_normalized(vector, asked.dimensions) for vector in vectors]
+            normalizes = service.model.embeddings.normalizes
+            shown = [shown_vector(vector, asked.dimensions, normalizes) for vector in vectors]
             return render(Embeddings(name, shown, tally.total.prompt_len))
 
         return await unless_disconnected(request, work())
@@ -88,9 +89,12 @@ def _generations(service: Service, asked: EmbeddingRequest) -> list[GenerationRe
     """One for each input, checked."""
     service.check_model(asked.model)
     model = service.model
-    if model.pooling is None:
-        raise UnsupportedError("this model's files ask for a pooling that is neither of the last token nor the mean")
-    params = SamplingParams(temperature=0.0, max_tokens=1, seed=0, pooling=model.pooling)
+    pooling = model.embeddings.pooling
+    if pooling is None:
+        raise UnsupportedError(
+            "this model's files ask for embeddings that are made neither of the first token, nor the last, nor the mean"
+        )
+    params = SamplingParams(temperature=0.0, max_tokens=1, seed=0, pooling=pooling)
     made, max_len = [], None if asked.cuts else model.max_len
     for index, one in enumerate(asked.inputs):
         ids: Sequence[int] = model.tokenizer.encode(one, max_len=max_len) if isinstance(one, str) else one
@@ -120,9 +124,10 @@ async def _vectors(service: Service, made: Sequence[GenerationRequest], tally: T
     return [np.frombuffer(found[index], "<f4") for index in range(len(made))]
 
 
-def _normalized(vector: npt.NDArray[np.float32], dimensions: int | None) -> npt.NDArray[np.float32]:
+def shown_vector(vector: npt.NDArray[np.float32], dimensions: int | None, normalizes: bool) -> npt.NDArray[np.float32]:
+    """The first so many numbers (None: all), scaled to length 1 if normalizes. Raises ConfigError for too many."""
     if dimensions is not None and dimensions > len(vector):
         raise ConfigError(f"dimensions {dimensions} are more than this model's embeddings have: {len(vector)}")
     cut = vector[:dimensions].astype(np.float64)
-    length = float(np.linalg.norm(cut))
+    length = float(np.linalg.norm(cut)) if normalizes else 0.0
     return (cut / length if length else cut).astype(np.float32)

@@ -130,7 +130,9 @@ def _chat(service: Service, asked: ChatRequest) -> _Prepared:
     if asked.is_prompt_only:
         return [prompt_ids], [PromptChoice() for _ in range(asked.n)]
     schemas = {tool.name: tool.parameters for tool in tools} if tools else None
-    choices: list[Choice] = [ChatChoice(tokenizer.answer_parser(prompt_ids, schemas)) for _ in range(asked.n)]
+    inside = asked.conversation.continues_reasoning
+    parsers = (tokenizer.answer_parser(prompt_ids, schemas, continues_reasoning=inside) for _ in range(asked.n))
+    choices: list[Choice] = [ChatChoice(parser) for parser in parsers]
     if asked.tool_choice.max_calls is not None and not asked.tool_choice.is_required:  # whose grammar says it
         choices = [OneCall(choice) for choice in choices]
     return [prompt_ids], choices
@@ -164,7 +166,8 @@ def _rules(service: Service, asked: ChatRequest | TextRequest, prompt_ids: Seque
     budget = conversation.reasoning_budget
     if constraint is None and budget is None:
         return {}
-    return {"constraint": constraint, "reasoning": reasoning_of(tokenizer, prompt_ids, budget)}
+    inside = conversation.continues_reasoning
+    return {"constraint": constraint, "reasoning": reasoning_of(tokenizer, prompt_ids, budget, is_inside=inside)}
 
 
 def _echo(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> str:

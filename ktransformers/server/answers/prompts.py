@@ -8,11 +8,9 @@ from typing import Any
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.server.answers.requests import Conversation, Message, Tool
 from ktransformers.tokenizer import Tokenizer
+from ktransformers.tokenizer.reasoning import OPENED_NEWLINE
 
 __all__ = ["TemplateKwargs", "chat_prompt", "template_kwargs"]
-
-_FORCED_NEWLINE = "\n"
-"""Follows a reasoning tag that the server opens, as the templates of DeepSeek-R1 and Qwen3 write it."""
 
 _RESERVED = frozenset(
     {
@@ -22,6 +20,7 @@ _RESERVED = frozenset(
         "tokenize",
         "documents",
         "continue_final_message",
+        "continue_reasoning",
         "reads_special_tokens",
         "max_len",
     }
@@ -108,18 +107,21 @@ def chat_prompt(
     kwargs = template_kwargs(tokenizer, asked).given
     if asked.tools and not tokenizer.template_knows("tools"):
         raise UnsupportedError("this model's chat template does not know tools")
-    turns = [_turn(message, _role(tokenizer, message.role)) for message in asked.messages]
+    # A last message without text is no turn yet: the template opens it, as it opens every answer.
+    messages = asked.messages if asked.continues_text or not asked.continues else asked.messages[:-1]
+    turns = [_turn(message, _role(tokenizer, message.role)) for message in messages]
     tools = [_shown(tool) for tool in asked.tools]
     prompt_ids = tokenizer.apply_chat_template(
         turns,
         tools,
-        asked.opens_answer,
-        continue_final_message=asked.continues,
+        asked.opens_answer or asked.continues,
+        continue_final_message=asked.continues_text,
+        continue_reasoning=asked.messages[-1].reasoning if asked.continues_reasoning else None,
         reads_special_tokens=reads_special_tokens,
         max_len=max_len,
         **kwargs,
     )
     tags, opens = tokenizer.reasoning_tags, asked.opens_answer and not asked.continues
     if force_think and tags is not None and opens and not tokenizer.opens_reasoning(prompt_ids):
-        prompt_ids += tokenizer.encode(tags[0] + _FORCED_NEWLINE, add_special_tokens=False)
+        prompt_ids += tokenizer.encode(tags[0] + OPENED_NEWLINE, add_special_tokens=False)
     return prompt_ids

@@ -159,6 +159,16 @@ class Conversation:
     opens_answer: bool = True
     continues: bool = False
 
+    @property
+    def continues_text(self) -> bool:
+        """Whether the answer goes on from text (or calls) of the last message."""
+        return self.continues and bool(self.messages[-1].text or self.messages[-1].tool_calls)
+
+    @property
+    def continues_reasoning(self) -> bool:
+        """Whether it goes on inside its reasoning: the last message has no more than that."""
+        return self.continues and not self.continues_text and bool(self.messages[-1].reasoning)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(AnswerRequest):

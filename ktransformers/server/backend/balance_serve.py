@@ -21,7 +21,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.checks import check_tokenizer
-from ktransformers.engine.hidden import pooling_of
+from ktransformers.engine.hidden import embedding_form
 from ktransformers.engine.opened import ModelDescription, describe_model, open_model
 from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
@@ -93,8 +93,8 @@ class BalanceServeBackend(Backend):
         self._supervisor = Supervisor(self._config, self._on_news, files, self._clock)
         facts = await self._supervisor.start(progress)
         engine = self._config.engine
-        pooling = pooling_of(engine.model_path, engine.gguf_path)
-        self._model, self._facts = replace(_model_info(described, facts), pooling=pooling), facts
+        embeddings = embedding_form(described.card.pooling_type, engine.model_path, engine.gguf_path)
+        self._model, self._facts = replace(_model_info(described, facts), embeddings=embeddings), facts
         self._watching = asyncio.create_task(self._watch(self._supervisor))
 
     async def _watch(self, supervisor: Supervisor) -> None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ktransformers.core import Pooling, Progress, SamplingParams, TokenEvent
+from ktransformers.core import EmbeddingForm, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.card import ModelCard
 from ktransformers.engine.constraints import check_rules
 from ktransformers.errors import KTransformersError
@@ -30,7 +30,7 @@ class ModelInfo:
 
     max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
     default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
-    name in the model's config.json, if any. pooling: of embeddings; None: in a way that this program does not know.
+    name in the model's config.json, if any. embeddings: how they are made.
     card: sizes and names for people.
     """
 
@@ -42,7 +42,7 @@ class ModelInfo:
     architecture: str | None
     description: str
     is_models_limit: bool = False
-    pooling: Pooling | None = Pooling.LAST
+    embeddings: EmbeddingForm = field(default_factory=EmbeddingForm)
     card: ModelCard = field(default_factory=ModelCard)
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from ktransformers.core import Progress, TokenEvent
-from ktransformers.engine.hidden import pooling_of
+from ktransformers.engine.hidden import embedding_form
 from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.engine.session import Session, SessionEngine
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
@@ -47,7 +47,7 @@ class Loaded:
             architecture=engine.facts.architecture,
             description=engine.description,
             is_models_limit=engine.runner.is_models_limit,
-            pooling=pooling_of(engine.config.model_path, engine.config.gguf_path),
+            embeddings=embedding_form(engine.card.pooling_type, engine.config.model_path, engine.config.gguf_path),
             card=engine.card,
         )
         return cls(model, Session.of(engine), close)

@@ -96,6 +96,8 @@ def test_where_reasoning_ends(tokenizer: Tokenizer) -> None:
     assert (before.is_open, before.open_id, before.max_tokens) == (False, tokenizer.token_id("<think>"), 9)
     assert re.search(inside.end, inside.closing)
     assert of("<|im_start|>assistant\n<think>\n\n</think>\n\n") is None
+    begun = tokenizer.encode("<|im_start|>assistant\n<think>\nFirst")
+    assert reasoning_of(tokenizer, begun, is_inside=True) == inside
     assert reasoning_of(Tokenizer(None), [1]) is None
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import openai
 import pytest
 
+from ktransformers.server.answers.embed import shown_vector
+
 TEXT = "Count from one to a hundred, then back, please, and then again with more words. "
 
 
@@ -47,3 +49,11 @@ def test_token_ids_are_taken_as_they_are(client: openai.OpenAI) -> None:
 def test_wrong_requests(body: dict[str, Any], says: str, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=says):
         client.embeddings.create(model="demo", **body)
+
+
+def test_a_vector_is_cut_then_scaled_or_left_as_it_is() -> None:
+    vector = np.array([3, 4, 12], dtype=np.float32)
+    assert shown_vector(vector, 2, normalizes=True).tolist() == np.array([0.6, 0.8], dtype=np.float32).tolist()
+    assert shown_vector(vector, 2, normalizes=False).tolist() == [3, 4]
+    assert shown_vector(vector, None, normalizes=False).tolist() == [3, 4, 12]
+    assert shown_vector(np.zeros(2, dtype=np.float32), None, normalizes=True).tolist() == [0, 0]

@@ -24,7 +24,8 @@ class ChatBody(GenerationFields):
     """POST /v1/chat/completions. functions, function_call: what tools and tool_choice were before.
 
     enable_thinking, reasoning_effort, thinking_budget: for models that can reason; what the chat template does not
-    know is named in the response's header. continue_final_message: the answer goes on from the last message.
+    know is named in the response's header. continue_final_message: the answer goes on from the last message,
+    inside its reasoning when that is all it has.
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
