@@ -28,6 +28,7 @@ def run(interpreter_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     """run(program, *arguments): what a program of the environment says. It finds no model hub and an empty home."""
     programs = interpreter_of("benchmarks", ("torch",)).parent
     settings = {"HOME": str(tmp_path_factory.mktemp("home")), "HF_HUB_OFFLINE": "1"}
+    settings["GUIDELLM__MAX_WORKER_PROCESSES"] = "1"  # each imports torch
 
     def run(program: str, *arguments: str) -> str:
         command = [str(programs / "python"), str(programs / program), *arguments]
