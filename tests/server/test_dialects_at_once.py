@@ -112,7 +112,7 @@ DIALECTS = (
     ),
     Dialect(
         "/v1/completions",
-        lambda prompt, most: {"prompt": prompt, "max_tokens": most, "temperature": 0, "ignore_eos": True},
+        lambda prompt, most: {"prompt": f"{prompt} 1, 2, 3,", "max_tokens": most, "temperature": 0},
         lambda data: str(data["choices"][0]["text"]),
         lambda event: "".join(choice["text"] for choice in event["choices"]),
         is_chat=False,
