@@ -171,6 +171,11 @@ def test_nothing_left_is_an_error_of_the_request(tokenizer: Tokenizer) -> None:
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"type": "string", "format": "shoe"}}, "Unknown format: shoe"),
         ({"json": {"$ref": "http://localhost/x"}}, "does not fetch"),
+        ({"json": {"properties": {"foo": {}}, "patternProperties": {"f.o": {"minItems": 2}}}}, "one of its pattern"),
+        (
+            {"json": {"items": {"properties": {"a": {}, "b": {}}, "patternProperties": {"^c": {}, "b$": {}}}}},
+            "one of its pattern",
+        ),
         ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
         ({"json": "{"}, "is no JSON"),
         ({"json": "3"}, "must be an object"),
@@ -337,3 +342,9 @@ def test_a_batch_of_both_kinds_survives_preemption_and_loss(engines: Engines) ->
         assert loop.answers[name].reason is events[-1].finish_reason
     jsonschema.validate(json.loads(text_of(alone[0])), PERSON)
     assert alone[0][-1].finish_reason is FinishReason.STOP
+
+
+def test_patterns_beside_properties_that_they_do_not_match(grammars: Grammars) -> None:
+    grammars.check(Constraint.of({"json": {"properties": {"a": {}}, "patternProperties": {"^x-": {}, "b$": {}}}}))
+    apart = {"properties": {"foo": {"type": "array"}}, "allOf": [{"patternProperties": {"f.o": {"minItems": 2}}}]}
+    grammars.check(Constraint.of({"json": apart}))

@@ -16,10 +16,13 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["environment"]
+__all__ = ["environment", "is_unreachable"]
 
 BUILD_SECONDS = 600.0
-_UNREACHABLE = r"(?i)failed to (fetch|download)|error sending request|dns error|connection (refused|reset)|timed out"
+_UNREACHABLE = (
+    r"(?i)failed to (fetch|download)|error sending request|dns error|connection (refused|reset)|timed out"
+    r"|no matching distribution|name resolution"
+)
 
 
 def environment(pins: Path, cache: Path, behind: tuple[str, ...] = ()) -> Path:
@@ -57,11 +60,16 @@ def environment(pins: Path, cache: Path, behind: tuple[str, ...] = ()) -> Path:
     return interpreter
 
 
+def is_unreachable(done: subprocess.CompletedProcess[str]) -> bool:
+    """Whether uv, or pip, failed for want of a registry."""
+    return done.returncode != 0 and re.search(_UNREACHABLE, done.stderr) is not None
+
+
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
     if done.returncode == 0:
         return
-    if re.search(_UNREACHABLE, done.stderr):
+    if is_unreachable(done):
         pytest.skip(f"the package registry is not reachable: {done.stderr[-300:]}")
     raise AssertionError(f"{' '.join(command)} failed:\n{done.stderr}")
 
