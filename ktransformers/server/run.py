@@ -157,7 +157,9 @@ class _Server(uvicorn.Server):
 def _bind(config: ServerConfig) -> socket.socket:
     """Taken before the model loads: a busy port must not show up minutes later."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends at once (TCP_NODELAY) on sockets that say they are TCP. On others what follows the head of a
+    # response, and every token, waits 40 ms for the client's delayed acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -243,6 +243,43 @@ def check_schema(schema: Any) -> None:
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise ConfigError("the JSON schema must not have x-guidance: how it is followed is not the request's to say")
     _check_levels("JSON schema", _schema_levels(schema))
+    _check_patterns(schema)
+
+
+def _check_patterns(schema: Any) -> None:
+    """Raises ConfigError for a property that a pattern beside it matches too: llguidance would not hold it to that."""
+    from llguidance import LLMatcher
+
+    both = [
+        {
+            "enum": list(one["properties"]),
+            "anyOf": [{"type": "string", "pattern": pattern} for pattern in one["patternProperties"]],
+        }
+        for one in _objects_in(schema)
+        if all(isinstance(one.get(key), dict) and one[key] for key in ("properties", "patternProperties"))
+    ]
+    if not both:
+        return
+    # One schema of all names that a pattern beside them matches, which has no answer where there are none.
+    grammar = LLMatcher.grammar_from_json_schema({"anyOf": both}, overrides=JSON_OPTIONS)
+    error = LLMatcher.validate_grammar(grammar, limits=_limits())
+    if "Unsatisfiable" not in error:
+        raise ConfigError(
+            "the JSON schema has an object with a property that one of its patternProperties matches too, which "
+            "cannot be enforced; put the patternProperties into an allOf beside it"
+        )
+
+
+def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects of a document, however deep."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            yield one
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
 
 
 def _of_choices(text: str) -> str:

@@ -178,6 +178,11 @@ def test_nothing_left_is_an_error_of_the_request(tokenizer: Tokenizer) -> None:
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"type": "string", "format": "shoe"}}, "Unknown format: shoe"),
         ({"json": {"$ref": "http://localhost/x"}}, "does not fetch"),
+        ({"json": {"properties": {"foo": {}}, "patternProperties": {"f.o": {"minItems": 2}}}}, "one of its pattern"),
+        (
+            {"json": {"items": {"properties": {"a": {}, "b": {}}, "patternProperties": {"^c": {}, "b$": {}}}}},
+            "one of its pattern",
+        ),
         ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
         ({"json": "{"}, "is no JSON"),
         ({"json": "3"}, "must be an object"),
@@ -397,3 +402,9 @@ def test_names_of_a_constraint(names: dict[str, Any], wanted: dict[str, Any]) ->
 def test_what_is_no_constraint(names: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SamplingParams(**names)
+
+
+def test_patterns_beside_properties_that_they_do_not_match(grammars: Grammars) -> None:
+    grammars.check(Constraint.of({"json": {"properties": {"a": {}}, "patternProperties": {"^x-": {}, "^b": {}}}}))
+    apart = {"properties": {"foo": {"type": "array"}}, "allOf": [{"patternProperties": {"f.o": {"minItems": 2}}}]}
+    grammars.check(Constraint.of({"json": apart}))

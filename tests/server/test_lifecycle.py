@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ import httpx
 import pytest
 
 from ktransformers.cli import server_main as main
+from ktransformers.server import run
+from ktransformers.server.config import ServerConfig
 from tests.support.server_process import ServerProcess
 
 ENDLESS = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -241,3 +245,26 @@ def test_the_finishing_chunk_carries_what_speed_scripts_read(server: ServerProce
     assert usage["prefill_time"] > 0
     assert usage["decode_time"] > 0
     assert not any("usage" in chunk for chunk in chunks[:finishing] + chunks[finishing + 1 :])
+
+
+def test_what_is_written_is_sent_at_once() -> None:
+    """On a socket that waits for acknowledgements (Nagle), every token comes 40 ms late."""
+
+    class Accepted(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            taken.set_result(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            transport.close()
+
+    async def accept() -> int:
+        listener = run._bind(ServerConfig(port=0))
+        async with await asyncio.get_running_loop().create_server(Accepted, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+            return await taken
+
+    loop = asyncio.new_event_loop()
+    taken: asyncio.Future[int] = loop.create_future()
+    try:
+        assert loop.run_until_complete(asyncio.wait_for(accept(), 60)) == 1
+    finally:
+        loop.close()

@@ -493,3 +493,12 @@ def test_the_official_client_makes_a_tool_call(client: openai.OpenAI) -> None:
     client.responses.delete(follow.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(follow.id)
+
+
+def test_benchmarks_may_ask_for_answers_without_an_end() -> None:
+    service = Service("So.", "So.", "So.")
+    for asked, wanted in (({"ignore_eos": True}, True), ({"ignore_eos": False}, False), ({}, False)):
+        response = service.ask({"input": "Hi", **asked})
+        assert response.status_code == 200
+        assert "x-ktransformers-ignored" not in response.headers
+        assert service.backend.requests[-1].params.ignore_eos is wanted

@@ -68,7 +68,7 @@ TABLE: FieldTable = {
     "min_tokens": refuse("/v1/chat/completions", 0),
     "stop_token_ids": refuse("/v1/chat/completions", []),
     "skip_special_tokens": refuse("/v1/chat/completions", True),
-    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos"), refuse("/v1/chat/completions", False)),
+    "include_stop_str_in_output": refuse("/v1/chat/completions", False),
     "allowed_token_ids": refuse("/v1/chat/completions"),
 }  # fmt: skip
 """POST /v1/responses. max_tool_calls counts calls of tools that run on the server."""

@@ -141,6 +141,7 @@ class Exchange:
             frequency_penalty=body.frequency_penalty,
             seed=body.seed,
             max_tokens=body.max_output_tokens,
+            ignore_eos=body.ignore_eos,
             stop=tuple(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop or ())),
             logprobs=(body.top_logprobs or 0) if self.wants_logprobs else None,
             constraint=constraint_of({"text.format": body.text_format, **body.constraint_fields()}),

@@ -106,6 +106,7 @@ class ResponsesBody(ConstraintFields):
     frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stop: Stop | None = None
+    ignore_eos: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     timeout: Seconds | None = None
