@@ -39,8 +39,14 @@ _MAX_LEVELS = 1000
 process at about twice as many on a thread with 8 MiB of it."""
 
 _MAX_REASON_CHARS = 400
-JSON_OPTIONS: JsonCompileOptions = {"lenient": False, "whitespace_pattern": r"[ \t\r\n]{0,40}"}
-"""Whitespace as people indent; without a limit a model may write nothing else to the end of its tokens."""
+JSON_OPTIONS: JsonCompileOptions = {
+    "lenient": False,
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""On one line, as most models write calls of tools. Any amount of whitespace would let a model write nothing else to the
+end of its tokens, and llguidance repeats a whitespace_pattern."""
 
 
 def pack_ids(token_ids: Iterable[int], vocab_size: int) -> Words:
