@@ -168,7 +168,7 @@ def build_paged_engine(
 ) -> PagedEngine:
     """Load a model for many sequences at once, which share --cache_lens tokens in pages. Errors as `build_engine`.
 
-    expert_stats: where to count how experts are used, for a caller who wants it done more closely.
+    expert_stats: where to count how experts are used, for a caller who wants to ask.
     opened: the model, when it is open already (a synthetic one, say); its config counts.
     """
     stats = expert_stats or ExpertStats()
@@ -177,12 +177,13 @@ def build_paged_engine(
     runner = ModelRunner(built.forward, built.decode)
     model = built.model
     grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
+    stats.take_counts()  # what ran while loading is of no request
     executor = PagedExecutor(
         runner,
         cache,
         pool,
         model.vocab_size,
-        lambda: stats.totals(plan.devices),
+        stats.totals,
         lambda start: mask_of(grammars, start.params),
         take_counts=stats.take_counts,
         eos_token_ids=model.eos_token_ids,

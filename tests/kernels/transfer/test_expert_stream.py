@@ -14,6 +14,7 @@ import torch
 
 from ktransformers.errors import EngineError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
+from ktransformers.kernels.cpu.expert_counts import ExpertCounts
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape, choose_hand_over
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, QuantType
 from tests.support.fake_stream import PATIENCE, FakeDriver
@@ -64,7 +65,10 @@ def expected(kernel, x, ids, weights):
 @DTYPES
 def test_equals_the_kernel_over_layers_and_rounds(kernels, driver, method, dtype):
     experts = make_experts(kernels, driver, method, dtype=dtype)
-    rounds = []
+    counts = ExpertCounts()
+    for kernel in kernels:
+        counts.watch(kernel)
+    before, rounds = counts.totals(), []
     for i in range(60):
         x, ids, weights = inputs(1 + i % 8, seed=i, dtype=dtype)
         ids = ids.long() if i % 2 else ids
@@ -73,11 +77,14 @@ def test_equals_the_kernel_over_layers_and_rounds(kernels, driver, method, dtype
         assert experts.collect(out) is out
         rounds.append((i % 3, x, ids, weights, out))
     driver.synchronize()
+    told = counts.totals()
     for layer, x, ids, weights, out in rounds:
         assert torch.equal(out, expected(kernels[layer], x, ids, weights))
     assert experts.num_forwards == 60
-    assert experts.num_pairs == sum(int((ids != EXPERTS).sum()) for _, _, ids, _, _ in rounds)
-    assert experts.num_touched == sum(len(set(ids.flatten().tolist()) - {EXPERTS}) for _, _, ids, _, _ in rounds)
+    pairs, calls, touched = (now - then for now, then in zip(told, before, strict=True))
+    assert calls == 60
+    assert pairs == sum(int((ids != EXPERTS).sum()) for _, _, ids, _, _ in rounds)
+    assert touched == sum(len(set(ids.flatten().tolist()) - {EXPERTS}) for _, _, ids, _, _ in rounds)
     assert experts.busy_seconds > 0
     experts.check()
     experts.close()
