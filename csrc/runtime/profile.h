@@ -1,5 +1,13 @@
-// What kernels did and when: records in a ring that any thread writes without waiting and one reader takes. Layouts of
-// records stand in docs/profiling.md; all are little endian and a multiple of 8 bytes.
+// What kernels did and when: records in a ring that any thread writes without waiting and one reader takes. All are
+// little endian and a multiple of 8 bytes, behind a header (u32 bytes of the record, u16 kind, i16 layer or -1):
+//
+//   1 step begins  u64 time_ns, i64 step, i32 rows, i32 rows to keep
+//   2 step ends    u64 time_ns, i64 step
+//   3 operation    OpRecord, below. Those of a device do not overlap
+//   4 experts      i32 rows, i32 top_k, i32 experts, i32 num_ids; then u32 rows of each expert [experts],
+//                  i32 row [num_ids] and i16 ids [num_ids, top_k] (-1: skipped) of the rows that are told, up to 8 bytes
+//
+// Times are of the steady clock. Records of other threads may lie outside of their step: they are joined by time.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -42,6 +50,8 @@ struct RecordHeader {
   int16_t layer;  // -1: none
 };
 
+// bytes: read, of weights, keys and values. busy_ns: within tasks, all threads together. wait_ns: from handing jobs over
+// to the first other thread's start; and from being due to beginning.
 struct OpRecord {
   RecordHeader header;
   uint8_t part, op;
@@ -50,7 +60,7 @@ struct OpRecord {
   uint64_t begin_ns, duration_ns, bytes, busy_ns, wait_ns;
   uint32_t num_jobs, num_threads;
 };
-static_assert(sizeof(OpRecord) == 64, "docs/profiling.md says so");
+static_assert(sizeof(OpRecord) == 64, "readers count on it");
 
 int64_t steady_ns();  // of the steady clock, CLOCK_MONOTONIC
 
