@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
 from ktransformers.operators.layers.cpu import FusedLayer
@@ -16,6 +17,7 @@ from ktransformers.profiling.runtime import ModuleScope
 __all__ = ["module_scopes"]
 
 _SHARED = frozenset({"shared_experts", "shared_mlp", "shared_expert", "shared_expert_gate"})
+_ROUTER = frozenset({"gate", "router"})
 _MLP = frozenset({"mlp", "feed_forward"})
 
 
@@ -44,9 +46,9 @@ def _of_layer(layer: nn.Module, index: int) -> Iterator[ModuleScope]:
 
 
 def _part_of(name: str, module: nn.Module) -> str | None:
-    if isinstance(module, KRouter):
+    if isinstance(module, KRouter) or name in _ROUTER:
         return "router"
-    if name in _SHARED:
+    if name in _SHARED or isinstance(module, KMoEBlock):  # whose own part is to weigh the shared expert
         return "shared_experts"
     has_experts = any(isinstance(inner, KTransformersExperts) for inner in module.modules())
     return "mlp" if name in _MLP and not has_experts else None
