@@ -143,12 +143,17 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     return Planner(opened, None, OneSequence()).settle(hardware)[0].plan
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None, hardware: Hardware | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    hardware: Hardware | None = None,
+    opened: OpenedModel | None = None,
+) -> Engine:
     """Load a model. Raises ConfigError, RuleError, WeightError or CapacityError, each before it is too late.
 
-    hardware: what to run on; this machine when None.
+    hardware: what to run on; this machine when None. opened: the model, when it is open already; its config counts.
     """
-    opened = open_model(config)
+    opened = opened or open_model(config)
     built = _build(opened, OneSequence(), hardware, progress)
     cache, model = built.cache, built.model
     is_models_limit = cache.max_len == model.context_len

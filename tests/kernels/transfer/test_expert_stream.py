@@ -15,12 +15,15 @@ import torch
 from ktransformers.errors import EngineError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.cpu.expert_counts import ExpertCounts
+from ktransformers.kernels.cpu.profile import PoolProfile
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape, choose_hand_over
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, QuantType
 from tests.support.fake_stream import PATIENCE, FakeDriver
+from tests.support.native_records import Experts, Op, records_in
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 4, 64, 32, 2
 ROOT = Path(__file__).parents[3]
+SHAPES = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
 METHODS = pytest.mark.parametrize("method", HandOver)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
@@ -88,6 +91,37 @@ def test_equals_the_kernel_over_layers_and_rounds(kernels, driver, method, dtype
     assert experts.busy_seconds > 0
     experts.check()
     experts.close()
+
+
+@METHODS
+@DTYPES
+def test_what_the_coordinator_does_is_recorded(make_weight, pool, driver, method, dtype):
+    """Under the layer's number in the model; the first operation of a forward says how long it was due."""
+    own = WorkerPool(2)
+    parts = [[make_weight(QuantType.Q8_0, *shape, seed=e) for e in range(EXPERTS)] for shape in SHAPES]
+    kernels = [MoeKernel(ExpertWeights(*parts), ActivationSpec(), own, layer) for layer in (4, 7)]
+    experts = make_experts(kernels, driver, method, dtype=dtype)
+    x, ids, weights = inputs(3, dtype=dtype)
+    plain, recorded = torch.empty_like(x), torch.empty_like(x)
+    experts.submit(1, x, ids, weights)
+    experts.collect(plain)
+    driver.synchronize()
+    profile = PoolProfile(own)
+    experts.submit(1, x, ids, weights)
+    experts.collect(recorded)
+    driver.synchronize()
+    experts.close()
+    assert torch.equal(plain, recorded)
+    found = records_in(profile.drain())
+    (call,) = (record for record in found if isinstance(record, Experts))
+    assert (call.layer, call.rows) == (7, 3)
+    assert call.ids == {i: [-1 if e == EXPERTS else e for e in row] for i, row in enumerate(ids.tolist())}
+    ops = [record for record in found if isinstance(record, Op)]
+    assert {(op.layer, op.part, op.rows) for op in ops} == {(7, "experts", 3)}
+    ends = [op.op for op in ops if op.op == 0]  # rows to fp32, and back
+    assert len(ends) == (2 if dtype is torch.bfloat16 else 0)
+    assert ops[0].wait_ns > 0
+    own.close()
 
 
 @METHODS
