@@ -133,7 +133,7 @@ _EXPERT_COUNT = Struct("<HHI")
 
 def counts_in(data: bytes) -> Iterator[tuple[int, int, int]]:
     """(layer, expert, rows) of each entry that ExpertCounts.take made."""
-    return _EXPERT_COUNT.iter_unpack(data)  # type: ignore[return-value]
+    return _EXPERT_COUNT.iter_unpack(data)
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
