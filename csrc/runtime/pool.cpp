@@ -312,8 +312,9 @@ bool WorkerPool::steal(int thread, int64_t& task) {
 void WorkerPool::work(int thread) {
   const Job job = job_;
   Slot& slot = slots_[static_cast<size_t>(thread)];
-  const int64_t began = job.is_timed ? steady_ns() : 0;
-  if (int64_t none = 0; job.is_timed && thread != 0) first_start_.compare_exchange_strong(none, began);
+  const int64_t began = job.posted_ns == 0 || thread == 0 ? job.posted_ns : steady_ns();
+  if (slot.began_ns.load(std::memory_order_relaxed) < job.posted_ns)  // it may come to a job twice
+    slot.began_ns.store(began, std::memory_order_relaxed);
   int64_t task = 0;
   while ((take(slot, task) || steal(thread, task)) && !is_cancelled_.load(std::memory_order_relaxed)) {
     try {
@@ -324,7 +325,9 @@ void WorkerPool::work(int thread) {
       is_cancelled_.store(true, std::memory_order_relaxed);
     }
   }
-  if (job.is_timed) slot.busy_ns.fetch_add(steady_ns() - began, std::memory_order_relaxed);
+  if (job.posted_ns == 0) return;
+  const int64_t busy = slot.busy_ns.load(std::memory_order_relaxed) + steady_ns() - began;
+  slot.busy_ns.store(busy, std::memory_order_relaxed);
 }
 
 bool WorkerPool::any_busy() const {
@@ -336,14 +339,22 @@ bool WorkerPool::any_busy() const {
 void WorkerPool::run_alone(int64_t count, TaskFn fn, const void* context) {
   const int64_t began = profile() != nullptr ? steady_ns() : 0;
   for (int64_t i = 0; i < count; ++i) fn(context, i, 0);
-  if (began != 0) job_times_.busy_ns += steady_ns() - began;
+  if (began == 0) return;
+  const int64_t took = steady_ns() - began;
+  alone_ns_ += took;
+  job_times_.busy_ns += took;
 }
 
 // After a timed job, when no thread is busy any more.
-void WorkerPool::add_times(int64_t posted_ns) {
-  for (Slot& slot : slots_) job_times_.busy_ns += slot.busy_ns.exchange(0, std::memory_order_relaxed);
-  const int64_t first = first_start_.load(std::memory_order_relaxed);
-  if (first != 0) job_times_.wait_ns += first - posted_ns;
+void WorkerPool::add_times() {
+  int64_t busy = alone_ns_, first = INT64_MAX;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    busy += slots_[i].busy_ns.load(std::memory_order_relaxed);
+    const int64_t began = slots_[i].began_ns.load(std::memory_order_relaxed);
+    if (i > 0 && began >= job_.posted_ns) first = std::min(first, began);
+  }
+  job_times_.busy_ns = busy;
+  if (first != INT64_MAX) job_times_.wait_ns += first - job_.posted_ns;
   ++job_times_.num_jobs;
 }
 
@@ -352,9 +363,7 @@ void WorkerPool::run(const int64_t* ends, int num_nodes, TaskFn fn, const void* 
   if (count <= 0) return;
   if (count == 1 || num_threads_ == 1) return run_alone(count, fn, context);
   if (count >= kMaxTasks) throw std::length_error("a job of " + std::to_string(count) + " tasks is too long");
-  job_ = {fn, context, profile() != nullptr};
-  const int64_t posted_ns = job_.is_timed ? steady_ns() : 0;
-  first_start_.store(0, std::memory_order_relaxed);
+  job_ = {fn, context, profile() != nullptr ? steady_ns() : 0};
   share_out(ends, num_nodes, places_, [&](size_t thread, int64_t first, int64_t end) {
     slots_[thread].range.store(make_range(first, end), std::memory_order_relaxed);
   });
@@ -365,7 +374,7 @@ void WorkerPool::run(const int64_t* ends, int num_nodes, TaskFn fn, const void* 
   work(0);
   open_.store(0);
   while (!spin_until([this] { return !any_busy(); })) std::this_thread::yield();
-  if (job_.is_timed) add_times(posted_ns);
+  if (job_.posted_ns != 0) add_times();
   std::exception_ptr error;
   {
     const std::lock_guard<std::mutex> lock(error_mutex_);

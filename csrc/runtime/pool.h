@@ -159,7 +159,7 @@ class WorkerPool {
   struct Job {
     TaskFn fn = nullptr;
     const void* context = nullptr;
-    bool is_timed = false;
+    int64_t posted_ns = 0;  // when it was handed over, if that is recorded
   };
 
   // Every thread begins with an equal run of neighbouring tasks, which read neighbouring memory, and takes them from
@@ -167,13 +167,14 @@ class WorkerPool {
   struct alignas(64) Slot {
     std::atomic<uint64_t> range{0};  // next task and the task after the last, 32 bits each
     std::atomic<bool> is_busy{false};
-    std::atomic<int64_t> busy_ns{0};  // in the open job, if that is timed
+    // Of timed jobs: time within tasks, of all of them, and the start of the last. The caller reads this line anyway.
+    std::atomic<int64_t> busy_ns{0}, began_ns{0};
   };
 
   void run(const int64_t* ends, int num_nodes, TaskFn fn, const void* context);
   void run_alone(int64_t count, TaskFn fn, const void* context);
   void work(int thread);
-  void add_times(int64_t posted_ns);
+  void add_times();
   bool take(Slot& slot, int64_t& task);
   bool steal(int thread, int64_t& task);
   bool any_busy() const;
@@ -208,8 +209,8 @@ class WorkerPool {
   std::atomic<int> sleepers_{0};
   std::atomic<int64_t> awake_until_{0};  // nanoseconds of the steady clock
 
-  std::atomic<int64_t> first_start_{0};  // of a thread other than the caller's in the open job, if that is timed
-  JobTimes job_times_;                   // guarded by call_mutex_
+  JobTimes job_times_;    // guarded by call_mutex_
+  int64_t alone_ns_ = 0;  // of busy_ns: of jobs that the caller did alone
   std::unique_ptr<Profile> profile_memory_;
   std::atomic<Profile*> profile_{nullptr};
 

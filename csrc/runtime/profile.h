@@ -5,7 +5,8 @@
 //   2 step ends    u64 time_ns, i64 step
 //   3 operation    OpRecord, below. Those of a device do not overlap
 //   4 experts      i32 rows, i32 top_k, i32 experts, i32 num_ids; then u32 rows of each expert [experts],
-//                  i32 row [num_ids] and i16 ids [num_ids, top_k] (-1: skipped) of the rows that are told, up to 8 bytes
+//                  i32 row [num_ids] and i16 ids [num_ids, top_k] (-1: skipped) of the rows that are told, up to 8
+//                  bytes
 //
 // Times are of the steady clock. Records of other threads may lie outside of their step: they are joined by time.
 #pragma once
@@ -50,8 +51,8 @@ struct RecordHeader {
   int16_t layer;  // -1: none
 };
 
-// bytes: read, of weights, keys and values. busy_ns: within tasks, all threads together. wait_ns: from handing jobs over
-// to the first other thread's start; and from being due to beginning.
+// bytes: read, of weights, keys and values. busy_ns: within tasks, all threads together. wait_ns: from handing jobs
+// over to the first other thread's start; and from being due to beginning.
 struct OpRecord {
   RecordHeader header;
   uint8_t part, op;

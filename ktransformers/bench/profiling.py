@@ -90,8 +90,9 @@ def _measure(engine: Engine, work: ProfilingWork) -> Row:
     num_bytes, is_equal, want = 0, True, runner.forward(ids[-1:], work.prompt_len, [0]).clone()
     for turn in range(-_WARM, work.steps):
         for is_on in (turn % 2 == 0, turn % 2 != 0):
-            if is_on:
-                runtime.start()
+            runtime.start()  # both ways, so that the pool's threads have waited as long before either
+            if not is_on:
+                runtime.stop()
             began = time.perf_counter()
             runtime.begin_step(turn, 1, [0])
             got = runner.forward(ids[-1:], work.prompt_len, [0])
