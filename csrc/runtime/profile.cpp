@@ -9,6 +9,7 @@
 namespace kt {
 namespace {
 
+constexpr uint64_t kLine = 64;  // of a cache
 constexpr uint16_t kPadding = 0, kStepBegin = 1, kStepEnd = 2, kOp = 3, kExperts = 4;
 
 struct StepBeginRecord {
@@ -81,6 +82,9 @@ char* Profile::reserve(uint64_t nbytes) {
     if (!head_.compare_exchange_weak(head, head + padding + nbytes, std::memory_order_relaxed)) continue;
     char* const memory = reinterpret_cast<char*>(memory_.get());
     if (padding > 0) commit(memory + at, padding, kPadding, -1);
+    // Nobody has looked at what lies behind for a whole round; the next record's exchange would wait for it.
+    for (uint64_t ahead = 0; ahead < 3 * kLine; ahead += kLine)
+      __builtin_prefetch(memory + (head + padding + nbytes + ahead) % capacity_, 1);
     return memory + (head + padding) % capacity_;
   }
 }
