@@ -74,6 +74,14 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("num_bound", &kt::WorkerPool::num_bound)
       .def_prop_ro("num_jobs", &kt::WorkerPool::num_jobs)
       .def("close", &kt::WorkerPool::close, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "start_profile",
+          [](kt::WorkerPool& self, int64_t ring_bytes) {
+            self.start_profile(ring_bytes);
+            return self.last_profile();
+          },
+          nb::arg("ring_bytes"), nb::rv_policy::reference_internal)
+      .def("stop_profile", &kt::WorkerPool::stop_profile)
       // For tests: runs `count` tasks, of which number `failing` throws.
       .def(
           "_run_failing",
@@ -186,10 +194,11 @@ void bind_moe(nb::module_& m) {
       .def(
           "__init__",
           [](kt::Moe* self, const ProjectionTuple& gate, const ProjectionTuple& up, const ProjectionTuple& down,
-             int kind, float alpha, float limit) {
-            new (self) kt::Moe(projection(gate), projection(up), projection(down), act_spec(kind, alpha, limit));
+             int kind, float alpha, float limit, int layer) {
+            new (self) kt::Moe(projection(gate), projection(up), projection(down), act_spec(kind, alpha, limit), layer);
           },
-          nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"))
+          nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"),
+          nb::arg("layer"))
       .def(
           "forward",
           [](const kt::Moe& self, kt::WorkerPool& pool, Address x, int64_t tokens, Address ids, Address weights,
@@ -199,6 +208,28 @@ void bind_moe(nb::module_& m) {
           },
           nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("ids"), nb::arg("weights"), nb::arg("top_k"),
           nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<kt::ExpertCounts>(m, "ExpertCounts")
+      .def(nb::init<>())
+      .def(
+          "watch", [](kt::ExpertCounts& self, int64_t layer, const kt::Moe& moe) { self.watch(layer, moe.counts()); },
+          nb::arg("layer"), nb::arg("moe"))
+      .def(
+          "add",
+          [](kt::ExpertCounts& self, int64_t layer, const std::vector<int64_t>& rows, int64_t calls) {
+            self.add(layer, rows.data(), static_cast<int64_t>(rows.size()), calls);
+          },
+          nb::arg("layer"), nb::arg("rows"), nb::arg("calls"))
+      // rows, calls, and distinct experts of each call, added up
+      .def("totals",
+           [](kt::ExpertCounts& self) {
+             const kt::ExpertTotals sum = self.totals();
+             return std::make_tuple(sum.num_rows, sum.num_calls, sum.num_touched);
+           })
+      // Each 8 bytes: layer and expert (u16), rows (u32).
+      .def("take", [](kt::ExpertCounts& self) {
+        const std::vector<kt::ExpertCount> news = self.take();
+        return nb::bytes(news.data(), news.size() * sizeof(kt::ExpertCount));
+      });
 }
 
 // addresses: hidden, ids, weights, out, num_tokens, word or 0; sizes: tokens at most, experts per token, hidden size;
@@ -247,8 +278,6 @@ void bind_stream(nb::module_& m) {
       .def_prop_ro("has_error", &kt::ExpertStream::has_error)
       .def_prop_ro("failed_layer", &kt::ExpertStream::failed_layer)
       .def_prop_ro("num_forwards", &kt::ExpertStream::num_forwards)
-      .def_prop_ro("num_pairs", &kt::ExpertStream::num_pairs)
-      .def_prop_ro("num_touched", &kt::ExpertStream::num_touched)
       .def_prop_ro("busy_seconds", &kt::ExpertStream::busy_seconds);
 }
 
@@ -347,5 +376,6 @@ NB_MODULE(_native, m) {
   bind_stream(m);
   bind_attention(m);
   bind_layer(m);
+  bind_profile(m);
   bind_sampling(m);
 }

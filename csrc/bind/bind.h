@@ -3,4 +3,5 @@
 #include <nanobind/nanobind.h>
 
 void bind_layer(nanobind::module_& m);     // layer.cpp
+void bind_profile(nanobind::module_& m);   // profile.cpp
 void bind_sampling(nanobind::module_& m);  // sampling.cpp

@@ -52,7 +52,7 @@ void bind_layer(nb::module_& m) {
       .def(
           "__init__",
           [](kt::AttentionBlock* self, const std::vector<NormTuple>& norms, const std::vector<WeightTuple>& weights,
-             const std::vector<Address>& biases, const std::vector<int64_t>& sizes, float scale) {
+             const std::vector<Address>& biases, const std::vector<int64_t>& sizes, float scale, int layer) {
             if (norms.size() != 3 || weights.size() != 4 || biases.size() != 4 || sizes.size() != 5)
               throw std::invalid_argument("AttentionBlock wants 3 norms, 4 weights, 4 biases and 5 sizes");
             new (self) kt::AttentionBlock{norm_of(norms[0]),
@@ -71,9 +71,10 @@ void bind_layer(nb::module_& m) {
                                           sizes[2],
                                           sizes[3],
                                           scale,
-                                          sizes[4]};
+                                          sizes[4],
+                                          layer};
           },
-          nb::arg("norms"), nb::arg("weights"), nb::arg("biases"), nb::arg("sizes"), nb::arg("scale"))
+          nb::arg("norms"), nb::arg("weights"), nb::arg("biases"), nb::arg("sizes"), nb::arg("scale"), nb::arg("layer"))
       // sizes: rows, rows and columns and stride of the block table, page size, slots
       .def(
           "forward",
@@ -106,10 +107,11 @@ void bind_layer(nb::module_& m) {
           "__init__",
           [](kt::MoeBlock* self, const NormTuple& norm, const WeightTuple& router, Address bias,
              const RouterTuple& spec, const kt::Moe& experts, const std::vector<WeightTuple>& shared, int kind,
-             float alpha, float limit) {
+             float alpha, float limit, int layer) {
             if (!shared.empty() && shared.size() != 3 && shared.size() != 4)
               throw std::invalid_argument("shared experts have 3 weights, or 4 with a score");
-            kt::MoeBlock block{norm_of(norm), weight_of(router), at<const float>(bias), router_of(spec), &experts, {}};
+            kt::MoeBlock block{norm_of(norm), weight_of(router), at<const float>(bias), router_of(spec), &experts, {},
+                               layer};
             if (!shared.empty())
               block.shared = {true,
                               weight_of(shared[0]),
@@ -122,7 +124,7 @@ void bind_layer(nb::module_& m) {
             new (self) kt::MoeBlock(block);
           },
           nb::arg("norm"), nb::arg("router"), nb::arg("bias"), nb::arg("spec"), nb::arg("experts"), nb::arg("shared"),
-          nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"), nb::keep_alive<1, 6>())
+          nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"), nb::arg("layer"), nb::keep_alive<1, 6>())
       .def(
           "forward",
           [](const kt::MoeBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, int64_t rows, Address x,
@@ -133,12 +135,13 @@ void bind_layer(nb::module_& m) {
       .def(
           "__init__",
           [](kt::MlpBlock* self, const NormTuple& norm, const WeightTuple& gate, const WeightTuple& up,
-             const WeightTuple& down, int kind, float alpha, float limit) {
-            new (self) kt::MlpBlock{norm_of(norm), weight_of(gate), weight_of(up), weight_of(down),
-                                    kt::act_spec(kind, alpha, limit)};
+             const WeightTuple& down, int kind, float alpha, float limit, int layer) {
+            new (self) kt::MlpBlock{
+                norm_of(norm), weight_of(gate), weight_of(up), weight_of(down), kt::act_spec(kind, alpha, limit),
+                layer};
           },
           nb::arg("norm"), nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("kind"), nb::arg("alpha"),
-          nb::arg("limit"))
+          nb::arg("limit"), nb::arg("layer"))
       .def(
           "forward",
           [](const kt::MlpBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, int64_t rows, Address x) {

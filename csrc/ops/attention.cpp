@@ -159,10 +159,13 @@ void run_by_span(WorkerPool::Session& session, const AttentionArgs& a, Span<Unit
 void attention(WorkerPool& pool, const AttentionArgs& args) {
   check_pages(args);
   WorkerPool::Session session(pool);
+  ProfiledOp op(session, Part::Attention, args.num_rows, true);
   const Span<Unit> units = make_units(session, args);
   int64_t longest = 0, partials = 0;
   for (const Unit& u : units) {
     longest = std::max(longest, u.end - u.begin);
+    op.add_bytes(std::max<int64_t>(0, u.end - u.begin) * (args.dim_k + args.dim_v) *
+                 static_cast<int64_t>(sizeof(float)));
     partials += ((u.end - u.begin) / kPositionSplit + 1) * partial_size(kMaxQueries, args.dim_v);
   }
   const bool enough_units = units.count >= 4 * session.num_threads();

@@ -19,6 +19,7 @@ float* at_least(std::vector<float>& buffer, int64_t count) {
 
 void add_rows(WorkerPool& pool, float* x, const float* y, int64_t rows, int64_t cols) {
   WorkerPool::Session session(pool);
+  const ProfiledOp op(session, Part::Norm, rows, true);
   for_rows(session, rows, kRowsPerTask,
            [&](int64_t r) { session.kernels().add_row(x + r * cols, y + r * cols, cols); });
 }
@@ -32,6 +33,7 @@ void place_heads(WorkerPool& pool, const AttentionBlock& block, const AttentionS
                  const float* v) {
   const int64_t dim = block.head_dim, kv_width = block.num_kv_heads * dim;
   WorkerPool::Session session(pool);
+  const ProfiledOp op(session, Part::Attention, step.rows, true);
   const KernelTable& kernels = session.kernels();
   for_rows(session, step.rows, kRowsPerTask, [&](int64_t row) {
     if (step.slots[row] < 0 || step.slots[row] >= step.num_slots)
@@ -55,6 +57,7 @@ void place_heads(WorkerPool& pool, const AttentionBlock& block, const AttentionS
 
 void attention_block(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* x,
                      LayerBuffers& buffers) {
+  const ScopedProfile scope(pool, block.layer, Part::Other);
   const int64_t rows = step.rows, hidden = block.o.rows, width = block.num_heads * block.head_dim,
                 kv_width = block.num_kv_heads * block.head_dim;
   float* normed = at_least(buffers.a, rows * std::max(hidden, width));
@@ -62,8 +65,11 @@ void attention_block(WorkerPool& pool, const AttentionBlock& block, const Attent
   float *k = q + rows * width, *v = k + rows * kv_width;
   float* out = at_least(buffers.c, rows * hidden);
   norm_rows(pool, block.input, x, rows, hidden, normed);
-  linear_parts(pool, normed, rows,
-               {{block.q, block.q_bias, q}, {block.k, block.k_bias, k}, {block.v, block.v_bias, v}});
+  {
+    const ScopedProfile qkv(pool, -1, Part::Linear, kQkv);
+    linear_parts(pool, normed, rows,
+                 {{block.q, block.q_bias, q}, {block.k, block.k_bias, k}, {block.v, block.v_bias, v}});
+  }
   place_heads(pool, block, step, q, k, v);
   AttentionArgs a{};
   a.q = q;
@@ -88,11 +94,15 @@ void attention_block(WorkerPool& pool, const AttentionBlock& block, const Attent
   a.scale = block.scale;
   a.window = block.window;
   attention(pool, a);
-  linear(pool, normed, rows, block.o, block.o_bias, out);
+  {
+    const ScopedProfile output(pool, -1, Part::Linear, kOutput);
+    linear(pool, normed, rows, block.o, block.o_bias, out);
+  }
   add_rows(pool, x, out, rows, hidden);
 }
 
 void moe_block(WorkerPool& pool, const MoeBlock& block, int64_t rows, float* x, int64_t* ids, LayerBuffers& buffers) {
+  const ScopedProfile scope(pool, block.layer, Part::Other);
   const SharedExperts& shared = block.shared;
   const int64_t hidden = block.router.cols, experts = block.router.rows, width = shared.exists ? shared.up.rows : 0;
   float* normed = at_least(buffers.a, rows * hidden);
@@ -101,22 +111,28 @@ void moe_block(WorkerPool& pool, const MoeBlock& block, int64_t rows, float* x, 
   float* out = at_least(buffers.c, rows * hidden);
   float* weights = at_least(buffers.d, rows * block.spec.top_k);
   norm_rows(pool, block.norm, x, rows, hidden, normed);
-  const LinearPart router = {block.router, nullptr, logits}, shared_gate = {shared.gate, nullptr, gate},
-                   shared_up = {shared.up, nullptr, up}, score = {shared.score, nullptr, scores};
-  if (!shared.exists)
-    linear_parts(pool, normed, rows, {router});
-  else if (!shared.has_score)
-    linear_parts(pool, normed, rows, {router, shared_gate, shared_up});
-  else
-    linear_parts(pool, normed, rows, {router, score, shared_gate, shared_up});
+  constexpr Part kShared = Part::SharedExperts;
+  const LinearPart router = {block.router, nullptr, logits}, shared_gate = {shared.gate, nullptr, gate, kShared},
+                   shared_up = {shared.up, nullptr, up, kShared}, score = {shared.score, nullptr, scores, kShared};
+  {
+    const ScopedProfile choice(pool, -1, Part::Router);
+    if (!shared.exists)
+      linear_parts(pool, normed, rows, {router});
+    else if (!shared.has_score)
+      linear_parts(pool, normed, rows, {router, shared_gate, shared_up});
+    else
+      linear_parts(pool, normed, rows, {router, score, shared_gate, shared_up});
+  }
   route(pool, block.spec, logits, block.bias, rows, experts, ids, weights);
   block.experts->forward(pool, normed, rows, ids, weights, block.spec.top_k, out);
   if (shared.exists) {
-    activate(pool, shared.act, gate, up, rows * width, up);
-    if (shared.has_score) activate(pool, {ActKind::Sigmoid, 0, 0}, nullptr, scores, rows, scores);
+    const ScopedProfile shared_scope(pool, -1, kShared);
+    activate(pool, shared.act, gate, up, rows * width, up, rows);
+    if (shared.has_score) activate(pool, {ActKind::Sigmoid, 0, 0}, nullptr, scores, rows, scores, rows);
     float* second = at_least(buffers.e, rows * hidden);
     linear(pool, up, rows, shared.down, nullptr, second);
     WorkerPool::Session session(pool);
+    const ProfiledOp op(session, kShared, rows);
     for_rows(session, rows, kRowsPerTask, [&](int64_t r) {
       float* row = second + r * hidden;
       if (shared.has_score)
@@ -132,10 +148,14 @@ void mlp_block(WorkerPool& pool, const MlpBlock& block, int64_t rows, float* x, 
   float* normed = at_least(buffers.a, rows * hidden);
   float* up = at_least(buffers.b, 2 * rows * width);
   float *gate = up + rows * width, *out = at_least(buffers.c, rows * hidden);
+  const ScopedProfile scope(pool, block.layer, Part::Other);
   norm_rows(pool, block.norm, x, rows, hidden, normed);
-  linear_parts(pool, normed, rows, {{block.gate, nullptr, gate}, {block.up, nullptr, up}});
-  activate(pool, block.act, gate, up, rows * width, up);
-  linear(pool, up, rows, block.down, nullptr, out);
+  {
+    const ScopedProfile mlp(pool, -1, Part::Mlp);
+    linear_parts(pool, normed, rows, {{block.gate, nullptr, gate}, {block.up, nullptr, up}});
+    activate(pool, block.act, gate, up, rows * width, up, rows);
+    linear(pool, up, rows, block.down, nullptr, out);
+  }
   add_rows(pool, x, out, rows, hidden);
 }
 

@@ -21,6 +21,7 @@ struct AttentionBlock {
   int64_t num_heads, num_kv_heads, head_dim, rotary_dims;
   float scale;
   int64_t window;
+  int layer = -1;  // of the model, for the profile
 };
 
 // Where the step's rows go and what they see; cos, sin [rows, rotary_dims].
@@ -58,6 +59,7 @@ struct MoeBlock {
   RouterSpec spec;
   const Moe* experts;
   SharedExperts shared;
+  int layer = -1;
 };
 // ids [rows, top_k] is filled with the experts chosen.
 void moe_block(WorkerPool& pool, const MoeBlock& block, int64_t rows, float* x, int64_t* ids, LayerBuffers& buffers);
@@ -67,6 +69,7 @@ struct MlpBlock {
   NormSpec norm;
   WeightView gate, up, down;
   ActSpec act;
+  int layer = -1;
 };
 void mlp_block(WorkerPool& pool, const MlpBlock& block, int64_t rows, float* x, LayerBuffers& buffers);
 

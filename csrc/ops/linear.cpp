@@ -33,10 +33,20 @@ struct PartTasks {
   Span<TokenBlocks> blocks;
 };
 
+void add_bytes(ProfiledOp& op, std::initializer_list<LinearPart> parts) {
+  for (const LinearPart& part : parts)
+    if (part.part == Part::Other)
+      op.add_bytes(weight_bytes(part.weight));
+    else
+      op.add_bytes_of(part.part, weight_bytes(part.weight));
+}
+
 }  // namespace
 
 void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initializer_list<LinearPart> parts) {
   WorkerPool::Session session(pool);
+  ProfiledOp op(session, Part::Linear, tokens);
+  if (op.is_on()) add_bytes(op, parts);
   Activations act(session, x, tokens, parts.begin()->weight.cols, parts.begin()->weight.cols);
   Span<PartTasks> jobs = {session.scratch<PartTasks>(static_cast<int64_t>(parts.size())), 0};
   const TokenChunks split(tokens);
@@ -105,6 +115,8 @@ void linear(WorkerPool& pool, const float* x, int64_t tokens, const WeightView& 
 void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight,
                     float* out) {
   WorkerPool::Session session(pool);
+  ProfiledOp op(session, Part::Attention, tokens);
+  op.add_bytes(weight_bytes(weight));
   const int64_t rows = weight.rows / std::max<int64_t>(batch, 1), ldo = batch * rows;
   // Row t * batch + b of the activations is token t of matrix b.
   Activations act(session, x, tokens * batch, weight.cols, weight.cols);

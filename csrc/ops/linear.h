@@ -13,8 +13,9 @@ void linear(WorkerPool& pool, const float* x, int64_t tokens, const WeightView& 
 // Several matrices of the same columns times the same rows, in one go.
 struct LinearPart {
   WeightView weight;
-  const float* bias;  // or nullptr
-  float* out;         // [tokens, rows]
+  const float* bias;        // or nullptr
+  float* out;               // [tokens, rows]
+  Part part = Part::Other;  // what the profile calls it; Other: as the others of the call
 };
 void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initializer_list<LinearPart> parts);
 

@@ -164,6 +164,30 @@ class MoeRun {
         is_grouped_(!sorted.groups.empty() && sorted.token.count >= kGroupedTokens * sorted.groups.count) {}
 
   void run(const float* x, int64_t tokens, const float* weights, int64_t top_k, float* out) {
+    run_until_down(x, tokens);
+    combining_ = {tokens, top_k, weights, out};
+    // With few tokens, whoever finishes the last expert's tile combines its columns.
+    const bool is_merged = tokens <= kMergedTokens && !is_grouped_ && sorted_.chunks > 0;
+    {
+      ProfiledOp op(session_, Part::Experts, tokens, true, kDown);
+      if (op.is_on()) op.add_bytes(touched_bytes(down_));
+      run_down(is_merged);
+    }
+    if (is_merged) return;
+    const ProfiledOp op(session_, Part::Experts, tokens, true, kCombine);
+    session_.run(tokens, [&](int64_t t) { combine(t, 0, down_.rows); });
+  }
+
+ private:
+  // Of the experts that have rows.
+  int64_t touched_bytes(const ExpertProjection& p) const {
+    return p.experts.empty() ? 0 : sorted_.groups.count * weight_bytes(p.view(0));
+  }
+
+  // Sets down_input_.
+  void run_until_down(const float* x, int64_t tokens) {
+    ProfiledOp op(session_, Part::Experts, tokens, true, kGateUp);
+    if (op.is_on()) op.add_bytes(touched_bytes(up_) + touched_bytes(gate_));
     const bool is_many = tokens >= kManyTokens && pairs() >= kManyPairs * sorted_.groups.count;
     const Span<TokenGroup> groups = token_groups(session_, sorted_, true);
     Activations inputs(session_, x, tokens, up_.cols, up_.cols);
@@ -178,14 +202,8 @@ class MoeRun {
       run_up_fused();
     else
       run_up();
-    combining_ = {tokens, top_k, weights, out};
-    // With few tokens, whoever finishes the last expert's tile combines its columns.
-    if (tokens <= kMergedTokens && !is_grouped_ && sorted_.chunks > 0) return run_down(true);
-    run_down(false);
-    session_.run(tokens, [&](int64_t t) { combine(t, 0, down_.rows); });
   }
 
- private:
   // What a projection reads: rows of the call, and the same by chunks where kernels want that.
   struct Input {
     bool is_bf16 = false;
@@ -377,8 +395,13 @@ class MoeRun {
 
 }  // namespace
 
-Moe::Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActSpec act)
-    : gate_(std::move(gate)), up_(std::move(up)), down_(std::move(down)), act_(act) {
+Moe::Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActSpec act, int layer)
+    : gate_(std::move(gate)),
+      up_(std::move(up)),
+      down_(std::move(down)),
+      act_(act),
+      layer_(layer),
+      counts_(std::make_shared<LayerCounts>(static_cast<int64_t>(up_.experts.size()))) {
   const size_t experts = up_.experts.size();
   if (experts == 0 || down_.experts.size() != experts || (!gate_.experts.empty() && gate_.experts.size() != experts))
     throw std::invalid_argument("gate, up and down must have the same number of experts, at least one");
@@ -397,10 +420,14 @@ void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_
     if (ids[i] < 0 || ids[i] > num_experts())
       throw std::out_of_range("topk_ids[" + std::to_string(i / top_k) + ", " + std::to_string(i % top_k) + "] is " +
                               std::to_string(ids[i]) + ", but there are " + std::to_string(num_experts()) + " experts");
+  const ScopedProfile scope(pool, layer_, Part::Experts);
   const int64_t per_token = std::max<int64_t>(1, top_k * (up_.rows + down_.rows));
   const int64_t chunk = std::max<int64_t>(1, kScratchFloats / per_token);
   for (int64_t t = 0; t < tokens; t += chunk) {
     WorkerPool::Session session(pool);
+    if (t == 0) counts_->begin_call();
+    Profile* const profile = t == 0 ? session.profile() : nullptr;
+    if (profile != nullptr) profile->write_experts(profile_scope().layer, ids, tokens, top_k, num_experts());
     forward_chunk(session, x + t * up_.cols, std::min(chunk, tokens - t), ids + t * top_k, weights + t * top_k, top_k,
                   out + t * down_.rows);
   }
@@ -408,7 +435,12 @@ void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_
 
 void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids,
                         const float* weights, int64_t top_k, float* out) const {
-  const SortedPairs sorted = sort_pairs(session, ids, tokens, top_k, num_experts());
+  SortedPairs sorted;
+  {
+    const ProfiledOp op(session, Part::Experts, tokens, true, kSort);
+    sorted = sort_pairs(session, ids, tokens, top_k, num_experts());
+  }
+  for (const SortedPairs::Group& group : sorted.groups) counts_->add(group.expert, group.count);
   MoeRun(session, gate_, up_, down_, act_, sorted).run(x, tokens, weights, top_k, out);
 }
 

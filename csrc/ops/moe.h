@@ -2,6 +2,7 @@
 #pragma once
 #include <vector>
 
+#include "ops/expert_counts.h"
 #include "ops/weights.h"
 
 namespace kt {
@@ -23,7 +24,8 @@ struct ExpertProjection {
 class Moe {
  public:
   // gate may be empty. Throws std::invalid_argument when the projections do not fit together.
-  Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActSpec act);
+  // layer: of the model, for the profile; -1: unknown.
+  Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActSpec act, int layer = -1);
 
   // out[t] = ((w[t, 0] * y0) + w[t, 1] * y1) + ..., y_k the output of expert ids[t, k], in the order of k.
   // An id equal to the number of experts is skipped; any other id out of range throws std::out_of_range before any
@@ -33,12 +35,16 @@ class Moe {
 
   int64_t hidden_size() const { return up_.cols; }
   int64_t num_experts() const { return static_cast<int64_t>(up_.experts.size()); }
+  int layer() const { return layer_; }
+  const std::shared_ptr<LayerCounts>& counts() const { return counts_; }
 
  private:
   void forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids,
                      const float* weights, int64_t top_k, float* out) const;
   ExpertProjection gate_, up_, down_;
   ActSpec act_;
+  int layer_;
+  std::shared_ptr<LayerCounts> counts_;  // changed within sessions only
 };
 
 }  // namespace kt

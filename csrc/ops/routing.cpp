@@ -83,6 +83,7 @@ void route_row(const KernelTable& kernels, const RouterSpec& spec, const float* 
 void route(WorkerPool& pool, const RouterSpec& spec, const float* logits, const float* bias, int64_t tokens,
            int64_t experts, int64_t* ids, float* weights) {
   WorkerPool::Session session(pool);
+  const ProfiledOp op(session, Part::Router, tokens);
   const int64_t size = (RouteMemory::bytes(experts) + 63) / 64 * 64;
   char* of_threads = session.scratch<char>(session.num_threads() * size);
   session.run((tokens + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t i, int thread) {

@@ -5,6 +5,8 @@ namespace kt {
 
 void dequantize_rows(WorkerPool& pool, const WeightView& weight, const int64_t* ids, int64_t count, float* out) {
   WorkerPool::Session session(pool);
+  ProfiledOp op(session, Part::Embedding, count);
+  op.add_bytes(count * weight.row_bytes);
   for_rows(session, count, rows_per_task(weight.cols), [&](int64_t i) {
     session.kernels().dequantize_row(weight.type, weight.data + ids[i] * weight.row_bytes, weight.cols,
                                      out + i * weight.cols);
@@ -14,12 +16,16 @@ void dequantize_rows(WorkerPool& pool, const WeightView& weight, const int64_t* 
 void rms_norm(WorkerPool& pool, const float* x, const float* weight, int64_t rows, int64_t cols, float eps,
               float* out) {
   WorkerPool::Session session(pool);
+  ProfiledOp op(session, Part::Norm, rows);
+  op.add_bytes(cols * static_cast<int64_t>(sizeof(float)));
   for_rows(session, rows, rows_per_task(cols),
            [&](int64_t r) { session.kernels().rms_norm_row(x + r * cols, weight, cols, eps, out + r * cols); });
 }
 
-void activate(WorkerPool& pool, const ActSpec& spec, const float* gate, const float* up, int64_t n, float* out) {
+void activate(WorkerPool& pool, const ActSpec& spec, const float* gate, const float* up, int64_t n, float* out,
+              int64_t rows) {
   WorkerPool::Session session(pool);
+  const ProfiledOp op(session, Part::Mlp, rows);
   session.run((n + kElementsPerTask - 1) / kElementsPerTask, [&](int64_t i) {
     const int64_t first = i * kElementsPerTask;
     session.kernels().activate(spec, gate ? gate + first : nullptr, up + first, std::min(kElementsPerTask, n - first),

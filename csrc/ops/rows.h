@@ -25,7 +25,8 @@ void dequantize_rows(WorkerPool& pool, const WeightView& weight, const int64_t* 
 
 void rms_norm(WorkerPool& pool, const float* x, const float* weight, int64_t rows, int64_t cols, float eps, float* out);
 
-// out = act(gate) * up; gate null: act(up). n elements.
-void activate(WorkerPool& pool, const ActSpec& spec, const float* gate, const float* up, int64_t n, float* out);
+// out = act(gate) * up; gate null: act(up). n elements. rows: that they belong to, for the profile.
+void activate(WorkerPool& pool, const ActSpec& spec, const float* gate, const float* up, int64_t n, float* out,
+              int64_t rows = 0);
 
 }  // namespace kt

@@ -388,6 +388,7 @@ double uniform_at(uint64_t seed, uint64_t position) {
 std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRow>& rows, int64_t vocab) {
   std::vector<SamplePick> picks(rows.size());
   WorkerPool::Session session(pool);
+  const ProfiledOp op(session, Part::Sampling, static_cast<int64_t>(rows.size()), true);
   const bool has_lists = std::any_of(rows.begin(), rows.end(), [](const SampleRow& row) {
     return row.temperature != 0 && (row.top_k > 0 || row.top_p < 1.0);
   });
@@ -404,6 +405,7 @@ std::vector<SamplePick> sample_rows(WorkerPool& pool, const std::vector<SampleRo
 void token_logprobs(WorkerPool& pool, const float* logits, int64_t rows, int64_t vocab, const int64_t* ids,
                     int64_t count, float* out, int64_t* top_ids, float* top) {
   WorkerPool::Session session(pool);
+  const ProfiledOp op(session, Part::Sampling, rows, true);
   const Rooms rooms(session, rows, vocab, count > 0, false);
   session.run(rows, [&](int64_t r, int thread) {
     Row row{session.kernels(), logits + r * vocab, vocab, rooms.blocks(), rooms.of(r, thread), 0};

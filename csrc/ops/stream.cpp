@@ -261,6 +261,7 @@ void ExpertStream::main() {
   Work work;
   while (next(work)) {
     const auto began = Clock::now();
+    if (pool_.profile() != nullptr) profile_due_ns() = steady_ns();
     run(work.word);
     busy_ns_.fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - began).count());
     finish(work);
@@ -311,13 +312,19 @@ void ExpertStream::run(uint32_t word) {
 }
 
 // Runs row(t) for every token; on the pool when there is enough to do.
-template <class Row> void ExpertStream::over_rows(int64_t tokens, const Row& row) {
-  if (tokens * buffers_.hidden_size <= kSerialElements) {
+template <class Row> void ExpertStream::over_rows(const Moe& moe, int64_t tokens, const Row& row) {
+  const bool is_small = tokens * buffers_.hidden_size <= kSerialElements;
+  const auto all = [&] {
     for (int64_t t = 0; t < tokens; ++t) row(t);
-    return;
-  }
+  };
+  if (is_small && pool_.profile() == nullptr) return all();
+  const ScopedProfile scope(pool_, moe.layer(), Part::Experts);
   WorkerPool::Session session(pool_);
-  session.run(tokens, row);
+  const ProfiledOp op(session, Part::Experts, tokens, true);
+  if (is_small)
+    session.run(1, [&](int64_t) { all(); });
+  else
+    session.run(tokens, row);
 }
 
 void ExpertStream::forward(const Moe& moe, int64_t tokens) {
@@ -325,7 +332,7 @@ void ExpertStream::forward(const Moe& moe, int64_t tokens) {
   const auto* x = static_cast<const float*>(buffers_.hidden);
   if (buffers_.hidden_is_bf16) {
     const auto* from = static_cast<const uint16_t*>(buffers_.hidden);
-    over_rows(tokens, [&](int64_t t) {
+    over_rows(moe, tokens, [&](int64_t t) {
       for (int64_t i = t * hidden; i < (t + 1) * hidden; ++i) x_[static_cast<size_t>(i)] = from_bf16(from[i]);
     });
     x = x_.get();
@@ -338,26 +345,11 @@ void ExpertStream::forward(const Moe& moe, int64_t tokens) {
   }
   float* y = buffers_.out_is_bf16 ? y_.get() : static_cast<float*>(buffers_.out);
   moe.forward(pool_, x, tokens, ids, buffers_.weights, buffers_.top_k, y);
-  count(ids, pairs, moe.num_experts());
   if (!buffers_.out_is_bf16) return;
   auto* to = static_cast<uint16_t*>(buffers_.out);
-  over_rows(tokens, [&](int64_t t) {
+  over_rows(moe, tokens, [&](int64_t t) {
     for (int64_t i = t * hidden; i < (t + 1) * hidden; ++i) to[i] = to_bf16(y[i]);
   });
-}
-
-// What was used, for statistics: nobody else sees the ids of a replay. An id equal to num_experts was skipped.
-void ExpertStream::count(const int64_t* ids, int64_t pairs, int64_t num_experts) {
-  is_touched_.assign(static_cast<size_t>(num_experts) + 1, false);
-  int64_t used = 0, touched = 0;
-  for (int64_t i = 0; i < pairs; ++i) {
-    if (ids[i] == num_experts) continue;
-    ++used;
-    touched += is_touched_[static_cast<size_t>(ids[i])] ? 0 : 1;
-    is_touched_[static_cast<size_t>(ids[i])] = true;
-  }
-  num_pairs_.fetch_add(used);
-  num_touched_.fetch_add(touched);
 }
 
 void ExpertStream::zero_rows(int64_t first, int64_t end) {

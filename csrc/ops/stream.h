@@ -84,9 +84,6 @@ class ExpertStream {
   int64_t failed_layer() const { return failed_layer_.load(); }
   bool has_error() const { return has_error_.load(); }
   int64_t num_forwards() const { return num_forwards_.load(); }
-  // (token, expert) pairs computed, and distinct experts of each forward, summed over all of them.
-  int64_t num_pairs() const { return num_pairs_.load(); }
-  int64_t num_touched() const { return num_touched_.load(); }
   // Time inside forwards, conversions included.
   double busy_seconds() const { return static_cast<double>(busy_ns_.load()) * 1e-9; }
 
@@ -103,8 +100,7 @@ class ExpertStream {
   void finish(const Work& work);
   void run(uint32_t word);
   void forward(const Moe& moe, int64_t tokens);
-  template <class Row> void over_rows(int64_t tokens, const Row& row);
-  void count(const int64_t* ids, int64_t pairs, int64_t num_experts);
+  template <class Row> void over_rows(const Moe& moe, int64_t tokens, const Row& row);
   void zero_rows(int64_t first, int64_t end);
   void keep_error(std::exception_ptr error, int64_t layer) noexcept;
   uint32_t read_word() const;
@@ -132,8 +128,6 @@ class ExpertStream {
 
   std::atomic<bool> stop_{false}, has_error_{false};
   std::atomic<int64_t> num_queued_{0}, outstanding_{0}, failed_layer_{-1}, num_forwards_{0}, busy_ns_{0};
-  std::atomic<int64_t> num_pairs_{0}, num_touched_{0};
-  std::vector<bool> is_touched_;  // the coordinator's
   std::atomic<uint64_t> num_expects_{0};
   std::atomic<int> num_waiting_{0};
 };

@@ -38,6 +38,12 @@ inline bool uses_bf16(const KernelTable& kernels, const WeightView& weight, bool
   return uses_bf16(kernels, weight.type, layout, weight.cols, is_many);
 }
 
+// Bytes that a product with all of it reads.
+inline int64_t weight_bytes(const WeightView& weight) {
+  return weight.tile_bytes == 0 ? weight.rows * weight.row_bytes
+                                : (weight.rows + kTileRows - 1) / kTileRows * weight.tile_bytes;
+}
+
 constexpr int64_t kManyTokens = 32;  // of a call: fewer are decode, which stays exact
 constexpr int64_t kManyPairs = 8;    // (token, expert) per expert that is touched: fewer do not pay for unpacking
 

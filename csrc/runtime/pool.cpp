@@ -77,11 +77,6 @@ unsigned set_float_mode(unsigned) { return 0; }
 constexpr unsigned kFloatMode = 0;
 #endif
 
-int64_t steady_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
 template <class Done> bool spin_until(const Done& done) {
   const auto end = std::chrono::steady_clock::now() + kSpinTime;
   do {
@@ -201,6 +196,14 @@ void WorkerPool::wake() {
   sleep_->wake.notify_all();
 }
 
+void WorkerPool::start_profile(int64_t ring_bytes) {
+  if (profile_memory_ == nullptr) profile_memory_ = std::make_unique<Profile>(ring_bytes);
+  if (profile_memory_->capacity() != ring_bytes)
+    throw std::invalid_argument("this WorkerPool has a profile with a ring of " +
+                                std::to_string(profile_memory_->capacity()) + " bytes");
+  profile_.store(profile_memory_.get());
+}
+
 void WorkerPool::bind_caller() const { static_cast<void>(bind_to(places_.front().cpus)); }
 
 void WorkerPool::close() {
@@ -309,6 +312,9 @@ bool WorkerPool::steal(int thread, int64_t& task) {
 void WorkerPool::work(int thread) {
   const Job job = job_;
   Slot& slot = slots_[static_cast<size_t>(thread)];
+  const int64_t began = job.posted_ns == 0 || thread == 0 ? job.posted_ns : steady_ns();
+  if (slot.began_ns.load(std::memory_order_relaxed) < job.posted_ns)  // it may come to a job twice
+    slot.began_ns.store(began, std::memory_order_relaxed);
   int64_t task = 0;
   while ((take(slot, task) || steal(thread, task)) && !is_cancelled_.load(std::memory_order_relaxed)) {
     try {
@@ -319,6 +325,9 @@ void WorkerPool::work(int thread) {
       is_cancelled_.store(true, std::memory_order_relaxed);
     }
   }
+  if (job.posted_ns == 0) return;
+  const int64_t busy = slot.busy_ns.load(std::memory_order_relaxed) + steady_ns() - began;
+  slot.busy_ns.store(busy, std::memory_order_relaxed);
 }
 
 bool WorkerPool::any_busy() const {
@@ -327,15 +336,34 @@ bool WorkerPool::any_busy() const {
   return false;
 }
 
+void WorkerPool::run_alone(int64_t count, TaskFn fn, const void* context) {
+  const int64_t began = profile() != nullptr ? steady_ns() : 0;
+  for (int64_t i = 0; i < count; ++i) fn(context, i, 0);
+  if (began == 0) return;
+  const int64_t took = steady_ns() - began;
+  alone_ns_ += took;
+  job_times_.busy_ns += took;
+}
+
+// After a timed job, when no thread is busy any more.
+void WorkerPool::add_times() {
+  int64_t busy = alone_ns_, first = INT64_MAX;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    busy += slots_[i].busy_ns.load(std::memory_order_relaxed);
+    const int64_t began = slots_[i].began_ns.load(std::memory_order_relaxed);
+    if (i > 0 && began >= job_.posted_ns) first = std::min(first, began);
+  }
+  job_times_.busy_ns = busy;
+  if (first != INT64_MAX) job_times_.wait_ns += first - job_.posted_ns;
+  ++job_times_.num_jobs;
+}
+
 void WorkerPool::run(const int64_t* ends, int num_nodes, TaskFn fn, const void* context) {
   const int64_t count = ends[num_nodes - 1];
   if (count <= 0) return;
-  if (count == 1 || num_threads_ == 1) {
-    for (int64_t i = 0; i < count; ++i) fn(context, i, 0);
-    return;
-  }
+  if (count == 1 || num_threads_ == 1) return run_alone(count, fn, context);
   if (count >= kMaxTasks) throw std::length_error("a job of " + std::to_string(count) + " tasks is too long");
-  job_ = {fn, context};
+  job_ = {fn, context, profile() != nullptr ? steady_ns() : 0};
   share_out(ends, num_nodes, places_, [&](size_t thread, int64_t first, int64_t end) {
     slots_[thread].range.store(make_range(first, end), std::memory_order_relaxed);
   });
@@ -346,6 +374,7 @@ void WorkerPool::run(const int64_t* ends, int num_nodes, TaskFn fn, const void* 
   work(0);
   open_.store(0);
   while (!spin_until([this] { return !any_busy(); })) std::this_thread::yield();
+  if (job_.posted_ns != 0) add_times();
   std::exception_ptr error;
   {
     const std::lock_guard<std::mutex> lock(error_mutex_);
@@ -376,6 +405,51 @@ void WorkerPool::worker_main(int thread) {
     if (open_.load() != 0) work(thread);
     slot.is_busy.store(false);
   }
+}
+
+ProfiledOp::ProfiledOp(const WorkerPool::Session& session, Part part, int64_t rows, bool is_own, uint8_t op)
+    : profile_(session.profile()), session_(session) {
+  if (profile_ == nullptr) return;
+  scope_ = profile_scope();
+  if (is_own || scope_.part == Part::Other) {
+    scope_.part = part;
+    scope_.op = op;
+  }
+  rows_ = rows;
+  before_ = session.job_times();
+  begin_ns_ = steady_ns();
+  int64_t& due_ns = profile_due_ns();
+  if (due_ns != 0) wait_ns_ = begin_ns_ - due_ns;
+  due_ns = 0;
+}
+
+void ProfiledOp::write() {
+  const WorkerPool::JobTimes& now = session_.job_times();
+  OpRecord record{};
+  record.rows = static_cast<int32_t>(rows_);
+  record.num_threads = static_cast<uint32_t>(session_.num_threads());
+  int64_t duration = steady_ns() - begin_ns_, begin = begin_ns_;
+  int64_t busy = now.busy_ns - before_.busy_ns, wait = now.wait_ns - before_.wait_ns + wait_ns_;
+  const auto put = [&](Part part, uint8_t op, int64_t bytes, double share) {
+    record.part = static_cast<uint8_t>(part);
+    record.op = op;
+    record.bytes = static_cast<uint64_t>(bytes);
+    record.begin_ns = static_cast<uint64_t>(begin);
+    record.duration_ns = static_cast<uint64_t>(static_cast<double>(duration) * share);
+    record.busy_ns = static_cast<uint64_t>(static_cast<double>(busy) * share);
+    record.wait_ns = static_cast<uint64_t>(static_cast<double>(wait) * share);
+    profile_->write(record, scope_.layer);
+  };
+  record.num_jobs = static_cast<uint32_t>(now.num_jobs - before_.num_jobs);
+  if (other_bytes_ == 0) return put(scope_.part, scope_.op, bytes_, 1.0);
+  const double share = static_cast<double>(bytes_) / static_cast<double>(bytes_ + other_bytes_);
+  put(scope_.part, scope_.op, bytes_, share);
+  begin += static_cast<int64_t>(record.duration_ns);
+  duration -= static_cast<int64_t>(record.duration_ns);
+  busy -= static_cast<int64_t>(record.busy_ns);
+  wait -= static_cast<int64_t>(record.wait_ns);
+  record.num_jobs = 0;  // counted with the first
+  put(other_part_, 0, other_bytes_, 1.0);
 }
 
 }  // namespace kt

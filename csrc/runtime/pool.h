@@ -15,6 +15,7 @@
 
 #include <signal.h>
 
+#include "runtime/profile.h"
 #include "runtime/types.h"
 
 namespace kt {
@@ -90,8 +91,21 @@ class WorkerPool {
   // Binds the calling thread, which will be thread 0 of jobs, to the CPUs of that thread's place.
   void bind_caller() const;
 
+  // Records are written from now on, into a ring of so many bytes, which is kept until the pool goes; the profile that
+  // there is goes on where it was. Throws std::invalid_argument for another size than before.
+  void start_profile(int64_t ring_bytes);
+  void stop_profile() { profile_.store(nullptr); }
+  // Where operations write their records; nullptr: they write none.
+  Profile* profile() const { return profile_.load(std::memory_order_acquire); }
+  // What was started last, whether it was stopped or not; nullptr before.
+  Profile* last_profile() const { return profile_memory_.get(); }
+
   // Joins the threads. Later sessions throw. Closing twice is fine.
   void close();
+
+  // Of jobs while records are written, summed up. wait_ns: from handing a job over to the start of the first thread
+  // that came; jobs to which none came before they were done add nothing.
+  struct JobTimes { int64_t busy_ns = 0, wait_ns = 0, num_jobs = 0; };
 
   // The right to run jobs: calls from several threads wait for one another here. Sets the floating-point mode that
   // every tier counts on (round to nearest, subnormals kept) and puts the caller's back.
@@ -119,6 +133,8 @@ class WorkerPool {
     const KernelTable& kernels() const { return pool_.kernels_; }
     int num_threads() const { return pool_.num_threads_; }
     int num_nodes() const { return pool_.num_nodes(); }
+    Profile* profile() const { return pool_.profile(); }
+    const JobTimes& job_times() const { return pool_.job_times_; }
 
    private:
     template <class Task> static void call(const void* context, int64_t i, int thread) {
@@ -143,6 +159,7 @@ class WorkerPool {
   struct Job {
     TaskFn fn = nullptr;
     const void* context = nullptr;
+    int64_t posted_ns = 0;  // when it was handed over, if that is recorded
   };
 
   // Every thread begins with an equal run of neighbouring tasks, which read neighbouring memory, and takes them from
@@ -150,10 +167,14 @@ class WorkerPool {
   struct alignas(64) Slot {
     std::atomic<uint64_t> range{0};  // next task and the task after the last, 32 bits each
     std::atomic<bool> is_busy{false};
+    // Of timed jobs: time within tasks, of all of them, and the start of the last. The caller reads this line anyway.
+    std::atomic<int64_t> busy_ns{0}, began_ns{0};
   };
 
   void run(const int64_t* ends, int num_nodes, TaskFn fn, const void* context);
+  void run_alone(int64_t count, TaskFn fn, const void* context);
   void work(int thread);
+  void add_times();
   bool take(Slot& slot, int64_t& task);
   bool steal(int thread, int64_t& task);
   bool any_busy() const;
@@ -188,10 +209,65 @@ class WorkerPool {
   std::atomic<int> sleepers_{0};
   std::atomic<int64_t> awake_until_{0};  // nanoseconds of the steady clock
 
+  JobTimes job_times_;    // guarded by call_mutex_
+  int64_t alone_ns_ = 0;  // of busy_ns: of jobs that the caller did alone
+  std::unique_ptr<Profile> profile_memory_;
+  std::atomic<Profile*> profile_{nullptr};
+
   struct FreeDeleter { void operator()(void* p) const; };
   std::vector<std::pair<std::unique_ptr<char, FreeDeleter>, int64_t>> blocks_;
   size_t block_ = 0;  // the block in use
   int64_t used_ = 0;  // bytes of it that are taken
+};
+
+// Sets the thread's ProfileScope for a while, where records are written. layer -1: the one it has.
+class ScopedProfile {
+ public:
+  ScopedProfile(const WorkerPool& pool, int layer, Part part, uint8_t op = 0) : is_set_(pool.profile() != nullptr) {
+    if (!is_set_) return;
+    old_ = profile_scope();
+    profile_scope() = {static_cast<int16_t>(layer < 0 ? old_.layer : layer), part, op};
+  }
+  ~ScopedProfile() {
+    if (is_set_) profile_scope() = old_;
+  }
+  ScopedProfile(const ScopedProfile&) = delete;
+  ScopedProfile& operator=(const ScopedProfile&) = delete;
+
+ private:
+  const bool is_set_;
+  ProfileScope old_;
+};
+
+// One operation, from here to the end of the scope, for the profile; nothing but a load where there is none. They do
+// not nest. To be made within a session, which keeps other operations of the pool away.
+class ProfiledOp {
+ public:
+  // part, op: unless the thread's ProfileScope has others; is_own: whatever that says.
+  ProfiledOp(const WorkerPool::Session& session, Part part, int64_t rows, bool is_own = false, uint8_t op = 0);
+  ~ProfiledOp() {
+    if (profile_ != nullptr) write();
+  }
+  ProfiledOp(const ProfiledOp&) = delete;
+  ProfiledOp& operator=(const ProfiledOp&) = delete;
+
+  bool is_on() const { return profile_ != nullptr; }
+  // Weights, keys and values that were read.
+  void add_bytes(int64_t bytes) { bytes_ += bytes; }
+  // Of bytes that another part reads in the same jobs. Time is divided as the bytes are.
+  void add_bytes_of(Part part, int64_t bytes) {
+    other_part_ = part;
+    other_bytes_ += bytes;
+  }
+
+ private:
+  void write();
+  Profile* const profile_;
+  const WorkerPool::Session& session_;
+  ProfileScope scope_;
+  Part other_part_ = Part::Other;
+  WorkerPool::JobTimes before_;
+  int64_t rows_ = 0, begin_ns_ = 0, bytes_ = 0, other_bytes_ = 0, wait_ns_ = 0;
 };
 
 }  // namespace kt

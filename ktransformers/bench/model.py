@@ -28,7 +28,6 @@ from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine, build_paged_engine
 from ktransformers.errors import ConfigError
-from ktransformers.operators.base import ExpertStats
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 
@@ -43,7 +42,6 @@ _COLUMNS = (
     Column("bound_tokens_s", 10, ".1f", "bound t/s"),
     Column("share", 9, ".0%", "of bound"),
 )
-SAMPLE_EVERY = 7  # layer calls whose experts are counted: cheap, and enough for few steps
 _PEERS = {"llama.cpp": ("llama_cpp", "llama-cpp-python", llama_model_peer)}
 
 
@@ -206,8 +204,7 @@ def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> Reco
         children = _start_peers(peers, gguf.files[0].path, threads, weights, work)
         for child in children:
             stack.callback(child.close)
-        stats = ExpertStats(sample_every=SAMPLE_EVERY)
-        engine = build_paged_engine(config, page_size=PAGE_SIZE, max_batch_size=max(work.batches), expert_stats=stats)
+        engine = build_paged_engine(config, page_size=PAGE_SIZE, max_batch_size=max(work.batches))
         stack.callback(engine.close)
         machine = machine_facts(engine.pool)
         print(f"{shown_machine(machine)}\n{engine.model.description}\n{shown_weights(weights)}")

@@ -28,7 +28,6 @@ from ktransformers.engine.builder import PagedEngine, build_paged_engine, plan_m
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.errors import ConfigError
 from ktransformers.models.synthetic_shapes import find_shape
-from ktransformers.operators.base import ExpertStats
 from ktransformers.optimize.plan import Plan
 
 __all__ = ["OfflineWork", "bench_offline", "fitting_layers"]
@@ -74,15 +73,12 @@ def bench_offline(work: OfflineWork, loading: Callable[[], AbstractContextManage
     opened = replace(opened, config=config)
     if work.synthetic is not None and work.layers is None:
         opened = _cut_to_fit(work.synthetic, opened)
-    expert_stats = ExpertStats()
     with loading() as progress:
-        engine, report = _load(opened, max(work.batches), expert_stats, progress)
+        engine, report = _load(opened, max(work.batches), progress)
     _print_report(report)
     report["settings"] |= {"decode_prompt_len": work.case.prompt_len, "decode_steps": work.case.steps}
     try:
-        rows, memory = _measure(
-            engine, OfflineRuns(engine, expert_stats, work.seconds), replace(work, prefills=prefills)
-        )
+        rows, memory = _measure(engine, OfflineRuns(engine, work.seconds), replace(work, prefills=prefills))
     finally:
         engine.close()
     return {**report, "memory": memory, "rows": rows}
@@ -159,9 +155,7 @@ def _within_context(opened: OpenedModel, prefills: list[int], case: DecodeCase) 
     return [count for count in prefills if count <= context]
 
 
-def _load(
-    opened: OpenedModel, max_batch_size: int, expert_stats: ExpertStats, progress: Progress | None
-) -> tuple[PagedEngine, Record]:
+def _load(opened: OpenedModel, max_batch_size: int, progress: Progress | None) -> tuple[PagedEngine, Record]:
     """The engine, and what is known of machine, model and loading."""
     began = time.perf_counter()
     engine = build_paged_engine(
@@ -169,7 +163,6 @@ def _load(
         page_size=PAGE_SIZE,
         max_batch_size=max_batch_size,
         progress=progress,
-        expert_stats=expert_stats,
         opened=opened,
     )
     seconds, peak = time.perf_counter() - began, ram_peak()

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import PagedEngine
-from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
 from ktransformers.optimize.plan import Plan
@@ -138,11 +136,11 @@ def slots_needed(prefills: list[int], batches: list[int], case: DecodeCase, page
 class OfflineRuns:
     """Measures one engine.
 
-    expert_stats: where that engine counts. seconds: passes of a figure are repeated until they took as long.
+    seconds: passes of a figure are repeated until they took as long.
     """
 
-    def __init__(self, engine: PagedEngine, expert_stats: ExpertStats, seconds: float, seed: int = 0):
-        self._engine, self._expert_stats, self._seconds = engine, expert_stats, seconds
+    def __init__(self, engine: PagedEngine, seconds: float, seed: int = 0):
+        self._engine, self._seconds = engine, seconds
         self._rng = np.random.default_rng(seed)
         self._step_ids, self._run_ids = itertools.count(), itertools.count()
         self._ended: list[int] = []
@@ -157,8 +155,7 @@ class OfflineRuns:
             self._ended.append(run)
             return counts
 
-        with self._counting():
-            counted = one_pass()
+        counted = one_pass()
         return self._measured("prefill", num_tokens, num_tokens, counted, one_pass)
 
     def decode(self, batch: int, case: DecodeCase) -> Figure:
@@ -175,8 +172,7 @@ class OfflineRuns:
                 counts.add(self._step(rows), batch)
             return counts
 
-        with self._counting():
-            counted = one_pass(min(case.steps, COUNTED_STEPS))
+        counted = one_pass(min(case.steps, COUNTED_STEPS))
         figure = self._measured("decode", batch, batch * case.steps, counted, one_pass)
         self._ended.extend(runs)
         return figure
@@ -212,16 +208,6 @@ class OfflineRuns:
         top_k = self._top_k or counted.rows / (self.weights.num_layers * sum(counted.step_tokens))
         even = [self.weights.even(top_k, num_tokens) for num_tokens in counted.step_tokens]
         return counted.touched / counted.samples, sum(even) / len(even)
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Look at every call of every layer."""
-        stats = self._expert_stats
-        before, stats.sample_every = stats.sample_every, 1
-        try:
-            yield
-        finally:
-            stats.sample_every = before
 
     def _prompt(self, num_tokens: int, first_page: int) -> tuple[int, _Counts]:
         """Run a new sequence's prompt, in chunks. Returns its run, which stays until it is named in _ended."""

@@ -61,7 +61,7 @@ def add_parser(subparsers: Kinds) -> None:
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     for add in (_add_model, _add_offline, _add_serving, _add_speed, _add_soak, _add_loading):
         add(kinds)
-    for add in (_add_kernels, _add_operations, _add_sampling, _add_scheduler):
+    for add in (_add_kernels, _add_operations, _add_sampling, _add_scheduler, _add_profiling):
         add(kinds)
     bench_gpu.add_parsers(kinds)
 
@@ -191,6 +191,19 @@ def _add_scheduler(kinds: Kinds) -> None:
     _, group = kind(kinds, "scheduler", "planning a step", text, _scheduler)
     group.add_argument("--sequences", type=int, default=64, help="that decode (%(default)s)")
     group.add_argument("--steps", type=int, default=1000, help="per figure (%(default)s)")
+
+
+def _add_profiling(kinds: Kinds) -> None:
+    text = "What recording costs a decode step: with and without, in turns, of a model (the bundled one without MODEL) "
+    text += "and of random weights in a shape."
+    parser, group = kind(kinds, "profiling", "what recording costs", text, _profiling)
+    add_model_argument(parser)
+    group.add_argument("--synthetic", metavar="SHAPE", default=SHAPE_NAMES[0], help=f"{', '.join(SHAPE_NAMES)}")
+    group.add_argument("--layers", type=int, default=4, help="layers of SHAPE (%(default)s)")
+    group.add_argument("--steps", type=int, default=200, help="decode steps of each way (%(default)s)")
+    group.add_argument("--prompt_len", type=int, default=64, help="tokens in the cache before them (%(default)s)")
+    add_model_flags(parser)
+    add_logging_flag(group)
 
 
 def _check_memory(nbytes: int) -> None:
@@ -357,6 +370,17 @@ def _sampling(args: argparse.Namespace) -> int:
 
     measure = partial(bench_sampling, args.vocab, args.threads or physical_cores(), args.seconds)
     return print_record("sampling", args.json, measure)
+
+
+def _profiling(args: argparse.Namespace) -> int:
+    set_up_logging(args.log_level)
+    check_between(args, layers=1 << 10, prompt_len=1 << 20)
+    check_range("steps", args.steps, 2, 1 << 24)
+    config = with_default_model(engine_config(args)).resolved()
+    from ktransformers.bench.profiling import ProfilingWork, bench_profiling
+
+    work = ProfilingWork(config, args.synthetic, args.layers, args.steps, args.prompt_len)
+    return print_record("profiling", args.json, partial(bench_profiling, work, partial(loading_bar, sys.stderr)))
 
 
 def _scheduler(args: argparse.Namespace) -> int:

@@ -143,12 +143,17 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     return Planner(opened, None, OneSequence()).settle(hardware)[0].plan
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None, hardware: Hardware | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    hardware: Hardware | None = None,
+    opened: OpenedModel | None = None,
+) -> Engine:
     """Load a model. Raises ConfigError, RuleError, WeightError or CapacityError, each before it is too late.
 
-    hardware: what to run on; this machine when None.
+    hardware: what to run on; this machine when None. opened: the model, when it is open already; its config counts.
     """
-    opened = open_model(config)
+    opened = opened or open_model(config)
     built = _build(opened, OneSequence(), hardware, progress)
     cache, model = built.cache, built.model
     is_models_limit = cache.max_len == model.context_len
@@ -168,7 +173,7 @@ def build_paged_engine(
 ) -> PagedEngine:
     """Load a model for many sequences at once, which share --cache_lens tokens in pages. Errors as `build_engine`.
 
-    expert_stats: where to count how experts are used, for a caller who wants it done more closely.
+    expert_stats: where to count how experts are used, for a caller who wants to ask.
     opened: the model, when it is open already (a synthetic one, say); its config counts.
     """
     stats = expert_stats or ExpertStats()
@@ -177,12 +182,13 @@ def build_paged_engine(
     runner = ModelRunner(built.forward, built.decode)
     model = built.model
     grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
+    stats.take_counts()  # what ran while loading is of no request
     executor = PagedExecutor(
         runner,
         cache,
         pool,
         model.vocab_size,
-        lambda: stats.totals(plan.devices),
+        stats.totals,
         lambda start: mask_of(grammars, start.params),
         take_counts=stats.take_counts,
         eos_token_ids=model.eos_token_ids,

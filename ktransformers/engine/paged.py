@@ -24,7 +24,6 @@ from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.scheduler.records import (
-    ExpertCounts,
     PromptLogprobs,
     Row,
     RowResult,
@@ -112,7 +111,7 @@ class PagedExecutor:
         vocab_size: int,
         expert_counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
         mask_of: Callable[[SequenceStart], TokenMask | None] | None = None,
-        take_counts: Callable[[], ExpertCounts] = tuple,
+        take_counts: Callable[[], bytes] = bytes,
         eos_token_ids: Sequence[int] = (),
     ):
         self._runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, final
 
@@ -28,7 +28,8 @@ from typing_extensions import override
 from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError
-from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool
+from ktransformers.kernels.cpu.expert_counts import ExpertCounts
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Devices
@@ -66,57 +67,43 @@ class Placement:
         return self.prefill_device if phase is Phase.PREFILL else self.generate_device
 
 
-_MAX_COUNTS = 1024  # calls that are kept until somebody takes them
-
-
-@dataclass(slots=True)
 class ExpertStats:
-    """How the routed experts of a model are used, counted as they run.
+    """How the routed experts of a model are used, exactly, counted where they run: kernels count their own calls."""
 
-    num_rows: (token, expert) pairs computed. Every sample_every-th call of any layer is looked at closely:
-    num_samples of them, which touched num_touched distinct experts together. `totals` adds what runs in the order of a
-    GPU's stream, where every call is looked at; `take_counts` has which experts those were, of calls that name a layer.
-    """
+    def __init__(self) -> None:
+        self._counts = ExpertCounts()
+        self._num_rows = 0
 
-    SAMPLE_EVERY: ClassVar[int] = 61  # prime, so that all layers get their turn
+    def watch(self, kernel: MoeKernel) -> None:
+        """Count what this kernel computes."""
+        self._counts.watch(kernel)
 
-    num_rows: int = 0
-    num_samples: int = 0
-    num_touched: int = 0
-    sample_every: int = SAMPLE_EVERY
-    _num_calls: int = 0
-    _counts: list[tuple[int, list[int]]] = field(default_factory=list)
+    def add(self, layer: int, rows: Sequence[int], calls: int = 1) -> None:
+        """What no kernel on the CPU counted: rows of each expert of a layer (-1: of no number) in so many calls.
+
+        calls 0: a part of a call that a kernel counts.
+        """
+        self._counts.add(layer, rows, calls)
 
     def count(self, num_rows: int) -> None:
         """A layer's call whose ids are on a GPU: looking at them would make the host wait."""
-        self.num_rows += num_rows
+        self._num_rows += num_rows
 
-    def totals(self, devices: Devices) -> tuple[int, int, int]:
-        """(num_rows, num_samples, num_touched) with those of the devices' expert streams."""
-        rows, samples, touched = self.num_rows, self.num_samples, self.num_touched
-        for stream in devices.expert_streams():
-            rows, samples, touched = (
-                rows + stream.num_pairs,
-                samples + stream.num_forwards,
-                touched + stream.num_touched,
-            )
-        return rows, samples, touched
+    def totals(self) -> tuple[int, int, int]:
+        """(token, expert) pairs computed, layer calls, and distinct experts of each call, added up.
 
-    def take_counts(self) -> list[tuple[int, list[int]]]:
-        """(layer, rows of its experts, up to the last that has some) of the calls looked at since the last time."""
-        counts, self._counts = self._counts, []
-        return counts
+        Calls that `count` was told of add pairs alone.
+        """
+        rows, calls, touched = self._counts.totals()
+        return rows + self._num_rows, calls, touched
 
-    def note(self, topk_ids: torch.Tensor, layer: int | None = None) -> None:
-        """topk_ids int64 [T, K] of one call of this layer."""
-        self.num_rows += topk_ids.numel()
-        self._num_calls += 1
-        if self._num_calls % self.sample_every == 0:
-            self.num_samples += 1
-            counts: list[int] = topk_ids.flatten().bincount().tolist()
-            self.num_touched += sum(count > 0 for count in counts)
-            if layer is not None and len(self._counts) < _MAX_COUNTS:
-                self._counts.append((layer, counts))
+    def take_counts(self) -> bytes:
+        """Rows of each layer's experts that are new since the last time: see ExpertCounts.take."""
+        return self._counts.take()
+
+    def note(self, topk_ids: torch.Tensor, num_experts: int, layer: int = -1) -> None:
+        """topk_ids [T, K] on the CPU of one call that no kernel counts; one of num_experts was skipped."""
+        self.add(layer, topk_ids.flatten().bincount(minlength=num_experts)[:num_experts].tolist())
 
 
 @dataclass(frozen=True, slots=True)

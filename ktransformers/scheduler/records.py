@@ -16,14 +16,14 @@ Rules for the engine:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from struct import Struct
 
 import msgspec
 
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 
 __all__ = [
-    "ExpertCounts",
     "PromptLogprobs",
     "Request",
     "RequestUpdate",
@@ -33,6 +33,7 @@ __all__ = [
     "SequenceStart",
     "StepPlan",
     "StepResult",
+    "counts_in",
 ]
 
 
@@ -127,15 +128,19 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     entries: Sequence[TokenLogprobs]
 
 
-ExpertCounts = Sequence[tuple[int, Sequence[int]]]
-"""(layer, rows of its experts 0, 1, ...)."""
+_EXPERT_COUNT = Struct("<HHI")
+
+
+def counts_in(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """(layer, expert, rows) of each entry that ExpertCounts.take made."""
+    return _EXPERT_COUNT.iter_unpack(data)
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step led to, filled by the engine: one result per sampled row, in the order of the rows.
 
-    seconds: how long the step took. experts: (token, expert) pairs computed, layer calls looked at closely, distinct
-    experts that those touched; of this step. expert_counts: the rows of each expert in those calls.
+    seconds: how long the step took. experts: (token, expert) pairs computed, layer calls, distinct experts of each
+    call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`.
     """
 
     step_id: int
@@ -143,7 +148,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     seconds: float = 0.0
     experts: tuple[int, int, int] = (0, 0, 0)
-    expert_counts: ExpertCounts = ()
+    expert_counts: bytes = b""
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):

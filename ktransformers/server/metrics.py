@@ -67,7 +67,7 @@ class _BackendCollector(Collector):
         rows = engine.num_expert_rows
         yield self._counter("ktransformers:expert_rows", "(token, expert) pairs computed, all layers.", rows)
         touched = engine.num_touched_experts / max(engine.num_expert_samples, 1)
-        yield self._gauge("ktransformers:experts_touched", "Distinct experts per layer and step, sampled.", touched)
+        yield self._gauge("ktransformers:experts_touched", "Distinct experts per layer and step.", touched)
 
 
 @dataclass(slots=True)

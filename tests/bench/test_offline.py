@@ -49,6 +49,19 @@ def bench(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, dict[str
     return text, json.loads(last)
 
 
+def test_what_recording_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    """`bench profiling`, which has the same shapes: both ways of a step are timed, and compute the same."""
+    args = ["--synthetic", "tiny", "--layers", "1", "--steps", "4", "--prompt_len", "3", "--cpu_infer", "1"]
+    assert main(["bench", "profiling", "--log_level", "warning", *args]) == 0
+    record = json.loads(capsys.readouterr().out.rstrip("\n").rpartition("\n")[2])
+    assert [row["model"] for row in record["rows"]] == ["demo-Q4_K_M.gguf", "tiny, 1 layers"]
+    for row in record["rows"]:
+        assert row["is_equal"]
+        assert row["record_bytes"] > 0
+        assert row["ratio"] == pytest.approx(row["on_us"] / row["off_us"])
+    assert not record["is_failed"]
+
+
 def even(num_tokens: int) -> tuple[float, float]:
     """Mean and variance bound of the distinct experts of one layer.
 

@@ -165,7 +165,7 @@ def test_a_rehearsal_changes_nothing(
     plain = ExpertStats()
     new_paged(tmp_path, expert_stats=plain)
     assert len(rehearsals) == 2
-    assert stats == plain
+    assert stats.totals() == plain.totals() != (0, 0, 0)
 
 
 def test_row_counts_reach_every_choice() -> None:

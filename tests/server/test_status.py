@@ -9,7 +9,7 @@ import httpx
 import torch
 
 from ktransformers.operators.base import ExpertStats
-from ktransformers.scheduler.records import SchedulerStats
+from ktransformers.scheduler.records import SchedulerStats, counts_in
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.balance.messages import EngineTotals
@@ -112,9 +112,11 @@ def test_bytes_of_experts_are_those_that_steps_touched() -> None:
 
 
 def test_experts_are_counted_by_layer() -> None:
-    stats = ExpertStats(sample_every=2)
-    for layer, ids in enumerate(([[9, 9]], [[0, 2], [2, 3]], [[1, 1]], [[1, 5]])):
-        stats.note(torch.tensor(ids), layer)
-    assert stats.take_counts() == [(1, [1, 0, 2, 1]), (3, [0, 1, 0, 0, 0, 1])]
-    assert (stats.num_rows, stats.num_samples, stats.num_touched) == (10, 2, 5)
-    assert stats.take_counts() == []
+    stats = ExpertStats()
+    for layer, ids in ((1, [[0, 2], [2, 3]]), (-1, [[1, 1]]), (3, [[1, 5]])):
+        stats.note(torch.tensor(ids), 5, layer)
+    assert list(counts_in(stats.take_counts())) == [(1, 0, 1), (1, 2, 2), (1, 3, 1), (3, 1, 1)]
+    assert stats.totals() == (7, 3, 5)  # a fifth expert is none: it was skipped
+    stats.note(torch.tensor([[3, 2]]), 5, 1)
+    assert list(counts_in(stats.take_counts())) == [(1, 2, 1), (1, 3, 1)]
+    assert stats.take_counts() == b""

@@ -23,6 +23,7 @@ from ktransformers.bench.random_weights import random_raw
 from ktransformers.bench.report import Column, Record, Row, Table
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
+from ktransformers.kernels.cpu.expert_counts import ExpertCounts
 from ktransformers.kernels.transfer.cuda import CudaDriver
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, QuantType
@@ -188,11 +189,14 @@ class _Case:
             _check(step, kernels, work.checks)
             bare = _time_replays(Step(shape, self.tokens, work.layers).replay, work.milliseconds)
             full = _time_replays(step.replay, work.milliseconds)
-            busy, forwards, touched = experts.busy_seconds, experts.num_forwards, experts.num_touched
+            counts = ExpertCounts()
+            for kernel in kernels:
+                counts.watch(kernel)
+            busy, forwards, touched = experts.busy_seconds, experts.num_forwards, counts.totals()[2]
             _time_replays(step.replay, work.milliseconds)
             forwards = experts.num_forwards - forwards
             forward = (experts.busy_seconds - busy) / forwards
-            touched_mean = (experts.num_touched - touched) / forwards
+            touched_mean = (counts.totals()[2] - touched) / forwards
             experts.check()
         added = (full - bare) / work.layers
         return {

@@ -1,7 +1,8 @@
 """Parts of a decoder layer in one native call each. Knows weights and rows, not models; see csrc/ops/layer.h.
 
 Rows are fp32 [T, H] on the CPU and change in place: what a part computes is added to them. Results are those of the
-kernels called one by one. Tensors given to a constructor are kept alive.
+kernels called one by one. Tensors given to a constructor are kept alive. layer: the number in the model under which a
+profile records the part; -1: none.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class AttentionLayer:
         rotary_dims: int,
         scale: float,
         window: int = 0,
+        layer: int = -1,
     ) -> None:
         q, k, v, o = projections
         self.hidden_size = q.weight.shape[1]
@@ -119,6 +121,7 @@ class AttentionLayer:
             [_bias(part) for part in projections],
             [width // head_dim, self._kv_heads, head_dim, rotary_dims, window],
             float(scale),
+            layer,
         )
 
     def forward(
@@ -196,6 +199,7 @@ class MoeLayer:
         experts: MoeKernel,
         bias: Tensor | None = None,
         shared: SharedExperts | None = None,
+        layer: int = -1,
     ) -> None:
         spec.check(experts.num_experts)
         if router.shape != (experts.num_experts, experts.hidden_size):
@@ -218,6 +222,7 @@ class MoeLayer:
             experts.handle,
             [] if shared is None else shared.native,
             *activation.native,
+            layer,
         )
 
     def forward(self, x: Tensor, pool: WorkerPool, buffers: Any) -> Tensor:
@@ -231,10 +236,10 @@ class MoeLayer:
 class MlpLayer:
     """x += mlp(norm(x))."""
 
-    def __init__(self, norm: Norm, mlp: GatedMlp) -> None:
+    def __init__(self, norm: Norm, mlp: GatedMlp, layer: int = -1) -> None:
         self.hidden_size = mlp.hidden_size
         self._kept: Any = (norm, mlp)
-        self._block = extension.MlpBlock(_norm(norm, self.hidden_size), *mlp.native, *mlp.activation.native)
+        self._block = extension.MlpBlock(_norm(norm, self.hidden_size), *mlp.native, *mlp.activation.native, layer)
 
     def forward(self, x: Tensor, pool: WorkerPool, buffers: Any) -> None:
         """Changes x."""

@@ -47,10 +47,11 @@ def _projection(
 class MoeKernel:
     """The routed experts of one layer, ready to run. Keeps the weights alive and never copies them.
 
+    layer: its number in the model, under which it is counted and recorded; -1: none.
     Raises ValueError when shapes, types or the number of experts do not fit together.
     """
 
-    def __init__(self, weights: ExpertWeights, activation: ActivationSpec, pool: WorkerPool) -> None:
+    def __init__(self, weights: ExpertWeights, activation: ActivationSpec, pool: WorkerPool, layer: int = -1) -> None:
         if not weights.up:
             raise ValueError("there must be at least one expert")
         if weights.gate is None and activation.kind is Activation.SWIGLU_OAI:
@@ -62,6 +63,7 @@ class MoeKernel:
         self.weights = weights
         self.activation = activation
         self.pool = pool
+        self.layer = layer
         self.handle = extension.Moe(
             _projection("gate", weights.gate, weights.gate_bias, self.num_experts, (width, hidden)),
             _projection("up", weights.up, weights.up_bias, self.num_experts, (width, hidden)),
@@ -69,6 +71,7 @@ class MoeKernel:
             int(activation.kind),
             activation.alpha,
             activation.limit,
+            layer,
         )
 
     def forward(

@@ -115,16 +115,6 @@ class StreamedExperts:
         return int(self._handle.num_forwards)
 
     @property
-    def num_pairs(self) -> int:
-        """(token, expert) pairs that they computed."""
-        return int(self._handle.num_pairs)
-
-    @property
-    def num_touched(self) -> int:
-        """Distinct experts of each forward, summed over all of them."""
-        return int(self._handle.num_touched)
-
-    @property
     def busy_seconds(self) -> float:
         """Time that the CPU has spent in them."""
         return float(self._handle.busy_seconds)

@@ -126,7 +126,7 @@ class KTransformersExperts(Operator):
         self.layout = read_layout(module, key)
         self.num_experts = self.layout.num_experts
         found = _LAYER.search(key)
-        self._layer = None if found is None else int(found.group(1))
+        self._layer = -1 if found is None else int(found.group(1))
         self.activation = recognize_expert_activation(module, self.layout)
         reason = why_not_on_gpu(self.layout, self.activation) if self.device.is_gpu else None
         if reason is not None:
@@ -215,7 +215,8 @@ class KTransformersExperts(Operator):
         is_pinned = is_streamed and self.streamed_nbytes(source) is not None
         self._weights = pack_experts(weights, pool, self.products, is_pinned=is_pinned)
         if self.activation is not None:
-            self._kernel = cpu.MoeKernel(self._weights, self.activation, pool)
+            self._kernel = cpu.MoeKernel(self._weights, self.activation, pool, self._layer)
+            self.config.expert_stats.watch(self._kernel)
 
     def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
         """Issue the forward of [T, H]. The inputs must not change before `collect`, which must come before the next."""
@@ -233,12 +234,11 @@ class KTransformersExperts(Operator):
         if self._gpu is not None:
             self.config.expert_stats.count(ids.numel())
             output = self._gpu.forward(rows, ids, weights)
+        elif self._kernel is not None:
+            output = self._kernel.forward(rows, ids.contiguous(), weights)
         else:
-            self.config.expert_stats.note(ids, self._layer)
-            if self._kernel is not None:
-                output = self._kernel.forward(rows, ids.contiguous(), weights)
-            else:
-                output = self._torch_forward(rows, ids, weights)
+            self.config.expert_stats.note(ids, self.num_experts, self._layer)
+            output = self._torch_forward(rows, ids, weights)
         return Ticket(hidden_states, output.view(hidden_states.shape))
 
     def _rehearse(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:

@@ -72,10 +72,14 @@ class PrefillTicket:
 
 @dataclass(slots=True)
 class _Layer:
-    """number: of the CPU's kernel. between: on the GPU. counts: rows of each expert in the last step."""
+    """number, layer: of the CPU's kernel in its stream, and in the model. between: on the GPU.
+
+    counts: rows of each expert in the last step.
+    """
 
     host: HostExperts
     number: int
+    layer: int
     between: Between
     counts: npt.NDArray[np.int64] | None = None
 
@@ -153,7 +157,7 @@ class ExpertPrefill:
     def add_layer(self, kernel: MoeKernel) -> int:
         """The number under which `submit` knows a layer; layers are added in the order in which steps run them."""
         between = Between.of(kernel.weights, kernel.activation, self.device.torch_device)
-        self._layers.append(_Layer(HostExperts(kernel.weights), self._cpu.add_layer(kernel), between))
+        self._layers.append(_Layer(HostExperts(kernel.weights), self._cpu.add_layer(kernel), kernel.layer, between))
         return len(self._layers) - 1
 
     def takes(self, num_rows: int) -> bool:
@@ -179,7 +183,12 @@ class ExpertPrefill:
         self._tables.fill([*(group.experts for group in groups), *waiting])
         ranks = self._tables.ranks(ids)
         of_cpu = int(counts.sum() - counts[list(split.on_gpu)].sum())
-        if of_cpu or not split.on_gpu:
+        is_for_cpu = of_cpu > 0 or not split.on_gpu
+        if split.on_gpu:  # the kernel counts the others, as a call if it is given any
+            there = np.zeros_like(counts)
+            there[list(split.on_gpu)] = counts[list(split.on_gpu)]
+            self._stats.add(self._layers[layer].layer, there.tolist(), calls=0 if is_for_cpu else 1)
+        if is_for_cpu:
             kept = torch.where(ranks < self.shape.num_experts, self.shape.num_experts, ids)
             self._cpu.submit(self._layers[layer].number, hidden, kept, weights)
         of_gpu = None
@@ -187,7 +196,7 @@ class ExpertPrefill:
             of_gpu = self._compute(layer, hidden, ids, ranks, weights, counts, groups, waiting)
         self._layers[layer].counts = counts
         self._copy_ahead(layer + 1, len(split.on_gpu))
-        return PrefillTicket(of_gpu, bool(of_cpu) or not split.on_gpu, hidden)
+        return PrefillTicket(of_gpu, is_for_cpu, hidden)
 
     def rehearse(self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
         """The launches of `submit` in a rehearsal (kernels.triton.compiling), without experts on their way."""
@@ -224,7 +233,6 @@ class ExpertPrefill:
         host = self._ids[: ids.shape[0]]
         host.copy_(ids, non_blocking=True)
         self._copies.synchronize(self._copies.compute_mark())
-        self._stats.note(host)
         counts = np.bincount(host.numpy().ravel(), minlength=self.shape.num_experts + 1)
         if len(counts) > self.shape.num_experts + 1:
             raise IndexError(f"an expert id is {len(counts) - 1}, but there are {self.shape.num_experts} experts")

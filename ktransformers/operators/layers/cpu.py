@@ -32,7 +32,6 @@ from ktransformers.kernels.cpu.layer import (
 )
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.activation import KActivation
-from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.experts.block import KMoEBlock
@@ -73,6 +72,11 @@ def _inner(module: nn.Module) -> nn.Module:
     return module.inner if isinstance(module, WrapperOperator) else module
 
 
+def layer_of(layer: nn.Module) -> int:
+    """The number of a decoder layer."""
+    return int(_inner(layer.get_submodule("self_attn")).layer_idx)  # type: ignore[arg-type]
+
+
 def _child(module: nn.Module, name: str) -> nn.Module | None:
     return module._modules.get(name)
 
@@ -110,12 +114,13 @@ def _attention(layer: nn.Module, call: LayerCall) -> AttentionLayer:
             int(angles[0].shape[-1]),
             call.attention[0].scale,
             call.attention[0].window,
+            layer_of(layer),
         )
     except ValueError as error:
         raise _DoesNotFit(str(error)) from error
 
 
-def _moe(layer: nn.Module, block: KMoEBlock) -> tuple[MoeLayer, ExpertStats]:
+def _moe(layer: nn.Module, block: KMoEBlock) -> MoeLayer:
     router, experts = _child(block.inner, "gate"), _child(block.inner, "experts")
     if not isinstance(router, KRouter) or router.spec is None or router.logit_bias is not None:
         raise _DoesNotFit("a router of its own")
@@ -123,7 +128,7 @@ def _moe(layer: nn.Module, block: KMoEBlock) -> tuple[MoeLayer, ExpertStats]:
         raise _DoesNotFit("experts that run on torch")
     weight = RawTensor.from_tensor(router.weight)
     norm, shared = _norm(_child(layer, "post_attention_layernorm")), _shared_experts(block.inner)
-    return MoeLayer(norm, weight, router.spec, experts.kernel, router.bias, shared), experts.config.expert_stats
+    return MoeLayer(norm, weight, router.spec, experts.kernel, router.bias, shared, layer_of(layer))
 
 
 def _shared_experts(block: nn.Module) -> SharedExperts | None:
@@ -164,23 +169,18 @@ class FusedLayer(nn.Module):
         buffers: LayerBuffers,
         attention: AttentionLayer | None,
         feed_forward: MoeLayer | MlpLayer | None,
-        expert_stats: ExpertStats | None,
     ):
         super().__init__()
         self.inner, self.pool, self.memory = layer, pool, buffers
-        self.attention, self.feed_forward, self.expert_stats = attention, feed_forward, expert_stats
-        self.layer_idx = int(_inner(layer.get_submodule("self_attn")).layer_idx)  # type: ignore[arg-type]
+        self.attention, self.feed_forward = attention, feed_forward
+        self.layer_idx = layer_of(layer)
         keep_attention_type(self, layer)
 
     @override
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
         self._attend(rows, hidden_states.shape, args, kwargs)
-        if isinstance(self.feed_forward, MoeLayer):
-            ids = self.feed_forward.forward(rows, self.pool, self.memory)
-            if self.expert_stats is not None:
-                self.expert_stats.note(ids, self.layer_idx)
-        elif self.feed_forward is not None:
+        if self.feed_forward is not None:
             self.feed_forward.forward(rows, self.pool, self.memory)
         else:
             layer: Any = self.inner
@@ -207,7 +207,6 @@ def _fused(layer: nn.Module, call: LayerCall, pool: WorkerPool, buffers: LayerBu
     """The layer with all native parts that it allows; None when there are none."""
     attention: AttentionLayer | None = None
     feed_forward: MoeLayer | MlpLayer | None = None
-    stats: ExpertStats | None = None
     names = {name for name, _ in layer.named_children()}
     if names != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return None
@@ -218,14 +217,14 @@ def _fused(layer: nn.Module, call: LayerCall, pool: WorkerPool, buffers: LayerBu
     mlp = layer.get_submodule("mlp")
     try:
         if isinstance(mlp, KMoEBlock):
-            feed_forward, stats = _moe(layer, mlp)
+            feed_forward = _moe(layer, mlp)
         else:
-            feed_forward = MlpLayer(_norm(_child(layer, "post_attention_layernorm")), _gated_mlp(mlp))
+            feed_forward = MlpLayer(_norm(_child(layer, "post_attention_layernorm")), _gated_mlp(mlp), layer_of(layer))
     except (_DoesNotFit, AttributeError, ValueError) as error:
         logger.debug("layer %s keeps its feed-forward module: %s", type(layer).__name__, error)
     if attention is None and feed_forward is None:
         return None
-    return FusedLayer(layer, pool, buffers, attention, feed_forward, stats)
+    return FusedLayer(layer, pool, buffers, attention, feed_forward)
 
 
 def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerPool) -> bool:

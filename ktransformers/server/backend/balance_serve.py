@@ -25,7 +25,7 @@ from ktransformers.engine.hidden import embedding_form
 from ktransformers.engine.opened import ModelDescription, describe_model, open_model
 from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
-from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
+from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, counts_in
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
@@ -180,8 +180,7 @@ class BalanceServeBackend(Backend):
 
     def _on_news(self, news: News) -> None:
         self._scheduler_stats, self._totals = news.stats, news.totals
-        for layer, counts in news.expert_counts:
-            self._add_experts(layer, counts)
+        self._add_experts(news.expert_counts)
         for update in news.updates:
             stream = self._streams.get(update.request_id)
             if stream is None:
@@ -193,12 +192,12 @@ class BalanceServeBackend(Backend):
                 reason = FinishReason.STOP if has_stopped else FinishReason.ABORT
                 self.supervisor.send_soon(Finish(update.request_id, reason))
 
-    def _add_experts(self, layer: int, counts: Sequence[int]) -> None:
-        known = self._experts.setdefault(layer, [])
+    def _add_experts(self, data: bytes) -> None:
         num_experts = 0 if self._facts is None else self._facts.num_experts
-        known += [0] * (max(num_experts, len(counts)) - len(known))
-        for expert, count in enumerate(counts):
-            known[expert] += count
+        for layer, expert, rows in counts_in(data):
+            known = self._experts.setdefault(layer, [0] * num_experts)
+            known += [0] * (expert + 1 - len(known))
+            known[expert] += rows
 
     @override
     async def close(self) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason
-from ktransformers.scheduler.records import ExpertCounts, Request, RequestUpdate, SchedulerStats
+from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
 
 __all__ = [
     "Add",
@@ -122,7 +122,7 @@ class EngineTotals(msgspec.Struct, frozen=True):
     busy_seconds: float = 0.0
     num_poisoned: int = 0  # requests that were ended because they killed engines
     num_expert_rows: int = 0  # (token, expert) pairs
-    num_expert_samples: int = 0  # layer calls looked at closely
+    num_expert_samples: int = 0  # layer calls
     num_touched_experts: int = 0  # distinct experts in those, added up
 
 
@@ -149,7 +149,7 @@ class News(msgspec.Struct, frozen=True):
     prefill_seconds: dict[str, float]
     losses: list[EngineLoss] = []
     hanging: int | None = None
-    expert_counts: ExpertCounts = ()
+    expert_counts: bytes = b""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -126,7 +126,7 @@ class SchedulerProcess:
         self._watch = StepWatch(options.step_seconds)
         self._hanging: int | None = None
         self._totals = EngineTotals()
-        self._expert_counts: list[tuple[int, Sequence[int]]] = []
+        self._expert_counts: list[bytes] = []
         self._told = b""
 
     def run(self) -> None:
@@ -201,7 +201,7 @@ class SchedulerProcess:
             updates = self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs)
             self._note_first_tokens(updates)
             self._updates += updates
-            self._expert_counts += result.expert_counts
+            self._expert_counts.append(result.expert_counts)
             totals, (num_rows, num_samples, num_touched) = self._totals, result.experts
             self._totals = msgspec.structs.replace(
                 totals,
@@ -291,7 +291,7 @@ class SchedulerProcess:
             self._prefill_seconds,
             self._losses,
             self._hanging,
-            self._expert_counts,
+            b"".join(self._expert_counts),
         )
         data = encode(news)
         if data != self._told:

@@ -14,12 +14,16 @@ import torch
 
 from ktransformers.errors import EngineError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
+from ktransformers.kernels.cpu.expert_counts import ExpertCounts
+from ktransformers.kernels.cpu.profile import PoolProfile
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape, choose_hand_over
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, QuantType
 from tests.support.fake_stream import PATIENCE, FakeDriver
+from tests.support.native_records import Experts, Op, records_in
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 4, 64, 32, 2
 ROOT = Path(__file__).parents[3]
+SHAPES = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
 METHODS = pytest.mark.parametrize("method", HandOver)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
@@ -64,7 +68,10 @@ def expected(kernel, x, ids, weights):
 @DTYPES
 def test_equals_the_kernel_over_layers_and_rounds(kernels, driver, method, dtype):
     experts = make_experts(kernels, driver, method, dtype=dtype)
-    rounds = []
+    counts = ExpertCounts()
+    for kernel in kernels:
+        counts.watch(kernel)
+    before, rounds = counts.totals(), []
     for i in range(60):
         x, ids, weights = inputs(1 + i % 8, seed=i, dtype=dtype)
         ids = ids.long() if i % 2 else ids
@@ -73,14 +80,48 @@ def test_equals_the_kernel_over_layers_and_rounds(kernels, driver, method, dtype
         assert experts.collect(out) is out
         rounds.append((i % 3, x, ids, weights, out))
     driver.synchronize()
+    told = counts.totals()
     for layer, x, ids, weights, out in rounds:
         assert torch.equal(out, expected(kernels[layer], x, ids, weights))
     assert experts.num_forwards == 60
-    assert experts.num_pairs == sum(int((ids != EXPERTS).sum()) for _, _, ids, _, _ in rounds)
-    assert experts.num_touched == sum(len(set(ids.flatten().tolist()) - {EXPERTS}) for _, _, ids, _, _ in rounds)
+    pairs, calls, touched = (now - then for now, then in zip(told, before, strict=True))
+    assert calls == 60
+    assert pairs == sum(int((ids != EXPERTS).sum()) for _, _, ids, _, _ in rounds)
+    assert touched == sum(len(set(ids.flatten().tolist()) - {EXPERTS}) for _, _, ids, _, _ in rounds)
     assert experts.busy_seconds > 0
     experts.check()
     experts.close()
+
+
+@METHODS
+@DTYPES
+def test_what_the_coordinator_does_is_recorded(make_weight, pool, driver, method, dtype):
+    """Under the layer's number in the model; the first operation of a forward says how long it was due."""
+    own = WorkerPool(2)
+    parts = [[make_weight(QuantType.Q8_0, *shape, seed=e) for e in range(EXPERTS)] for shape in SHAPES]
+    kernels = [MoeKernel(ExpertWeights(*parts), ActivationSpec(), own, layer) for layer in (4, 7)]
+    experts = make_experts(kernels, driver, method, dtype=dtype)
+    x, ids, weights = inputs(3, dtype=dtype)
+    plain, recorded = torch.empty_like(x), torch.empty_like(x)
+    experts.submit(1, x, ids, weights)
+    experts.collect(plain)
+    driver.synchronize()
+    profile = PoolProfile(own)
+    experts.submit(1, x, ids, weights)
+    experts.collect(recorded)
+    driver.synchronize()
+    experts.close()
+    assert torch.equal(plain, recorded)
+    found = records_in(profile.drain())
+    (call,) = (record for record in found if isinstance(record, Experts))
+    assert (call.layer, call.rows) == (7, 3)
+    assert call.ids == {i: [-1 if e == EXPERTS else e for e in row] for i, row in enumerate(ids.tolist())}
+    ops = [record for record in found if isinstance(record, Op)]
+    assert {(op.layer, op.part, op.rows) for op in ops} == {(7, "experts", 3)}
+    ends = [op.op for op in ops if op.op == 0]  # rows to fp32, and back
+    assert len(ends) == (2 if dtype is torch.bfloat16 else 0)
+    assert ops[0].wait_ns > 0
+    own.close()
 
 
 @METHODS

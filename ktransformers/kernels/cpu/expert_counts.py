@@ -1,0 +1,36 @@
+"""How often each expert is used: exact, counted where experts run. Knows kernels and numbers of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ktransformers.kernels.cpu.moe import MoeKernel
+from ktransformers.kernels.extension import extension
+
+__all__ = ["ExpertCounts"]
+
+
+class ExpertCounts:
+    """Counts the calls of kernels that it watches, and what it is told of others. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._native = extension.ExpertCounts()
+
+    def watch(self, kernel: MoeKernel) -> None:
+        """Count what it computes, and has computed, under its number of a layer."""
+        self._native.watch(kernel.layer, kernel.handle)
+
+    def add(self, layer: int, rows: Sequence[int], calls: int = 1) -> None:
+        """What ran elsewhere: the rows of each expert of a layer, as so many calls of it (0: a part of one)."""
+        self._native.add(layer, rows, calls)
+
+    def totals(self) -> tuple[int, int, int]:
+        """(token, expert) pairs, layer calls, and the distinct experts of each call, added up."""
+        return self._native.totals()
+
+    def take(self) -> bytes:
+        """New rows since the last time: entries of 8 bytes, layer and expert (u16) and rows (u32), little endian.
+
+        Layers without a number (-1) are left out.
+        """
+        return self._native.take()
