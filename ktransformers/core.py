@@ -120,7 +120,7 @@ def _tuple_of(name: str, values: object, kind: type) -> tuple[Any, ...]:
     return made
 
 
-_SHAPING_HINTS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+_SHAPING_HINTS = ("disable_additional_properties", "whitespace_pattern")
 """Of vLLM's structured_outputs, what would make another answer."""
 
 
@@ -160,7 +160,7 @@ class Constraint:
         for name in _SHAPING_HINTS:
             if wanted.get(name):
                 raise UnsupportedError(f"{name} is not supported: leave it out")
-        others = (*_SHAPING_HINTS, "disable_fallback")
+        others = (*_SHAPING_HINTS, "disable_fallback", "disable_any_whitespace")  # the last is what is done here
         asked = {name: value for name, value in wanted.items() if name not in others}
         given = [name for name, value in asked.items() if value is not None and value is not False]
         if len(given) != 1 or given[0] not in kinds:

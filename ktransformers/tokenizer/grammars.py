@@ -45,8 +45,8 @@ JSON_OPTIONS: JsonCompileOptions = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""On one line, as most models write calls of tools. Any amount of whitespace would let a model write nothing else to the
-end of its tokens, and llguidance repeats a whitespace_pattern."""
+"""On one line, as most models write calls of tools. Any amount of whitespace would let a model write nothing else to
+the end of its tokens, and llguidance repeats a whitespace_pattern."""
 
 
 def pack_ids(token_ids: Iterable[int], vocab_size: int) -> Words:

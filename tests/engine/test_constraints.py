@@ -359,7 +359,8 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: list[str] | None = None
     disable_fallback: bool = True
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool = True
+    disable_additional_properties: bool = False
 
 
 @pytest.mark.parametrize(
@@ -393,8 +394,8 @@ def test_names_of_a_constraint(names: dict[str, Any], wanted: dict[str, Any]) ->
         ({"structured_outputs": 3}, "structured_outputs: a constraint has exactly one"),
         ({"structured_outputs": {"shape": 3}}, "structured_outputs: a constraint has exactly one"),
         (
-            {"guided_decoding": StructuredOutputsParams(regex="a", disable_any_whitespace=True)},
-            "guided_decoding: disable_any_whitespace is not supported",
+            {"guided_decoding": StructuredOutputsParams(regex="a", disable_additional_properties=True)},
+            "guided_decoding: disable_additional_properties is not supported",
         ),
         ({"constraint": 3}, "constraint must be a Constraint or a dict"),
     ],

@@ -93,7 +93,8 @@ def _wanted(name: str, value: Any) -> Mapping[str, Any] | None:
 def _of_structured_outputs(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError("structured_outputs must be an object")
-    return value if any(one for name, one in value.items() if name != "disable_fallback") else {}
+    says_nothing = ("disable_fallback", "disable_any_whitespace")
+    return value if any(one for name, one in value.items() if name not in says_nothing) else {}
 
 
 def _of_typed_format(name: str, value: Any) -> Mapping[str, Any] | None:

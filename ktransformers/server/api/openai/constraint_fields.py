@@ -41,7 +41,7 @@ class StructuredOutputs(_Fields):
     grammar: str | None = None
     json_object: bool | None = None
     disable_fallback: bool | None = None
-    disable_any_whitespace: Literal[False] | None = None
+    disable_any_whitespace: bool | None = None
     disable_additional_properties: Literal[False] | None = None
     whitespace_pattern: None = None
 
