@@ -16,10 +16,11 @@ from typing import Protocol
 
 import zmq
 
+from ktransformers.child import become, follow_parent
 from ktransformers.errors import KTransformersError
 from ktransformers.logs import set_up_logging
 from ktransformers.scheduler.records import StepPlan, StepResult
-from ktransformers.server.balance.child import become, follow_parent, read_options
+from ktransformers.server.balance.child import read_options
 from ktransformers.server.balance.messages import (
     EngineFacts,
     EngineFailed,

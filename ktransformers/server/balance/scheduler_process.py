@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
+from ktransformers.child import become, follow_parent
 from ktransformers.core import FinishReason
 from ktransformers.errors import KTransformersError
 from ktransformers.logs import set_up_logging
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, StepPlan, StepResult
 from ktransformers.scheduler.scheduler import Scheduler
-from ktransformers.server.balance.child import become, follow_parent, read_options
+from ktransformers.server.balance.child import read_options
 from ktransformers.server.balance.messages import (
     Add,
     Command,
