@@ -1,7 +1,7 @@
 """The bridge process: takes what recorders send, joins it, writes it down.
 
     options on standard input ──> files made, socket bound ── {"endpoint"} on standard output ──> writing
-    end of file on standard input ──> whoever still sends says farewell, or falls silent ──> meta.json says when ──> gone
+    end of file on standard input ──> whoever sends says farewell, or falls silent ──> meta.json says when
 
 It outlives its parent by that last step: what it was sent before the end is written. Standard output has a line of JSON
 whenever its counts have changed. Imports neither torch nor anything that does.
@@ -44,6 +44,9 @@ FLUSH_SECONDS = 0.5
 
 SILENCE_SECONDS = 1.5
 """After the end: a recorder drains fifteen times in it, so whoever has said nothing is gone."""
+
+_QUIET_SECONDS = 0.3
+"""After the end and all farewells: what is on its way comes within it."""
 
 STOP_SECONDS = 10.0
 """After the end: the longest that farewells are waited for."""
@@ -187,10 +190,10 @@ def _run(bridge: Bridge, socket: zmq.Socket[bytes]) -> None:
             poller.unregister(0)
         if bridge.tick(now):
             _say({"counts": bridge.counts, "dropped": bridge.dropped})
-        if ended is not None and not (
-            bridge.has_senders and now - heard < SILENCE_SECONDS and now - ended < STOP_SECONDS
-        ):
-            return
+        if ended is not None:
+            patience = SILENCE_SECONDS if bridge.has_senders else _QUIET_SECONDS
+            if now - max(heard, ended) >= patience or now - ended >= STOP_SECONDS:
+                return
 
 
 def main() -> int:

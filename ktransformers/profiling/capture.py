@@ -34,34 +34,14 @@ STOP_SECONDS = 12.0
 """How long the bridge may take to end: a little longer than it waits itself."""
 
 _SHOWN_VALUES = frozenset(
-    [
-        "model_path",
-        "gguf_path",
-        "optimize_config_path",
-        "backend_type",
-        "chunk_size",
-        "cache_lens",
-        "cpu_quant",
-        "cpu_infer",
-        "cpu_prefill",
-        "cpu_bf16",
-        "gpu_memory",
-        "attention_backend",
-        "max_batch_size",
-        "page_size",
-        "max_new_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "repetition_penalty",
-        "port",
-        "profile",
-        "profile_root",
-        "profile_max_bytes",
-    ]
+    (
+        *("model_path", "gguf_path", "optimize_config_path", "backend_type", "profile", "profile_root"),
+        *("chunk_size", "cache_lens", "page_size", "max_batch_size", "max_new_tokens", "profile_max_bytes"),
+        *("cpu_infer", "cpu_quant", "cpu_prefill", "cpu_bf16", "gpu_memory", "attention_backend"),
+        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
+    )
 )
+"""Flags whose values are neither a key nor a text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class StepOps:
     """What was recorded inside of a step."""
 
     ops: Ops
-    experts: Sequence[ExpertsCall] = ()
+    calls: Sequence[ExpertsCall] = ()
 
 
 def split_records(data: bytes) -> Iterator[tuple[int, int, int, int]]:
@@ -55,8 +55,8 @@ def _experts(data: bytes, at: int, nbytes: int) -> ExpertsCall:
     """Raises ValueError when the record's numbers go beyond its end."""
     head = np.frombuffer(data, EXPERTS, 1, at)[0]
     top_k, num_experts, num_ids = (int(head[name]) for name in ("top_k", "num_experts", "num_ids"))
-    if min(top_k, num_experts, num_ids) < 0:
-        raise ValueError("negative counts")
+    if min(top_k, num_experts, num_ids, int(head["layer"])) < 0:
+        raise ValueError("negative numbers")
     sizes = (4 * num_experts, 4 * num_ids, 2 * num_ids * top_k)
     if EXPERTS.itemsize + sum(sizes) > nbytes:
         raise ValueError(f"{num_ids} rows of {top_k} experts in {nbytes} bytes")
