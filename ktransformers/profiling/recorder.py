@@ -8,6 +8,7 @@ Everything is bounded. What does not fit is dropped and counted, and the counts 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from typing import Protocol
 
 import zmq
 
+from ktransformers.errors import KTransformersError
 from ktransformers.profiling.records import (
     DropsRecord,
     Farewell,
@@ -25,7 +27,9 @@ from ktransformers.profiling.records import (
     encode_messages,
 )
 
-__all__ = ["Recorder", "Runtime"]
+__all__ = ["Recorder", "Runtime", "open_recorder"]
+
+logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 0.1
 LINGER_SECONDS = 1.0
@@ -143,3 +147,12 @@ class Recorder:
             self._socket.send(encode_messages([*messages, drops, *last]), zmq.NOBLOCK)
         except zmq.Again:  # the bridge is too slow, or gone
             self._num_unsent += len(messages)
+
+
+def open_recorder(endpoint: str, source: str, epoch: int, runtime: Runtime | None) -> Recorder:
+    """A recorder of an engine. Where native code cannot record, it does without."""
+    try:
+        return Recorder(endpoint, source, epoch, runtime)
+    except KTransformersError as error:
+        logger.warning("a profile has steps and tokens only: %s", error)
+        return Recorder(endpoint, source, epoch)

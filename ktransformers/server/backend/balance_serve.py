@@ -191,7 +191,8 @@ class BalanceServeBackend(Backend):
                 del self._streams[update.request_id]
             if has_stopped or (stream.buffer.is_closed and update.finish_reason is None):
                 reason = FinishReason.STOP if has_stopped else FinishReason.ABORT
-                self.supervisor.send_soon(Finish(update.request_id, reason))
+                completion_len = stream.stats.completion_len if has_stopped else None
+                self.supervisor.send_soon(Finish(update.request_id, reason, completion_len))
 
     def _add_experts(self, layer: int, counts: Sequence[int]) -> None:
         known = self._experts.setdefault(layer, [])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ktransformers.core import Progress
 from ktransformers.engine.builder import Hardware, build_paged_engine
+from ktransformers.engine.profiled import model_meta
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 from ktransformers.server.balance.engine_process import LoadedEngine
@@ -35,6 +36,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         uses_gpus=any(entry.placement.generate_device != "cpu" for entry in engine.plan.entries),
         num_experts=max((count for count, _ in experts), default=0),
         expert_bytes=sum(nbytes / count for count, nbytes in experts),
+        profiled=model_meta(engine, "balance_serve"),
     )
     return facts, engine.executor
 
