@@ -24,8 +24,8 @@ from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each,
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
+from ktransformers.profiling.messages import StepRecord
 from ktransformers.profiling.recorder import Recorder, Runtime
-from ktransformers.profiling.records import StepRecord
 from ktransformers.scheduler.records import (
     ExpertCounts,
     PromptLogprobs,

@@ -11,22 +11,26 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ktransformers import __version__
-from ktransformers.config import cpu_name
+from ktransformers.config import EngineConfig, cpu_name
 from ktransformers.core import FinishReason
 from ktransformers.engine.card import ModelCard
+from ktransformers.hub.locate import title_of
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.profiling.capture import ProfileTarget
+from ktransformers.profiling.messages import ProfileMeta, RequestRecord, StepRecord, TokensRecord
 from ktransformers.profiling.recorder import Recorder, Runtime, open_recorder
-from ktransformers.profiling.records import ProfileMeta, RequestRecord, StepRecord, TokensRecord
 
 if TYPE_CHECKING:
-    from ktransformers.engine.builder import LoadedModel
+    from ktransformers.engine.builder import Engine, LoadedModel
+    from ktransformers.engine.session import Session
 
-__all__ = ["AnswerProfile", "ProfileSlot", "card_meta", "model_meta", "native_runtime"]
+__all__ = ["AnswerProfile", "ProfileSlot", "card_meta", "model_meta", "native_runtime", "profiled_session"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +80,24 @@ class ProfileSlot:
             self._has = wanted
         settled.set()
         return self.current
+
+
+@contextmanager
+def profiled_session(session: Session, engine: Engine, target: ProfileTarget | None, backend: str) -> Iterator[None]:
+    """Record what the session answers within, on this thread. Nothing when target is None. Errors as Capture."""
+    if target is None:
+        yield
+        return
+    capture = target.open(model_meta(engine, backend))
+    session.profile.new_runtime = lambda: native_runtime(engine.pool)
+    session.profile.want(capture.endpoint)
+    session.profile.settle()
+    try:
+        yield
+    finally:
+        session.profile.want(None)
+        session.profile.settle()
+        capture.stop()
 
 
 @dataclass(slots=True)
@@ -200,7 +222,8 @@ def model_meta(engine: LoadedModel, backend: str) -> ProfileMeta:
         expert_bytes[layer] = entry.total_bytes // operator.num_experts
         on_gpu[layer] = operator.num_experts if operator.device.is_gpu else 0
         types.update(entry.quant_types)
-    model = _model(card) | {"expert_bytes": expert_bytes, "types": {"experts": sorted(types)}}
+    model = _model(card, engine.config, engine.model.architecture)
+    model |= {"expert_bytes": expert_bytes, "types": {"experts": sorted(types)}}
     gpus = [name for name in engine.plan.weight_bytes if name != "cpu"]
     machine = _machine(engine.pool.num_threads, engine.pool.isa.value, gpus)
     return ProfileMeta(
@@ -208,17 +231,20 @@ def model_meta(engine: LoadedModel, backend: str) -> ProfileMeta:
     )
 
 
-def card_meta(card: ModelCard, backend: str, num_threads: int | None = None) -> ProfileMeta:
+def card_meta(card: ModelCard, config: EngineConfig, backend: str) -> ProfileMeta:
     """What is known of a model that runs without our operators."""
     placement = {"experts_on_gpu": [0] * card.num_layers}
-    machine = _machine(num_threads, None, [])
-    return ProfileMeta(backend=backend, version=__version__, model=_model(card), placement=placement, machine=machine)
+    machine = _machine(config.cpu_infer or None, None, [])
+    return ProfileMeta(
+        backend=backend, version=__version__, model=_model(card, config, None), placement=placement, machine=machine
+    )
 
 
-def _model(card: ModelCard) -> dict[str, Any]:
+def _model(card: ModelCard, config: EngineConfig, architecture: str | None) -> dict[str, Any]:
+    path = config.gguf_path or config.model_path
     return {
-        "name": card.family,
-        "architecture": card.family,
+        "name": card.family if path is None else title_of(path),
+        "architecture": architecture or card.family,
         "num_layers": card.num_layers,
         "num_experts": card.num_experts,
         "top_k": card.num_used_experts,

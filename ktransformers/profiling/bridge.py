@@ -27,7 +27,7 @@ from ktransformers.logs import set_up_logging
 from ktransformers.private_folder import PrivateFolder
 from ktransformers.profiling.files import ProfileFiles
 from ktransformers.profiling.join import Joiner
-from ktransformers.profiling.records import (
+from ktransformers.profiling.messages import (
     SCHEMA,
     SCHEMA_VERSION,
     BridgeOptions,

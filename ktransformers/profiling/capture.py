@@ -10,6 +10,7 @@ import json
 import logging
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +22,10 @@ import msgspec
 
 from ktransformers.child import PARENTS_SIGNALS, framed, spawn_code
 from ktransformers.errors import ConfigError, EngineError
-from ktransformers.profiling.records import BridgeOptions, ProfileMeta
+from ktransformers.profiling.files import check_folder
+from ktransformers.profiling.messages import BridgeOptions, ProfileMeta
 
-__all__ = ["MAX_BYTES", "Capture", "ProfileLimits", "shown_command"]
+__all__ = ["MAX_BYTES", "Capture", "ProfileLimits", "ProfileTarget", "shown_command"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +90,7 @@ class Capture:
     ):
         limits = limits or ProfileLimits()
         self.folder, self.began = folder, time.time()
-        self._on_death, self._is_stopping = on_death, False
+        self._on_death, self._is_stopping, self._is_stopped = on_death, False, False
         self._news: dict[str, Any] = {}
         self._process = _spawn()
         options = BridgeOptions(
@@ -124,14 +126,22 @@ class Capture:
         news = {"counts": {}, "dropped": {}} | self._news
         return {"dir": self.folder.name, "began": round(self.began, 3), **news}
 
-    def stop(self) -> None:
-        """End the bridge, which writes what it has been sent first. Safe to call twice."""
-        if self._is_stopping:
-            return
+    def end(self, seconds: float) -> None:
+        """Tell the bridge to end, and wait at most so long for it. `stop` has to follow."""
         self._is_stopping = True
         assert self._stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def stop(self) -> None:
+        """End the bridge, which writes what it has been sent first. Safe to call twice."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        is_alive = self.is_alive
+        self.end(0)
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -139,7 +149,8 @@ class Capture:
             self._process.kill()
             self._process.wait()
         self._reader.join()
-        logger.info("the profile in %s is complete", self.folder)
+        if is_alive:
+            logger.info("the profile in %s is complete", self.folder)
 
     def _begun(self, stdout: IO[bytes]) -> str:
         """The endpoint. Raises what the bridge says when it cannot start."""
@@ -172,6 +183,21 @@ class Capture:
         self._close_pipes()
         if self._on_death is not None:
             self._on_death()
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileTarget:
+    """Where a program wants its profile. Raises ConfigError on creation for a folder in which none can begin."""
+
+    folder: Path
+    limits: ProfileLimits = ProfileLimits()
+
+    def __post_init__(self) -> None:
+        check_folder(self.folder)
+
+    def open(self, meta: ProfileMeta) -> Capture:
+        """Begin it. Errors as Capture."""
+        return Capture(self.folder, msgspec.structs.replace(meta, command=shown_command(sys.argv)), self.limits)
 
 
 def _spawn() -> subprocess.Popen[bytes]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ktransformers.errors import ConfigError, reason_of
 
-__all__ = ["STREAMS", "ProfileFiles"]
+__all__ = ["STREAMS", "ProfileFiles", "check_folder"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,15 @@ class _Stream:
         os.close(self._fd)
 
 
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError for a folder in which no profile can begin. Makes nothing."""
+    if (folder / _META).exists() or (folder / "steps.jsonl").exists():
+        raise ConfigError(f"{folder} holds a profile already; name another folder, or remove it")
+    nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"no profile can be written to {folder}: {nearest} is not a folder that can be written to")
+
+
 class ProfileFiles:
     """Makes the folder (0700) and its files (0600). Raises ConfigError where they cannot be, or another profile is.
 
@@ -89,11 +98,10 @@ class ProfileFiles:
             ) from error
 
     def _make_folder(self) -> None:
+        check_folder(self.folder)
         if not self.folder.exists():
             self.folder.mkdir(parents=True)
             self.folder.chmod(0o700)
-        elif (self.folder / _META).exists() or (self.folder / "steps.jsonl").exists():
-            raise ConfigError(f"{self.folder} holds a profile already; name another folder, or remove it")
 
     def write(self, name: str, line: bytes) -> None:
         """Append a line, which ends with a line break, to NAME.jsonl. It is in the file after `flush`."""

@@ -20,10 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktransformers.profiling.oplog import ExpertsCall, OpLog, StepOps, critical_ns
-from ktransformers.profiling.records import (
-    HOST,
-    PARTS,
+from ktransformers.profiling.messages import (
     SCHEMA_VERSION,
     DropsRecord,
     Farewell,
@@ -33,6 +30,8 @@ from ktransformers.profiling.records import (
     StepRecord,
     TokensRecord,
 )
+from ktransformers.profiling.oplog import ExpertsCall, OpLog, StepOps, critical_ns
+from ktransformers.profiling.records import HOST, PARTS
 
 __all__ = ["Joiner", "Sink"]
 
@@ -62,7 +61,7 @@ class _Timed:
     """A step's line, and what its tokens have of it."""
 
     line: dict[str, Any]
-    layers_us: list[float]
+    layers_us: list[float] | None
     calls: Sequence[ExpertsCall]
     rows: dict[str, int]
 
@@ -196,7 +195,9 @@ class Joiner:
         }
         ops = found.ops
         critical = critical_ns(ops)
-        per_layer = [round(ns / 1e3, 1) for ns in _by_layer(ops["layer"], critical, self.num_layers)]
+        per_layer = None
+        if (ops["layer"] >= 0).any():
+            per_layer = [round(ns / 1e3, 1) for ns in _by_layer(ops["layer"], critical, self.num_layers)]
         return _Timed(line, per_layer, found.calls, dict(step.sampled))
 
     def _layers(self, found: StepOps) -> int:

@@ -18,14 +18,7 @@ from typing import Protocol
 import zmq
 
 from ktransformers.errors import KTransformersError
-from ktransformers.profiling.records import (
-    DropsRecord,
-    Farewell,
-    Message,
-    NativeRecords,
-    StepRecord,
-    encode_messages,
-)
+from ktransformers.profiling.messages import DropsRecord, Farewell, Message, NativeRecords, StepRecord, encode_messages
 
 __all__ = ["Recorder", "Runtime", "open_recorder"]
 

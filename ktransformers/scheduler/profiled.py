@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ktransformers.profiling.records import Message, RequestRecord, TokensRecord
+from ktransformers.profiling.messages import Message, RequestRecord, TokensRecord
 from ktransformers.scheduler.records import RequestUpdate, StepPlan
 
 __all__ = ["RequestTracker"]

@@ -15,8 +15,8 @@ import msgspec
 from ktransformers.config import DEFAULT_CHUNK_SIZE
 from ktransformers.core import Progress
 from ktransformers.errors import CapacityError, ConfigError
+from ktransformers.profiling.messages import StepRecord
 from ktransformers.profiling.recorder import Recorder
-from ktransformers.profiling.records import StepRecord
 from ktransformers.scheduler.records import SequenceStart, StepPlan, StepResult
 from ktransformers.server.balance.engine_process import LoadedEngine
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions

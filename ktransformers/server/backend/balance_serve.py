@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
+from ktransformers import __version__
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
@@ -25,11 +26,21 @@ from ktransformers.engine.hidden import pooling_of
 from ktransformers.engine.opened import ModelDescription, describe_model, open_model
 from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
+from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
-from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
+from ktransformers.server.backend.profiler import ProfileConfig, Profiler
+from ktransformers.server.balance.messages import (
+    Add,
+    EngineFacts,
+    EngineTotals,
+    Finish,
+    News,
+    ProfileOff,
+    ProfileOn,
+)
 from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
 
@@ -74,7 +85,14 @@ class BalanceServeBackend(Backend):
     name: ClassVar[str] = "balance_serve"
     has_priorities: ClassVar[bool] = True
 
-    def __init__(self, config: BalanceConfig, max_unread: int = MAX_UNREAD_EVENTS, clock: Clock | None = None):
+    def __init__(
+        self,
+        config: BalanceConfig,
+        max_unread: int = MAX_UNREAD_EVENTS,
+        clock: Clock | None = None,
+        profile: ProfileConfig | None = None,
+    ):
+        self._profiler = Profiler(profile or ProfileConfig(), self._turn_profile, self._profiled)
         self._config, self._max_unread, self._clock = config, max_unread, clock
         self._supervisor: Supervisor | None = None
         self._model: ModelInfo | None = None
@@ -96,6 +114,20 @@ class BalanceServeBackend(Backend):
         pooling = pooling_of(engine.model_path, engine.gguf_path)
         self._model, self._facts = replace(_model_info(described, facts), pooling=pooling), facts
         self._watching = asyncio.create_task(self._watch(self._supervisor))
+        await self._profiler.begin()
+
+    @override
+    @property
+    def profiler(self) -> Profiler:
+        return self._profiler
+
+    async def _turn_profile(self, endpoint: str | None) -> None:
+        await self.supervisor.send(ProfileOff() if endpoint is None else ProfileOn(endpoint))
+
+    def _profiled(self) -> ProfileMeta:
+        self.model  # noqa: B018 - raises while loading
+        known = None if self._facts is None else self._facts.profiled
+        return known or ProfileMeta(backend=self.name, version=__version__)
 
     async def _watch(self, supervisor: Supervisor) -> None:
         """When the service cannot go on, all readers hear of it."""
@@ -210,6 +242,9 @@ class BalanceServeBackend(Backend):
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        await self._profiler.close(self._end_processes)
+
+    async def _end_processes(self) -> None:
         if self._supervisor is not None:
             await self._supervisor.close()
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason
-from ktransformers.profiling.records import ProfileMeta
+from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.records import ExpertCounts, Request, RequestUpdate, SchedulerStats, StepPlan
 
 __all__ = [
