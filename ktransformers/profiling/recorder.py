@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 0.1
 LINGER_SECONDS = 1.0
-"""How long a recorder that is closed tries to get its last messages out."""
+"""How long the last messages of a recorder that is closed are tried to be sent."""
 
 _MAX_WAITING = 1 << 14  # messages between two drains
 _HIGH_WATER = 16  # drains that the socket holds
@@ -78,6 +78,7 @@ class Recorder:
         self._num_dropped = 0  # by whoever posts
         self._num_unsent = 0  # by the drain thread
         self._is_closing = threading.Event()
+        self._draining = threading.Lock()
         if runtime is not None:
             runtime.start()
         self._thread = threading.Thread(target=self._drain_until_closed, name="profile-drain", daemon=True)
@@ -111,20 +112,26 @@ class Recorder:
             self._num_dropped += 1
 
     def close(self) -> None:
-        """Stop recording and send the rest, within LINGER_SECONDS. Safe to call twice."""
+        """Stop recording and take what is left; it is sent behind the caller's back. Safe to call twice."""
         if self._is_closing.is_set():
             return
         if self._runtime is not None:
             self._runtime.stop()
-        self._is_closing.set()
+        with self._draining:
+            self._drain([Farewell(self.source)])
+            self._socket.close()
+            self._is_closing.set()
+
+    def join(self) -> None:
+        """After `close`: wait until all is sent, or cannot be."""
         self._thread.join()
-        self._context.term()
 
     def _drain_until_closed(self) -> None:
         while not self._is_closing.wait(DRAIN_SECONDS):
-            self._drain([])
-        self._drain([Farewell(self.source)])
-        self._socket.close()
+            with self._draining:
+                if not self._is_closing.is_set():
+                    self._drain([])
+        self._context.term()  # waits as long as sockets linger
 
     def _drain(self, last: Sequence[Message]) -> None:
         """A step that is sent has its native records sent before it, as they were complete when it ended."""
