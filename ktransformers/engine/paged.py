@@ -104,10 +104,12 @@ class PagedExecutor:
 
     expert_counts: see ExpertStats.totals; asked before and after a step. mask_of: asked when a run starts, for what
     decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
-    eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set between steps.
+    eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
+    between steps. model: whose modules native records are told by.
     """
 
     recorder: Recorder | None = None
+    model: torch.nn.Module | None = None
 
     def __init__(
         self,
@@ -134,7 +136,7 @@ class PagedExecutor:
 
     def new_runtime(self) -> Runtime | None:
         """What native code records by, for a recorder of this executor's steps."""
-        return native_runtime(self._pool)
+        return native_runtime(self._pool, self.model)
 
     def reset(self) -> None:
         """Forget all runs, after a step that failed: the scheduler starts every sequence anew."""

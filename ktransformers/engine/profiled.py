@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from ktransformers import __version__
 from ktransformers.config import EngineConfig, cpu_name
 from ktransformers.core import FinishReason
@@ -30,21 +32,55 @@ if TYPE_CHECKING:
     from ktransformers.engine.builder import Engine, LoadedModel
     from ktransformers.engine.session import Session
 
-__all__ = ["AnswerProfile", "ProfileSlot", "card_meta", "model_meta", "native_runtime", "profiled_session"]
+__all__ = [
+    "AnswerProfile",
+    "ProfileSlot",
+    "card_meta",
+    "model_meta",
+    "module_scopes",
+    "native_runtime",
+    "profiled_session",
+]
 
 logger = logging.getLogger(__name__)
 
+_WHOLE_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def native_runtime(pool: WorkerPool) -> Runtime | None:
+_PARTS = (
+    (re.compile(r"(?:^|\.)embed_tokens$"), "embedding"),
+    (re.compile(r"(?:^|\.)lm_head$"), "lm_head"),
+    (re.compile(r"\.layers\.\d+\.\w+\.shared_(?:experts?|mlp)$"), "shared_experts"),
+    (re.compile(r"\.layers\.\d+\.mlp$"), "mlp"),
+)
+"""What kernels are part of that run within such a module; "other" leaves them what they are by themselves."""
+
+
+def module_scopes(model: nn.Module) -> list[tuple[nn.Module, int, str]]:
+    """(module, layer or -1, part) of the modules that say what kernels within them belong to."""
+    scopes = []
+    for name, module in model.named_modules():
+        layer = _WHOLE_LAYER.search(name)
+        if layer is not None:
+            scopes.append((module, int(layer.group(1)), "other"))
+            continue
+        part = next((part for pattern, part in _PARTS if pattern.search(name)), None)
+        is_mixture = part == "mlp" and any(child.endswith("experts") for child, _ in module.named_children())
+        if part is not None and not is_mixture:
+            scopes.append((module, -1, part))
+    return scopes
+
+
+def native_runtime(pool: WorkerPool, model: nn.Module | None) -> Runtime | None:
     """What native code records by; None, with a line in the log, where there is nothing of the kind."""
     try:
         module = importlib.import_module("ktransformers.profiling.runtime")
     except ModuleNotFoundError as error:
         logger.info("a profile has steps and tokens only: %s", error)
         return None
-    runtime: Runtime = module.CpuProfilingRuntime(pool)
+    scopes = [] if model is None else [module.ModuleScope(*scope) for scope in module_scopes(model)]
+    runtime: Runtime = module.CpuProfilingRuntime(pool, scopes)
     return runtime
 
 
@@ -89,7 +125,7 @@ def profiled_session(session: Session, engine: Engine, target: ProfileTarget | N
         yield
         return
     capture = target.open(model_meta(engine, backend))
-    session.profile.new_runtime = lambda: native_runtime(engine.pool)
+    session.profile.new_runtime = lambda: native_runtime(engine.pool, engine.runner.model)
     session.profile.want(capture.endpoint)
     session.profile.settle()
     try:

@@ -28,4 +28,4 @@ class KTransformersBackend(SingleBackend):
         check_tokenizer(self._config)
         engine = build_engine(self._config, progress)
         profiled = model_meta(engine, self.name)
-        return Loaded.of(engine, engine.close, profiled, lambda: native_runtime(engine.pool))
+        return Loaded.of(engine, engine.close, profiled, lambda: native_runtime(engine.pool, engine.runner.model))
