@@ -249,7 +249,8 @@ def model_meta(engine: LoadedModel, backend: str) -> ProfileMeta:
     from ktransformers.operators.experts.routed import KTransformersExperts  # late: it imports every kernel
 
     card = engine.model.card
-    expert_bytes, on_gpu, types = [0] * card.num_layers, [0] * card.num_layers, set()
+    expert_bytes, on_gpu = [0] * card.num_layers, [0] * card.num_layers
+    types: set[str] = set()
     for entry in engine.plan.entries:
         operator, found = engine.plan.operators.get(entry.key), _LAYER.search(entry.key)
         if not isinstance(operator, KTransformersExperts) or found is None or int(found.group(1)) >= card.num_layers:

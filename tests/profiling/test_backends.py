@@ -29,7 +29,7 @@ from ktransformers.server.config import ServerConfig
 from tests.support.balance_backend import backend, check, collect, request, run, until
 from tests.support.demo import DEMO_CHECKPOINT, DEMO_GGUF
 from tests.support.fake_backend import FakeBackend
-from tests.support.native_records import FakeRuntime
+from tests.support.fake_runtime import FakeRuntime
 from tests.support.profiles import check_answers, check_nothing_lost, check_sums, read_profile
 
 Answers = dict[str, list[int]]

@@ -21,7 +21,7 @@ from ktransformers.scheduler.records import SequenceStart, StepPlan, StepResult
 from ktransformers.server.balance.engine_process import LoadedEngine
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
 from tests.support.fake_engine import EOS, VOCAB_SIZE, FakeEngine, make_config
-from tests.support.native_records import FakeRuntime
+from tests.support.fake_runtime import FakeRuntime
 
 PAGE_SIZE = 4
 POISON = 13  # as the first token of a prompt
