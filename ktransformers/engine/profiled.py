@@ -109,12 +109,15 @@ class ProfileSlot:
     def settle(self) -> Recorder | None:
         """The recorder as it is wanted. On the engine's thread, between two steps."""
         settled, wanted = self._settled, self._wanted
-        if wanted != self._has:
-            if self.current is not None:
-                self.current.close()
-            self.current = None if wanted is None else open_recorder(wanted, "engine", 0, self.new_runtime())
-            self._has = wanted
-        settled.set()
+        try:
+            if wanted != self._has:
+                self._has, last, self.current = wanted, self.current, None
+                if last is not None:
+                    last.close()
+                if wanted is not None:
+                    self.current = open_recorder(wanted, "engine", 0, self.new_runtime())
+        finally:
+            settled.set()
         return self.current
 
 

@@ -208,6 +208,35 @@ def test_a_backend_of_one_sequence(kind: Any, tmp_path: Path) -> None:
     assert all(step["parts_us"].get("sampling", 0) > 0 for step in profile.steps if step["sampled"])
 
 
+def test_on_and_off_while_one_sequence_is_answered(tmp_path: Path) -> None:
+    """Both take effect between two steps of the answer, whose reader then goes on."""
+
+    async def work() -> None:
+        config = EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=1024)
+        made = KTransformersBackend(config, ProfileConfig(root=tmp_path))
+        await made.start()
+        try:
+            params = SamplingParams(temperature=0, max_tokens=900, seed=1, ignore_eos=True)
+            events = made.generate(GenerationRequest(request_id="a", prompt_ids=(5, 6, 7), params=params))
+            tokens = [(await anext(events)).token_id for _ in range(3)]
+            await made.profiler.start("p", None)
+            tokens += [(await anext(events)).token_id for _ in range(20)]
+            status = await made.profiler.stop()
+            tokens += [event.token_id async for event in events]
+            assert len(tokens) == 900
+            lines = read_profile(tmp_path / "p").tokens
+            assert 0 < len(lines) == status["last"]["counts"]["tokens"] < 900
+            first = lines[0]["index"]
+            assert [line["index"] for line in lines] == list(range(first, first + len(lines)))
+            assert [line["token"] for line in lines] == tokens[first : first + len(lines)]
+            (ended,) = read_profile(tmp_path / "p").requests
+            assert (ended["finish_reason"], ended["arrived"]) == (None, None)
+        finally:
+            await made.close()
+
+    asyncio.run(work())
+
+
 def test_llm_is_profiled_from_its_beginning_to_its_end(tmp_path: Path) -> None:
     prompts = ["What is 17 + 25?", "Count to ten.", "hello"] * 3
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

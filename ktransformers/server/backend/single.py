@@ -103,7 +103,7 @@ class SingleBackend(Backend):
         """Takes effect between two steps: of the answer that is being computed, or else at once."""
         slot = self._require().session.profile
         settled = slot.want(endpoint)
-        await asyncio.get_running_loop().run_in_executor(self._worker, slot.settle)
+        self._worker.submit(slot.settle)  # not waited for: it stands behind the answer, which settles it as well
         await asyncio.to_thread(settled.wait)
 
     @property
