@@ -51,6 +51,9 @@ _QUIET_SECONDS = 0.3
 STOP_SECONDS = 10.0
 """After the end: the longest that farewells are waited for."""
 
+_NICENESS = 10
+"""The engine's threads come first: what the bridge does can wait."""
+
 _RECEIVED_AT_ONCE = 16  # drains that wait in the socket
 
 _new_line = msgspec.json.Encoder()
@@ -200,6 +203,7 @@ def main() -> int:
     """The process. Returns its exit code: 1 when the parent was told why nothing can be written."""
     become("kt-profile")
     leave_signals()
+    os.nice(_NICENESS)
     data = read_frame(sys.stdin.buffer)
     if data is None:
         return 1

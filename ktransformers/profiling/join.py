@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ class _Timed:
 
     line: dict[str, Any]
     layers_us: list[float] | None
-    calls: Sequence[ExpertsCall]
+    routed: Sequence[tuple[int, dict[int, list[int]]]]
     rows: dict[str, int]
 
 
@@ -193,12 +193,12 @@ class Joiner:
             "gpu_us": None if gpu_ns is None else {part: round(ns / 1e3, 1) for part, ns in gpu_ns.items()},
             "experts": _experts(found.calls),
         }
-        ops = found.ops
+        ops, per_layer = found.ops, None
         critical = critical_ns(ops)
-        per_layer = None
         if (ops["layer"] >= 0).any():
             per_layer = [round(ns / 1e3, 1) for ns in _by_layer(ops["layer"], critical, self.num_layers)]
-        return _Timed(line, per_layer, found.calls, dict(step.sampled))
+        rows = dict(step.sampled)
+        return _Timed(line, per_layer, _routed(found.calls, set(rows.values())), rows)
 
     def _layers(self, found: StepOps) -> int:
         known = [call.layer for call in found.calls]
@@ -236,16 +236,15 @@ class Joiner:
 
     def _experts_of(self, request: str, timed: _Timed) -> tuple[list[list[int] | None] | None, str | None]:
         """By layer, and why there are none."""
-        if not timed.calls:
+        if not timed.routed:
             return None, _NO_EXPERTS
         row, found = timed.rows.get(request, -1), False
         layers: list[list[int] | None] = [None] * self.num_layers
-        for call in timed.calls:
-            at = np.flatnonzero(call.row_index == row)
-            if len(at):
+        for layer, ids_of in timed.routed:
+            ids = ids_of.get(row)
+            if ids is not None:
                 found = True
-                ids: list[int] = call.ids[at[0]].tolist()
-                layers[call.layer] = (layers[call.layer] or []) + [one for one in ids if one >= 0]
+                layers[layer] = (layers[layer] or []) + ids
         return (layers, None) if found else (None, _NO_ROW)
 
     def _write_request(self, record: RequestRecord) -> None:
@@ -322,9 +321,24 @@ def _bytes(found: StepOps) -> dict[str, int]:
 
 def _experts(calls: Sequence[ExpertsCall]) -> list[list[Any]]:
     """[layer, {expert: rows}], by layer."""
-    layers: dict[int, dict[int, int]] = {}
+    layers: dict[int, dict[str, int]] = {}
     for call in calls:
-        rows = layers.setdefault(call.layer, {})
-        for expert in np.flatnonzero(call.counts).tolist():
-            rows[expert] = rows.get(expert, 0) + int(call.counts[expert])
-    return [[layer, {str(expert): rows for expert, rows in layers[layer].items()}] for layer in sorted(layers)]
+        used = call.counts.nonzero()[0]
+        rows = dict(zip(map(str, used.tolist()), call.counts[used].tolist(), strict=True))
+        known = layers.setdefault(call.layer, rows)
+        if known is not rows:
+            for expert, count in rows.items():
+                known[expert] = known.get(expert, 0) + count
+    return [[layer, layers[layer]] for layer in sorted(layers)]
+
+
+def _routed(calls: Sequence[ExpertsCall], rows: Collection[int]) -> list[tuple[int, dict[int, list[int]]]]:
+    """(layer, the experts of each of these rows) of each call."""
+    routed = []
+    for call in calls:
+        told = zip(call.row_index.tolist(), call.ids.tolist(), strict=True)
+        ids_of = {row: ids for row, ids in told if row in rows}
+        if (call.ids < 0).any():
+            ids_of = {row: [one for one in ids if one >= 0] for row, ids in ids_of.items()}
+        routed.append((call.layer, ids_of))
+    return routed

@@ -148,6 +148,29 @@ def test_a_bridge_that_is_killed_ends_the_profile_and_nothing_else(
     assert "nothing else does" in caplog.text
 
 
+def test_a_stop_string_ends_the_request_where_its_answer_ends(tmp_path: Path) -> None:
+    """The scheduler hears of it late: what it has computed by then is in lines beyond completion_len."""
+
+    async def work() -> None:
+        async with backend("load_slow", profile=ProfileConfig(tmp_path / "p")) as made:
+            plain = request(1, params={"max_tokens": 60, "ignore_eos": True})
+            text = "".join(event.text for event in await collect(made, plain))
+            stop = text[len(text) // 2 : len(text) // 2 + 3]
+            asked = replace(
+                request(1, params={"max_tokens": 2000, "ignore_eos": True, "stop": (stop,)}), request_id="s"
+            )
+            (answer,) = tokens_of([asked], [await collect(made, asked)]).values()
+            await until(lambda: made.stats().num_running == 0)
+            await made.profiler.stop()
+            profile = read_profile(tmp_path / "p")
+            (line,) = [line for line in profile.requests if line["request"] == "s"]
+            assert (line["completion_len"], line["finish_reason"]) == (len(answer), "stop")
+            assert profile.answers()["s"][: len(answer)] == answer
+            assert len(profile.answers()["s"]) < 2000
+
+    run(work)
+
+
 def test_on_and_off_while_requests_run(tmp_path: Path) -> None:
     async def work() -> None:
         async with backend("load_slow", profile=ProfileConfig(root=tmp_path)) as made:
@@ -182,7 +205,11 @@ def test_a_backend_of_one_sequence(kind: Any, tmp_path: Path) -> None:
     config = EngineConfig(**paths, cpu_infer=1, cache_lens=256, chunk_size=8)
 
     async def answered(made: Backend) -> Answers:
-        await made.start()
+        starting = asyncio.create_task(made.start())
+        while not made.is_ready and not starting.done():  # requests come as soon as they are let in
+            await asyncio.sleep(0)
+        assert made.profiler.config.folder is None or made.profiler.status()["state"] == "on"
+        await starting
         try:
             ids = made.model.tokenizer.apply_chat_template([{"role": "user", "content": "What is 17 + 25?"}])
             params = SamplingParams(temperature=0, max_tokens=30, seed=1)

@@ -112,9 +112,10 @@ class BalanceServeBackend(Backend):
         facts = await self._supervisor.start(progress)
         engine = self._config.engine
         pooling = pooling_of(engine.model_path, engine.gguf_path)
-        self._model, self._facts = replace(_model_info(described, facts), pooling=pooling), facts
+        self._facts = facts
         self._watching = asyncio.create_task(self._watch(self._supervisor))
-        await self._profiler.begin()
+        await self._profiler.begin()  # before any request is let in
+        self._model = replace(_model_info(described, facts), pooling=pooling)
 
     @override
     @property
@@ -125,7 +126,6 @@ class BalanceServeBackend(Backend):
         await self.supervisor.send(ProfileOff() if endpoint is None else ProfileOn(endpoint))
 
     def _profiled(self) -> ProfileMeta:
-        self.model  # noqa: B018 - raises while loading
         known = None if self._facts is None else self._facts.profiled
         return known or ProfileMeta(backend=self.name, version=__version__)
 

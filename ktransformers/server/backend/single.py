@@ -70,10 +70,11 @@ class SingleBackend(Backend):
     """A subclass says how the model is loaded; that runs on the worker thread too."""
 
     def __init__(self, profile: ProfileConfig | None = None) -> None:
-        self._profiler = Profiler(profile or ProfileConfig(), self._turn_profile, lambda: self._require().profiled)
+        self._profiler = Profiler(profile or ProfileConfig(), self._turn_profile, self._profiled)
         self._lock = asyncio.Lock()  # wakes its waiters in the order in which they came
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._loaded: Loaded | None = None
+        self._opened: Loaded | None = None
+        self._loaded: Loaded | None = None  # the same, once requests may come
         self._num_waiting = 0
         self._is_closed = False
         self._running: set[threading.Event] = set()  # set one to stop its answer
@@ -91,17 +92,23 @@ class SingleBackend(Backend):
             if progress is not None:
                 progress(done, total, name)
 
-        self._loaded = await asyncio.get_running_loop().run_in_executor(self._worker, self._load, watched)
-        await self._profiler.begin()
+        self._opened = await asyncio.get_running_loop().run_in_executor(self._worker, self._load, watched)
+        await self._profiler.begin()  # before any request is let in
+        self._loaded = self._opened
 
     @override
     @property
     def profiler(self) -> Profiler:
         return self._profiler
 
+    def _profiled(self) -> ProfileMeta:
+        assert self._opened is not None, "nothing is profiled before it is loaded"
+        return self._opened.profiled
+
     async def _turn_profile(self, endpoint: str | None) -> None:
         """Takes effect between two steps: of the answer that is being computed, or else at once."""
-        slot = self._require().session.profile
+        assert self._opened is not None, "nothing is profiled before it is loaded"
+        slot = self._opened.session.profile
         settled = slot.want(endpoint)
         self._worker.submit(slot.settle)  # not waited for: it stands behind the answer, which settles it as well
         await asyncio.to_thread(settled.wait)
@@ -187,9 +194,9 @@ class SingleBackend(Backend):
         for stop in self._running:
             stop.set()
         await self._profiler.close(self._end_worker)
-        if self._loaded is not None:
-            self._loaded.close()
-            self._loaded = None
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = self._loaded = None
 
     async def _end_worker(self) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self._worker.shutdown)
