@@ -19,6 +19,7 @@
         ├── OriginError             a web page of another site asks
         ├── ModelNotFoundError      the request names a model that is not served
         ├── UnknownIdError          the request refers to something that is not kept
+        ├── ConflictError           the request asks for what is so already, or for the end of what is not
         ├── PayloadTooLargeError    the request's body is longer than the server takes
         ├── NotReadyError           the model is still loading, or the server is draining
         ├── QueueFullError          too many requests wait already
@@ -37,6 +38,7 @@ __all__ = [
     "AuthenticationError",
     "CapacityError",
     "ConfigError",
+    "ConflictError",
     "ContextLengthError",
     "ConversationError",
     "DeadlineError",
@@ -183,6 +185,10 @@ class ModelNotFoundError(ServiceError):
 
 class UnknownIdError(ServiceError):
     """The request refers to something that is not kept, or not for this client."""
+
+
+class ConflictError(ServiceError):
+    """The request asks for what is so already, or for the end of what is not."""
 
 
 class PayloadTooLargeError(ServiceError):

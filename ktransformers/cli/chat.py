@@ -21,6 +21,7 @@ from ktransformers.cli.options import (
     add_logging_flag,
     add_model_argument,
     add_model_flags,
+    add_profile_flags,
     add_sampling_flags,
     add_toggle,
     engine_config,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ktransformers.cli.chat_output import View
     from ktransformers.config import EngineConfig
     from ktransformers.engine.builder import Engine
+    from ktransformers.profiling.capture import ProfileTarget
 
 __all__ = ["add_parser", "local_chat_parser", "run"]
 
@@ -83,6 +85,7 @@ def _add_flags(parser: argparse.ArgumentParser, *, reads_lines: bool) -> None:
     modes = ("normal", "long_context")
     group.add_argument("--mode", choices=modes, default="normal", help="long_context is not supported")
     group.add_argument("--markdown", action="store_true", help="format answers: blocks appear when they are complete")
+    add_profile_flags(group)
     add_logging_flag(group)
     parser.set_defaults(run=run, reads_lines=reads_lines, log_level="warning")
 
@@ -111,6 +114,7 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     set_up_logging(args.log_level)
     _check_flags(args)
     config = with_default_model(engine_config(args)).resolved()  # before the slow imports: a wrong path shows at once
+    target = _profile_target(args)
     from ktransformers.cli.loading import early_line, loading_bar
 
     name = _model_name(config)
@@ -121,6 +125,7 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
     from ktransformers.cli.chat_input import Turn, read_prompt_file
     from ktransformers.cli.chat_loop import ChatLoop, ChatOptions
     from ktransformers.engine.llm import LLM, default_sampling_params
+    from ktransformers.engine.profiled import profiled_session
 
     first_turns = []
     if args.prompt_file is not None:
@@ -155,9 +160,19 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
         _log.info("%s; %s", machine, model)
         if is_interactive:
             view.note(f"{machine}\n{model}\n/help lists the commands, Ctrl-D leaves")
-        return chat.run(first_turns)
+        with profiled_session(llm.session, engine, target, "local_chat"):
+            return chat.run(first_turns)
     finally:
         engine.close()
+
+
+def _profile_target(args: argparse.Namespace) -> ProfileTarget | None:
+    """--profile. Raises ConfigError for a folder in which no profile can begin."""
+    if args.profile is None:
+        return None
+    from ktransformers.profiling.capture import ProfileLimits, ProfileTarget
+
+    return ProfileTarget(args.profile, ProfileLimits(args.profile_max_bytes))
 
 
 def _refuse_without_tokenizer(config: EngineConfig) -> None:

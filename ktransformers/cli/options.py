@@ -232,6 +232,20 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Sampl
     return params
 
 
+def add_profile_flags(parser: argparse._ActionsContainer) -> None:
+    """Register --profile and --profile_max_bytes."""
+    parser.add_argument(
+        "--profile", type=user_path, metavar="DIR", help="record where the time of every step and token goes in DIR"
+    )
+    parser.add_argument(
+        "--profile_max_bytes",
+        type=int,
+        default=8 << 30,
+        metavar="BYTES",
+        help="most bytes of a profile; then its oldest files go (%(default)s)",
+    )
+
+
 def add_logging_flag(parser: argparse._ActionsContainer) -> None:
     """Register --log_level."""
     levels = ("debug", "info", "warning", "error")

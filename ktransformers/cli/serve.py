@@ -16,6 +16,7 @@ from ktransformers.cli.options import (
     add_logging_flag,
     add_model_argument,
     add_model_flags,
+    add_profile_flags,
     add_sampling_flags,
     add_toggle,
     engine_config,
@@ -31,6 +32,7 @@ from ktransformers.hub.locate import title_of
 if TYPE_CHECKING:
     from ktransformers.config import EngineConfig
     from ktransformers.server.backend.base import Backend
+    from ktransformers.server.backend.profiler import ProfileConfig
     from ktransformers.server.config import ServerConfig
 
 __all__ = ["BACKENDS", "add_parser", "run", "server_parser"]
@@ -94,6 +96,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     _add_api_flags(group)
     _add_patience_flags(group)
     add_toggle(group, "web", default=None, help="the chat page at / (on where only this machine can connect)")
+    add_profile_flags(group)
+    group.add_argument(
+        "--profile_root", type=user_path, metavar="DIR", help="folder below which POST /v1/profile/start may write"
+    )
     add_logging_flag(group)
     parser.set_defaults(run=run)
 
@@ -217,8 +223,19 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
     )
 
 
+def _profile_config(args: argparse.Namespace) -> ProfileConfig:
+    from ktransformers.profiling.capture import ProfileLimits
+    from ktransformers.server.backend.profiler import ProfileConfig
+
+    limits = ProfileLimits(args.profile_max_bytes)
+    config = ProfileConfig(args.profile, args.profile_root, limits, args.log_level)
+    config.check()
+    return config
+
+
 def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Backend]:
     """What makes the backend. Imports it here, before the port is taken."""
+    profile = _profile_config(args)
     if args.backend_type == "balance_serve":
         from ktransformers.server.backend.balance_serve import BalanceServeBackend
         from ktransformers.server.balance.supervisor import BalanceConfig
@@ -233,14 +250,14 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
             has_spare_engine=args.spare_engine is not False,
             log_level=args.log_level,
         )
-        return lambda: BalanceServeBackend(balance)
+        return lambda: BalanceServeBackend(balance, profile=profile)
     if args.backend_type == "transformers":
         from ktransformers.server.backend.transformers import TransformersBackend
 
-        return lambda: TransformersBackend(config)
+        return lambda: TransformersBackend(config, profile)
     from ktransformers.server.backend.ktransformers import KTransformersBackend
 
-    return lambda: KTransformersBackend(config)
+    return lambda: KTransformersBackend(config, profile)
 
 
 def run(args: argparse.Namespace, backend: Callable[[], Backend] | None = None) -> int:

@@ -23,8 +23,12 @@ from typing import TYPE_CHECKING
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.constraints import check_rules
-from ktransformers.errors import ConfigError, EngineError
+from ktransformers.engine.profiled import model_meta
+from ktransformers.errors import EngineError, KTransformersError
+from ktransformers.profiling.capture import ProfileTarget
+from ktransformers.profiling.recorder import open_recorder
 from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.profiled import RequestTracker
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
 from ktransformers.scheduler.scheduler import Scheduler
 
@@ -80,6 +84,23 @@ class _Look:
 _Command = _Add | _Abort | _Look | None  # None: stop
 
 
+class _Profile:
+    """What is recorded of the loop, from its first step to its last."""
+
+    def __init__(self, target: ProfileTarget, engine: PagedEngine):
+        self._executor = engine.executor
+        self._capture = target.open(model_meta(engine, "offline"))
+        recorder = open_recorder(self._capture.endpoint, "engine", 0, self._executor.new_runtime())
+        self._recorder = self._executor.recorder = recorder
+        self.tracker = RequestTracker(recorder.post)
+
+    def close(self) -> None:
+        self.tracker.stop()
+        self._executor.recorder = None
+        self._recorder.close()
+        self._capture.stop()
+
+
 Build = Callable[[Callable[..., None]], "PagedEngine"]
 """Builds the engine on the loop's thread. Given a function to report progress to, which raises when nobody waits."""
 
@@ -89,14 +110,23 @@ class BatchLoop:
 
     The engine is built where it runs, on the loop's thread (some of what GPUs need belongs to a thread). The
     constructor waits for it and raises what that raises; an interrupt meanwhile gives the loading up. max_batch_size:
-    most sequences of one step; the engine must be built for as many. progress: called on the loop's thread.
+    most sequences of one step; the engine must be built for as many. progress: called on the loop's thread. profile:
+    where all steps are recorded, until `close`.
     """
 
     engine: PagedEngine
     config: SchedulerConfig
     _scheduler: Scheduler
+    _profile: _Profile | None = None
 
-    def __init__(self, build: Build, max_batch_size: int, progress: Callable[..., None] | None = None):
+    def __init__(
+        self,
+        build: Build,
+        max_batch_size: int,
+        progress: Callable[..., None] | None = None,
+        profile: ProfileTarget | None = None,
+    ):
+        self._profile_target = profile
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._readers: dict[str, _Reader] = {}
         self._ids = itertools.count()
@@ -142,7 +172,9 @@ class BatchLoop:
                 max_model_len=engine.model.context_len,
                 has_prefix_cache=engine.config.prefix_cache,
             )
-        except ConfigError:
+            if self._profile_target is not None:
+                self._profile = _Profile(self._profile_target, engine)
+        except KTransformersError:
             engine.close()
             raise
         self._scheduler = Scheduler(self.config)
@@ -221,6 +253,8 @@ class BatchLoop:
                         question.sink(lost)
                 case _Look(answer):
                     answer.put(self._scheduler.stats())
+        if self._profile is not None:
+            self._profile.close()
         self.engine.close()
 
     def _obey_all(self) -> bool:
@@ -243,6 +277,7 @@ class BatchLoop:
                 for request_id in request_ids:
                     update = self._scheduler.abort(request_id)
                     if update is not None:
+                        self._note_end(update)
                         self._tell(update)
             case _Look(answer):
                 answer.put(self._scheduler.stats())
@@ -252,10 +287,19 @@ class BatchLoop:
         assembler = AnswerAssembler(self.engine.model.tokenizer, params, len(question.prompt_ids))
         self._readers[name] = _Reader(question.sink, assembler)
         self._scheduler.add(Request(request_id=name, prompt_ids=question.prompt_ids, params=params))
+        if self._profile is not None:
+            self._profile.tracker.added(name, len(question.prompt_ids))
+
+    def _note_end(self, update: RequestUpdate | None) -> None:
+        """Of a request that was ended from outside."""
+        if self._profile is not None and update is not None:
+            self._profile.tracker.ended(update)
 
     def _step(self) -> None:
         plan = self._scheduler.schedule()
         assert plan is not None, "requests wait and nothing is planned"
+        if self._profile is not None:
+            self._profile.tracker.planned(plan)
         now = time.perf_counter()
         for start in plan.starts:
             reader = self._readers.get(start.request_id)
@@ -267,7 +311,10 @@ class BatchLoop:
             logger.exception("a step failed: the answers that were in it end here, all others go on")
             self._lose(plan, error)
             return
-        for update in self._scheduler.commit(result.step_id, result.results, result.prompt_logprobs):
+        updates = self._scheduler.commit(result.step_id, result.results, result.prompt_logprobs)
+        if self._profile is not None:
+            self._profile.tracker.committed(result.step_id, updates, self._scheduler.stats().num_waiting)
+        for update in updates:
             self._tell(update)
 
     def _lose(self, plan: StepPlan, error: Exception) -> None:
@@ -276,7 +323,7 @@ class BatchLoop:
         self._scheduler.engine_lost()
         self.engine.executor.reset()
         for request_id in suspects:
-            self._scheduler.abort(request_id)
+            self._note_end(self._scheduler.abort(request_id))
             lost = EngineError(f"the engine failed with {type(error).__name__}: {error}")
             lost.__cause__ = error
             self._readers.pop(request_id).sink(lost)
@@ -297,5 +344,5 @@ class BatchLoop:
         if is_over:
             del self._readers[update.request_id]
             if update.finish_reason is None:  # a stop string, which only the text has
-                self._scheduler.finish(update.request_id, FinishReason.STOP)
+                self._note_end(self._scheduler.finish(update.request_id, FinishReason.STOP))
         reader.sink(said)

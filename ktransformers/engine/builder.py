@@ -193,6 +193,7 @@ def build_paged_engine(
         take_counts=stats.take_counts,
         eos_token_ids=model.eos_token_ids,
     )
+    executor.model = built.forward.model
     return PagedEngine(built.config, plan, model, pool, executor, cache)
 
 

@@ -15,10 +15,11 @@ from typing import Protocol
 
 import torch
 
-from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, SamplingParams, TokenEvent
+from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
 from ktransformers.engine.constraints import check_rules, mask_of
 from ktransformers.engine.hidden import HiddenTap, Pooled
+from ktransformers.engine.profiled import AnswerProfile, ProfileSlot
 from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_batch, token_logprobs
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
@@ -74,7 +75,9 @@ class _Answer:
         assembler: AnswerAssembler,
         mask: TokenMask | None = None,
         eos_token_ids: Sequence[int] = (),
+        profile: AnswerProfile | None = None,
     ):
+        self.profile = profile or AnswerProfile(ProfileSlot(), "", len(prompt_ids), assembler.stats.cached_len)
         self.runner, self.prompt_ids, self.params, self.end, self.assembler = runner, prompt_ids, params, end, assembler
         self.stats = assembler.stats
         self.sampler = RequestSampler(params, prompt_ids, runner.vocab_size, mask, eos_token_ids=eos_token_ids)
@@ -97,8 +100,11 @@ class _Answer:
             chunk = self.prompt_ids[start : start + chunk_size]
             is_last = start + len(chunk) == total
             keep = range(len(chunk)) if self.params.prompt_logprobs is not None else [len(chunk) - 1] if is_last else []
+            self.profile.begin(len(chunk), is_prefill=True, is_sampled=is_last)
             logits = self._run_chunk(chunk, start, keep)
             self._score(logits, start)
+            if not is_last:
+                self.profile.end_chunk()
             self.stats.prefill_seconds += time.perf_counter() - began
         return None if logits is None else logits[-1:]
 
@@ -120,6 +126,7 @@ class _Answer:
 
     def decode(self, token_id: int) -> torch.Tensor:
         began = time.perf_counter()
+        self.profile.begin(1, is_prefill=False, is_sampled=True)
         logits = self.runner.forward([token_id], len(self.prompt_ids) + self.stats.completion_len - 1, [0])
         self.stats.decode_seconds += time.perf_counter() - began
         return logits
@@ -127,11 +134,13 @@ class _Answer:
     def step(self, logits: torch.Tensor) -> TokenEvent:
         """Sample the next token and say what it means for the answer."""
         began, stats = time.perf_counter(), self.stats
+        self.profile.sampling()
         position = len(self.prompt_ids) + stats.completion_len
         (sampled,) = sample_batch(logits, [self.sampler], [position])
         token_id = sampled.token_id
         self.sampler.commit(token_id)
         self.sampler.begin()
+        self.profile.end_token(token_id, stats.completion_len)
         if stats.completion_len:
             stats.decode_seconds += time.perf_counter() - began
         else:
@@ -143,15 +152,20 @@ class _Answer:
     def run(
         self, chunk_size: int, is_stopped: Callable[[], bool], on_prefill: PrefillProgress | None = None
     ) -> Iterator[TokenEvent]:
-        logits = self.prefill(chunk_size, is_stopped, on_prefill)
-        while logits is not None:
-            event = self.step(logits)
-            yield event
-            if event.finish_reason is not None:
-                return
-            assert event.token_id is not None
-            logits = None if is_stopped() else self.decode(event.token_id)
-        yield self.assembler.aborted()
+        reason = FinishReason.ABORT  # of an answer that is stopped, closed or fails
+        try:
+            logits = self.prefill(chunk_size, is_stopped, on_prefill)
+            while logits is not None:
+                event = self.step(logits)
+                reason = event.finish_reason or reason
+                yield event
+                if event.finish_reason is not None:
+                    return
+                assert event.token_id is not None
+                logits = None if is_stopped() else self.decode(event.token_id)
+            yield self.assembler.aborted()
+        finally:
+            self.profile.ended(reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +194,14 @@ def prefill_and_generate(
     cached_len: int = 0,
     should_stop: Callable[[], bool] | None = None,
     on_prefill: PrefillProgress | None = None,
+    profile: tuple[ProfileSlot, str] | None = None,
 ) -> Iterator[TokenEvent]:
     """Generate the answer to prompt_ids, one event per token. The last event carries the finish reason.
 
     cached_len: leading prompt tokens whose keys and values `runner` already holds. params.stop_token_ids end the answer
     as its end tokens do; neither kind has text. should_stop is asked before every forward; when it says yes the answer
-    ends with ABORT. on_prefill is called before every forward of the prompt. max_tokens counts at most up to the
-    end of the cache.
+    ends with ABORT. on_prefill is called before every forward of the prompt. profile: where a recorder may be found
+    before every forward, and what the answer is called there. max_tokens counts at most up to the end of the cache.
 
     Checks before any work: raises ConfigError for an empty prompt or ids outside of the vocabulary, ContextLengthError
     when the prompt leaves no room for an answer.
@@ -213,5 +228,6 @@ def prefill_and_generate(
         mask = mask_of(grammars, params)
     elif params.constraint is not None or params.reasoning is not None:
         raise ConfigError("constraint and reasoning are about text: they need a tokenizer")
-    answer = _Answer(runner, list(prompt_ids), params, end, assembler, mask, config.eos_token_ids)
+    profiled = None if profile is None else AnswerProfile(*profile, prompt_len, cached_len)
+    answer = _Answer(runner, list(prompt_ids), params, end, assembler, mask, config.eos_token_ids, profiled)
     return answer.run(config.chunk_size, should_stop or (lambda: False), on_prefill)

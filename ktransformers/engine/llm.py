@@ -256,7 +256,7 @@ def load_batches(options: LLMOptions, progress: Callable[..., None] | None) -> B
             options.config, page_size=options.page_size, max_batch_size=options.max_batch_size, progress=report
         )
 
-    return BatchLoop(build, options.max_batch_size, progress)
+    return BatchLoop(build, options.max_batch_size, progress, options.profile)
 
 
 def prompt_reader(engine: PagedEngine, seed: int | None) -> PromptReader:

@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 from ktransformers.config import EngineConfig, bundled_model
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import ModelFiles, locate_model
+from ktransformers.profiling.capture import MAX_BYTES, ProfileLimits, ProfileTarget
 
 __all__ = ["EngineOptions", "LLMOptions", "llm_options"]
 
@@ -26,6 +27,8 @@ class EngineOptions(TypedDict, total=False):
 
     cache_lens: tokens of keys and values, of all prompts together. max_batch_size: prompts answered at once.
     page_size: tokens of a page of the cache; prompts share whole pages. seed: makes all that is drawn repeatable.
+    profile: a folder to be made, in which the time of every step and token is recorded (docs/profiling.md), in files of
+    at most profile_max_bytes together.
     max_model_len is cache_lens, max_num_seqs max_batch_size, max_num_batched_tokens chunk_size, block_size page_size,
     enable_prefix_caching prefix_cache, enforce_eager the opposite of use_cuda_graph. Of tensor_parallel_size,
     pipeline_parallel_size and dtype only 1, 1 and "auto" are taken, gpu_memory_utilization and quantization not at all:
@@ -52,6 +55,8 @@ class EngineOptions(TypedDict, total=False):
     max_batch_size: int
     page_size: int
     seed: int | None
+    profile: PathLike | None
+    profile_max_bytes: int
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
@@ -73,6 +78,7 @@ class LLMOptions:
     max_batch_size: int = 16
     page_size: int = 64
     seed: int | None = None
+    profile: ProfileTarget | None = None
 
     def __post_init__(self) -> None:
         for name, most in (("max_batch_size", 1 << 16), ("page_size", 1 << 16)):
@@ -111,13 +117,19 @@ def llm_options(
             raise ConfigError(f"LLM has no keyword {name}" + (f"; did you mean {near[0]}?" if near else ""))
     own = _translated(options)
     kept = {name: own.pop(name) for name in ("max_batch_size", "page_size", "seed") if name in own}
+    target = _profile_target(own.pop("profile", None), own.pop("profile_max_bytes", MAX_BYTES))
     if own.get("optimize_config_path") is not None:
         own["optimize_config_path"] = Path(own["optimize_config_path"])
     for name in ("cache_lens", "chunk_size", "max_new_tokens", "cpu_infer"):
         if not isinstance(own.get(name, 0), int):
             raise ConfigError(f"{name} must be a whole number, got {own[name]!r}")
     files = _files(model, gguf_path, model_path)
-    return LLMOptions(EngineConfig(model_path=files.model_path, gguf_path=files.gguf_path, **own), **kept)
+    config = EngineConfig(model_path=files.model_path, gguf_path=files.gguf_path, **own)
+    return LLMOptions(config, profile=target, **kept)
+
+
+def _profile_target(folder: PathLike | None, max_bytes: int) -> ProfileTarget | None:
+    return None if folder is None else ProfileTarget(Path(folder), ProfileLimits(max_bytes))
 
 
 def _translated(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,10 +19,13 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.hidden import HiddenTap, Pooled
+from ktransformers.engine.profiled import native_runtime
 from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
+from ktransformers.profiling.messages import StepRecord
+from ktransformers.profiling.recorder import Recorder, Runtime
 from ktransformers.scheduler.records import (
     PromptLogprobs,
     Row,
@@ -100,8 +103,12 @@ class PagedExecutor:
 
     expert_counts: see ExpertStats.totals; asked before and after a step. mask_of: asked when a run starts, for what
     decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
-    eos_token_ids: see RequestSampler.
+    eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
+    between steps. model: whose modules native records are told by.
     """
+
+    recorder: Recorder | None = None
+    model: torch.nn.Module | None = None
 
     def __init__(
         self,
@@ -126,6 +133,10 @@ class PagedExecutor:
         """Runs whose state is held."""
         return len(self._runs)
 
+    def new_runtime(self) -> Runtime | None:
+        """What native code records by, for a recorder of this executor's steps."""
+        return native_runtime(self._pool, self.model)
+
     def reset(self) -> None:
         """Forget all runs, after a step that failed: the scheduler starts every sequence anew."""
         self._runs.clear()
@@ -133,24 +144,48 @@ class PagedExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. A row that cannot be sampled gets an error of its own; an exception is about the whole step."""
-        began, before = time.perf_counter(), self._expert_counts()
+        began_ns, before = time.monotonic_ns(), self._expert_counts()
         for run_id in plan.ended:
             self._runs.pop(run_id, None)
         for start in plan.starts:
             self._runs[start.run_id] = self._started(start)
-        kept = self._kept(plan.rows)
+        kept, recorder = self._kept(plan.rows), self.recorder
+        if recorder is not None:
+            recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
         logits = self._forward(plan.rows, kept)
+        sampling_ns = time.monotonic_ns()
         results = self._embedded(plan.rows, self._sample(plan.rows, _rows(logits, kept.sampled)))
         self._previous = [0 if result.token_id is None else result.token_id for result in results]
+        sampling_ns = time.monotonic_ns() - sampling_ns
         scored = [self._score(row, logits[at : at + count]) for row, at, count in kept.scored]
-        seconds = time.perf_counter() - began
+        ended_ns = time.monotonic_ns()
+        if recorder is not None:
+            recorder.end_step(self._record(plan, kept, (began_ns, ended_ns, sampling_ns), recorder.epoch))
         return StepResult(
             step_id=plan.step_id,
             results=results,
             prompt_logprobs=scored,
-            seconds=seconds,
+            seconds=(ended_ns - began_ns) / 1e9,
             experts=_difference(self._expert_counts(), before),
             expert_counts=self._take_counts(),
+        )
+
+    def _record(self, plan: StepPlan, kept: _Kept, times: tuple[int, int, int], epoch: int) -> StepRecord:
+        """times: when the step began and ended, and how long sampling took, ns."""
+        starts = [self._runs[row.run_id].start for row in plan.rows]
+        sampled = [start.request_id for start, row in zip(starts, plan.rows, strict=True) if row.is_sampled]
+        return StepRecord(
+            epoch=epoch,
+            step_id=plan.step_id,
+            began_ns=times[0],
+            ended_ns=times[1],
+            num_rows=plan.num_tokens,
+            prefill_rows=sum(
+                row.num_tokens for start, row in zip(starts, plan.rows, strict=True) if row.start < len(start.token_ids)
+            ),
+            num_seqs=len(plan.rows),
+            sampled=list(zip(sampled, (kept.rows[at] for at in kept.sampled), strict=True)),
+            sampling_ns=times[2] if sampled else None,
         )
 
     def _started(self, start: SequenceStart) -> _Run:

@@ -5,6 +5,7 @@ Does not know what a conversation looks like: it compares token ids.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.card import ModelCard
 from ktransformers.engine.generate import GenerateConfig, PrefillProgress, SequenceRunner, prefill_and_generate
 from ktransformers.engine.hidden import HiddenTap
+from ktransformers.engine.profiled import ProfileSlot
 from ktransformers.models.facts import ModelFacts
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
@@ -118,6 +120,8 @@ class Session:
         self._config = GenerateConfig(chunk_size, tuple(eos_token_ids), tokenizer)
         self._has_prefix_cache = has_prefix_cache
         self._running: Iterator[TokenEvent] | None = None
+        self._names = itertools.count()
+        self.profile = ProfileSlot()  # what answers record, while a profile is written
 
     @classmethod
     def of(cls, engine: SessionEngine) -> Session:
@@ -156,8 +160,9 @@ class Session:
         params: SamplingParams,
         should_stop: Callable[[], bool] | None = None,
         on_prefill: PrefillProgress | None = None,
+        name: str | None = None,
     ) -> Iterator[TokenEvent]:
-        """See prefill_and_generate, whose errors this raises too, before any work."""
+        """See prefill_and_generate, whose errors this raises too, before any work. name: of the answer in profiles."""
         self._stop_running()
         # The last prompt token is always computed: its logits are not in the cache. Nor are those of the others.
         shared = min(common_prefix_len(self._runner.token_ids, prompt_ids), max(len(prompt_ids) - 1, 0))
@@ -172,6 +177,7 @@ class Session:
             cached_len=shared,
             should_stop=should_stop,
             on_prefill=on_prefill,
+            profile=(self.profile, f"r{next(self._names)}" if name is None else name),
         )
         return self._running
 

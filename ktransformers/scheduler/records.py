@@ -92,7 +92,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.token_source is not None else len(self.token_ids)
 
 
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One step, filled by the scheduler. step_id counts up by one and is never used twice.
 
     starts: runs whose first row is in this step. ended: runs that have no row in this step or any later one.

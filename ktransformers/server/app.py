@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ktransformers import __version__
 from ktransformers.server.admission import Admission
-from ktransformers.server.api import front, health, helpers, status, tokens, web
+from ktransformers.server.api import front, health, helpers, profile, status, tokens, web
 from ktransformers.server.api.anthropic import errors as anthropic_errors
 from ktransformers.server.api.anthropic import messages
 from ktransformers.server.api.ollama import answers as ollama_answers
@@ -61,6 +61,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     403: _error("A web page of another site asks"),
     404: _error("There is no such model"),
     408: _error("Too slow"),
+    409: _error("It is so already"),
     413: _error("The body is too large"),
     429: _error("This API key has used up what it may"),
     421: _error("The request names a host that this server is not"),
@@ -85,7 +86,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     metrics = Metrics(backend, config.model_names[0])
     service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics)
     app.state.service = service
-    for module in (chat, completions, embeddings, models, tokens, status, health, helpers, front):
+    for module in (chat, completions, embeddings, models, tokens, status, profile, health, helpers, front):
         app.include_router(module.router)
     for router in (
         messages.router,

@@ -15,6 +15,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.server.backend.balance_serve import BalanceServeBackend
 from ktransformers.server.backend.base import GenerationRequest
+from ktransformers.server.backend.profiler import ProfileConfig
 from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig
 from tests.support.balance_fakes import MODEL_LEN, POISON
@@ -40,13 +41,14 @@ async def backend(
     clock: Clock | None = None,
     model: Path = DEMO_GGUF,
     chunk_size: int = 16,
+    profile: ProfileConfig | None = None,
     **config: Any,
 ) -> AsyncIterator[BalanceServeBackend]:
     engine = EngineConfig(gguf_path=model, cache_lens=cache_lens, chunk_size=chunk_size)
     settings = {"page_size": 4, "max_batch_size": 8, "log_level": "error", "checks_integrity": True}
     settings |= {"has_spare_engine": False} | config
     balance = BalanceConfig(engine=engine, factory=f"tests.support.balance_fakes:{factory}", **settings)
-    made = BalanceServeBackend(balance, max_unread, clock)
+    made = BalanceServeBackend(balance, max_unread, clock, profile)
     try:
         await made.start()
         yield made

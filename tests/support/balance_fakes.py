@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import threading
@@ -14,10 +15,13 @@ import msgspec
 from ktransformers.config import DEFAULT_CHUNK_SIZE
 from ktransformers.core import Progress
 from ktransformers.errors import CapacityError, ConfigError
-from ktransformers.scheduler.records import StepPlan, StepResult
+from ktransformers.profiling.messages import StepRecord
+from ktransformers.profiling.recorder import Recorder
+from ktransformers.scheduler.records import SequenceStart, StepPlan, StepResult
 from ktransformers.server.balance.engine_process import LoadedEngine
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
 from tests.support.fake_engine import EOS, VOCAB_SIZE, FakeEngine, make_config
+from tests.support.fake_runtime import FakeRuntime
 
 PAGE_SIZE = 4
 POISON = 13  # as the first token of a prompt
@@ -33,8 +37,40 @@ class Executor:
         )
         self._engine = FakeEngine(config, lambda request_id: "")
         self._seconds, self._dies_of_poison = step_seconds, dies_of_poison
+        self.recorder: Recorder | None = None
+        self._starts: dict[int, SequenceStart] = {}
+
+    def new_runtime(self) -> FakeRuntime:
+        return FakeRuntime()
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self._starts |= {start.run_id: start for start in plan.starts}
+        began, recorder = time.monotonic_ns(), self.recorder
+        ends = list(itertools.accumulate(row.num_tokens for row in plan.rows))
+        sampled = [
+            (self._starts[row.run_id].request_id, end - 1)
+            for row, end in zip(plan.rows, ends, strict=True)
+            if row.is_sampled
+        ]
+        if recorder is not None:
+            recorder.begin_step(plan.step_id, plan.num_tokens, [row for _, row in sampled])
+        result = self._run(plan)
+        if recorder is not None:
+            recorder.end_step(
+                StepRecord(
+                    epoch=recorder.epoch,
+                    step_id=plan.step_id,
+                    began_ns=began,
+                    ended_ns=time.monotonic_ns(),
+                    num_rows=plan.num_tokens,
+                    prefill_rows=sum(row.num_tokens for row in plan.rows if row.num_tokens > 1),
+                    num_seqs=len(plan.rows),
+                    sampled=sampled,
+                )
+            )
+        return result
+
+    def _run(self, plan: StepPlan) -> StepResult:
         if self._dies_of_poison and any(start.token_ids[0] == POISON for start in plan.starts):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self._seconds)

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
+from ktransformers import __version__
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.assembler import AnswerAssembler
@@ -25,11 +26,21 @@ from ktransformers.engine.hidden import embedding_form
 from ktransformers.engine.opened import ModelDescription, describe_model, open_model
 from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
+from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, counts_in
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
-from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
+from ktransformers.server.backend.profiler import ProfileConfig, Profiler
+from ktransformers.server.balance.messages import (
+    Add,
+    EngineFacts,
+    EngineTotals,
+    Finish,
+    News,
+    ProfileOff,
+    ProfileOn,
+)
 from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
 
@@ -74,7 +85,14 @@ class BalanceServeBackend(Backend):
     name: ClassVar[str] = "balance_serve"
     has_priorities: ClassVar[bool] = True
 
-    def __init__(self, config: BalanceConfig, max_unread: int = MAX_UNREAD_EVENTS, clock: Clock | None = None):
+    def __init__(
+        self,
+        config: BalanceConfig,
+        max_unread: int = MAX_UNREAD_EVENTS,
+        clock: Clock | None = None,
+        profile: ProfileConfig | None = None,
+    ):
+        self._profiler = Profiler(profile or ProfileConfig(), self._turn_profile, self._profiled)
         self._config, self._max_unread, self._clock = config, max_unread, clock
         self._supervisor: Supervisor | None = None
         self._model: ModelInfo | None = None
@@ -94,8 +112,22 @@ class BalanceServeBackend(Backend):
         facts = await self._supervisor.start(progress)
         engine = self._config.engine
         embeddings = embedding_form(described.card.pooling_type, engine.model_path, engine.gguf_path)
-        self._model, self._facts = replace(_model_info(described, facts), embeddings=embeddings), facts
+        self._facts = facts
         self._watching = asyncio.create_task(self._watch(self._supervisor))
+        await self._profiler.begin()  # before any request is let in
+        self._model = replace(_model_info(described, facts), embeddings=embeddings)
+
+    @override
+    @property
+    def profiler(self) -> Profiler:
+        return self._profiler
+
+    async def _turn_profile(self, endpoint: str | None) -> None:
+        await self.supervisor.send(ProfileOff() if endpoint is None else ProfileOn(endpoint))
+
+    def _profiled(self) -> ProfileMeta:
+        known = None if self._facts is None else self._facts.profiled
+        return known or ProfileMeta(backend=self.name, version=__version__)
 
     async def _watch(self, supervisor: Supervisor) -> None:
         """When the service cannot go on, all readers hear of it."""
@@ -190,7 +222,8 @@ class BalanceServeBackend(Backend):
                 del self._streams[update.request_id]
             if has_stopped or (stream.buffer.is_closed and update.finish_reason is None):
                 reason = FinishReason.STOP if has_stopped else FinishReason.ABORT
-                self.supervisor.send_soon(Finish(update.request_id, reason))
+                completion_len = stream.stats.completion_len if has_stopped else None
+                self.supervisor.send_soon(Finish(update.request_id, reason, completion_len))
 
     def _add_experts(self, data: bytes) -> None:
         num_experts = 0 if self._facts is None else self._facts.num_experts
@@ -208,6 +241,9 @@ class BalanceServeBackend(Backend):
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        await self._profiler.close(self._end_processes)
+
+    async def _end_processes(self) -> None:
         if self._supervisor is not None:
             await self._supervisor.close()
 

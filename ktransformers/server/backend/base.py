@@ -17,8 +17,9 @@ from typing import ClassVar
 from ktransformers.core import EmbeddingForm, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.card import ModelCard
 from ktransformers.engine.constraints import check_rules
-from ktransformers.errors import KTransformersError
+from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.scheduler.limits import Limits
+from ktransformers.server.backend.profiler import Profiler
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo"]
@@ -116,6 +117,11 @@ class Backend(ABC):
     @abstractmethod
     def max_running(self) -> int:
         """How many requests are computed at once; more of them wait."""
+
+    @property
+    def profiler(self) -> Profiler:
+        """Raises UnsupportedError where steps cannot be recorded, which is the default."""
+        raise UnsupportedError(f"the {self.name} backend writes no profiles")
 
     @abstractmethod
     def stats(self) -> BackendStats:

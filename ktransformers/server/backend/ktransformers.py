@@ -8,6 +8,8 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.builder import build_engine
 from ktransformers.engine.checks import check_tokenizer
+from ktransformers.engine.profiled import model_meta, native_runtime
+from ktransformers.server.backend.profiler import ProfileConfig
 from ktransformers.server.backend.single import Loaded, SingleBackend
 
 __all__ = ["KTransformersBackend"]
@@ -18,11 +20,12 @@ class KTransformersBackend(SingleBackend):
 
     name: ClassVar[str] = "ktransformers"
 
-    def __init__(self, config: EngineConfig):
-        super().__init__()
+    def __init__(self, config: EngineConfig, profile: ProfileConfig | None = None):
+        super().__init__(profile)
         self._config = config
 
     def _load(self, progress: Progress) -> Loaded:
         check_tokenizer(self._config)
         engine = build_engine(self._config, progress)
-        return Loaded.of(engine, engine.close)
+        profiled = model_meta(engine, self.name)
+        return Loaded.of(engine, engine.close, profiled, lambda: native_runtime(engine.pool, engine.runner.model))

@@ -10,17 +10,21 @@ import threading
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from typing_extensions import override
 
+from ktransformers import __version__
 from ktransformers.core import Progress, TokenEvent
 from ktransformers.engine.hidden import embedding_form
 from ktransformers.engine.outputs import default_sampling_params
 from ktransformers.engine.session import Session, SessionEngine
 from ktransformers.errors import DeadlineError, EngineError, KTransformersError, NotReadyError
+from ktransformers.profiling.messages import ProfileMeta
+from ktransformers.profiling.recorder import Runtime
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import EventBuffer
+from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 
 __all__ = ["Loaded", "SingleBackend"]
 
@@ -29,15 +33,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded model: its facts, what generates, and how to free it."""
+    """A loaded model: its facts, what generates, how to free it, and what profiles say of it."""
 
     model: ModelInfo
     session: Session
     close: Callable[[], None]
+    profiled: ProfileMeta = field(default_factory=lambda: ProfileMeta(backend="", version=__version__))
 
     @classmethod
-    def of(cls, engine: SessionEngine, close: Callable[[], None]) -> Loaded:
-        """All of it from an engine of one sequence."""
+    def of(
+        cls,
+        engine: SessionEngine,
+        close: Callable[[], None],
+        profiled: ProfileMeta,
+        new_runtime: Callable[[], Runtime | None] = lambda: None,
+    ) -> Loaded:
+        """All of it from an engine of one sequence. new_runtime: what native code records by in profiles."""
         model = ModelInfo(
             tokenizer=engine.tokenizer,
             max_len=engine.runner.max_len,
@@ -50,16 +61,20 @@ class Loaded:
             embeddings=embedding_form(engine.card.pooling_type, engine.config.model_path, engine.config.gguf_path),
             card=engine.card,
         )
-        return cls(model, Session.of(engine), close)
+        session = Session.of(engine)
+        session.profile.new_runtime = new_runtime
+        return cls(model, session, close, profiled)
 
 
 class SingleBackend(Backend):
     """A subclass says how the model is loaded; that runs on the worker thread too."""
 
-    def __init__(self) -> None:
+    def __init__(self, profile: ProfileConfig | None = None) -> None:
+        self._profiler = Profiler(profile or ProfileConfig(), self._turn_profile, self._profiled)
         self._lock = asyncio.Lock()  # wakes its waiters in the order in which they came
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._loaded: Loaded | None = None
+        self._opened: Loaded | None = None
+        self._loaded: Loaded | None = None  # the same, once requests may come
         self._num_waiting = 0
         self._is_closed = False
         self._running: set[threading.Event] = set()  # set one to stop its answer
@@ -77,7 +92,26 @@ class SingleBackend(Backend):
             if progress is not None:
                 progress(done, total, name)
 
-        self._loaded = await asyncio.get_running_loop().run_in_executor(self._worker, self._load, watched)
+        self._opened = await asyncio.get_running_loop().run_in_executor(self._worker, self._load, watched)
+        await self._profiler.begin()  # before any request is let in
+        self._loaded = self._opened
+
+    @override
+    @property
+    def profiler(self) -> Profiler:
+        return self._profiler
+
+    def _profiled(self) -> ProfileMeta:
+        assert self._opened is not None, "nothing is profiled before it is loaded"
+        return self._opened.profiled
+
+    async def _turn_profile(self, endpoint: str | None) -> None:
+        """Takes effect between two steps: of the answer that is being computed, or else at once."""
+        assert self._opened is not None, "nothing is profiled before it is loaded"
+        slot = self._opened.session.profile
+        settled = slot.want(endpoint)
+        self._worker.submit(slot.settle)  # not waited for: it stands behind the answer, which settles it as well
+        await asyncio.to_thread(settled.wait)
 
     @property
     def is_ready(self) -> bool:
@@ -141,7 +175,10 @@ class SingleBackend(Backend):
                 session.clear()
                 self._cache_salt = request.cache_salt
             for event in session.generate(
-                request.prompt_ids, request.params, lambda: stop.is_set() or buffer.is_closed
+                request.prompt_ids,
+                request.params,
+                lambda: stop.is_set() or buffer.is_closed,
+                name=request.request_id,
             ):
                 buffer.put(event)
             buffer.end()
@@ -156,10 +193,13 @@ class SingleBackend(Backend):
         self._is_closed = True
         for stop in self._running:
             stop.set()
+        await self._profiler.close(self._end_worker)
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = self._loaded = None
+
+    async def _end_worker(self) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self._worker.shutdown)
-        if self._loaded is not None:
-            self._loaded.close()
-            self._loaded = None
 
 
 def _deadline_error(request: GenerationRequest) -> DeadlineError:

@@ -7,7 +7,9 @@ from typing import ClassVar
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.checks import check_tokenizer
+from ktransformers.engine.profiled import card_meta
 from ktransformers.engine.reference import build_reference_engine
+from ktransformers.server.backend.profiler import ProfileConfig
 from ktransformers.server.backend.single import Loaded, SingleBackend
 
 __all__ = ["TransformersBackend"]
@@ -18,11 +20,11 @@ class TransformersBackend(SingleBackend):
 
     name: ClassVar[str] = "transformers"
 
-    def __init__(self, config: EngineConfig):
-        super().__init__()
+    def __init__(self, config: EngineConfig, profile: ProfileConfig | None = None):
+        super().__init__(profile)
         self._config = config
 
     def _load(self, progress: Progress) -> Loaded:
         check_tokenizer(self._config)
         engine = build_reference_engine(self._config, progress)
-        return Loaded.of(engine, lambda: None)
+        return Loaded.of(engine, lambda: None, card_meta(engine.card, engine.config, self.name))

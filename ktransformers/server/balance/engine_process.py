@@ -16,16 +16,21 @@ from typing import Protocol
 
 import zmq
 
+from ktransformers.child import become, follow_parent
 from ktransformers.errors import KTransformersError
 from ktransformers.logs import set_up_logging
+from ktransformers.profiling.recorder import Recorder, Runtime, open_recorder
 from ktransformers.scheduler.records import StepPlan, StepResult
-from ktransformers.server.balance.child import become, follow_parent, read_options
+from ktransformers.server.balance.child import read_options
 from ktransformers.server.balance.messages import (
     EngineFacts,
     EngineFailed,
     EngineLoading,
     EngineOptions,
     EngineReady,
+    EngineWork,
+    ProfileOff,
+    ProfileOn,
     decode,
     encode,
 )
@@ -41,8 +46,14 @@ PROGRESS_SECONDS = 0.1
 class Executor(Protocol):
     """What computes a step."""
 
+    recorder: Recorder | None
+
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the rows of `plan`, and sample where it says so."""
+        """Run the rows of `plan`, and sample where it says so. Steps are told to the recorder, if there is one."""
+        ...
+
+    def new_runtime(self) -> Runtime | None:
+        """What native code records by."""
         ...
 
 
@@ -66,6 +77,15 @@ def _load(options: EngineOptions, status: zmq.Socket[bytes]) -> LoadedEngine | N
         status.send(encode(EngineFailed(options.epoch, type(error).__name__, str(error))))
         return None
     return loaded
+
+
+def _record(executor: Executor, endpoint: str | None, epoch: int) -> None:
+    """Have the executor's next steps recorded, or not."""
+    if executor.recorder is not None:
+        executor.recorder.close()
+    executor.recorder = None
+    if endpoint is not None:
+        executor.recorder = open_recorder(endpoint, f"engine {epoch}", epoch, executor.new_runtime())
 
 
 def main(preload: str = "") -> int:
@@ -96,8 +116,14 @@ def main(preload: str = "") -> int:
         socket.connect(endpoint)
     status.send(encode(EngineReady(options.epoch, facts)))
     while True:
-        plan: StepPlan = decode(steps.recv(), StepPlan)
-        results.send(encode(executor.execute(plan)))
+        work: EngineWork = decode(steps.recv(), EngineWork)
+        match work:
+            case StepPlan():
+                results.send(encode(executor.execute(work)))
+            case ProfileOn(endpoint):
+                _record(executor, endpoint, options.epoch)
+            case ProfileOff():
+                _record(executor, None, options.epoch)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,9 +16,9 @@ import msgspec
 import zmq.asyncio
 
 from ktransformers import errors
+from ktransformers.child import PARENTS_SIGNALS, framed, spawn_code
 from ktransformers.core import Progress
 from ktransformers.errors import EngineError, KTransformersError
-from ktransformers.server.balance.child import PARENTS_SIGNALS, framed
 from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
 from ktransformers.server.balance.messages import (
     EngineFacts,
@@ -82,9 +81,7 @@ class Launcher:
         self._spawning = asyncio.Lock()
 
     async def _spawn(self, module: str, argument: str = "") -> Process:
-        # Not -m, which would import the module twice, under two names. The child finds packages where we do.
-        code = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; sys.exit(main({argument}))"
-        command = [sys.executable, "-P", "-c", code, *sys.path]
+        command = spawn_code(module, argument)
         env = {"OMP_WAIT_POLICY": "passive", **os.environ}  # see engine/threads.py
         async with self._spawning:  # the mask is one of the thread: two at a time would undo each other's
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)

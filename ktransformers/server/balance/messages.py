@@ -11,7 +11,8 @@ import msgspec
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason
-from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
+from ktransformers.profiling.messages import ProfileMeta
+from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
 
 __all__ = [
     "Add",
@@ -26,8 +27,11 @@ __all__ = [
     "EngineStatus",
     "EngineTotals",
     "EngineUp",
+    "EngineWork",
     "Finish",
     "News",
+    "ProfileOff",
+    "ProfileOn",
     "SchedulerOptions",
     "decode",
     "encode",
@@ -91,10 +95,14 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """The API process ends a request: its text held a stop string, or its client left."""
+    """The API process ends a request: its text held a stop string, or its client left.
+
+    completion_len: tokens of the answer up to the stop string; the scheduler may know more by now.
+    """
 
     request_id: str
     reason: FinishReason
+    completion_len: int | None = None
 
 
 class EngineUp(msgspec.Struct, frozen=True, tag=True):
@@ -111,7 +119,20 @@ class EngineDown(msgspec.Struct, frozen=True, tag=True):
     epoch: int
 
 
-Command = Add | Finish | EngineUp | EngineDown
+class ProfileOn(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler and engine record for the bridge that listens there. The engines to come do so, too."""
+
+    endpoint: str
+
+
+class ProfileOff(msgspec.Struct, frozen=True, tag=True):
+    """They do not any more."""
+
+
+Command = Add | Finish | EngineUp | EngineDown | ProfileOn | ProfileOff
+
+EngineWork = StepPlan | ProfileOn | ProfileOff
+"""What the scheduler sends an engine, which does it in this order."""
 
 
 class EngineTotals(msgspec.Struct, frozen=True):
@@ -156,7 +177,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the other processes have to know of the loaded model.
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
-    ModelCard.
+    ModelCard. profiled: what profiles say of the model.
     """
 
     num_pages: int
@@ -169,6 +190,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int = 0
     expert_bytes: float = 0.0
     gpu_bytes: int = 0
+    profiled: ProfileMeta | None = None
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag=True):

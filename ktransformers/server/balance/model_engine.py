@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ktransformers.core import Progress
 from ktransformers.engine.builder import Hardware, build_paged_engine
+from ktransformers.engine.profiled import model_meta
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 from ktransformers.server.balance.engine_process import LoadedEngine
@@ -36,6 +37,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         num_experts=max((count for count, _ in experts), default=0),
         expert_bytes=sum(nbytes / count for count, nbytes in experts),
         gpu_bytes=engine.model.card.gpu_bytes,
+        profiled=model_meta(engine, "balance_serve"),
     )
     return facts, engine.executor
 

@@ -20,13 +20,16 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from ktransformers.child import become, follow_parent
 from ktransformers.core import FinishReason
 from ktransformers.errors import KTransformersError
 from ktransformers.logs import set_up_logging
+from ktransformers.profiling.recorder import Recorder
 from ktransformers.scheduler.config import SchedulerConfig
-from ktransformers.scheduler.records import Request, RequestUpdate, StepPlan, StepResult
+from ktransformers.scheduler.profiled import RequestTracker
+from ktransformers.scheduler.records import Request, RequestUpdate, StepResult
 from ktransformers.scheduler.scheduler import Scheduler
-from ktransformers.server.balance.child import become, follow_parent, read_options
+from ktransformers.server.balance.child import read_options
 from ktransformers.server.balance.messages import (
     Add,
     Command,
@@ -34,8 +37,11 @@ from ktransformers.server.balance.messages import (
     EngineLoss,
     EngineTotals,
     EngineUp,
+    EngineWork,
     Finish,
     News,
+    ProfileOff,
+    ProfileOn,
     SchedulerOptions,
     decode,
     encode,
@@ -68,9 +74,9 @@ class EngineLink:
 
         self._outbox: deque[bytes] = deque()
 
-    def send(self, plan: StepPlan) -> None:
-        """Hand the engine a step; what its socket does not take now goes with `flush`."""
-        self._outbox.append(encode(plan))
+    def send(self, work: EngineWork) -> None:
+        """Hand the engine a step, say; what its socket does not take now goes with `flush`."""
+        self._outbox.append(encode(work))
         self.flush()
 
     def flush(self) -> None:
@@ -90,6 +96,19 @@ class EngineLink:
         """Close the sockets."""
         self.steps.close()
         self.results.close()
+
+
+class _Profile:
+    """What is recorded here. command: what engines are told."""
+
+    def __init__(self, command: ProfileOn):
+        self.command = command
+        self._recorder = Recorder(command.endpoint, "scheduler")
+        self.tracker = RequestTracker(self._recorder.post)
+
+    def close(self) -> None:
+        self.tracker.stop()
+        self._recorder.close()
 
 
 def scheduler_config(options: SchedulerOptions) -> SchedulerConfig:
@@ -128,6 +147,7 @@ class SchedulerProcess:
         self._totals = EngineTotals()
         self._expert_counts: list[bytes] = []
         self._told = b""
+        self._profile: _Profile | None = None
 
     def run(self) -> None:
         """Serve for ever: the process ends with its parent."""
@@ -163,16 +183,36 @@ class SchedulerProcess:
             case Add():
                 for request in command.requests():
                     self._add(request)
-            case Finish(request_id, reason):
+            case Finish(request_id, reason, completion_len):
                 update = self.scheduler.finish(request_id, reason)
                 if update is not None:
-                    self._forget(request_id)
-                    self._updates.append(update)
+                    self._ended(update, completion_len)
             case EngineUp():
                 self._link = EngineLink(self._context, command)
                 self._poller.register(self._link.results, zmq.POLLIN)
+                if self._profile is not None:
+                    self._link.send(self._profile.command)
             case EngineDown(epoch):
                 self._lose_engine(epoch)
+            case ProfileOn():
+                self._record(command)
+            case ProfileOff():
+                self._record(None)
+
+    def _record(self, command: ProfileOn | None) -> None:
+        """Begin a profile, or end the one there is; the engine does so before its next step."""
+        if self._profile is not None:
+            self._profile.close()
+        self._profile = None if command is None else _Profile(command)
+        if self._link is not None:
+            self._link.send(command or ProfileOff())
+
+    def _ended(self, update: RequestUpdate, completion_len: int | None = None) -> None:
+        """A request that ended by other things than its tokens."""
+        self._forget(update.request_id)
+        self._updates.append(update)
+        if self._profile is not None:
+            self._profile.tracker.ended(update, completion_len)
 
     def _add(self, request: Request) -> None:
         try:
@@ -180,11 +220,13 @@ class SchedulerProcess:
         except (KTransformersError, ValueError) as error:  # the API process checks first: it has a bug
             logger.error("request %s was refused: %s", request.request_id, error)
             self._updates.append(_refusal(request.request_id, len(request.prompt_ids), str(error)))
+            return
+        if self._profile is not None:
+            self._profile.tracker.added(request.request_id, len(request.prompt_ids))
 
     def _expire(self) -> None:
         for update in self.scheduler.expire(self._clock()):
-            self._forget(update.request_id)
-            self._updates.append(update)
+            self._ended(update)
 
     def _look_for_hang(self) -> None:
         if self._link is not None and self._watch.is_overdue(self._clock()):
@@ -200,6 +242,9 @@ class SchedulerProcess:
                 self._strikes.pop(request_id, None)
             updates = self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs)
             self._note_first_tokens(updates)
+            if self._profile is not None:
+                num_waiting = self.scheduler.stats().num_waiting
+                self._profile.tracker.committed(result.step_id, updates, num_waiting)
             self._updates += updates
             self._expert_counts.append(result.expert_counts)
             totals, (num_rows, num_samples, num_touched) = self._totals, result.experts
@@ -252,10 +297,11 @@ class SchedulerProcess:
     def _end_poisonous(self, request_id: str) -> None:
         logger.error("request %s was in the batch of %d engines that died: it is ended", request_id, MAX_STRIKES)
         update = self.scheduler.finish(request_id, FinishReason.ABORT)
-        self._forget(request_id)
-        if update is not None:
+        if update is None:
+            self._forget(request_id)
+        else:
             error = "the engine died again and again while it computed this request; the server's log says more"
-            self._updates.append(msgspec.structs.replace(update, error=error))
+            self._ended(msgspec.structs.replace(update, error=error))
             self._totals = msgspec.structs.replace(self._totals, num_poisoned=self._totals.num_poisoned + 1)
 
     def _isolate(self) -> None:
@@ -279,6 +325,8 @@ class SchedulerProcess:
                     self._began.setdefault(start.request_id, now)
             self._totals = msgspec.structs.replace(self._totals, num_tokens=self._totals.num_tokens + plan.num_tokens)
             self._link.send(plan)
+            if self._profile is not None:
+                self._profile.tracker.planned(plan)
             self._watch.sent(plan.num_tokens, now)
             self._check()
 

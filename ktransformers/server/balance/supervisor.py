@@ -26,6 +26,7 @@ import zmq.asyncio
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, EngineError, KTransformersError, WeightError
+from ktransformers.private_folder import PrivateFolder
 from ktransformers.server.balance.launcher import EngineDied, EngineHung, Launcher, LoadLimit, RunningEngine
 from ktransformers.server.balance.messages import (
     Command,
@@ -38,7 +39,6 @@ from ktransformers.server.balance.messages import (
     encode,
 )
 from ktransformers.server.balance.model_files import ModelFiles
-from ktransformers.server.balance.private_folder import PrivateFolder
 from ktransformers.server.balance.restarts import (
     RESTART_SECONDS,
     Clock,

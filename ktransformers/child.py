@@ -1,0 +1,64 @@
+"""What child processes do first: leave signals to their parent, follow it into death, read what they are started with.
+
+The parent writes the options to the child's standard input, at once or when a spare is needed, and keeps the pipe
+open. End of file there, at any time, means that the parent is gone. PR_SET_PDEATHSIG is a second belt for the moments
+in which nobody reads the pipe.
+
+Signals to the whole process group (systemd's SIGTERM, Ctrl-C) mean the parent: it drains, and needs its children for
+that. It starts them with these signals blocked, so that there is no moment in which they could be hit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import struct
+import sys
+from typing import BinaryIO
+
+__all__ = ["PARENTS_SIGNALS", "become", "follow_parent", "framed", "leave_signals", "read_frame", "spawn_code"]
+
+PARENTS_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_HEADER = struct.Struct("<I")
+
+
+def framed(data: bytes) -> bytes:
+    """The options as `read_frame` wants them on standard input."""
+    return _HEADER.pack(len(data)) + data
+
+
+def read_frame(pipe: BinaryIO) -> bytes | None:
+    """Wait for the options; None when the parent is gone."""
+    header = pipe.read(_HEADER.size)
+    return pipe.read(_HEADER.unpack(header)[0]) if len(header) == _HEADER.size else None
+
+
+def spawn_code(module: str, argument: str = "") -> list[str]:
+    """Arguments of a Python that runs `module.main(argument)` and finds packages where this process does.
+
+    Not -m, which would import the module twice, under two names.
+    """
+    code = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; sys.exit(main({argument}))"
+    return [sys.executable, "-P", "-c", code, *sys.path]
+
+
+def become(name: str) -> None:
+    """The process's name in `ps -o comm` and `top`: at most 15 characters, where the system has such names."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
+def leave_signals() -> None:
+    """Leave signals to the parent."""
+    for number in PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
+
+
+def follow_parent() -> None:
+    """Leave signals to the parent and die with it. Comes before anything slow."""
+    leave_signals()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

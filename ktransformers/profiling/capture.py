@@ -1,0 +1,211 @@
+"""One profile that is being written, seen from the process that asked for it: starts the bridge, and ends it.
+
+Knows no engine: whoever makes a Capture gives its endpoint to Recorders, and closes those before `stop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from ktransformers.child import PARENTS_SIGNALS, framed, spawn_code
+from ktransformers.errors import ConfigError, EngineError
+from ktransformers.profiling.files import check_folder
+from ktransformers.profiling.messages import BridgeOptions, ProfileMeta
+
+__all__ = ["MAX_BYTES", "Capture", "ProfileLimits", "ProfileTarget", "shown_command"]
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 8 << 30
+"""Of all files of a profile, unless somebody says otherwise."""
+
+STOP_SECONDS = 12.0
+"""How long the bridge may take to end: a little longer than it waits itself."""
+
+_SHOWN_VALUES = frozenset(
+    (
+        *("model_path", "gguf_path", "optimize_config_path", "backend_type", "profile", "profile_root"),
+        *("chunk_size", "cache_lens", "page_size", "max_batch_size", "max_new_tokens", "profile_max_bytes"),
+        *("cpu_infer", "cpu_quant", "cpu_prefill", "cpu_bf16", "gpu_memory", "attention_backend"),
+        *("host", "port", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
+    )
+)
+"""Flags whose values are neither a key nor a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileLimits:
+    """max_bytes: of all files. file_bytes: of one before it is rotated. Raises ConfigError for a budget of nothing."""
+
+    max_bytes: int = MAX_BYTES
+    file_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if not 1 << 16 <= self.max_bytes < 1 << 62:
+            raise ConfigError(f"--profile_max_bytes must be at least {1 << 16}, got {self.max_bytes}")
+
+
+def shown_command(arguments: Sequence[str]) -> list[str]:
+    """A command line as a profile may keep it: names of flags, and values of those that hold no key and no text."""
+    shown = [Path(arguments[0]).name] if arguments else []
+    keeps = False
+    for argument in arguments[1:]:
+        if argument.startswith("--"):
+            name, _, value = argument.partition("=")
+            keeps = name[2:].replace("-", "_") in _SHOWN_VALUES
+            shown.append(argument if keeps or not value else f"{name}=...")
+        elif keeps:
+            shown.append(argument)
+            keeps = False
+    return shown
+
+
+class Capture:
+    """Starts writing to `folder`. Blocks until the files are there, some tenths of a second.
+
+    on_death: called on another thread when the bridge ends although nobody stopped it. Raises ConfigError for a folder
+    that cannot be, EngineError when the process does not start.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        meta: ProfileMeta,
+        limits: ProfileLimits | None = None,
+        on_death: Callable[[], None] | None = None,
+        log_level: str = "info",
+    ):
+        limits = limits or ProfileLimits()
+        self.folder, self.began = folder, time.time()
+        self._on_death, self._is_stopping, self._is_stopped = on_death, False, False
+        self._news: dict[str, Any] = {}
+        self._process = _spawn()
+        options = BridgeOptions(
+            folder=str(folder.absolute()),
+            meta=meta,
+            log_level=log_level,
+            max_bytes=limits.max_bytes,
+            file_bytes=limits.file_bytes,
+        )
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        assert self._stdin is not None
+        assert self._stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(framed(msgspec.msgpack.encode(options)))
+            self._stdin.flush()
+        self.endpoint = self._begun(self._stdout)
+        self._reader = threading.Thread(target=self._listen, args=(self._stdout,), name="profile-bridge", daemon=True)
+        self._reader.start()
+        logger.info("a profile is written to %s", folder)
+
+    @property
+    def pid(self) -> int:
+        """Of the bridge."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the bridge is."""
+        return self._process.poll() is None
+
+    def status(self) -> dict[str, Any]:
+        """For people: where, since when, how many lines, and what was lost."""
+        news = {"counts": {}, "dropped": {}} | self._news
+        return {"dir": self.folder.name, "began": round(self.began, 3), **news}
+
+    def end(self, seconds: float) -> None:
+        """Tell the bridge to end, and wait at most so long for it. `stop` has to follow."""
+        self._is_stopping = True
+        assert self._stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def stop(self) -> None:
+        """End the bridge, which writes what it has been sent first. Safe to call twice."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        is_alive = self.is_alive
+        self.end(0)
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("the profile's process does not end: it is killed")
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        if is_alive:
+            logger.info("the profile in %s is complete", self.folder)
+
+    def _begun(self, stdout: IO[bytes]) -> str:
+        """The endpoint. Raises what the bridge says when it cannot start."""
+        line = stdout.readline()
+        said = json.loads(line) if line else {}
+        endpoint: str | None = said.get("endpoint")
+        if endpoint is not None:
+            return endpoint
+        self._close_pipes()
+        code = self._process.wait()
+        if "error" in said:
+            raise ConfigError(said["error"])
+        raise EngineError(f"the profile's process ended with exit code {code} before it began")
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._stdin, self._stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _listen(self, stdout: IO[bytes]) -> None:
+        for line in stdout:
+            with contextlib.suppress(ValueError):  # a line that was cut because nobody read
+                self._news = json.loads(line)
+        code = self._process.wait()
+        stdout.close()
+        if self._is_stopping:
+            return
+        logger.error("the profile in %s ends here: its process ended with %d; nothing else does", self.folder, code)
+        self._close_pipes()
+        if self._on_death is not None:
+            self._on_death()
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileTarget:
+    """Where a program wants its profile. Raises ConfigError on creation for a folder in which none can begin."""
+
+    folder: Path
+    limits: ProfileLimits = ProfileLimits()
+
+    def __post_init__(self) -> None:
+        check_folder(self.folder)
+
+    def open(self, meta: ProfileMeta) -> Capture:
+        """Begin it. Errors as Capture."""
+        return Capture(self.folder, msgspec.structs.replace(meta, command=shown_command(sys.argv)), self.limits)
+
+
+def _spawn() -> subprocess.Popen[bytes]:
+    """A process of its own, which leaves signals to its parent from its first moment on."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+    try:
+        return subprocess.Popen(
+            spawn_code("ktransformers.profiling.bridge"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -1,0 +1,142 @@
+"""What recorders send the bridge: msgspec structs as msgpack, never pickle. No numpy here: the scheduler has none.
+
+All times are nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share (time.monotonic_ns). No message
+holds text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+__all__ = [
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "BridgeOptions",
+    "DropsRecord",
+    "Farewell",
+    "Message",
+    "NativeRecords",
+    "ProfileMeta",
+    "RequestRecord",
+    "StepRecord",
+    "TokensRecord",
+    "decode_messages",
+    "encode_messages",
+]
+
+SCHEMA, SCHEMA_VERSION = "ktransformers-profile", 1
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A step that an engine has run. sampled: (request, flattened row that its next token was sampled from).
+
+    sampling_ns: all of sampling, which native records of sampling lie within; None: not looked at.
+    """
+
+    epoch: int
+    step_id: int
+    began_ns: int
+    ended_ns: int
+    num_rows: int
+    prefill_rows: int
+    num_seqs: int
+    sampled: Sequence[tuple[str, int]]
+    sampling_ns: int | None = None
+
+
+class NativeRecords(msgspec.Struct, frozen=True, tag=True):
+    """Whole native records of an engine, in the order of their stream: 0 is the ring, 1 what `add_ops` is given."""
+
+    epoch: int
+    data: bytes
+    stream: int = 0
+
+
+class TokensRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a step led to, by whoever decides which tokens count. Sent for every step, with tokens or without.
+
+    tokens: (request, index in the answer, position, token id). arrived_ns: of the requests whose first token is here.
+    waiting: requests in the queue; None: there is none.
+    """
+
+    step_id: int
+    time_ns: int
+    tokens: Sequence[tuple[str, int, int, int]]
+    arrived_ns: dict[str, int] = {}
+    waiting: int | None = None
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A request that has ended, or that was there when the profile stopped (finish_reason None).
+
+    A time that is None has not come, or came before the profile began. num_starts: stays in the batch.
+    """
+
+    request: str
+    prompt_len: int
+    cached_len: int
+    completion_len: int
+    arrived_ns: int | None = None
+    admitted_ns: int | None = None
+    first_token_ns: int | None = None
+    ended_ns: int | None = None
+    finish_reason: str | None = None
+    num_starts: int = 0
+
+
+class DropsRecord(msgspec.Struct, frozen=True, tag=True):
+    """What its sender has lost so far: native records (the ring was full), and messages (the bridge was too slow).
+
+    Sent now and then in any case, which says that the sender lives.
+    """
+
+    source: str
+    records: int
+    messages: int
+
+
+class Farewell(msgspec.Struct, frozen=True, tag=True):
+    """The last message of a sender."""
+
+    source: str
+
+
+Message = StepRecord | NativeRecords | TokensRecord | RequestRecord | DropsRecord | Farewell
+
+
+class ProfileMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known before the first step; meta.json has it by these names. docs/profiling.md says what they mean."""
+
+    backend: str
+    version: str
+    command: Sequence[str] = ()
+    model: dict[str, Any] = {}
+    placement: dict[str, Any] = {}
+    machine: dict[str, Any] = {}
+
+
+class BridgeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bridge process is started with. max_bytes: of all files. file_bytes: of one before it is rotated."""
+
+    folder: str
+    meta: ProfileMeta
+    log_level: str = "info"
+    max_bytes: int = 8 << 30
+    file_bytes: int = 256 << 20
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Message])
+
+
+def encode_messages(messages: Sequence[Message]) -> bytes:
+    """msgpack of a list of them."""
+    return _encoder.encode(messages)
+
+
+def decode_messages(data: bytes) -> list[Message]:
+    """Raises msgspec.ValidationError or DecodeError for anything else."""
+    return _decoder.decode(data)

@@ -1,0 +1,158 @@
+"""What engine and scheduler call: hands records to the bridge without ever waiting for it.
+
+    engine's thread ── post ──> deque ──┐
+    native code ── records ──> ring ────┴── drain thread, ten times a second ── ZMQ PUSH ──> bridge
+
+Everything is bounded. What does not fit is dropped and counted, and the counts are told.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import zmq
+
+from ktransformers.errors import KTransformersError
+from ktransformers.profiling.messages import DropsRecord, Farewell, Message, NativeRecords, StepRecord, encode_messages
+
+__all__ = ["Recorder", "Runtime", "open_recorder"]
+
+logger = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 0.1
+LINGER_SECONDS = 1.0
+"""How long the last messages of a recorder that is closed are tried to be sent."""
+
+_MAX_WAITING = 1 << 14  # messages between two drains
+_HIGH_WATER = 16  # drains that the socket holds
+
+
+class Runtime(Protocol):
+    """What native code records by. profiling.runtime.CpuProfilingRuntime is the one there is."""
+
+    @property
+    def dropped(self) -> int:
+        """Records that were lost since the start, because the ring was full."""
+        ...
+
+    def start(self) -> None:
+        """From now on native code records."""
+        ...
+
+    def stop(self) -> None:
+        """It does not any more."""
+        ...
+
+    def begin_step(self, step_id: int, num_rows: int, keep: Sequence[int]) -> None:
+        """keep: flattened rows whose experts are wanted."""
+        ...
+
+    def end_step(self) -> None:
+        """Of the step that was begun last."""
+        ...
+
+    def drain(self) -> bytes:
+        """Take the records that are complete."""
+        ...
+
+
+class Recorder:
+    """Of one process, or one engine. Made, used and closed by one thread; add_ops may be called by others.
+
+    source: who sends, unique among the senders of a profile. runtime: None for those who run no native code.
+    """
+
+    def __init__(self, endpoint: str, source: str, epoch: int = 0, runtime: Runtime | None = None):
+        self.source, self.epoch, self._runtime = source, epoch, runtime
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+        self._socket.setsockopt(zmq.LINGER, int(1000 * LINGER_SECONDS))
+        self._socket.connect(endpoint)
+        self._waiting: deque[Message] = deque()
+        self._num_dropped = 0  # by whoever posts
+        self._num_unsent = 0  # by the drain thread
+        self._is_closing = threading.Event()
+        self._draining = threading.Lock()
+        if runtime is not None:
+            runtime.start()
+        self._thread = threading.Thread(target=self._drain_until_closed, name="profile-drain", daemon=True)
+        self._thread.start()
+
+    def begin_step(self, step_id: int, num_rows: int, keep: Sequence[int]) -> int:
+        """A step begins. Returns the time, for its StepRecord. keep: see Runtime."""
+        now = time.monotonic_ns()
+        if self._runtime is not None:
+            self._runtime.begin_step(step_id, num_rows, keep)
+        return now
+
+    def end_step(self, record: StepRecord) -> None:
+        """The step that was begun last is over."""
+        if self._runtime is not None:
+            self._runtime.end_step()
+        self.post(record)
+
+    def add_ops(self, data: bytes) -> None:
+        """Native records that others than native code have made: marks of a GPU, on the clock of all times here.
+
+        Those of a step come before its `end_step`; records of routing come after a STEP_BEGIN of theirs.
+        """
+        self.post(NativeRecords(self.epoch, data, stream=1))
+
+    def post(self, message: Message) -> None:
+        """Send it soon. Never blocks."""
+        if len(self._waiting) < _MAX_WAITING:
+            self._waiting.append(message)
+        else:
+            self._num_dropped += 1
+
+    def close(self) -> None:
+        """Stop recording and take what is left; it is sent behind the caller's back. Safe to call twice."""
+        if self._is_closing.is_set():
+            return
+        if self._runtime is not None:
+            self._runtime.stop()
+        with self._draining:
+            self._drain([Farewell(self.source)])
+            self._socket.close()
+            self._is_closing.set()
+
+    def join(self) -> None:
+        """After `close`: wait until all is sent, or cannot be."""
+        self._thread.join()
+
+    def _drain_until_closed(self) -> None:
+        while not self._is_closing.wait(DRAIN_SECONDS):
+            with self._draining:
+                if not self._is_closing.is_set():
+                    self._drain([])
+        self._context.term()  # waits as long as sockets linger
+
+    def _drain(self, last: Sequence[Message]) -> None:
+        """A step that is sent has its native records sent before it, as they were complete when it ended."""
+        messages: list[Message] = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        num_records = 0
+        if self._runtime is not None:
+            data = self._runtime.drain()
+            if data:
+                messages.insert(0, NativeRecords(self.epoch, data))
+            num_records = self._runtime.dropped
+        drops = DropsRecord(self.source, num_records, self._num_dropped + self._num_unsent)
+        try:
+            self._socket.send(encode_messages([*messages, drops, *last]), zmq.NOBLOCK)
+        except zmq.Again:  # the bridge is too slow, or gone
+            self._num_unsent += len(messages)
+
+
+def open_recorder(endpoint: str, source: str, epoch: int, runtime: Runtime | None) -> Recorder:
+    """A recorder of an engine. Where native code cannot record, it does without."""
+    try:
+        return Recorder(endpoint, source, epoch, runtime)
+    except KTransformersError as error:
+        logger.warning("a profile has steps and tokens only: %s", error)
+        return Recorder(endpoint, source, epoch)
