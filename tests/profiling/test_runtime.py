@@ -12,7 +12,8 @@ from torch import nn
 from ktransformers.engine.profile_scopes import module_scopes
 from ktransformers.engine.runner import StaticRunner
 from ktransformers.kernels import cpu
-from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu import WorkerPool, profile
+from ktransformers.profiling import records
 from ktransformers.profiling.runtime import CpuProfilingRuntime, ModuleScope
 from tests.support.native_records import Experts, Op, StepBegin, StepEnd, records_in
 from tests.support.runners import fused_runner, random_ids, runner_of
@@ -147,3 +148,7 @@ def test_a_second_profile_begins_empty() -> None:
     runtime.start()
     assert (runtime.drain(), runtime.dropped) == (b"", 0)
     pool.close()
+
+
+def test_kernels_and_readers_have_the_same_parts() -> None:
+    assert records.PARTS == profile.PARTS
