@@ -87,10 +87,6 @@ class ExpertStats:
     _num_calls: int = 0
     _counts: list[tuple[int, list[int]]] = field(default_factory=list)
 
-    def count(self, num_rows: int) -> None:
-        """A layer's call whose ids are on a GPU: looking at them would make the host wait."""
-        self.num_rows += num_rows
-
     def totals(self, devices: Devices) -> tuple[int, int, int]:
         """(num_rows, num_samples, num_touched) with those of the devices' expert streams."""
         rows, samples, touched = self.num_rows, self.num_samples, self.num_touched
@@ -100,6 +96,8 @@ class ExpertStats:
                 samples + stream.num_forwards,
                 touched + stream.num_touched,
             )
+        for usage in devices.usages():
+            rows += int(usage.counts().sum())
         return rows, samples, touched
 
     def take_counts(self) -> list[tuple[int, list[int]]]:
