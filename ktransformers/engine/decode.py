@@ -16,7 +16,14 @@ from torch import Tensor
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.forward import ForwardPass, StepInputs
-from ktransformers.engine.graphs import DecodeGraphs, DecodeInputs, GraphBackend, StaticInputs, decode_batch_sizes
+from ktransformers.engine.graphs import (
+    DecodeGraphs,
+    DecodeInputs,
+    GraphBackend,
+    StaticInputs,
+    StepMarks,
+    decode_batch_sizes,
+)
 from ktransformers.engine.layout import StepLayout
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts
@@ -82,6 +89,10 @@ class DecodeSteps:
             lambda: [stream for place in layout.devices for stream in place.expert_streams()],
             progress,
         )
+
+    def time_steps(self, marks: StepMarks | None) -> None:
+        """See DecodeGraphs.time_steps."""
+        self._graphs.time_steps(marks)
 
     def _run(self, inputs: DecodeInputs) -> Tensor:
         context = ForwardContext(

@@ -70,6 +70,11 @@ class ForwardPass:
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> Tensor:
         """From inputs that are on the GPU to logits [N, vocab_size] there. What a graph captures."""
+        assert self.layout is not None, "steps on the CPU have no inputs elsewhere"
+        for device in self.layout.devices:
+            if device.is_gpu:
+                device.begin_step(inputs.context.on(device.torch_device).slot_mapping)
+                device.mark("other", -1)
         return self._logits(
             inputs_embeds=inputs.hidden_states, positions=inputs.positions, keep=inputs.keep, context=inputs.context
         )

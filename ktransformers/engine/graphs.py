@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "Replayable",
     "ReplayedWork",
     "StaticInputs",
+    "StepMarks",
     "decode_batch_sizes",
 ]
 
@@ -274,12 +275,36 @@ class CudaGraphs(GraphBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """graph, logits: None for a step that is run anew. counts: pieces of each ReplayedWork that a replay sets off."""
+    """graph, logits: None for a step that is run anew. counts: pieces of each ReplayedWork that a replay sets off.
+
+    marks: what a replay of the graph that times its parts writes, see StepMarks.
+    """
 
     graph: Replayable | None
     logits: Tensor | None
     static: StaticInputs
     counts: tuple[tuple[ReplayedWork, int], ...]
+    marks: object | None = None
+
+
+class StepMarks(Protocol):
+    """Times the parts of a step on its devices (engine.gpu_profile.GpuProfile)."""
+
+    def begin(self) -> None:
+        """The step that is launched, or captured, from now on has marks."""
+        ...
+
+    def take(self) -> object:
+        """It is launched, or captured: what its marks are."""
+        ...
+
+    def is_due(self) -> bool:
+        """Whether the next step is to be timed."""
+        ...
+
+    def launched(self, marks: object | None) -> None:
+        """A step with these marks was launched, or one without any."""
+        ...
 
 
 class DecodeGraphs:
@@ -303,6 +328,8 @@ class DecodeGraphs:
     ) -> None:
         self._run, self._make, self._backend, self._works = run, make_static_inputs, backend, works
         self._captured: dict[int, _Captured] = {}
+        self._timed: dict[int, _Captured] = {}  # the same with marks, while somebody wants them
+        self._marks: StepMarks | None = None
         self.reason: str | None = None  # why not all sizes were captured
         sizes = sorted(set(batch_sizes), reverse=True)  # the largest first: the others then fit into its memory
         if not sizes or sizes[-1] < 1:
@@ -345,9 +372,34 @@ class DecodeGraphs:
         graph, logits = backend.capture(lambda: self._run(static.inputs))
         return _Captured(graph, logits, static, tuple((work, work.captured()) for work in works))
 
+    def time_steps(self, marks: StepMarks | None) -> None:
+        """From the next step on have those timed that are due; None: none. Captures the sizes again, with marks."""
+        self._timed, self._marks = {}, marks
+        if marks is None or self._backend is None:
+            return
+        began = time.perf_counter()
+        for size in reversed(self.batch_sizes):
+            static = self._captured[size].static
+            self._backend.wait()
+            static.pad()
+            marks.begin()
+            self._backend.warm_up(lambda inputs=static.inputs: self._run(inputs))  # type: ignore[misc]
+            marks.begin()
+            try:
+                captured = self._capture(static, self._backend)
+            except RuntimeError as error:
+                marks.take()
+                logger.warning("steps of up to %d rows are not timed: %s", size, _first_line(error))
+                break
+            self._timed[size] = replace(captured, marks=marks.take())
+        logger.info("captured %d CUDA graphs with marks in %.1f s", len(self._timed), time.perf_counter() - began)
+
     def _find(self, rows: int, seqs: int, pages: int) -> _Captured | None:
         fitting = (size for size in self.batch_sizes if size >= max(rows, seqs))
-        captured = self._captured.get(next(fitting, 0))
+        size = next(fitting, 0)
+        captured = self._captured.get(size)
+        if self._marks is not None and size in self._timed and self._marks.is_due():
+            captured = self._timed[size]
         return None if captured is None or pages > captured.static.num_pages else captured
 
     def step(self, inputs: DecodeInputs) -> Tensor:
@@ -358,17 +410,28 @@ class DecodeGraphs:
         """
         captured = self._find(inputs.num_rows, *inputs.block_table.shape)
         if captured is None:
-            return self._run(inputs.to(self._device))
+            return self._run_marked(inputs.to(self._device))
         if self._backend is None or captured.graph is None or captured.logits is None:
             captured.static.fill(inputs)
-            return self._run(captured.static.inputs)[: inputs.num_rows]
+            return self._run_marked(captured.static.inputs)[: inputs.num_rows]
         self._backend.wait()  # the step before may still read its inputs and the number of its tokens
         captured.static.fill(inputs)
         for work, count in captured.counts:
             work.expect(count, inputs.num_rows)
         captured.graph.replay()
         self._backend.replayed()
+        if self._marks is not None:
+            self._marks.launched(captured.marks)
         return captured.logits[: inputs.num_rows]
+
+    def _run_marked(self, inputs: DecodeInputs) -> Tensor:
+        """Run a step anew, with marks where it is to be timed."""
+        if self._marks is None:
+            return self._run(inputs)
+        self._marks.begin()
+        logits = self._run(inputs)
+        self._marks.launched(self._marks.take())
+        return logits
 
 
 def _first_line(error: BaseException) -> str:

@@ -101,7 +101,7 @@ class _Kept:
 class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
-    expert_counts: see ExpertStats.totals; asked before and after a step. mask_of: asked when a run starts, for what
+    expert_counts: see ExpertStats.totals; asked after each step. mask_of: asked when a run starts, for what
     decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
     eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
     between steps. model: whose modules native records are told by.
@@ -125,6 +125,7 @@ class PagedExecutor:
         self._expert_counts, self._take_counts = expert_counts, take_counts
         self._mask_of = mask_of or (lambda start: None)
         self._eos_token_ids = tuple(eos_token_ids)
+        self._counted = expert_counts()  # as it was after the last step
         self._runs: dict[int, _Run] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
 
@@ -144,7 +145,7 @@ class PagedExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. A row that cannot be sampled gets an error of its own; an exception is about the whole step."""
-        began_ns, before = time.monotonic_ns(), self._expert_counts()
+        began_ns = time.monotonic_ns()
         for run_id in plan.ended:
             self._runs.pop(run_id, None)
         for start in plan.starts:
@@ -161,12 +162,13 @@ class PagedExecutor:
         ended_ns = time.monotonic_ns()
         if recorder is not None:
             recorder.end_step(self._record(plan, kept, (began_ns, ended_ns, sampling_ns), recorder.epoch))
+        before, self._counted = self._counted, self._expert_counts()
         return StepResult(
             step_id=plan.step_id,
             results=results,
             prompt_logprobs=scored,
             seconds=(ended_ns - began_ns) / 1e9,
-            experts=_difference(self._expert_counts(), before),
+            experts=_difference(self._counted, before),
             expert_counts=self._take_counts(),
         )
 

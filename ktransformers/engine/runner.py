@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -10,6 +12,7 @@ from ktransformers.cache.static import StaticCache
 from ktransformers.engine.context import static_context
 from ktransformers.engine.decode import DecodeSteps
 from ktransformers.engine.forward import ForwardPass
+from ktransformers.engine.gpu_profile import GpuProfile
 from ktransformers.engine.hidden import HiddenTap
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.operators.context import ForwardContext
@@ -27,6 +30,7 @@ class ModelRunner:
         self._pass, self._decode = forward_pass, decode
         self.model, self.pool = forward_pass.model, forward_pass.pool
         self.tap = HiddenTap(forward_pass.model)
+        self._profile: GpuProfile | None = None
 
     @torch.inference_mode()
     def step(
@@ -40,12 +44,28 @@ class ModelRunner:
         forward, layout = self._pass, self._pass.layout
         if layout is None:
             return forward.on_cpu(token_ids, positions, context, keep)
+        began, profile = time.perf_counter(), self._profile
         if self._decode is not None and len(token_ids) <= self._decode.max_rows and not self.tap.is_open:
             logits = self._decode.step(token_ids, positions, context, keep)
         else:
-            logits = forward.run(forward.inputs_of(token_ids, positions, context, keep)).to("cpu", torch.float32)
+            inputs = forward.inputs_of(token_ids, positions, context, keep)
+            with nullcontext() if profile is None else profile.marked():
+                on_device = forward.run(inputs)
+            logits = on_device.to("cpu", torch.float32)
         layout.check_experts()
+        if profile is not None:
+            profile.finish(len(token_ids), time.perf_counter() - began)
         return logits
+
+    @torch.inference_mode()
+    def profile_gpus(self, on: bool) -> GpuProfile | None:
+        """Time the parts of steps on GPUs from now on, or no more. The profile to ask after each step; None without a
+        GPU. Where steps are replayed they are captured once more, which takes seconds."""
+        layout = self._pass.layout
+        self._profile = GpuProfile(layout.devices) if on and layout is not None else None
+        if self._decode is not None:
+            self._decode.time_steps(self._profile)
+        return self._profile
 
 
 class StaticRunner(ModelRunner):

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from typing_extensions import override
@@ -33,6 +35,7 @@ from ktransformers.kernels.cpu.expert_counts import ExpertCounts
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Devices
+from ktransformers.operators.usage import ExpertUsage
 from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["COMMON_KWARGS", "ExpertStats", "Operator", "OperatorConfig", "Placement", "Requirements", "Site", "Stage"]
@@ -72,7 +75,7 @@ class ExpertStats:
 
     def __init__(self) -> None:
         self._counts = ExpertCounts()
-        self._num_rows = 0
+        self._usages: list[tuple[ExpertUsage, npt.NDArray[np.int64]]] = []  # and their counts, as they were added last
 
     def watch(self, kernel: MoeKernel) -> None:
         """Count what this kernel computes."""
@@ -85,17 +88,22 @@ class ExpertStats:
         """
         self._counts.add(layer, rows, calls)
 
-    def count(self, num_rows: int) -> None:
-        """A layer's call whose ids are on a GPU: looking at them would make the host wait."""
-        self._num_rows += num_rows
+    def watch_gpu(self, usage: ExpertUsage) -> None:
+        """Count what this counts on its GPU. Watching it again does nothing."""
+        if all(usage is not known for known, _ in self._usages):
+            self._usages.append((usage, usage.counts()))
 
     def totals(self) -> tuple[int, int, int]:
         """(token, expert) pairs computed, layer calls, and distinct experts of each call, added up.
 
-        Calls that `count` was told of add pairs alone.
+        Experts on GPUs add pairs alone. Waits for what the GPUs were given before.
         """
-        rows, calls, touched = self._counts.totals()
-        return rows + self._num_rows, calls, touched
+        for number, (usage, before) in enumerate(self._usages):
+            now = usage.counts()
+            for layer in (now != before).any(axis=1).nonzero()[0]:
+                self._counts.add(int(layer), (now[layer] - before[layer]).tolist(), 0)
+            self._usages[number] = (usage, now)
+        return self._counts.totals()
 
     def take_counts(self) -> bytes:
         """Rows of each layer's experts that are new since the last time: see ExpertCounts.take."""

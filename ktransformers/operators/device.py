@@ -20,6 +20,8 @@ from ktransformers.kernels.transfer.expert_stream import StreamedExperts, Stream
 from ktransformers.kernels.triton import runtime
 from ktransformers.kernels.triton.linear import Workspace
 from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, uses_vector_path
+from ktransformers.operators.marks import Marks
+from ktransformers.operators.usage import ExpertUsage
 
 __all__ = ["CPU", "STREAM_ROWS", "Beside", "Device", "Devices", "cuda_memory", "distinct", "give_back", "use"]
 
@@ -78,6 +80,47 @@ class Device:
     def move(self, x: torch.Tensor) -> torch.Tensor:
         """`x` here, in its own type."""
         return x.to(self.torch_device)
+
+    def begin_step(self, slots: torch.Tensor) -> None:
+        """A step comes. slots: int64 [T], where its rows go in the cache, on this device; negative for padding."""
+        self._scratch["slots"] = slots
+
+    def slots_of(self, num_rows: int) -> torch.Tensor | None:
+        """Those of the step; None for rows that are not the step's."""
+        slots = self._scratch.get("slots")
+        return slots if isinstance(slots, torch.Tensor) and len(slots) == num_rows else None
+
+    def expert_usage(self, num_layers: int, num_experts: int) -> ExpertUsage:
+        """Of the experts here; one for all layers."""
+        made = self._scratch.get("usage")
+        if not isinstance(made, ExpertUsage):
+            made = self._scratch["usage"] = ExpertUsage(num_layers, num_experts, self.torch_device)
+        return made
+
+    @property
+    def usage(self) -> ExpertUsage | None:
+        """What expert_usage made."""
+        made = self._scratch.get("usage")
+        return made if isinstance(made, ExpertUsage) else None
+
+    @property
+    def marks(self) -> Marks | None:
+        """What times the parts of steps here, while somebody wants that."""
+        made = self._scratch.get("marks")
+        return made if isinstance(made, Marks) and made.is_on else None
+
+    def make_marks(self) -> Marks:
+        """Those of this device, off until they are begun."""
+        made = self._scratch.get("marks")
+        if not isinstance(made, Marks):
+            made = self._scratch["marks"] = Marks(self.torch_device)
+        return made
+
+    def mark(self, part: str, layer: int | None = None) -> None:
+        """From here on, what this device does belongs to this part of a step, and of this layer (None: as before)."""
+        marks = self.marks
+        if marks is not None:
+            marks.at(part, layer)
 
     def linear_workspace(self) -> Workspace:
         """Memory of the quantized products, which run one after another on this device."""
@@ -149,6 +192,10 @@ class Devices:
     def expert_streams(self) -> list[StreamedExperts]:
         """Those of all devices."""
         return [stream for device in self._made.values() for stream in device.expert_streams()]
+
+    def usages(self) -> list[ExpertUsage]:
+        """Of all devices that have experts."""
+        return [device.usage for device in self._made.values() if device.usage is not None]
 
     def close(self) -> None:
         """Stop what runs beside them. Graphs must not be replayed any more."""

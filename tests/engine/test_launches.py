@@ -74,7 +74,7 @@ def launches_of_a_step(model_type: str, layers: int, folder: Path, monkeypatch: 
 def test_launches_for_a_layer(
     model_type: str, expected: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KTransformersExperts, "submit", lambda self, hidden_states, ids, weights: hidden_states)
+    monkeypatch.setattr(KTransformersExperts, "submit", lambda self, hidden_states, *args, **kwargs: hidden_states)
     monkeypatch.setattr(KTransformersExperts, "collect", lambda self, ticket: ticket)
     fewer = launches_of_a_step(model_type, 2, tmp_path / "fewer", monkeypatch)
     more = launches_of_a_step(model_type, 3, tmp_path / "more", monkeypatch)

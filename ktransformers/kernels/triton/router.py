@@ -7,6 +7,7 @@ sum to 1; a scaling factor. Between equal scores the lower index wins.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,27 @@ from ktransformers.kernels.triton.elementwise import check_float
 from ktransformers.kernels.triton.matmul import arrive_last
 from ktransformers.kernels.triton.runtime import jit, power_of_two, tl
 
-__all__ = ["MAX_ROUTED_ROWS", "RouterSpec", "route_rows", "topk_router"]
+__all__ = ["MAX_ROUTED_ROWS", "Chosen", "RouterSpec", "route_rows", "topk_router"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Where a router leaves what it chose for others to see, beside its results.
+
+    counts: int64 [E], to which each row adds 1 for each of its experts. slots: int64 [T], the cache's slots of the
+    rows: a row without one is padding, and is not counted. ids: int32 [T, K], memory for the ids, or None.
+    """
+
+    counts: Tensor
+    slots: Tensor
+    ids: Tensor | None = None
+
+    def check(self, num_rows: int, num_experts: int) -> None:
+        """Raises TypeError or ValueError for what does not fit so many rows and experts."""
+        if self.counts.dtype != torch.int64 or self.slots.dtype != torch.int64:
+            raise TypeError(f"counts and slots must be int64, got {self.counts.dtype} and {self.slots.dtype}")
+        if self.counts.shape != (num_experts,) or self.slots.shape != (num_rows,) or not self.slots.is_contiguous():
+            raise ValueError(f"counts must be [{num_experts}] and slots [{num_rows}]")
 
 
 @jit
@@ -55,10 +76,10 @@ def _scores(x, SIGMOID: tl.constexpr):
 
 @jit
 def _choose(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, logits_row, ids_row, weights_row, scaling, rows, num_rows,
-    TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr, PER_GROUP: tl.constexpr,
-    PER_P2: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, TOP2: tl.constexpr,
-    HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, R: tl.constexpr,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row, scaling, rows,
+    num_rows, TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr,
+    PER_GROUP: tl.constexpr, PER_P2: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr,
+    TOP2: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Ids and weights of R rows [R], their experts as [G_P2 groups, PER_P2 experts of a group]."""
     groups, members = tl.arange(0, G_P2)[None, :, None], tl.arange(0, PER_P2)[None, None, :]
@@ -96,20 +117,24 @@ def _choose(
     mask = (rows < num_rows)[:, None] & (slots < TOP_K)
     tl.store(ids_ptr + (rows * ids_row)[:, None] + slots, ids.to(ids_ptr.dtype.element_ty), mask=mask)
     tl.store(weights_ptr + (rows * weights_row)[:, None] + slots, weights * scaling, mask=mask)
+    if COUNTS:
+        is_token = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1) >= 0
+        tl.atomic_add(counts_ptr + ids, 1, mask=mask & is_token[:, None], sem="relaxed")
 
 
 @jit(do_not_specialize=["num_rows"])
 def _router_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, logits_row, ids_row, weights_row, scaling, num_rows,
-    TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr, PER_GROUP: tl.constexpr,
-    PER_P2: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, TOP2: tl.constexpr,
-    HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row, scaling,
+    num_rows, TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr,
+    PER_GROUP: tl.constexpr, PER_P2: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr,
+    TOP2: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,): one row."""
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     _choose(
-        logits_ptr, bias_ptr, ids_ptr, weights_ptr, logits_row, ids_row, weights_row, scaling, rows, num_rows,
-        TOP_K, K_P2, NUM_GROUPS, G_P2, PER_GROUP, PER_P2, TOPK_GROUPS, SIGMOID, TOP2, HAS_BIAS, RENORMALIZE, 1,
+        logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row, scaling,
+        rows, num_rows, TOP_K, K_P2, NUM_GROUPS, G_P2, PER_GROUP, PER_P2, TOPK_GROUPS, SIGMOID, TOP2, HAS_BIAS,
+        RENORMALIZE, COUNTS, 1,
     )  # fmt: skip
 
 
@@ -122,12 +147,12 @@ def _row_product(x_ptr, x_row, row, num_rows, columns, w, acc, WIDTH: tl.constex
 
 @jit(do_not_specialize=["num_rows"])
 def _product_kernel(
-    x_ptr, w_ptr, logit_bias_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, counters, x_row, w_row, logits_row,
-    ids_row, weights_row, scaling, num_rows, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BE: tl.constexpr,
-    BK: tl.constexpr, PROGRAMS: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    G_P2: tl.constexpr, PER_GROUP: tl.constexpr, PER_P2: tl.constexpr, TOPK_GROUPS: tl.constexpr,
-    SIGMOID: tl.constexpr, TOP2: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
-    HAS_LOGIT_BIAS: tl.constexpr, R: tl.constexpr,
+    x_ptr, w_ptr, logit_bias_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, counters, x_row,
+    w_row, logits_row, ids_row, weights_row, scaling, num_rows, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
+    BE: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr, PER_GROUP: tl.constexpr, PER_P2: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, TOP2: tl.constexpr, HAS_BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr, HAS_LOGIT_BIAS: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Grid (PROGRAMS, groups of R <= 4 rows): logits of BE experts for R rows; the last program of the rows chooses."""
     experts = tl.program_id(0) * BE + tl.arange(0, BE)
@@ -159,9 +184,9 @@ def _product_kernel(
         tl.store(at + 3 * logits_row, tl.sum(a3, 1) + shift, mask=mask)
     if arrive_last(counters + tl.program_id(1), PROGRAMS):
         _choose(
-            logits_ptr, bias_ptr, ids_ptr, weights_ptr, logits_row, ids_row, weights_row, scaling,
-            first + tl.arange(0, R), num_rows, TOP_K, K_P2, NUM_GROUPS, G_P2, PER_GROUP, PER_P2, TOPK_GROUPS, SIGMOID,
-            TOP2, HAS_BIAS, RENORMALIZE, R,
+            logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row,
+            scaling, first + tl.arange(0, R), num_rows, TOP_K, K_P2, NUM_GROUPS, G_P2, PER_GROUP, PER_P2, TOPK_GROUPS,
+            SIGMOID, TOP2, HAS_BIAS, RENORMALIZE, COUNTS, R,
         )  # fmt: skip
 
 
@@ -198,27 +223,38 @@ def _results(
     return ids, weights
 
 
+def _seen(chosen: Chosen | None, num_rows: int, num_experts: int) -> tuple[Tensor | None, Tensor | None]:
+    """counts and slots, checked."""
+    if chosen is None:
+        return None, None
+    chosen.check(num_rows, num_experts)
+    return chosen.counts, chosen.slots
+
+
 def topk_router(
     logits: Tensor,
     spec: RouterSpec,
     bias: Tensor | None = None,
     ids: Tensor | None = None,
     weights: Tensor | None = None,
+    chosen: Chosen | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(ids [T, K], fp32 weights [T, K]) of the experts each row goes to, best first.
 
     logits: fp16, bf16 or fp32 [T, E]; the arithmetic is fp32. bias: [E], added to the scores for the choice alone.
     ids: int32 or int64, int64 when made here. weights: fp32. Memory may be given for both, e.g. pinned-side buffers
-    of a graph. Raises TypeError or ValueError for arguments that do not fit.
+    of a graph. chosen: without ids. Raises TypeError or ValueError for arguments that do not fit.
     """
     check_float("logits", logits, (None, None))
     num_rows, num_experts = logits.shape
     constants = _constants(spec, num_experts, bias)
     ids, weights = _results((num_rows, spec.top_k), ids, weights, logits.device, torch.int64)
     if num_rows:
+        counts, slots = _seen(chosen, num_rows, num_experts)
         _router_kernel[(num_rows,)](
-            logits, bias, ids, weights, logits.stride(0), ids.stride(0), weights.stride(0), float(spec.scaling),
-            num_rows, num_warps=1 if num_experts <= 512 else 4, **constants,
+            logits, bias, ids, weights, counts, slots, logits.stride(0), ids.stride(0), weights.stride(0),
+            float(spec.scaling), num_rows, COUNTS=counts is not None, num_warps=1 if num_experts <= 512 else 4,
+            **constants,
         )  # fmt: skip
     return ids, weights
 
@@ -234,6 +270,7 @@ def route_rows(
     counters: Tensor,
     bias: Tensor | None = None,
     logit_bias: Tensor | None = None,
+    chosen: Chosen | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logits fp32 [T, E], ids int32 [T, K], weights fp32 [T, K]): product and choice in one launch.
 
@@ -252,16 +289,18 @@ def route_rows(
     if num_rows > MAX_ROUTED_ROWS or counters.dtype != torch.int32 or counters.numel() < MAX_ROUTED_ROWS:
         raise ValueError(f"{num_rows} rows and {counters.numel()} counters, at most and at least {MAX_ROUTED_ROWS}")
     logits = torch.empty(num_rows, num_experts, dtype=torch.float32, device=x.device)
-    ids, weights = _results((num_rows, spec.top_k), None, None, x.device, torch.int32)
+    memory = None if chosen is None else chosen.ids
+    ids, weights = _results((num_rows, spec.top_k), memory, None, x.device, torch.int32)
     if num_rows == 0:
         return logits, ids, weights
     at_once = 1 if num_rows == 1 else 2 if num_rows == 2 else 4
     experts = 1 if num_experts <= 192 else 2
+    counts, slots = _seen(chosen, num_rows, num_experts)
     programs = -(-num_experts // experts)
     _product_kernel[(programs, -(-num_rows // at_once))](
-        x, weight, logit_bias, bias, logits, ids, weights, counters, x.stride(0), weight.stride(0), logits.stride(0),
-        ids.stride(0), weights.stride(0), float(spec.scaling), num_rows, NUM_EXPERTS=num_experts, WIDTH=width,
-        BE=experts, BK=min(1024, max(16, power_of_two(width))), PROGRAMS=programs,
-        HAS_LOGIT_BIAS=logit_bias is not None, R=at_once, num_warps=4, **constants,
+        x, weight, logit_bias, bias, logits, ids, weights, counts, slots, counters, x.stride(0), weight.stride(0),
+        logits.stride(0), ids.stride(0), weights.stride(0), float(spec.scaling), num_rows, NUM_EXPERTS=num_experts,
+        WIDTH=width, COUNTS=counts is not None, BE=experts, BK=min(1024, max(16, power_of_two(width))),
+        PROGRAMS=programs, HAS_LOGIT_BIAS=logit_bias is not None, R=at_once, num_warps=4, **constants,
     )  # fmt: skip
     return logits, ids, weights

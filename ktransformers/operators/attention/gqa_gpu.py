@@ -65,8 +65,10 @@ def gqa_forward(
     """The module's attention of [1, T, hidden] on its GPU; cos and sin are [1, T, P], of any float type."""
     keys, values = context.cache.layer(parts.layer_idx)
     here, spec = context.on(keys.device), parts.spec
+    parts.device.mark("linear", parts.layer_idx)
     flat = parts.projections(hidden_states[0])
     use(keys.device)
+    parts.device.mark("attention")
     query = _to_cache(parts, tuple(flat), position_embeddings, (keys, values), here.slot_mapping)
     attend = None if parts.flash is None else parts.flash.of(context)
     if attend is not None:
@@ -86,6 +88,7 @@ def gqa_forward(
             softcap=spec.softcap,
             counters=parts.device.counters(),
         )
+    parts.device.mark("linear")
     output: torch.Tensor = parts.o_proj(out.view(1, out.shape[0], -1))
     return output
 

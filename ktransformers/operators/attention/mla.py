@@ -257,6 +257,7 @@ class KMLAAttention(WrapperOperator):
         keys, _ = forward_context.cache.layer(self.layer_idx)
         assert self._compressions is not None, f"{self.key} is not settled"
         assert self._latent_norm is not None
+        self.device.mark("linear", self.layer_idx)
         query, compressed = self._compressions(hidden_states[0])
         choice = self._choice if forward_context.phase is Phase.PREFILL else None
         expansion = None if choice is None else StepRuns.expansion_of(forward_context, choice, keys.device)
@@ -279,7 +280,9 @@ class KMLAAttention(WrapperOperator):
             step = replace(step, is_cached=True)
         else:
             q = inner.q_b_proj(inner.q_a_layernorm(query))
+        self.device.mark("attention")
         out = gpu.attend(q.view(-1, self.num_heads, self.nope_dim + self.rope_dim).to(keys.dtype), step)
+        self.device.mark("linear")
         output: torch.Tensor = inner.o_proj(out.view(1, -1, self.num_heads * self.v_dim))
         return output
 

@@ -68,11 +68,15 @@ class KMoEBlock(WrapperOperator):
         block: Any = self.inner
         experts, router = block.experts, block.gate
         is_ours = isinstance(experts, KTransformersExperts)
-        routed = router.route(rows) if is_ours and isinstance(router, KRouter) else None
+        self.device.mark("router")
+        routed = chosen = None
+        if is_ours and isinstance(router, KRouter):
+            chosen = None if router.spec is None else experts.chosen(len(rows), router.spec.top_k)
+            routed = router.route(rows, chosen)
         _, topk_weights, topk_ids = router(rows) if routed is None else routed
         if not is_ours:
             return Addends(experts(rows, topk_ids, topk_weights), *self._shared(rows))
-        ticket = experts.submit(rows, topk_ids, topk_weights)
+        ticket = experts.submit(rows, topk_ids, topk_weights, is_counted=routed is not None and chosen is not None)
         shared, score = self._shared(rows)
         return Addends(experts.collect(ticket), shared, score)
 
@@ -84,6 +88,8 @@ class KMoEBlock(WrapperOperator):
     def _shared(self, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The shared experts' result [T, H] and the score [T, 1] that weighs it, where the family has them."""
         block: Any = self.inner
+        if any(getattr(block, name, None) is not None for name in ("shared_experts", "shared_mlp", "shared_expert")):
+            self.device.mark("shared_experts")
         shared = getattr(block, "shared_experts", None) or getattr(block, "shared_mlp", None)
         if shared is not None:
             return shared(rows), None

@@ -20,6 +20,7 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.transfer.expert_stream import StreamedExperts
 from ktransformers.kernels.triton.compiling import is_rehearsal
+from ktransformers.kernels.triton.router import Chosen
 from ktransformers.kernels.types import ExpertWeight, ExpertWeights, Fp8Matrix
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements, Site, empty_parameter
 from ktransformers.operators.device import STREAM_ROWS, give_back
@@ -33,6 +34,7 @@ from ktransformers.operators.experts.resident import (
 from ktransformers.operators.experts.streamed import PrefillLayer, PrefillTicket
 from ktransformers.operators.linear.packed import CpuProducts, pack_experts, resident_nbytes
 from ktransformers.operators.recognize.activation import recognize_expert_activation
+from ktransformers.operators.usage import ExpertUsage
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
 __all__ = ["KTransformersExperts", "Ticket", "read_layout"]
@@ -209,6 +211,7 @@ class KTransformersExperts(Operator):
         if self.device.is_gpu:
             assert self.activation is not None, "the constructor refuses such experts"
             self._gpu = GpuExperts.of(weights, self.activation, self.device)
+            self.config.expert_stats.watch_gpu(self._usage())
             return
         pool = self.config.require_pool()
         is_streamed = self.home.is_gpu and self.placement.prefill_device == self.home.name
@@ -218,8 +221,29 @@ class KTransformersExperts(Operator):
             self._kernel = cpu.MoeKernel(self._weights, self.activation, pool, self._layer)
             self.config.expert_stats.watch(self._kernel)
 
-    def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
-        """Issue the forward of [T, H]. The inputs must not change before `collect`, which must come before the next."""
+    def chosen(self, num_rows: int, top_k: int) -> Chosen | None:
+        """What a router on these experts' GPU fills for a step of so many rows; None where they are elsewhere."""
+        slots = None if self._gpu is None or self._layer < 0 else self.device.slots_of(num_rows)
+        if slots is None:
+            return None
+        return self._usage().chosen(self._layer, slots, top_k)
+
+    def _usage(self) -> ExpertUsage:
+        return self.device.expert_usage(self.config.facts.num_layers, self.num_experts)
+
+    def _count(self, ids: torch.Tensor) -> None:
+        """ids [T, K] of experts on a GPU, from a router that has not counted them."""
+        slots = None if self._layer < 0 else self.device.slots_of(len(ids))
+        if slots is not None:
+            self._usage().note(self._layer, slots, ids)
+
+    def submit(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, is_counted: bool = False
+    ) -> Ticket:
+        """Issue the forward of [T, H]. The inputs must not change before `collect`, which must come before the next.
+
+        is_counted: the router has filled what `chosen` gave it.
+        """
         device = self.device
         if is_rehearsal():
             return self._rehearse(hidden_states, topk_ids, topk_weights)
@@ -231,8 +255,10 @@ class KTransformersExperts(Operator):
             return self._submit_in_order(hidden_states, topk_ids, topk_weights)
         rows = device.take(hidden_states.reshape(-1, self.layout.hidden_size)).contiguous()
         ids, weights = device.move(topk_ids), topk_weights.to(device.torch_device, torch.float32).contiguous()
+        device.mark("experts", self._layer)
         if self._gpu is not None:
-            self.config.expert_stats.count(ids.numel())
+            if not is_counted:
+                self._count(ids)
             output = self._gpu.forward(rows, ids, weights)
         elif self._kernel is not None:
             output = self._kernel.forward(rows, ids.contiguous(), weights)
@@ -261,6 +287,7 @@ class KTransformersExperts(Operator):
     ) -> Ticket:
         """On the current stream of the layer's GPU: nothing waits, so that a graph can capture it."""
         assert self._kernel is not None
+        self.home.mark("experts", self._layer)
         stream = self.home.expert_stream(topk_ids.shape[-1], self.layout.hidden_size, self._kernel.pool)
         if stream not in self._streams:
             self._streams[stream] = stream.add_layer(self._kernel)
@@ -273,6 +300,7 @@ class KTransformersExperts(Operator):
         if ticket.prefill is not None and self._prefill is not None:
             return self._prefill.collect(ticket.prefill, ticket.like)
         if ticket.stream is not None:
+            self.home.mark("wait_cpu")
             rows = ticket.like.reshape(-1, self.layout.hidden_size)
             out = torch.empty(rows.shape, dtype=ticket.stream.shape.dtype, device=rows.device)
             return give_back(ticket.stream.collect(out).view(ticket.like.shape), ticket.like)

@@ -20,7 +20,7 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu.router import RouterSpec, route
-from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, route_rows, topk_router
+from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, route_rows, topk_router
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import use
@@ -76,21 +76,26 @@ class KRouter(WrapperOperator):
         """What is added to the logits, fp32 [E], or None."""
         return getattr(self.inner, "bias", None)
 
-    def route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def route(
+        self, rows: torch.Tensor, chosen: Chosen | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(logits [T, E], weights [T, K], ids [T, K]) of rows [T, H] on its GPU, ids int32; None where no kernel does.
 
-        The rows may be of any float type: they are widened in registers.
+        The rows may be of any float type: they are widened in registers. chosen: who wants to know of the choice.
         """
         if self.spec is None or not self.device.is_gpu or rows.device != self.device.torch_device:
             return None
         use(self.device.torch_device)
         if rows.shape[0] <= MAX_ROUTED_ROWS:
             counters = self.device.counters()
-            logits, ids, weights = route_rows(rows, self.weight, self.spec, counters, self.bias, self.logit_bias)
+            biases = self.bias, self.logit_bias
+            logits, ids, weights = route_rows(rows, self.weight, self.spec, counters, *biases, chosen)
             return logits, weights, ids
         logits = functional.linear(rows.float(), self.weight, self.logit_bias)
-        ids = torch.empty(len(rows), self.spec.top_k, dtype=torch.int32, device=rows.device)
-        ids, weights = topk_router(logits, self.spec, self.bias, ids)
+        memory = None if chosen is None else chosen.ids
+        if memory is None:
+            memory = torch.empty(len(rows), self.spec.top_k, dtype=torch.int32, device=rows.device)
+        ids, weights = topk_router(logits, self.spec, self.bias, memory, chosen=chosen)
         return logits, weights, ids
 
     def _route(self, rows: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

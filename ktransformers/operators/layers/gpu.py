@@ -37,9 +37,15 @@ class _Parts:
     attention: nn.Module
     feed_forward: nn.Module
     in_tuple: bool  # as a LayerSpec has it
+    layer: int
+
+    @property
+    def feed_forward_part(self) -> str:
+        """How profiles name what comes first in it."""
+        return "router" if isinstance(self.feed_forward, KMoEBlock) else "mlp"
 
 
-def _parts(layer: nn.Module, device: Device) -> _Parts | None:
+def _parts(layer: nn.Module, number: int, device: Device) -> _Parts | None:
     """Of a layer of the usual arrangement whose norms run in kernels on the device; None for others."""
     spec = recognize_layer(layer)
     if spec is None:
@@ -47,9 +53,8 @@ def _parts(layer: nn.Module, device: Device) -> _Parts | None:
     norms = [norm for norm in map(layer.get_submodule, LAYER_NORMS) if isinstance(norm, KRMSNorm)]
     if len(norms) < 2 or any(norm.spec is None or norm.device.name != device.name for norm in norms):
         return None
-    return _Parts(
-        (norms[0], norms[1]), layer.get_submodule("self_attn"), layer.get_submodule(spec.feed_forward), spec.in_tuple
-    )
+    attention, feed_forward = layer.get_submodule("self_attn"), layer.get_submodule(spec.feed_forward)
+    return _Parts((norms[0], norms[1]), attention, feed_forward, spec.in_tuple, number)
 
 
 class LayerStack(nn.Module):
@@ -74,13 +79,16 @@ class LayerStack(nn.Module):
         shape = hidden_states.shape
         total, added = hidden_states.reshape(-1, shape[-1]), None
         for parts in self._parts:
+            self.device.mark("linear", parts.layer)  # with the norm, a launch of some microseconds
             normed, total = _add_norm(added, total, parts.norms[0])
             attended = parts.attention(*args, hidden_states=normed[None], **kwargs)
             attended = attended[0] if isinstance(attended, tuple) else attended
+            self.device.mark(parts.feed_forward_part)
             normed, total = _add_norm(Addends(attended.reshape(total.shape)), total, parts.norms[1])
             added = _feed_forward(parts, normed)
         if added is not None:
             total = total + _summed(added)
+        self.device.mark("lm_head", -1)  # or whatever else follows
         return total.view(shape)
 
 
@@ -128,7 +136,7 @@ def stack_gpu_layers(model: nn.Module, homes: Mapping[str, Device], watch: Calla
     if layers is None or len(layers) != len(homes):
         return 0
     devices, count = list(homes.values()), 0
-    parts = [_parts(layer, d) if d.is_gpu else None for layer, d in zip(layers, devices, strict=True)]
+    parts = [_parts(layer, i, devices[i]) if devices[i].is_gpu else None for i, layer in enumerate(layers)]
     for _, run in groupby(range(len(layers)), key=lambda i: (parts[i] is None, devices[i].name)):
         first, *others = run
         usual = [part for i in (first, *others) if (part := parts[i]) is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, RouterSpec, route_rows, topk_router
+from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows, topk_router
 
 
 def oracle(logits, spec, bias=None):
@@ -125,3 +125,31 @@ def test_product_and_choice_in_one_launch(name, num_rows, device):
     assert not counters.any()
     alone = route_rows(x[-1:].to(device), weight.to(device), spec, counters, *extra)
     assert torch.equal(alone[0][0], logits[-1])  # of one row or of many: the same sum
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 70])
+def test_choices_are_counted_where_rows_hold_tokens(num_rows, device):
+    num_experts, spec = SPECS["qwen3"]
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(num_rows, 64, generator=generator), torch.randn(num_experts, 64, generator=generator)
+    counts = torch.arange(num_experts, dtype=torch.int64, device=device)  # what steps before have left
+    slots = torch.tensor([-1 if row % 3 == 2 else row for row in range(num_rows)])
+    memory = torch.full((num_rows, spec.top_k), -7, dtype=torch.int32, device=device)
+    chosen = Chosen(counts, slots.to(device), memory)
+    if num_rows <= MAX_ROUTED_ROWS:
+        counters = torch.zeros(MAX_ROUTED_ROWS, dtype=torch.int32, device=device)
+        _, ids, _ = route_rows(x.to(device), weight.to(device), spec, counters, chosen=chosen)
+    else:
+        ids, _ = topk_router((x @ weight.T).to(device), spec, ids=memory, chosen=chosen)
+    assert ids.data_ptr() == memory.data_ptr()
+    want = torch.arange(num_experts) + ids.cpu()[slots >= 0].flatten().bincount(minlength=num_experts)
+    assert torch.equal(counts.cpu(), want)
+
+
+def test_what_is_to_be_counted_must_fit(device):
+    logits = torch.zeros(4, 8, device=device)
+    counts, slots = torch.zeros(8, dtype=torch.int64, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    with pytest.raises(TypeError, match="int64"):
+        topk_router(logits, RouterSpec(2), chosen=Chosen(counts.int(), slots))
+    with pytest.raises(ValueError, match=r"\[8\] and slots \[4\]"):
+        topk_router(logits, RouterSpec(2), chosen=Chosen(counts, slots[:3]))

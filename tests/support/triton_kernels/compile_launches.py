@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from ktransformers.kernels.triton import dequant, runtime
 from ktransformers.kernels.triton.attention import attention
+from ktransformers.kernels.triton.clock import write_device_time
 from ktransformers.kernels.triton.convert import convert_rows
 from ktransformers.kernels.triton.elementwise import add_rms_norm
 from ktransformers.kernels.triton.expanded import ExpandedRun, expanded_attention, expanded_tile, tiles_of
@@ -27,7 +28,7 @@ from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pai
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.moe import SILU, Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.relay import GpuLayout, can_relay, layout_nbytes
-from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, RouterSpec, route_rows
+from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
 from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType
 
 # By compute capability: what one program can have at most, as the CUDA programming guide has it.
@@ -125,7 +126,9 @@ def call_gpt_oss(qtype, tokens, layout=GpuLayout.PLANES, num=8, hidden=2880):
 def call_router(num_experts, hidden, tokens, spec):
     x, counters = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(MAX_ROUTED_ROWS, dtype=torch.int32)
     bias = torch.zeros(num_experts) if spec.scoring == "sigmoid" else None
-    route_rows(x, torch.zeros(num_experts, hidden), spec, counters, bias)
+    chosen = Chosen(torch.zeros(num_experts, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64))
+    route_rows(x, torch.zeros(num_experts, hidden), spec, counters, bias, chosen=chosen)
+    write_device_time(chosen.counts, 3)
 
 
 def call_attention(heads, kv_heads, dim, tokens, seqs, pages=64):

@@ -1,0 +1,86 @@
+"""Marks in the work of a GPU: from a mark on, and up to the next one, what the device does belongs to a part of a step.
+
+A mark is one launch, which writes the device's time to memory; captured in a graph, every replay writes it again. What
+the marks of a step were is known when it is launched, or was captured; how long its parts took, when it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ktransformers.kernels.triton.clock import write_time
+
+__all__ = ["END", "Label", "Marks", "Span"]
+
+_MOST = 1 << 14
+END = "end"
+"""The part that begins where a step ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A part of a step, as profiles name them, and the layer (-1: none)."""
+
+    part: str
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where the time between two marks went. begin, duration: nanoseconds of the device's clock."""
+
+    label: Label
+    begin: int
+    duration: int
+
+
+class Marks:
+    """Those of one device. Steps are marked one at a time: `begin`, the step, `take`."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._times: torch.Tensor | None = None
+        self._labels: list[Label] = []
+        self._layer = -1
+        self.is_on = False
+        self.num_lost = 0
+
+    def begin(self) -> None:
+        """From now on marks are written, from the first place on."""
+        if self._times is None:
+            with torch.inference_mode(False):
+                self._times = torch.zeros(_MOST, dtype=torch.int64, device=self._device)
+        self._labels, self._layer, self.is_on = [], -1, True
+
+    def at(self, part: str, layer: int | None = None) -> None:
+        """A mark. layer: None for that of the mark before."""
+        self._layer = self._layer if layer is None else layer
+        label = Label(part, self._layer)
+        if self._labels and self._labels[-1] == label:
+            return
+        if len(self._labels) == _MOST:
+            self.num_lost += 1
+            return
+        assert self._times is not None, "begin comes first"
+        write_time(self._times, len(self._labels))
+        self._labels.append(label)
+
+    def take(self) -> tuple[Label, ...]:
+        """The labels since `begin`, the end of the last part marked; no more marks are written."""
+        self.at(END, -1)
+        self.is_on = False
+        labels, self._labels = tuple(self._labels), []
+        return labels
+
+    def spans(self, labels: Sequence[Label]) -> list[Span]:
+        """How long the parts took in the step that is over and had these labels, the last being its end."""
+        if self._times is None or not labels:
+            return []
+        times: list[int] = self._times[: len(labels)].tolist()
+        return [
+            Span(label, begin, max(end - begin, 0))
+            for label, begin, end in zip(labels[:-1], times[:-1], times[1:], strict=True)
+        ]
