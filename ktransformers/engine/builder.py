@@ -39,6 +39,7 @@ from ktransformers.engine.runner import ModelRunner, StaticRunner
 from ktransformers.engine.self_check import check_model, is_checked
 from ktransformers.engine.skeleton import restore_buffers
 from ktransformers.engine.stack_check import StackCheck
+from ktransformers.engine.step_runtime import StepRuntime
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
@@ -182,6 +183,7 @@ def build_paged_engine(
     runner = ModelRunner(built.forward, built.decode)
     model = built.model
     grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
+    stats.totals()
     stats.take_counts()  # what ran while loading is of no request
     executor = PagedExecutor(
         runner,
@@ -193,7 +195,7 @@ def build_paged_engine(
         take_counts=stats.take_counts,
         eos_token_ids=model.eos_token_ids,
     )
-    executor.model = built.forward.model
+    executor.new_runtime = lambda: StepRuntime(runner)
     return PagedEngine(built.config, plan, model, pool, executor, cache)
 
 

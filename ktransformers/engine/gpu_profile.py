@@ -20,7 +20,7 @@ from typing_extensions import override
 from ktransformers.engine.graphs import StepMarks
 from ktransformers.operators.device import Device
 from ktransformers.operators.marks import Label, Span
-from ktransformers.operators.usage import KEPT_ROWS
+from ktransformers.operators.usage import KEPT_ROWS, ExpertUsage
 
 __all__ = ["GpuProfile", "GpuStep"]
 
@@ -35,7 +35,7 @@ _Marked = Mapping[str, tuple[Label, ...]]
 
 @dataclass(frozen=True, slots=True)
 class GpuStep:
-    """One step. num_rows: with padding, if it was replayed.
+    """One step. num_rows: without padding.
 
     spans: of each device by its name, on this machine's monotonic clock; empty where the step was not timed. ids:
     int32 [rows, K] by layer, of experts that are on GPUs; empty for a step of more than KEPT_ROWS rows. counts: int64
@@ -49,19 +49,6 @@ class GpuStep:
 
 
 @dataclass(slots=True)
-class _Clock:
-    """A device's clock against this machine's: what they differ by at most, which the least delay tells best."""
-
-    ahead: int | None = None
-
-    def shift(self, last: int, now: int) -> int:
-        """To be added to times of the device. last: of the device, at a moment before `now`, of this machine."""
-        ahead = now - last
-        self.ahead = ahead if self.ahead is None else min(self.ahead, ahead)
-        return self.ahead
-
-
-@dataclass(slots=True)
 class GpuProfile(StepMarks):
     """Of the GPUs among `devices`. Asked by one thread, the one that runs steps."""
 
@@ -69,7 +56,6 @@ class GpuProfile(StepMarks):
     latest: GpuStep | None = None
     _gpus: list[Device] = field(init=False)
     _launched: _Marked | None = None
-    _clocks: dict[str, _Clock] = field(default_factory=dict)
     _counted: npt.NDArray[np.int64] | None = None
     _num_marks: int = 512  # of a replayed step
     _step_seconds: float = 0.0
@@ -100,10 +86,8 @@ class GpuProfile(StepMarks):
     @override
     def is_due(self) -> bool:
         self._since += 1
-        interval = (
-            math.ceil(self._num_marks * _MARK_SECONDS / (_MOST_COST * self._step_seconds)) if self._step_seconds else 1
-        )
-        if self._since < min(interval, _LONGEST_INTERVAL):
+        wanted = self._num_marks * _MARK_SECONDS / (_MOST_COST * self._step_seconds) if self._step_seconds else 1.0
+        if self._since < min(math.ceil(wanted), _LONGEST_INTERVAL):
             return False
         self._since = 0
         return True
@@ -118,25 +102,28 @@ class GpuProfile(StepMarks):
         """The step is over, its results are here: `latest` says what is known of it. seconds: that it took."""
         now = time.monotonic_ns()
         self._step_seconds = seconds if not self._step_seconds else 0.9 * self._step_seconds + 0.1 * seconds
-        spans = {device.name: self._spans(device, now) for device in self._gpus if self._launched}
+        spans = self._spans(self._launched, now) if self._launched else {}
+        self._launched = None
         ids: dict[int, npt.NDArray[np.int32]] = {}
         if num_rows <= KEPT_ROWS:
-            for device in self._gpus:
-                ids.update(device.usage.ids(num_rows) if device.usage is not None else {})
-        counts, before = self._counts(), self._counted
+            for usage in self._usages():
+                ids.update(usage.ids(num_rows))
+        counts = self._counts()
+        made = counts if counts is None or self._counted is None else counts - self._counted
         self._counted = counts
-        made = counts if counts is None or before is None else counts - before
-        self._launched = None
         self.latest = GpuStep(num_rows, spans, ids, made)
 
-    def _spans(self, device: Device, now: int) -> list[Span]:
-        assert self._launched is not None
-        spans = device.make_marks().spans(self._launched.get(device.name, ()))
-        if not spans:
-            return []
-        shift = self._clocks.setdefault(device.name, _Clock()).shift(spans[-1].begin + spans[-1].duration, now)
-        return [Span(span.label, span.begin + shift, span.duration) for span in spans]
+    def _spans(self, marked: _Marked, now: int) -> dict[str, list[Span]]:
+        """On this machine's clock: the last mark of all GPUs is taken for `now`. Their clocks are one, nearly."""
+        found = {device.name: device.make_marks().spans(marked.get(device.name, ())) for device in self._gpus}
+        last = max((spans[-1].begin + spans[-1].duration for spans in found.values() if spans), default=now)
+        return {
+            name: [Span(span.label, span.begin + now - last, span.duration) for span in spans]
+            for name, spans in found.items()
+        }
+
+    def _usages(self) -> list[ExpertUsage]:
+        return [device.usage for device in self._gpus if device.usage is not None]
 
     def _counts(self) -> npt.NDArray[np.int64] | None:
-        usages = [device.usage for device in self._gpus if device.usage is not None]
-        return sum(usage.counts() for usage in usages) if usages else None  # type: ignore[return-value]
+        return sum(usage.counts() for usage in usages) if (usages := self._usages()) else None  # type: ignore[return-value]

@@ -19,7 +19,6 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.context import paged_context
 from ktransformers.engine.hidden import HiddenTap, Pooled
-from ktransformers.engine.profiled import native_runtime
 from ktransformers.engine.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
@@ -104,11 +103,11 @@ class PagedExecutor:
     expert_counts: see ExpertStats.totals; asked after each step. mask_of: asked when a run starts, for what
     decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
     eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
-    between steps. model: whose modules native records are told by.
+    between steps. new_runtime: makes what records what is below Python, for a recorder.
     """
 
     recorder: Recorder | None = None
-    model: torch.nn.Module | None = None
+    new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -133,10 +132,6 @@ class PagedExecutor:
     def num_runs(self) -> int:
         """Runs whose state is held."""
         return len(self._runs)
-
-    def new_runtime(self) -> Runtime | None:
-        """What native code records by, for a recorder of this executor's steps."""
-        return native_runtime(self._pool, self.model)
 
     def reset(self) -> None:
         """Forget all runs, after a step that failed: the scheduler starts every sequence anew."""

@@ -15,19 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from ktransformers import __version__
 from ktransformers.config import EngineConfig, cpu_name
 from ktransformers.core import FinishReason
 from ktransformers.engine.card import ModelCard
-from ktransformers.engine.profile_scopes import module_scopes
+from ktransformers.engine.step_runtime import StepRuntime
 from ktransformers.hub.locate import title_of
-from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.profiling.capture import ProfileTarget
 from ktransformers.profiling.messages import ProfileMeta, RequestRecord, StepRecord, TokensRecord
 from ktransformers.profiling.recorder import Recorder, Runtime, open_recorder
-from ktransformers.profiling.runtime import CpuProfilingRuntime
 
 if TYPE_CHECKING:
     from ktransformers.engine.builder import Engine, LoadedModel
@@ -38,7 +34,6 @@ __all__ = [
     "ProfileSlot",
     "card_meta",
     "model_meta",
-    "native_runtime",
     "profiled_session",
 ]
 
@@ -47,13 +42,8 @@ logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def native_runtime(pool: WorkerPool, model: nn.Module | None) -> CpuProfilingRuntime:
-    """What native code records by, and which modules say what it belongs to."""
-    return CpuProfilingRuntime(pool, [] if model is None else module_scopes(model))
-
-
 class ProfileSlot:
-    """Where an engine's thread finds its recorder, and others ask for one. new_runtime: see `native_runtime`."""
+    """Where an engine's thread finds its recorder, and others ask for one. new_runtime: makes a StepRuntime."""
 
     def __init__(self, new_runtime: Callable[[], Runtime | None] = lambda: None):
         self.current: Recorder | None = None
@@ -96,7 +86,7 @@ def profiled_session(session: Session, engine: Engine, target: ProfileTarget | N
         yield
         return
     capture = target.open(model_meta(engine, backend))
-    session.profile.new_runtime = lambda: native_runtime(engine.pool, engine.runner.model)
+    session.profile.new_runtime = lambda: StepRuntime(engine.runner)
     session.profile.want(capture.endpoint)
     session.profile.settle()
     try:

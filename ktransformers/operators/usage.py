@@ -7,13 +7,15 @@ L layers, E experts of a layer, K of them for each of T rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ktransformers.kernels.triton.router import Chosen
 
-__all__ = ["ExpertUsage"]
+__all__ = ["KEPT_ROWS", "ExpertUsage"]
 
 KEPT_ROWS = 256
 """Rows of a step whose experts are kept until the next one."""
@@ -28,12 +30,8 @@ class ExpertUsage:
     def __init__(self, num_layers: int, num_experts: int, device: torch.device):
         with torch.inference_mode(False):
             self._counts = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
-        self._ids: dict[int, torch.Tensor] = {}
-
-    @property
-    def layers(self) -> list[int]:
-        """Those that have chosen anything."""
-        return sorted(self._ids)
+        self._ids: dict[int, torch.Tensor] = {}  # int32 [L, KEPT_ROWS, K] by K
+        self._top_k: dict[int, int] = {}  # by layer
 
     def chosen(self, layer: int, slots: torch.Tensor, top_k: int) -> Chosen:
         """What the router of `layer` fills. slots: int64 [T], of the step's rows, on the device."""
@@ -50,18 +48,19 @@ class ExpertUsage:
 
     def _memory(self, layer: int, num_rows: int, top_k: int) -> torch.Tensor | None:
         """For the ids of a step that is kept, int32 [T, K]."""
-        kept = self._ids.get(layer)
-        if kept is None:
+        if top_k not in self._ids:
+            shape = len(self._counts), KEPT_ROWS, top_k
             with torch.inference_mode(False):
-                kept = torch.zeros(KEPT_ROWS, top_k, dtype=torch.int32, device=self._counts.device)
-            self._ids[layer] = kept
-        return kept[:num_rows] if num_rows <= KEPT_ROWS else None
+                self._ids[top_k] = torch.zeros(shape, dtype=torch.int32, device=self._counts.device)
+        self._top_k[layer] = top_k
+        return self._ids[top_k][layer, :num_rows] if num_rows <= KEPT_ROWS else None
 
     def counts(self) -> npt.NDArray[np.int64]:
         """[L, E] since the start. Waits for what the device was given before."""
         taken: npt.NDArray[np.int64] = self._counts.to("cpu", copy=True).numpy()
         return taken
 
-    def ids(self, num_rows: int) -> dict[int, npt.NDArray[np.int32]]:
+    def ids(self, num_rows: int) -> Mapping[int, npt.NDArray[np.int32]]:
         """[T, K] of each layer in the last step, which had num_rows <= KEPT_ROWS. Waits likewise."""
-        return {layer: kept[:num_rows].to("cpu", copy=True).numpy() for layer, kept in sorted(self._ids.items())}
+        kept = {top_k: ids[:, :num_rows].to("cpu", copy=True).numpy() for top_k, ids in self._ids.items()}
+        return {layer: kept[top_k][layer] for layer, top_k in sorted(self._top_k.items())}

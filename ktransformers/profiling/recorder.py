@@ -52,8 +52,8 @@ class Runtime(Protocol):
         """keep: flattened rows whose experts are wanted."""
         ...
 
-    def end_step(self) -> None:
-        """Of the step that was begun last."""
+    def end_step(self) -> bytes:
+        """Of the step that was begun last. Returns records of what is not in the ring, see Recorder.add_ops."""
         ...
 
     def drain(self) -> bytes:
@@ -93,8 +93,9 @@ class Recorder:
 
     def end_step(self, record: StepRecord) -> None:
         """The step that was begun last is over."""
-        if self._runtime is not None:
-            self._runtime.end_step()
+        data = b"" if self._runtime is None else self._runtime.end_step()
+        if data:
+            self.add_ops(data)
         self.post(record)
 
     def add_ops(self, data: bytes) -> None:

@@ -10,6 +10,11 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine
+from ktransformers.engine.gpu_profile import GpuStep
+from ktransformers.engine.step_runtime import gpu_records
+from ktransformers.operators.marks import Label, Span
+from ktransformers.profiling.oplog import OpLog
+from ktransformers.profiling.records import PARTS
 from tests.support.agreement import prompt
 from tests.support.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.gpu_engines import EXPERTS_ON_CPU, EXPERTS_ON_GPU, rules_of
@@ -94,3 +99,19 @@ def test_parts_of_steps_are_timed_while_somebody_asks(experts: str, tmp_path: Pa
     assert profile.latest is seen
     assert engine.plan.devices["cuda:0"].marks is None
     engine.close()
+
+
+def test_records_of_a_gpu_are_read_as_those_of_kernels_are(tmp_path: Path) -> None:
+    """Times, experts by row and counts of a step, through the records that a Recorder sends."""
+    spans = [Span(Label("attention", 0), 1_000, 300), Span(Label("wait_cpu", 0), 1_300, 50)]
+    counts = torch.tensor([[0, 0, 0, 0], [2, 1, 0, 1]]).numpy()
+    ids = torch.tensor([[0, 1], [3, 0]], dtype=torch.int32).numpy()
+    log = OpLog()
+    log.feed(gpu_records(GpuStep(2, {"cuda:1": spans}, {1: ids}, counts), 7), 1)
+    found = log.take(7, 900, 2_000)
+    timed = [(PARTS[op["part"]], op["layer"], op["device"], op["begin_ns"], op["duration_ns"]) for op in found.ops]
+    assert timed == [("attention", 0, 2, 1_000, 300), ("wait_cpu", 0, 2, 1_300, 50)]
+    (call,) = found.calls
+    assert (call.layer, call.counts.tolist()) == (1, [2, 1, 0, 1])
+    assert call.row_index.tolist() == [0, 1]
+    assert call.ids.tolist() == [[0, 1], [3, 0]]

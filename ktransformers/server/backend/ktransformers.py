@@ -8,7 +8,8 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.builder import build_engine
 from ktransformers.engine.checks import check_tokenizer
-from ktransformers.engine.profiled import model_meta, native_runtime
+from ktransformers.engine.profiled import model_meta
+from ktransformers.engine.step_runtime import StepRuntime
 from ktransformers.server.backend.profiler import ProfileConfig
 from ktransformers.server.backend.single import Loaded, SingleBackend
 
@@ -28,4 +29,4 @@ class KTransformersBackend(SingleBackend):
         check_tokenizer(self._config)
         engine = build_engine(self._config, progress)
         profiled = model_meta(engine, self.name)
-        return Loaded.of(engine, engine.close, profiled, lambda: native_runtime(engine.pool, engine.runner.model))
+        return Loaded.of(engine, engine.close, profiled, lambda: StepRuntime(engine.runner))
