@@ -34,8 +34,8 @@ def heat_map(use: ExpertUse) -> Picture:
     in_top = np.sort(use.rows[layers], axis=1)[:, -top:].sum() / per_layer.sum()
     unused = int((use.rows[layers] == 0).sum())
     text = (
-        f"The {top} most used of the {num_experts} experts of a layer compute {number(100 * float(in_top))} % of the "
-        f"rows; even use would be {number(100 * top / num_experts)} %."
+        f"The {top} most used of the {num_experts} experts of a layer compute {number(100 * float(in_top), '%')} of "
+        f"the rows; even use would be {number(100 * top / num_experts, '%')}."
         + (f" {unused:,} experts were never used." if unused else " Every expert was used.")
     )
     data = [
@@ -67,7 +67,14 @@ def cache(rates: HitRates | None, meta: Meta) -> Picture:
     gib = rates.budgets / _GIB
     hover = "%{x} GiB: %{y} %<extra></extra>"
     data = [
-        line(name, numbers(gib), numbers(100 * rates.rates[policy]), color, hovertemplate=hover)
+        line(
+            name,
+            numbers(gib),
+            numbers(100 * rates.rates[policy]),
+            color,
+            hovertemplate=hover,
+            line={"shape": "hv" if policy == "layers" else "linear"},
+        )
         for policy, (name, color) in _POLICIES.items()
     ]
     rows = [
@@ -103,7 +110,7 @@ def advice(rates: HitRates, meta: Meta) -> str:
     static, lru, layers = (100 * float(rates.rates[policy][knee]) for policy in ("static", "lru", "layers"))
     return (
         f"{number(float(gib[knee]), 'GiB')} of experts (of {number(total, 'GiB')}) stand out: chosen by use they serve "
-        f"{number(static)} % of the reads, an LRU cache {number(lru)} %, whole layers {number(layers)} %. A sensible "
-        f"--gpu_memory is {number(float(gib[knee]))} plus what `ktransformers plan` shows for everything else on the "
-        f"GPU.{now}"
+        f"{number(static, '%')} of the reads, an LRU cache {number(lru, '%')}, whole layers {number(layers, '%')}. A "
+        f"sensible --gpu_memory is {number(float(gib[knee]))} plus what `ktransformers plan` shows for everything else "
+        f"on the GPU.{now}"
     )

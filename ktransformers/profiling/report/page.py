@@ -25,7 +25,7 @@ from ktransformers.profiling.report.pictures import Picture, number
 from ktransformers.profiling.summary import Quantiles, StepSums, expert_use, latencies, slow_steps, step_sums
 from ktransformers.profiling.tables import Profile
 
-__all__ = ["render", "script_of_plotly", "write_report"]
+__all__ = ["clean", "facts", "render", "script_of_plotly", "write_report"]
 
 _FOLDER = Path(__file__).parent
 _LONGEST = 200
@@ -47,7 +47,7 @@ def write_report(profile: Profile, path: Path) -> None:
         expert_pictures.heat_map(use),
         expert_pictures.cache(simulate(profile), profile.meta),
     ]
-    title = f"Profile of {_clean(profile.meta.model.name or 'a model')}"
+    title = f"Profile of {clean(profile.meta.model.name or 'a model')}"
     tiles = _tiles(profile, sums, {name: Quantiles.of(values) for name, values in found.items()})
     path.write_text(render(title, facts(profile.meta), tiles, pictures, plotly), encoding="utf-8")
 
@@ -109,7 +109,7 @@ def _policy(*scripts: str) -> str:
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """What a profile names: one line of bounded length, without characters that nobody sees."""
     shown = "".join(letter if unicodedata.category(letter)[0] != "C" else " " for letter in text[: 4 * _LONGEST])
     shown = " ".join(shown.split())
@@ -134,7 +134,7 @@ def facts(meta: Meta) -> list[tuple[str, str]]:
     if lost:
         said = ", ".join(f"{count:,} {name}" for name, count in lost.items())
         found["lost"] = f"{said}: what could not be kept up with or was rotated away; figures are of what is there"
-    return [(name, _clean(value)) for name, value in found.items()]
+    return [(name, clean(value)) for name, value in found.items()]
 
 
 def _tiles(profile: Profile, sums: StepSums, found: dict[str, Quantiles]) -> list[tuple[str, str]]:

@@ -54,11 +54,13 @@ class Picture:
 
 
 def number(value: float, unit: str = "") -> str:
-    """Three significant digits; a dash for NaN."""
+    """Three significant digits; a dash for NaN. Many ms are said as seconds."""
     if math.isnan(value):
         return "–"
+    if unit == "ms" and abs(value) >= 10_000:
+        value, unit = value / 1e3, "s"
     digits = 0 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(digits, 6)}f}" + (f" {unit}" if unit else "")
+    return f"{value:,.{min(digits, 6)}f}" + (f"\u00a0{unit}" if unit else "")
 
 
 def numbers(values: npt.ArrayLike) -> list[Any]:

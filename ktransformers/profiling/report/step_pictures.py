@@ -33,10 +33,10 @@ def parts(sums: StepSums) -> Picture:
         bars(
             part_name(PARTS[index]),
             [number(mean[index] / mean.sum() * 100) for mean in means.values()],
-            [_TITLES[kind] for kind in means],
+            list(means),
             PART_COLORS[PARTS[index]],
             orientation="h",
-            hovertemplate="%{x} % of %{y}",
+            hovertemplate="%{x} %",
         )
         for index in shown
     ]
@@ -52,7 +52,7 @@ def parts(sums: StepSums) -> Picture:
     ]
     said = [
         f"{_TITLES[kind]} take {number(mean.sum() / 1e3, 'ms')} in the mean, most of it "
-        f"{part_name(PARTS[int(mean.argmax())])} ({number(mean.max() / mean.sum() * 100)} %)."
+        f"{part_name(PARTS[int(mean.argmax())])} ({number(mean.max() / mean.sum() * 100, '%')})."
         for kind, mean in means.items()
     ]
     layout = {"barmode": "stack", "xaxis": axis("% of the step", range=[0, 100]), "yaxis": axis("")}
@@ -130,7 +130,7 @@ def bandwidth(sums: StepSums, meta: Meta) -> Picture:
     limit = meta.machine.memory_gbps
     text = "GB/s of weights and cache that each part reads while it computes."
     if limit and not np.isnan(experts):
-        text += f" In decode the experts read {number(experts, 'GB/s')}: {number(100 * experts / limit)} % of what "
+        text += f" In decode the experts read {number(experts, 'GB/s')}: {number(100 * experts / limit, '%')} of what "
         text += f"memory gave when it was measured ({number(limit, 'GB/s')})."
     if not known:
         text += " The machine's limit was not measured."
@@ -171,7 +171,7 @@ def batches(sums: StepSums) -> Picture:
     layout = {
         "xaxis": axis("seconds"),
         "yaxis": axis("sequences, waiting", rangemode="tozero"),
-        "yaxis2": axis("rows", overlaying="y", side="right", rangemode="tozero", showgrid=False),
+        "yaxis2": axis("rows", overlaying="y", side="right", rangemode="tozero", showgrid=False, tickmode="auto"),
         "hovermode": "x unified",
     }
     columns = [middle, *means.values()]
@@ -216,7 +216,7 @@ def slowest(sums: StepSums, slow: list[SlowStep]) -> Picture:
             number(one.usual_ms),
             str(one.rows),
             f"{part_name(one.part)} +{number(one.part_excess_ms, 'ms')}",
-            "; ".join(one.why),
+            "; ".join(one.why) or "nothing that was recorded",
         )
         for one in slow
     ]
