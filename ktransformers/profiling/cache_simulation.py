@@ -27,7 +27,7 @@ from ktransformers.profiling.tables import Profile
 __all__ = ["MAX_STEPS", "POLICIES", "HitRates", "simulate"]
 
 POLICIES = ("lru", "lfu", "static", "layers")
-MAX_STEPS = 3000
+MAX_STEPS = 2000
 """A longer trace is cut to its last steps."""
 
 _LEAST_GAIN = 0.05
@@ -92,13 +92,16 @@ class _Ranks:
         self._num_experts = num_experts
         self._order = np.arange(num_experts)[::-1]
         self._priority = np.tile(self._order, (num_layers, 1)).astype(np.int64)
+        self._rank = np.empty_like(self._priority)
+        self._ranks = np.arange(num_experts)[None]
         self._at_rank = np.zeros(num_experts, np.int64)
 
     def touch(self, layer: Ints, expert: Ints, priority: Ints) -> None:
         """Count the ranks of a step's experts, then give them their new priority (above 0)."""
-        own = self._priority[layer, expert]
-        was_used = own >= self._num_experts
-        ranks = (self._priority[layer[was_used]] > own[was_used, None]).sum(axis=1)
+        was_used = self._priority[layer, expert] >= self._num_experts
+        order = np.argsort(-self._priority, axis=1)
+        np.put_along_axis(self._rank, order, self._ranks, axis=1)
+        ranks = self._rank[layer, expert][was_used]
         self._at_rank += np.bincount(ranks, minlength=self._num_experts)
         self._priority[layer, expert] = priority * self._num_experts + self._order[expert]
 
@@ -115,8 +118,8 @@ def _steps(profile: Profile, layers: Ints, max_steps: int) -> Iterator[tuple[Int
         return
     rows: list[npt.NDArray[np.int16]] = []
     of_step: list[Ints] = []
-    for batch in profile.tokens.batches("step", "index", "experts"):
-        chosen = (batch["step"] >= steps[0]) & (batch["index"] > 0)
+    for batch in profile.tokens.batches("step", "index", "experts", since_step=int(steps[0])):
+        chosen = batch["index"] > 0
         rows.append(batch["experts"][chosen][:, layers])
         of_step.append(batch["step"][chosen])
     step, ids = np.concatenate(of_step), np.concatenate(rows)
@@ -126,7 +129,9 @@ def _steps(profile: Profile, layers: Ints, max_steps: int) -> Iterator[tuple[Int
     for group in np.split(order, cuts):
         layer = np.broadcast_to(np.arange(len(layers))[None, :, None], ids[group].shape)
         is_read = ids[group] >= 0
-        pairs = np.unique(layer[is_read] * num_experts + ids[group][is_read])
+        touched = np.zeros(len(layers) * num_experts, np.bool_)
+        touched[layer[is_read] * num_experts + ids[group][is_read]] = True
+        pairs = np.flatnonzero(touched)
         if len(pairs):
             yield pairs // num_experts, pairs % num_experts
 

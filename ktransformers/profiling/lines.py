@@ -55,7 +55,8 @@ def lines_of(files: Sequence[Path], fields: Sequence[tuple[str, Any, Any]]) -> I
     left out, with one logged line, where its end was never written (the program was killed). Raises ConfigError with
     file and line for any other line that is not as it should be, and for a later schema.
     """
-    decoder = msgspec.json.Decoder(msgspec.defstruct("Line", list(fields), bases=(_Versioned,), kw_only=True))
+    line: Any = msgspec.defstruct("Line", list(fields), bases=(_Versioned,), kw_only=True)
+    decoder = msgspec.json.Decoder(line)
     for path in files:
         number = 1
         for chunk in _chunks(path):
@@ -123,11 +124,12 @@ def integers(texts: Sequence[bytes]) -> Integers:
     edges = np.flatnonzero(is_digit[1:] != is_digit[:-1]) + 1
     begins, ends = edges[::2], edges[1::2]
     lengths = ends - begins
-    values = np.zeros(len(begins), np.int64)
-    for digit in range(int(lengths.max(initial=0))):
-        has = lengths > digit
-        values[has] = values[has] * 10 + (joined[begins[has] + digit] - np.uint8(ord("0")))
+    values = (joined[begins] - np.uint8(ord("0"))).astype(np.int64)
+    for digit in range(1, int(lengths.max(initial=0))):
+        longer = np.flatnonzero(lengths > digit)
+        values[longer] = values[longer] * 10 + (joined[begins[longer] + digit] - np.uint8(ord("0")))
     before = joined[begins - 1]
     values[before == ord("-")] *= -1
     stops = np.cumsum([len(text) for text in texts])
-    return Integers(values, before, np.searchsorted(stops, begins - 1, side="right"))
+    counts = np.diff(np.searchsorted(begins - 1, stops), prepend=0)
+    return Integers(values, before, np.repeat(np.arange(len(texts)), counts))

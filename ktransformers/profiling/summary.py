@@ -6,6 +6,7 @@ One pass over steps.jsonl and one over its experts; no more is held than some nu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,7 +87,7 @@ class StepSums:
 def step_sums(profile: Profile) -> StepSums:
     """Reads steps.jsonl once."""
     names = ("step", "t", "ms", "rows", "prefill_rows", "seqs", "waiting", "parts_us", "bytes")
-    found: dict[str, list[npt.NDArray[np.generic]]] = {name: [] for name in (*names, "busy_us")}
+    found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*names, "busy_us")}
     num_layers = profile.meta.model.num_layers
     layers = {kind: np.zeros((len(PARTS), num_layers)) for kind in ("decode", "prefill")}
     for batch in profile.steps.batches(*names, "layers_us"):
@@ -98,7 +99,7 @@ def step_sums(profile: Profile) -> StepSums:
         layers["prefill"] += by_layer[is_prefill].sum(axis=0)
         layers["decode"] += by_layer[~is_prefill].sum(axis=0)
     empty = {"parts_us": (0, len(PARTS)), "bytes": (0, len(PARTS)), "busy_us": (0, len(PARTS))}
-    columns = {
+    columns: dict[str, npt.NDArray[Any]] = {
         name: np.concatenate(batches) if batches else np.zeros(empty.get(name, 0)) for name, batches in found.items()
     }
     num_prefill = int((columns["prefill_rows"] > 0).sum())
@@ -134,13 +135,15 @@ def expert_use(profile: Profile) -> ExpertUse:
         step, key = batch["step"][known], batch["layer"][known].astype(np.int64) * model.num_experts
         key += batch["expert"][known]
         rows += np.bincount(key, batch["rows"][known], minlength=rows.size).astype(np.int64).reshape(rows.shape)
+        numbers, at = np.unique(step, return_inverse=True)
         order = np.argsort(key.astype(np.min_scalar_type(rows.size)), kind="stable")  # a radix sort while it is small
-        step, key = step[order], key[order]
+        step, key, at = step[order], key[order], at[order]
         is_first = np.diff(key, prepend=-1) != 0
         before = np.where(is_first, last[key], np.roll(step, 1))
         last[key] = step  # ordered by step within a key: the last one stays
-        for counts, which in ((use.touched, step), (use.cold, step[step - before > COLD_STEPS])):
-            for number, count in zip(*(one.tolist() for one in np.unique(which, return_counts=True)), strict=True):
+        for counts, which in ((use.touched, at), (use.cold, at[step - before > COLD_STEPS])):
+            found = np.bincount(which, minlength=len(numbers)).tolist()
+            for number, count in zip(numbers.tolist(), found, strict=True):
                 counts[number] = counts.get(number, 0) + count
     return use
 

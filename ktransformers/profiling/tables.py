@@ -81,14 +81,18 @@ class Table:
     def _convert(self, name: str, values: list[Any]) -> Array:
         return self._columns[name].convert(values)
 
-    def batches(self, *names: str) -> Iterator[dict[str, Array]]:
-        """Columns of some thousand rows at a time, in order."""
+    def batches(self, *names: str, since_step: int | None = None) -> Iterator[dict[str, Array]]:
+        """Columns of some thousand rows at a time, in order. since_step: leave out the rows of steps before it."""
         unknown = [name for name in names if name not in self._columns]
         if unknown:
             raise KeyError(f"no column {unknown[0]!r}; there are {', '.join(self._columns)}")
         columns = [self._columns[name] for name in names]
         fields = {column.field: (column.field, column.type, column.default) for column in columns}
+        if since_step is not None:
+            fields["step"] = ("step", int, msgspec.NODEFAULT)
         for lines in lines_of(self._files, list(fields.values())):
+            if since_step is not None:
+                lines = [line for line in lines if line.step >= since_step]
             yield {
                 name: self._convert(name, [getattr(line, column.field) for line in lines])
                 for name, column in zip(names, columns, strict=True)
@@ -118,10 +122,12 @@ class ExpertTable(Table):
         texts = Column("experts", msgspec.Raw, _as_objects, msgspec.Raw(b"[]"))
         super().__init__(files, dict.fromkeys(("step", "layer", "expert", "rows"), texts))
 
-    def batches(self, *names: str) -> Iterator[dict[str, Array]]:
-        """Columns of some thousand rows at a time, in order."""
+    def batches(self, *names: str, since_step: int | None = None) -> Iterator[dict[str, Array]]:
+        """Columns of some thousand rows at a time, in order. since_step: leave out the rows of steps before it."""
         fields = [("step", int, msgspec.NODEFAULT), ("experts", msgspec.Raw, msgspec.Raw(b"[]"))]
         for lines in lines_of(self._files, fields):
+            if since_step is not None:
+                lines = [line for line in lines if line.step >= since_step]
             found = integers([bytes(line.experts) for line in lines])
             is_layer, is_key = found.before == ord("["), found.before == ord('"')
             layer = found.values[is_layer][np.cumsum(is_layer)[is_key] - 1]
