@@ -100,12 +100,15 @@ def _requests(profile: Profile) -> Iterator[Event]:
 
 
 def _steps(profile: Profile) -> Iterator[Event]:
-    names = ("step", "t", "ms", "rows", "prefill_rows", "seqs", "parts_us", "gpu_us", "layers_us")
+    names = ("step", "ms", "rows", "prefill_rows", "seqs", "parts_us", "gpu_us", "layers_us")
+    begins = np.append(profile.steps["t"], np.inf) * 1e6
     layered_from = len(profile.steps) - MAX_LAYERED_STEPS
     at = 0
     for batch in profile.steps.batches(*names):
         for row in range(len(batch["step"])):
-            begin, micros = float(batch["t"][row]) * 1e6, float(batch["ms"][row]) * 1e3
+            begin = float(begins[at])
+            # Begins are rounded to microseconds, and a track must not have slices that overlap a little.
+            micros = min(float(batch["ms"][row]) * 1e3, max(0.0, float(begins[at + 1]) - begin))
             args = {name: int(batch[name][row]) for name in ("rows", "prefill_rows", "seqs")}
             kind = "prefill" if args["prefill_rows"] else "decode"
             yield _slice(_STEPS, _STEP_TRACK, f"{kind} {batch['step'][row]}", begin, micros, args)
@@ -134,6 +137,6 @@ def _in_turn(
     factor = min(1.0, micros / total) if total else 1.0
     for name, time in zip(names, times.tolist(), strict=True):
         if time > 0:
-            args = {"us": round(time, 3)} if factor < 1 else None
+            args = {"us": round(time, 3)} if factor < 0.999 else None
             yield _slice(process, track, name, begin, time * factor, args)
             begin += time * factor

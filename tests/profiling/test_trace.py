@@ -53,7 +53,7 @@ def test_slices_are_what_was_recorded(recorded: tuple[Path, Written], tmp_path: 
     found = tracks(events_of(folder, tmp_path / "trace.json"))
     steps = found["steps"]
     assert [(one["ts"], one["dur"]) for one in steps] == [
-        (pytest.approx(line["t"] * 1e6), pytest.approx(line["ms"] * 1e3)) for line in written.steps
+        (pytest.approx(line["t"] * 1e6), pytest.approx(line["ms"] * 1e3, abs=1.01)) for line in written.steps
     ]
     assert steps[0]["name"] == "prefill 0"
     assert steps[0]["args"]["rows"] == written.steps[0]["rows"]
@@ -61,9 +61,9 @@ def test_slices_are_what_was_recorded(recorded: tuple[Path, Written], tmp_path: 
     for one in found["CPU parts"]:
         micros[one["name"]] += one["dur"]
     for part in ("experts", "attention", "host"):
-        assert micros[part] == pytest.approx(sum(line["parts_us"][part] for line in written.steps), rel=1e-3)
+        assert micros[part] == pytest.approx(sum(line["parts_us"][part] for line in written.steps), rel=3e-3)
     layer = [one["dur"] for one in found["layers: router"] if one["name"] == "layer 3"]
-    assert layer == pytest.approx([line["layers_us"]["router"][3] for line in written.steps], abs=0.01)
+    assert layer == pytest.approx([line["layers_us"]["router"][3] for line in written.steps], rel=3e-3)
     assert "GPU parts" not in found
 
 
@@ -104,9 +104,9 @@ def test_parts_on_a_gpu_and_times_that_overlap(tmp_path: Path) -> None:
     write_lines(tmp_path / "steps.jsonl", written.steps)
     found = tracks(events_of(tmp_path, tmp_path / "trace.json"))
     gpu = [(one["name"], one["dur"]) for one in found["GPU parts"][:2]]
-    assert gpu == [("linear", 80.0), ("attention", 50.0)]
+    assert gpu == [("linear", 80.0), ("attention", 50.0)]  # in the order of PARTS
     experts = found["layers: experts"][:4]
-    assert sum(one["dur"] for one in experts) == pytest.approx(line["ms"] * 1e3)
+    assert sum(one["dur"] for one in experts) == pytest.approx(line["ms"] * 1e3, abs=1.01)
     assert experts[0]["args"]["us"] == pytest.approx(line["ms"] * 500)
 
 
