@@ -71,6 +71,7 @@ def differences(a: Profile, b: Profile) -> tuple[str, ...]:
     """What is not the same in both runs, one sentence each."""
     pairs = [
         ("models", a.meta.model.name, b.meta.model.name),
+        ("shapes of models", _shape(a), _shape(b)),
         ("types of weights", str(a.meta.model.types), str(b.meta.model.types)),
         ("processors", a.meta.machine.cpu, b.meta.machine.cpu),
         ("threads", str(a.meta.machine.num_threads), str(b.meta.machine.num_threads)),
@@ -83,6 +84,11 @@ def differences(a: Profile, b: Profile) -> tuple[str, ...]:
     return tuple(
         f"{what} differ: {left or 'unknown'} and {right or 'unknown'}" for what, left, right in pairs if left != right
     )
+
+
+def _shape(profile: Profile) -> str:
+    model = profile.meta.model
+    return f"{model.num_layers} layers, {model.num_experts} experts, {model.top_k} per token"
 
 
 def median_ratio(a: Floats, b: Floats, rng: np.random.Generator) -> tuple[float, float, float]:

@@ -58,6 +58,8 @@ class Meta(msgspec.Struct, frozen=True):
     machine: MachineInfo = MachineInfo()
     placement: dict[str, Any] = {}
     dropped: dict[str, int] = {}
+    overlaps: int = 0
+    """Steps whose parts took longer than the step: their figures are wrong."""
 
     @property
     def experts_on_gpu(self) -> tuple[int, ...]:

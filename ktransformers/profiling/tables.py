@@ -266,7 +266,7 @@ def _token_columns(meta: Meta) -> dict[str, Column]:
         "request": Column("request", str, _as_objects),
         **{name: Column(name, int, _as_ints) for name in ("index", "position", "token", "step")},
         **{name: Column(name, float | None, _as_floats, None) for name in ("t", "ms", "step_ms")},
-        "batch": Column("batch", int, _as_ints, 0),
+        "batch": Column("batch", int | None, _as_floats, None),
         "layers_us": Column("layers_us", list[float] | None, _by_layer(model.num_layers), None),
         "experts": Column("experts", msgspec.Raw, ids, msgspec.Raw(b"null")),
         "experts_why": Column("experts_why", str | None, _as_objects, None),

@@ -94,6 +94,7 @@ def test_json_and_what_differs(
     document = json.loads(out)
     assert document["differences"] == [
         "models differ: tiny-moe and another",
+        "shapes of models differ: 6 layers, 24 experts, 3 per token and 4 layers, 16 experts, 2 per token",
         "processors differ: Test CPU and unknown",
         "GPUs differ: none and Test GPU",
     ]

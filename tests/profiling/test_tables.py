@@ -78,12 +78,15 @@ def test_experts_of_tokens_and_steps(folder: Path, written: Written) -> None:
 def test_tokens_whose_experts_were_not_captured(tmp_path: Path) -> None:
     written = write_profile(tmp_path, requests=2)
     written.tokens[0] |= {"experts": None, "experts_why": "replayed"}
+    written.tokens[1] |= {"batch": None, "layers_us": None, "ms": None}  # the engine died before it told
     written.tokens[2]["experts"][2] = [-1, 3]
     write_lines(tmp_path / "tokens.jsonl", written.tokens)
     tokens = load(tmp_path).tokens
     assert (tokens["experts"][0] == -1).all()
     assert tokens["experts"][1, 1].tolist() == written.tokens[1]["experts"][1]
     assert tokens["experts"][2, 2].tolist() == [-1, 3]
+    assert np.isnan([tokens["batch"][1], tokens["ms"][1]]).all()
+    assert tokens["layers_us"][1].tolist() == [0.0] * 4
     assert tokens["experts_why"][:2].tolist() == ["replayed", None]
 
 

@@ -31,6 +31,7 @@ def _ratios(found: Comparison) -> Picture:
         "error_x": {
             "type": "data",
             "symmetric": False,
+            "color": "#8a8f98",
             "array": [_reach(row.high - row.ratio) for row in shown],
             "arrayminus": [_reach(row.ratio - row.low) for row in shown],
         },

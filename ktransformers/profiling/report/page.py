@@ -133,7 +133,9 @@ def facts(meta: Meta) -> list[tuple[str, str]]:
     lost = {name: count for name, count in meta.dropped.items() if count}
     if lost:
         said = ", ".join(f"{count:,} {name}" for name, count in lost.items())
-        found["lost"] = f"{said}: what could not be kept up with or was rotated away; figures are of what is there"
+        found["lost"] = f"{said.replace('_', ' ')}; figures are of what is there"
+    if meta.overlaps:
+        found["faults"] = f"{meta.overlaps:,} steps whose parts took longer than the step itself"
     return [(name, clean(value)) for name, value in found.items()]
 
 
