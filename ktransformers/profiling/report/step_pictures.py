@@ -152,12 +152,13 @@ def batches(sums: StepSums) -> Picture:
     edges, at = seconds_bins(sums.t)
     count = np.bincount(at, minlength=len(edges) - 1)
     used = np.flatnonzero(count)
-    waiting = np.nan_to_num(sums.waiting)
+    waiting, has_queue = np.nan_to_num(sums.waiting), not np.isnan(sums.waiting).all()
     means = {
         "sequences": np.bincount(at, sums.seqs, minlength=len(count))[used] / count[used],
         "rows": np.bincount(at, sums.rows, minlength=len(count))[used] / count[used],
-        "waiting": np.bincount(at, waiting, minlength=len(count))[used] / count[used],
     }
+    if has_queue:
+        means["waiting"] = np.bincount(at, waiting, minlength=len(count))[used] / count[used]
     middle = (edges[:-1] + edges[1:])[used] / 2
     colors = {"sequences": "#4e79a7", "rows": "#2f9e6e", "waiting": "#e15759"}
     data = [
@@ -166,7 +167,7 @@ def batches(sums: StepSums) -> Picture:
     ]
     text = (
         f"A step has {number(float(sums.seqs.mean()))} sequences and {number(float(sums.rows.mean()))} rows in the "
-        f"mean; up to {int(waiting.max())} requests waited."
+        "mean; " + (f"up to {int(waiting.max())} requests waited." if has_queue else "there is no queue.")
     )
     layout = {
         "xaxis": axis("seconds"),
