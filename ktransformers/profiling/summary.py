@@ -231,5 +231,5 @@ def _reasons(profile: Profile, sums: StepSums, use: ExpertUse, at: int, part: in
 
 def _preempted(profile: Profile, t: float) -> int:
     requests = profile.requests.read("arrived", "ended", "preemptions")
-    is_there = (requests["arrived"] <= t) & ~(requests["ended"] < t)
+    is_there = ~(requests["arrived"] > t) & ~(requests["ended"] < t)  # NaN: before the profile, or still there
     return int((is_there & (requests["preemptions"] > 0)).sum())

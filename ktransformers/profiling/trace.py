@@ -76,14 +76,20 @@ def _slice(process: int, track: int, name: str, begin_us: float, micros: float, 
 
 
 def _requests(profile: Profile) -> Iterator[Event]:
-    """A slice for each request, in it one for its waiting, and one each for prefill and decode."""
+    """A slice for each request, in it one for its waiting, and one each for prefill and decode.
+
+    One that came before the profile begins with it, one that was still there ends with the last step.
+    """
+    steps = profile.steps.read("t", "ms")
+    last = float((steps["t"] + steps["ms"] / 1e3).max(initial=0.0))
     columns = {name: column.tolist() for name, column in profile.requests.read().items()}
     ends: list[tuple[float, int]] = []  # when each track is free again
+    columns["arrived"] = [0.0 if math.isnan(value) else value for value in columns["arrived"]]
     for row in sorted(range(len(columns["arrived"])), key=columns["arrived"].__getitem__):
         value = {name: column[row] for name, column in columns.items()}
         begin, end = value["arrived"], value["ended"]
-        if math.isnan(begin) or math.isnan(end):
-            continue
+        if math.isnan(end):
+            end = max(begin, last)
         if ends and ends[0][0] <= begin:
             _, track = heapq.heappop(ends)
         else:

@@ -12,7 +12,7 @@ import pytest
 from ktransformers.cli import main
 from ktransformers.profiling import load
 from ktransformers.profiling.trace import write_trace
-from tests.support.profiles import Written, write_lines, write_profile
+from tests.support.profile_folders import Written, write_lines, write_profile
 
 
 def events_of(folder: Path, path: Path) -> list[dict[str, Any]]:
@@ -84,16 +84,24 @@ def test_requests_that_overlap_have_tracks_of_their_own(recorded: tuple[Path, Wr
     assert sum(name.startswith("requests ") for name in found) == most
 
 
-def test_requests_that_never_began(tmp_path: Path) -> None:
+def test_requests_that_were_there_before_or_still_are(tmp_path: Path) -> None:
     written = write_profile(tmp_path, requests=3)
-    written.requests[0] |= {"admitted": None, "first_token": None}
-    written.requests[1] |= {"ended": None}
+    before, after, waits = written.requests
+    before["arrived"] = None
+    after |= {"ended": None, "finish_reason": None}
+    waits |= {"admitted": None, "first_token": None, "ended": None, "finish_reason": None}
     write_lines(tmp_path / "requests.jsonl", written.requests)
-    events = events_of(tmp_path, tmp_path / "trace.json")
-    names = [one["name"] for one in events if one["ph"] == "X" and one["pid"] == 1]
-    assert written.requests[1]["request"] not in names
-    assert sorted(names) == sorted(
-        [written.requests[0]["request"], written.requests[2]["request"], "waits", "prefill", "decode"]
+    found = tracks(events_of(tmp_path, tmp_path / "trace.json"))
+    slices = [one for name, track in found.items() if name.startswith("requests ") for one in track]
+    by_name = {one["name"]: one for one in slices}
+    last = written.steps[-1]
+    end = last["t"] * 1e6 + last["ms"] * 1e3
+    assert by_name[before["request"]]["ts"] == 0
+    for line in (after, waits):
+        one = by_name[line["request"]]
+        assert one["ts"] + one["dur"] == pytest.approx(end)
+    assert sorted(one["name"] for one in slices if one["name"][:2] != "r-") == sorted(
+        ["waits", "prefill", "decode"] * 2
     )
 
 
