@@ -1,9 +1,28 @@
-"""Where the time of a step goes: what engine and scheduler record, and the process that writes it down.
+"""Where the time of a step goes: what engine and scheduler record, the process that writes it down, and reading it.
 
     engine ── StepRecord, native records ──┐
                                            ├─ Recorder ── ZMQ ──> bridge process ── Joiner ── ProfileFiles ──> DIR
-    scheduler ── TokensRecord, ... ────────┘
+    scheduler ── TokensRecord, ... ────────┘                                                                  │
+                                                            tables, report, trace, compare <── load(DIR) ─────┘
 
 A process of its own, because joining and JSON in Python would take the engine's GIL, and because what it has been given
 survives an engine that dies. docs/profiling.md has the form of the files.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ktransformers.profiling.tables import Profile, Table, load
+
+__all__ = ["Profile", "Table", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Those that read, on first use: processes that write import neither numpy nor files."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ktransformers.profiling import tables
+
+    return getattr(tables, name)
