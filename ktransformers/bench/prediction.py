@@ -59,7 +59,7 @@ class PredictionWork:
 
 
 def bench_prediction(work: PredictionWork, measured: Callable[[], MachineSpeed]) -> Record:
-    """Print a line per figure: tokens/s predicted and measured. measured: the machine's speed, asked before each shape."""
+    """Print a line per figure: tokens/s predicted and measured. measured: asked for before each shape."""
     table = Table(_COLUMNS)
     for shape in work.shapes:
         speed = measured()

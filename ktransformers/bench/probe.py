@@ -1,7 +1,8 @@
 """Measures what predictions need of this machine's CPU, by the kernels themselves on weights of the usual sizes.
 
 Times are the shortest of a few calls: a busy neighbour makes calls longer, nothing makes them shorter. Weights are
-larger than most caches, and calls walk through them. The whole takes some ten seconds on two cores; every part says so when it starts (`say`).
+larger than most caches, and calls walk through them. The whole takes some fifteen seconds on two cores; every part says
+so when it starts (`say`).
 """
 
 from __future__ import annotations

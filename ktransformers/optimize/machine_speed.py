@@ -78,7 +78,7 @@ class StepCost:
 class CpuSpeed:
     """Of the worker pool with `threads` threads.
 
-    read: bytes a second by number of threads. node_read: by the threads of one NUMA node alone, where there are several.
+    read: bytes a second by number of threads. node_read: by the threads of a NUMA node alone, where there are several.
     linear, experts: by type, the time for a byte of the weights that are multiplied, by rows: of the step, and of a
     touched expert in the mean. attention: "grouped" and "latent", the time for a multiplication and addition of a query
     with a key or a probability with a value, by the rows that a sequence brings. steps: by kind of layer.

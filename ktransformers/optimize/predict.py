@@ -1,6 +1,7 @@
 """How long prefill and decode will take, from a plan's load and what the machine was measured to do.
 
-    step  = sum over layers (matrices + attention + beside(routed experts, shared experts) + layer cost) + head + step cost
+    step = sum over layers (matrices + attention + beside(routed experts, shared experts) + layer cost)
+         + head + step cost
     beside(a, b) = max(a, b) on two devices, a + b on one
 
 Every term is bytes or operations times a measured time: of a byte of weights of that type at that many rows (kernels'
@@ -19,7 +20,7 @@ from ktransformers.operators.experts.split import STEP_COST
 from ktransformers.optimize.machine_speed import CpuSpeed, Curve, GpuSpeed, MachineSpeed, StepCost, nearest_type
 from ktransformers.optimize.step_load import AttentionLoad, ExpertLoad, LayerLoad, Matrix, StepLoad
 
-__all__ = ["RESOURCES", "Prediction", "predict_decode", "predict_prefill"]
+__all__ = ["RESOURCES", "Expected", "Prediction", "predict_decode", "predict_prefill"]
 
 RAM, CPU, VRAM, GPU, PCIE, LAUNCH = (
     "RAM bandwidth",
@@ -59,6 +60,14 @@ class Prediction:
         """(resource, share of the time), the one that limits first."""
         pairs = ((name, seconds / self.seconds) for name, seconds in self.parts.items() if seconds)
         return sorted(pairs, key=lambda pair: -pair[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Predictions, prefill and decode; or none, and why."""
+
+    predictions: tuple[Prediction, ...]
+    reason: str = ""
 
 
 def predict_decode(load: StepLoad, speed: MachineSpeed, batch: int = 1, context: int = 0) -> Prediction:
@@ -159,12 +168,11 @@ class _Step:
         return self._streamed(experts, there, nbytes, pairs)
 
     def _streamed(self, experts: ExpertLoad, there: Times, nbytes: float, pairs: int) -> Times:
-        """Copies and the CPU share the experts so that both end together: rates add. Never slower than the CPU alone."""
+        """Copies and the CPU share the experts so that both end together: rates add."""
         gpu = self._gpu(experts.prefill_device)
         copy, alone = nbytes / gpu.to_gpu, sum(there.values())
-        on_gpu = (
-            nbytes * self._per_byte(gpu.experts, experts.types, pairs / experts.num_experts) if gpu.experts else 0.0
-        )
+        rows = pairs / experts.num_experts
+        on_gpu = nbytes * self._per_byte(gpu.experts, experts.types, rows)
         slower = max(copy, on_gpu)  # copies of the next experts run beside the products of these
         both = 1.0 / (1.0 / slower + 1.0 / alone) + STEP_COST
         if both >= alone:

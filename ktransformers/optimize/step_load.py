@@ -1,4 +1,4 @@
-"""What a step of any number of rows has to multiply, read and attend to, layer by layer: a plan as a prediction needs it.
+"""What a step of any number of rows multiplies, reads and attends to, layer by layer: a plan as predictions need it.
 
 Pure: knows plans and facts; `predict.py` gives these numbers times.
 """
@@ -84,6 +84,15 @@ class StepLoad:
 
     layers: tuple[LayerLoad, ...]
     outside: tuple[Matrix, ...]
+
+    def devices(self) -> set[str]:
+        """All that take part."""
+        found = {matrix.device for matrix in self.outside}
+        for layer in self.layers:
+            found |= {layer.home, *(one.device for one in layer.matrices), *(one.device for one in layer.experts)}
+            found |= {one.prefill_device for one in layer.experts}
+            found |= set() if layer.attention is None else {layer.attention.device}
+        return found
 
 
 def step_load(

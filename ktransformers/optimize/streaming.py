@@ -20,8 +20,8 @@ from ktransformers.optimize.plan import Plan, format_bytes
 from ktransformers.weights.source import WeightSource
 
 __all__ = [
-    "STREAMED_OP",
     "STAGING",
+    "STREAMED_OP",
     "Streaming",
     "chunk_size_for",
     "plan_streaming",
