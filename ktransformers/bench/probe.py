@@ -8,6 +8,7 @@ so when it starts (`say`).
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,12 +21,14 @@ from ktransformers.bench.random_weights import random_raw
 from ktransformers.config import physical_cores
 from ktransformers.engine.threads import settle_torch_threads
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool, attention, limits, linear
-from ktransformers.kernels.cpu.topology import thread_places
-from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType, RawTensor
+from ktransformers.kernels.cpu.topology import ThreadPlace, thread_places
+from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, QuantType, RawTensor
 from ktransformers.operators.linear.packed import pack_experts, pack_matrix
 from ktransformers.optimize.machine_speed import CpuSpeed, Curve, Peak
 
 __all__ = ["FULL", "ProbeSizes", "probe_cpu", "probe_read", "thread_counts"]
+
+logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -35,7 +38,8 @@ class ProbeSizes:
     """How much is measured. read: bytes. E experts of [width, hidden], top_k of them for a token.
 
     linear_rows: of the matrices [2 * hidden, hidden]. tokens: of a call of experts. context: positions attended to.
-    types: of both; dense_types: of matrices only. has_steps: whether engines of small models are built.
+    types: of both; dense_types: of matrices only. has_steps: whether engines of small models are built. seconds: types
+    that were not begun by then are left out.
     """
 
     read: int = 512 << 20
@@ -50,12 +54,13 @@ class ProbeSizes:
     types: tuple[QuantType, ...] = (QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.MXFP4)
     dense_types: tuple[QuantType, ...] = (QuantType.F32, QuantType.BF16)
     has_steps: bool = True
+    seconds: float = 12.0
 
 
 FULL = ProbeSizes()
 
 _LEAST_CALLS, _MOST_CALLS = 4, 24
-_SECONDS = 0.1  # of a figure, as long as it has _LEAST_CALLS
+_SECONDS = 0.1  # of a figure; three times as long where that is not enough for _LEAST_CALLS
 
 
 def thread_counts(cores: int) -> list[int]:
@@ -69,7 +74,7 @@ def best_time(once: Callable[[int], object], warm_ups: int = 1) -> float:
     for i in range(warm_ups):
         once(i)
     times: list[float] = []
-    while len(times) < _LEAST_CALLS or (sum(times) < _SECONDS and len(times) < _MOST_CALLS):
+    while not times or (len(times) < _MOST_CALLS and sum(times) < (_SECONDS, 3 * _SECONDS)[len(times) < _LEAST_CALLS]):
         began = time.perf_counter()
         once(warm_ups + len(times))
         times.append(time.perf_counter() - began)
@@ -98,42 +103,47 @@ def probe_read(cores: int, nbytes: int = FULL.read) -> tuple[dict[int, float], d
     return rates, by_node
 
 
-def probe_cpu(cores: int = 0, sizes: ProbeSizes = FULL, say: Say = lambda text: None) -> CpuSpeed:
-    """Everything of the CPU. cores: worker threads, 0 for one per core. say: told what is measured now."""
-    cores = cores or physical_cores()
+def probe_cpu(
+    cores: int = 0,
+    sizes: ProbeSizes = FULL,
+    say: Say = lambda text: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CpuSpeed:
+    """Everything of the CPU, or on a machine that is busy what sizes.seconds are enough for; the rest is logged.
+
+    cores: worker threads, 0 for one per core. say: told what is measured now.
+    """
+    cores, began = cores or physical_cores(), clock()
     say("memory")
     rates, by_node = probe_read(cores, sizes.read)
     say("registers")
     peaks = _peaks(cores)
+    linears: dict[str, Curve] = {}
+    experts: dict[str, Curve] = {}
+    left_out: list[str] = []
     with _pool(cores) as pool, torch.inference_mode():
-        linears, experts = {}, {}
-        for qtype in sizes.types + sizes.dense_types:
-            say(f"products with {qtype.name}")
-            linears[qtype.name] = _linear_curve(pool, qtype, sizes)
-        for qtype in sizes.types:
-            say(f"experts of {qtype.name}")
-            experts[qtype.name] = _expert_curve(pool, qtype, sizes)
         say("attention")
         attentions = _attention_curves(pool, sizes)
+        for qtype in (*sizes.types, *sizes.dense_types):
+            if linears and clock() - began > sizes.seconds:
+                left_out.append(qtype.name)
+                continue
+            say(f"weights of {qtype.name}")
+            linears[qtype.name] = _linear_curve(pool, qtype, sizes)
+            if qtype in sizes.types:
+                experts[qtype.name] = _expert_curve(pool, qtype, sizes)
         isa = pool.isa.value
-    if sizes.has_steps:
-        say("steps of small models")
-    return CpuSpeed(
-        threads=cores,
-        isa=isa,
-        read=rates,
-        node_read=by_node,
-        peaks=peaks,
-        linear=linears,
-        experts=experts,
-        attention=attentions,
-        steps=step_costs(cores) if sizes.has_steps else {},
-    )
+    if left_out:
+        text = "this machine is busy: %s were not measured, and predictions take the nearest type for them"
+        logger.warning(text, ", ".join(left_out))
+    say("steps of small models")
+    steps = step_costs(cores) if sizes.has_steps else {}
+    return CpuSpeed(cores, isa, rates, by_node, peaks, linears, experts, attentions, steps)
 
 
 @contextmanager
-def _pool(threads: int, places: list[object] | None = None) -> Iterator[WorkerPool]:
-    pool = WorkerPool(threads, places=places)  # type: ignore[arg-type]
+def _pool(threads: int, places: list[ThreadPlace] | None = None) -> Iterator[WorkerPool]:
+    pool = WorkerPool(threads, places=places)
     try:
         yield pool
     finally:
@@ -177,8 +187,8 @@ def _expert_curve(pool: WorkerPool, qtype: QuantType, sizes: ProbeSizes) -> Curv
     """A layer of experts on even routing, by the rows of a touched one. Consecutive calls take different experts."""
     up, down = random_raw(qtype, sizes.width, sizes.hidden), random_raw(qtype, sizes.hidden, sizes.width)
     each = 2 * up.nbytes + down.nbytes
-    parts = [[_copy(one) for _ in range(sizes.experts)] for one in (up, up, down)]
-    kernel = MoeKernel(pack_experts(ExpertWeights(*parts), pool), ActivationSpec(), pool)
+    parts: list[list[ExpertWeight]] = [[_copy(one) for _ in range(sizes.experts)] for one in (up, up, down)]
+    kernel = MoeKernel(pack_experts(ExpertWeights(parts[0], parts[1], parts[2]), pool), ActivationSpec(), pool)
     generator = torch.Generator().manual_seed(0)
     points: dict[float, float] = {}
     for tokens in sizes.tokens:
@@ -186,7 +196,7 @@ def _expert_curve(pool: WorkerPool, qtype: QuantType, sizes: ProbeSizes) -> Curv
         x, weights = torch.randn(tokens, sizes.hidden), torch.full((tokens, sizes.top_k), 1.0 / sizes.top_k)
         starts = range(0, sizes.experts - sizes.top_k + 1, sizes.top_k)
         routings = [order[:, start : start + sizes.top_k].contiguous() for start in starts]
-        touched = sum(len(one.unique()) for one in routings) / len(routings)
+        touched = sum(len(set(one.flatten().tolist())) for one in routings) / len(routings)
 
         def once(
             i: int, x: torch.Tensor = x, routings: list[torch.Tensor] = routings, w: torch.Tensor = weights

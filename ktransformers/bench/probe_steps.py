@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from transformers import PretrainedConfig
 
@@ -77,11 +78,15 @@ def _step_times(hf_config: PretrainedConfig, config: EngineConfig) -> list[float
     )
     try:
         runs = OfflineRuns(engine, stats, 0.0)
-        return [_best(lambda batch=batch: runs.decode(batch, case).ms_per_step / 1e3) for batch in _BATCHES]
+        return [_best(partial(_decode_seconds, runs, batch, case)) for batch in _BATCHES]
     finally:
         engine.close()
 
 
-def _best(measure: Callable[[], float], times: int = 8) -> float:
+def _decode_seconds(runs: OfflineRuns, batch: int, case: DecodeCase) -> float:
+    return runs.decode(batch, case).ms_per_step / 1e3
+
+
+def _best(measure: Callable[[], float], times: int = 6) -> float:
     measure()
     return min(measure() for _ in range(times))

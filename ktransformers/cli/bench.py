@@ -107,6 +107,7 @@ def _add_prediction(kinds: Kinds) -> None:
     group.add_argument("--decode", default="1,4,16", help="sequences at once (%(default)s)")
     group.add_argument("--prompt_len", type=int, default=512, help="tokens in the cache before decode (%(default)s)")
     group.add_argument("--rounds", type=int, default=5, help="of each figure, the best of which counts (%(default)s)")
+    group.add_argument("--visits", type=int, default=2, help="of machine and shapes in turns (%(default)s)")
     group.add_argument("--within", type=float, default=0.25, help="how far a prediction may be off (%(default)s)")
     group.add_argument("--remembered", action="store_true", help="predict from what doctor measured before")
     add_model_flags(parser)
@@ -283,7 +284,7 @@ def _offline(args: argparse.Namespace) -> int:
 
 def _prediction(args: argparse.Namespace) -> int:
     set_up_logging(args.log_level)
-    check_between(args, layers=1000, prompt_len=1 << 20, rounds=1000)
+    check_between(args, layers=1000, prompt_len=1 << 20, rounds=1000, visits=1000)
     check_range("within", args.within, 0, 100)
     prefills, batches = positive_numbers(args.prefill, "prefill"), positive_numbers(args.decode, "decode")
     shapes = chosen(args.shapes, "shapes", SHAPE_NAMES)
@@ -297,7 +298,7 @@ def _prediction(args: argparse.Namespace) -> int:
     from ktransformers.optimize.machine_speed import SpeedFile
 
     case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
-    work = PredictionWork(config, shapes, args.layers, prefills, batches, case, args.rounds, args.within)
+    work = PredictionWork(config, shapes, args.layers, prefills, batches, case, args.rounds, args.within, args.visits)
     measured = partial(known_or_measured, SpeedFile()) if args.remembered else measure_machine
     return print_record("prediction", args.json, partial(bench_prediction, work, measured))
 

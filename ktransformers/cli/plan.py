@@ -98,7 +98,7 @@ def expect(outlook: Outlook, speed: MachineSpeed | None, batch: int, context: in
 
     load, chunk_size = outlook.summary.load, outlook.summary.chunk_size
     if speed is None:
-        return Expected((), "run ktransformers doctor first, which measures this machine")
+        return Expected((), "ktransformers doctor measures this machine first")
     missing = sorted(load.devices() - {"cpu", *speed.gpus})
     if missing:
         return Expected((), f"{', '.join(missing)} was not measured: ktransformers doctor --measure")

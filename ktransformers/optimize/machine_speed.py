@@ -12,7 +12,7 @@ import logging
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,18 @@ import msgspec
 from ktransformers import __version__
 from ktransformers.config import cpu_name, user_cache_dir
 
-__all__ = ["CpuSpeed", "Curve", "GpuSpeed", "MachineSpeed", "Peak", "SpeedFile", "StepCost", "machine_key"]
+__all__ = [
+    "CpuSpeed",
+    "Curve",
+    "GpuSpeed",
+    "MachineSpeed",
+    "Peak",
+    "SpeedFile",
+    "StepCost",
+    "best_of",
+    "machine_key",
+    "nearest_type",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +140,35 @@ class MachineSpeed:
     took: float
     cpu: CpuSpeed
     gpus: dict[str, GpuSpeed] = field(default_factory=dict)
+
+
+def best_of(one: MachineSpeed, other: MachineSpeed) -> MachineSpeed:
+    """The faster of two measurements of one machine, point by point: neighbours make a machine slower, never faster.
+
+    What only `one` has, and peaks, are its own.
+    """
+    a, b = one.cpu, other.cpu
+    cpu = replace(
+        a,
+        read={count: max(rate, b.read.get(count, 0.0)) for count, rate in a.read.items()},
+        linear=_best_curves(a.linear, b.linear),
+        experts=_best_curves(a.experts, b.experts),
+        attention=_best_curves(a.attention, b.attention),
+        steps={kind: _best_cost(cost, b.steps.get(kind, cost)) for kind, cost in a.steps.items()},
+    )
+    return replace(one, cpu=cpu)
+
+
+def _best_cost(one: StepCost, other: StepCost) -> StepCost:
+    return StepCost(_best_curve(one.layer, other.layer), _best_curve(one.step, other.step))
+
+
+def _best_curves(one: Mapping[str, Curve], other: Mapping[str, Curve]) -> dict[str, Curve]:
+    return {name: _best_curve(curve, other.get(name, curve)) for name, curve in one.items()}
+
+
+def _best_curve(one: Curve, other: Curve) -> Curve:
+    return Curve(one.at, tuple(map(min, one.seconds, other.seconds))) if one.at == other.at else one
 
 
 def nearest_type(name: str, known: Mapping[str, object]) -> str:

@@ -135,7 +135,7 @@ class _Step:
         is_beside = bool(places) and not places & {experts.device for experts in layer.experts}
         alone.update(self._cost(layer, lambda cost: cost.layer))
         if layer.home != "cpu" and any(experts.device == "cpu" for experts in layer.experts):
-            alone[LAUNCH] += self._gpu(layer.home).hand_over
+            alone.update(Counter({LAUNCH: self._gpu(layer.home).hand_over}))
         return alone + (_longer(routed, shared) if is_beside else routed + shared)
 
     def _gpu(self, device: str) -> GpuSpeed:
@@ -196,7 +196,7 @@ class _Step:
 
     def _cost(self, layer: LayerLoad, curve_of: Callable[[StepCost], Curve]) -> Times:
         costs: Mapping[str, StepCost] = self._side(layer.home).steps
-        cost = costs.get(layer.steps) or next(iter(costs.values()))
+        cost = costs[layer.steps]
         rows = min(self._rows, cost.layer.at[-1])  # beyond, what grows with rows is in the products' curves
         return Counter({LAUNCH: curve_of(cost).of(float(rows))})
 
