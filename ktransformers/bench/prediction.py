@@ -1,8 +1,8 @@
 """What `plan` predicts beside what is then measured, on shapes of published models with random weights.
 
 For each shape: its plan's load, predicted from what the machine was measured to do in the same minutes, and the engine
-of balance_serve with the same plan. Passes are short and the shortest counts, as it does for the machine: so both are of
-a machine that does nothing else for a moment.
+of balance_serve with the same plan. Passes are short and the shortest counts, as it does for the machine: so both are
+of a machine that does nothing else for a moment.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _COLUMNS = (
 class PredictionWork:
     """shapes: names, each cut to `layers` layers. prefills: prompts' lengths; batches: sequences that decode, each with
     case.prompt_len tokens in the cache. rounds: of each figure, the best of which counts. within: how far a prediction
-    may be off; beyond, the record is a failure. visits: machine and shapes are measured so often, in turns, and the best
-    of each counts.
+    may be off; beyond, the record is a failure. visits: machine and shapes are measured so often, in turns, and the
+    best of each counts.
     """
 
     config: EngineConfig
