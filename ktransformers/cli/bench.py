@@ -295,11 +295,13 @@ def _prediction(args: argparse.Namespace) -> int:
     from ktransformers.bench.measuring import known_or_measured, measure_machine
     from ktransformers.bench.offline_runs import DecodeCase
     from ktransformers.bench.prediction import PredictionWork, bench_prediction
+    from ktransformers.bench.probe import FULL
     from ktransformers.optimize.machine_speed import SpeedFile
 
     case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
     work = PredictionWork(config, shapes, args.layers, prefills, batches, case, args.rounds, args.within, args.visits)
-    measured = partial(known_or_measured, SpeedFile()) if args.remembered else measure_machine
+    patient = partial(measure_machine, sizes=replace(FULL, seconds=float("inf")))
+    measured = partial(known_or_measured, SpeedFile()) if args.remembered else patient
     return print_record("prediction", args.json, partial(bench_prediction, work, measured))
 
 

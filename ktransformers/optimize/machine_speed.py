@@ -145,7 +145,7 @@ class MachineSpeed:
 def best_of(one: MachineSpeed, other: MachineSpeed) -> MachineSpeed:
     """The faster of two measurements of one machine, point by point: neighbours make a machine slower, never faster.
 
-    What only `one` has, and peaks, are its own.
+    What only one of them has is its own; peaks, nodes and GPUs are those of `one`.
     """
     a, b = one.cpu, other.cpu
     cpu = replace(
@@ -164,7 +164,7 @@ def _best_cost(one: StepCost, other: StepCost) -> StepCost:
 
 
 def _best_curves(one: Mapping[str, Curve], other: Mapping[str, Curve]) -> dict[str, Curve]:
-    return {name: _best_curve(curve, other.get(name, curve)) for name, curve in one.items()}
+    return {**other, **{name: _best_curve(curve, other.get(name, curve)) for name, curve in one.items()}}
 
 
 def _best_curve(one: Curve, other: Curve) -> Curve:

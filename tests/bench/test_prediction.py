@@ -93,7 +93,7 @@ def test_prediction_beside_a_run(
     assert set(costs) == {"grouped"}
     cpu = CpuSpeed(**{name: getattr(tiny_speed, name) for name in CpuSpeed.__slots__} | {"steps": costs})
     speed = MachineSpeed(0.0, 0.0, cpu)
-    monkeypatch.setattr("ktransformers.bench.measuring.measure_machine", lambda: speed)
+    monkeypatch.setattr("ktransformers.bench.measuring.measure_machine", lambda sizes: speed)
     args = ("--shapes", "gpt-oss-120b", "--layers", "2", "--prefill", "8", "--decode", "1", "--prompt_len", "8")
     quick = ("--rounds", "1", "--max_new_tokens", "2", "--cpu_infer", "1", "--within", "100", "--no_use_cuda")
     assert main(["bench", "prediction", "--json", *args, *quick]) == 0

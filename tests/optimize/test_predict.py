@@ -171,6 +171,8 @@ def test_of_two_measurements_the_faster_points_count() -> None:
     assert both.cpu.read == {1: 6.0, 2: 10.0}
     assert both.cpu.steps["latent"].step.seconds == (0.0,)
     assert best_of(one, one) == one
+    more = replace(one, cpu=replace(one.cpu, experts={"Q6_K": Curve((1.0,), (1.0,))}))
+    assert set(best_of(one, more).cpu.experts) == {"Q4_K", "Q6_K"}
 
 
 def test_the_key_names_gpus_without_asking_cuda(tmp_path: Path) -> None:
