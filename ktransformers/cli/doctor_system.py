@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ktransformers.cli.findings import Check, Finding, ok, warning
 from ktransformers.cli.smbios import MemoryModule, memory_modules
-from ktransformers.kernels.cpu.topology import parse_cpu_list
 
 __all__ = [
     "governor",
@@ -143,7 +142,7 @@ def _is_without_memory(folder: Path) -> bool:
     """A node of processors only. Those of memory only (CXL) are none."""
     lines = (text_of(folder / "meminfo") or "").splitlines()
     totals = [line.split() for line in lines if "MemTotal:" in line]
-    has_cpus = bool(parse_cpu_list(text_of(folder / "cpulist") or ""))
+    has_cpus = bool(text_of(folder / "cpulist"))
     return has_cpus and bool(totals) and totals[0][-2] == "0"
 
 
