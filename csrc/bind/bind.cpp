@@ -170,6 +170,7 @@ void bind_rows(nb::module_& m) {
       },
       nb::arg("pool"), nb::arg("data"), nb::arg("bytes"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
   m.def("int8_peak", &kt::int8_peak, nb::arg("pool"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("fp32_peak", &kt::fp32_peak, nb::arg("pool"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
   m.def("bf16_peak", &kt::bf16_peak, nb::arg("pool"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "rms_norm",

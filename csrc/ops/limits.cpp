@@ -46,6 +46,11 @@ double int8_peak(WorkerPool& pool, int repeats) {
   return register_peak(session, session.kernels().multiply_registers, 200000, repeats);
 }
 
+double fp32_peak(WorkerPool& pool, int repeats) {
+  WorkerPool::Session session(pool);
+  return register_peak(session, session.kernels().multiply_fp32, 200000, repeats);
+}
+
 double bf16_peak(WorkerPool& pool, int repeats) {
   WorkerPool::Session session(pool);
   return session.kernels().multiply_bf16 == nullptr

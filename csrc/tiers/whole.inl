@@ -33,7 +33,8 @@ constexpr KernelTable whole_tier(const char* name) {
           weight_sums,
           tokens_from,
           read_lines,
-          multiply_registers};
+          multiply_registers,
+          multiply_fp32};
 }
 
 }  // namespace

@@ -59,7 +59,7 @@ def add_parser(subparsers: Kinds) -> None:
         "bench", has_settings=False, help="measure this machine", description="Measure this machine."
     )
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    for add in (_add_model, _add_offline, _add_serving, _add_speed, _add_soak, _add_loading):
+    for add in (_add_model, _add_offline, _add_prediction, _add_serving, _add_speed, _add_soak, _add_loading):
         add(kinds)
     for add in (_add_kernels, _add_operations, _add_sampling, _add_scheduler, _add_profiling):
         add(kinds)
@@ -94,6 +94,25 @@ def _add_offline(kinds: Kinds) -> None:
     add_model_flags(parser)
     add_logging_flag(group)
     parser.set_defaults(max_new_tokens=32)  # here: tokens per sequence in one pass of decode
+
+
+def _add_prediction(kinds: Kinds) -> None:
+    text = "What `plan` predicts beside what is then measured, on published shapes with few layers and random weights. "
+    text += "The machine is measured first. Exit code 1: a prediction is off by more than --within."
+    parser, group = kind(kinds, "prediction", "what plan predicts, against a run", text, _prediction)
+    shapes = "qwen3-30b-a3b,gpt-oss-20b,deepseek-v2-lite"
+    group.add_argument("--shapes", default=shapes, help=f"of {', '.join(SHAPE_NAMES)} (%(default)s)")
+    group.add_argument("--layers", type=int, default=6, help="of each shape (%(default)s)")
+    group.add_argument("--prefill", default="32,512", help="prompt lengths (%(default)s)")
+    group.add_argument("--decode", default="1,4,16", help="sequences at once (%(default)s)")
+    group.add_argument("--prompt_len", type=int, default=512, help="tokens in the cache before decode (%(default)s)")
+    group.add_argument("--rounds", type=int, default=5, help="of each figure, the best of which counts (%(default)s)")
+    group.add_argument("--visits", type=int, default=2, help="of machine and shapes in turns (%(default)s)")
+    group.add_argument("--within", type=float, default=0.25, help="how far a prediction may be off (%(default)s)")
+    group.add_argument("--remembered", action="store_true", help="predict from what doctor measured before")
+    add_model_flags(parser)
+    add_logging_flag(group)
+    parser.set_defaults(max_new_tokens=8, log_level="warning")
 
 
 def _add_serving(kinds: Kinds) -> None:
@@ -274,6 +293,29 @@ def _offline(args: argparse.Namespace) -> int:
     case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
     work = OfflineWork(config, prefills, batches, case, args.seconds, args.synthetic, args.layers)
     return print_record("offline", args.json, partial(bench_offline, work, partial(loading_bar, sys.stderr)))
+
+
+def _prediction(args: argparse.Namespace) -> int:
+    set_up_logging(args.log_level)
+    check_between(args, layers=1000, prompt_len=1 << 20, rounds=1000, visits=1000)
+    check_range("within", args.within, 0, 100)
+    prefills, batches = positive_numbers(args.prefill, "prefill"), positive_numbers(args.decode, "decode")
+    shapes = chosen(args.shapes, "shapes", SHAPE_NAMES)
+    config = engine_config(args)
+    if config.model_path is not None or config.gguf_path is not None:
+        raise ConfigError("this measures --shapes with random weights; leave the model's path out")
+    config = config.resolved(needs_model=False)  # before the slow imports
+    from ktransformers.bench.measuring import known_or_measured, measure_machine
+    from ktransformers.bench.offline_runs import DecodeCase
+    from ktransformers.bench.prediction import PredictionWork, bench_prediction
+    from ktransformers.bench.probe import FULL
+    from ktransformers.optimize.machine_speed import SpeedFile
+
+    case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
+    work = PredictionWork(config, shapes, args.layers, prefills, batches, case, args.rounds, args.within, args.visits)
+    patient = partial(measure_machine, sizes=replace(FULL, seconds=float("inf")))
+    measured = partial(known_or_measured, SpeedFile()) if args.remembered else patient
+    return print_record("prediction", args.json, partial(bench_prediction, work, measured))
 
 
 def _offline_config(args: argparse.Namespace) -> EngineConfig:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from ktransformers.cli.doctor_system import system_checks
 from ktransformers.cli.findings import Check, Finding, ok, warning
 from ktransformers.config import cpu_name, physical_cores, user_cache_dir
 
@@ -18,13 +19,11 @@ __all__ = [
     "cores",
     "cpu_quota",
     "disks",
-    "huge_pages",
     "judge_cores",
     "judge_limits",
     "judge_swap",
     "machine_checks",
     "memory",
-    "numa",
     "port",
     "ram_bandwidth",
     "shared_memory",
@@ -39,15 +38,15 @@ _LEAST_SHM = 64 << 20
 _SLOW = 8e9  # bytes a second: less than one channel of DDR4
 
 
-def machine_checks() -> list[Check]:
-    """In the order of the report."""
+def machine_checks(*, has_bandwidth: bool = True) -> list[Check]:
+    """In the order of the report. has_bandwidth: whether to measure how fast memory is read."""
+    measured = [Check("memory bandwidth", ram_bandwidth)] if has_bandwidth else []
     return [
         Check("cores", cores),
         Check("memory", memory),
         Check("swap", lambda: judge_swap(meminfo())),
-        Check("huge pages", huge_pages),
-        Check("numa", numa),
-        Check("memory bandwidth", ram_bandwidth),
+        *system_checks(),
+        *measured,
         Check("limits", limits),
         Check("/dev/shm", shared_memory),
         Check("disk", disks),
@@ -119,26 +118,6 @@ def judge_swap(memory: Mapping[str, int]) -> list[Finding]:
     if total - free > GIB and total - free > total // 4:
         return [warning("swap", text, "close other programs; what was swapped out stays slow")]
     return [ok("swap", text)]
-
-
-def huge_pages(root: Path = ROOT) -> Iterable[Finding]:
-    """Large matrices are read through fewer entries of the TLB with transparent huge pages."""
-    file = root / "sys/kernel/mm/transparent_hugepage/enabled"
-    try:
-        modes = file.read_text()
-    except OSError:
-        return [ok("huge pages", "this system does not say")]
-    chosen = modes[modes.find("[") + 1 : modes.find("]")] if "[" in modes else modes.strip()
-    if chosen == "never":
-        return [warning("huge pages", "transparent huge pages are off: reading weights is slower",
-                        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled")]  # fmt: skip
-    return [ok("huge pages", chosen)]
-
-
-def numa(root: Path = ROOT) -> Iterable[Finding]:
-    """Experts are spread over the nodes; there is nothing to mend."""
-    nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1
-    return [ok("numa", "one node" if nodes == 1 else f"{nodes} nodes; each gets a share of every expert")]
 
 
 def ram_bandwidth(measure: Callable[[], Mapping[str, float]] | None = None) -> Iterable[Finding]:

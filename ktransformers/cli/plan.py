@@ -26,8 +26,10 @@ from ktransformers.errors import ConfigError
 if TYPE_CHECKING:
     from ktransformers.engine.opened import OpenedModel
     from ktransformers.engine.outlook import Outlook
+    from ktransformers.optimize.machine_speed import MachineSpeed
+    from ktransformers.optimize.predict import Expected
 
-__all__ = ["add_parser", "plan_command", "plan_config"]
+__all__ = ["add_parser", "expect", "plan_command", "plan_config"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,6 +43,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_model_argument(parser)
     add_plan_flags(parser)
     parser.add_argument("--synthetic", metavar="NAME", help="a published model's shape instead of its files")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=512,
+        help="tokens of the predicted prompt, and before decode (%(default)s)",
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences that decode together, predicted (%(default)s)")
     parser.add_argument("--full", action="store_true", help="the modules as well, equal layers on one line")
     parser.add_argument("--modules", action="store_true", help="every module on its own line, nothing left out")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
@@ -62,16 +71,41 @@ def plan_command(args: argparse.Namespace) -> int:
     """Print the plan; 0 when the model fits, 1 when it does not. Raises KTransformersError for everything else."""
     set_up_logging(args.log_level)
     config = plan_config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
+    _check_case(args)
     from ktransformers.bench.bandwidth import bandwidths
     from ktransformers.engine.outlook import look_ahead
+    from ktransformers.optimize.machine_speed import SpeedFile
 
     outlook = look_ahead(_open(config, args.synthetic), name=args.synthetic)
     rates = bandwidths(outlook.summary.reads.bytes_per_token(), outlook.num_threads)
-    _show(outlook, rates, as_json=args.json, is_full=args.full, modules=args.modules)
+    expected = expect(outlook, SpeedFile().read(), args.batch, args.context)
+    _show(outlook, rates, expected, as_json=args.json, is_full=args.full, modules=args.modules)
     if outlook.remedies is None:
         return 0
     print("error: the model does not fit into this machine", file=sys.stderr)
     return 1
+
+
+def _check_case(args: argparse.Namespace) -> None:
+    for flag, value, most in (("context", args.context, 1 << 24), ("batch", args.batch, 1 << 12)):
+        if not 1 <= value <= most:
+            raise ConfigError(f"--{flag} must be between 1 and {most}, got {value}")
+
+
+def expect(outlook: Outlook, speed: MachineSpeed | None, batch: int, context: int) -> Expected:
+    """What a machine of this speed will do with the plan, or why that cannot be said."""
+    from ktransformers.optimize.predict import Expected, predict_decode, predict_prefill
+
+    load, chunk_size = outlook.summary.load, outlook.summary.chunk_size
+    if speed is None:
+        return Expected((), "ktransformers doctor measures this machine first")
+    missing = sorted(load.devices() - {"cpu", *speed.gpus})
+    if missing:
+        return Expected((), f"{', '.join(missing)} was not measured: ktransformers doctor --measure")
+    if speed.cpu.threads != outlook.num_threads:
+        return Expected((), f"{speed.cpu.threads} threads were measured, and the plan has {outlook.num_threads}")
+    prefill = predict_prefill(load, speed, context, chunk_size)
+    return Expected((prefill, predict_decode(load, speed, batch, context)))
 
 
 def _open(config: EngineConfig, synthetic: str | None) -> OpenedModel:
@@ -84,14 +118,16 @@ def _open(config: EngineConfig, synthetic: str | None) -> OpenedModel:
     return open_synthetic(config, find_shape(synthetic).config())
 
 
-def _show(outlook: Outlook, rates: Mapping[str, float], *, as_json: bool, is_full: bool, modules: bool) -> None:
+def _show(
+    outlook: Outlook, rates: Mapping[str, float], expected: Expected, *, as_json: bool, is_full: bool, modules: bool
+) -> None:
     from ktransformers.cli.plan_screen import screen, summary_json
     from ktransformers.optimize.report import print_plan, to_json
 
     if as_json:
-        print(json.dumps({**to_json(outlook.plan), "summary": summary_json(outlook, rates)}, indent=2))
+        print(json.dumps({**to_json(outlook.plan), "summary": summary_json(outlook, rates, expected)}, indent=2))
         return
-    print("\n".join(screen(outlook, rates)))
+    print("\n".join(screen(outlook, rates, expected)))
     if is_full or modules:
         from rich.console import Console
 

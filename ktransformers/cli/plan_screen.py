@@ -12,6 +12,7 @@ from typing import Any
 from ktransformers.engine.outlook import Outlook
 from ktransformers.engine.remedies import Remedies, Remedy, needed_bits, shortfall
 from ktransformers.optimize.plan import Plan
+from ktransformers.optimize.predict import Expected, Prediction
 from ktransformers.optimize.summary import Part, Summary
 
 __all__ = ["screen", "summary_json", "verdict"]
@@ -21,14 +22,18 @@ _LABEL = 12
 _LEAST_BITS = 2.0  # below it no published quantization is
 
 
-def screen(outlook: Outlook, bandwidth: Mapping[str, float]) -> list[str]:
-    """Lines of at most 80 columns. bandwidth: bytes a second by device, as far as they are known."""
+def screen(outlook: Outlook, bandwidth: Mapping[str, float], expected: Expected | None = None) -> list[str]:
+    """Lines of at most 80 columns. bandwidth: bytes a second by device, as far as they are known.
+
+    expected: what to say of the speed beside the bound.
+    """
     summary = outlook.summary
     return [
         *_wrapped_verdict(outlook),
         "",
         *_model_lines(summary),
         *_speed_lines(summary, bandwidth),
+        *(() if expected is None else _expected_lines(expected)),
         "",
         *_part_lines(summary.parts),
     ]
@@ -163,6 +168,25 @@ def _speed_lines(summary: Summary, bandwidth: Mapping[str, float]) -> list[str]:
     return [_line("decode", head), _line("", _sources(reads.bytes_per_token(), bandwidth))]
 
 
+def _expected_lines(expected: Expected) -> list[str]:
+    """Tokens a second, and what limits them."""
+    if not expected.predictions:
+        return [_line("predicted", f"nothing: {expected.reason}")]
+    lines = []
+    for label, one in zip(("predicted", ""), expected.predictions, strict=False):
+        what = f"{one.tokens:,} tokens" if one.phase == "prefill" else f"{one.tokens} at once, {one.context:,} before"
+        lines += [
+            _line(label, f"{one.phase} {_rate(one.tokens_per_s)} tokens/s ({what})"),
+            _line("", f"  time goes into {_limits(one)}"),
+        ]
+    return lines
+
+
+def _limits(prediction: Prediction) -> str:
+    """The first resource and the second, with their shares of the time."""
+    return ", ".join(f"{name} {share:.0%}" for name, share in prediction.ranked()[:2])
+
+
 def _rate(rate: float) -> str:
     return f"{rate:.1f}" if rate < 20 else f"{rate:,.0f}"
 
@@ -202,7 +226,7 @@ def _types(types: Iterable[str], width: int = WIDTH - 44) -> str:
     return text
 
 
-def summary_json(outlook: Outlook, bandwidth: Mapping[str, float]) -> dict[str, Any]:
+def summary_json(outlook: Outlook, bandwidth: Mapping[str, float], expected: Expected | None = None) -> dict[str, Any]:
     """The screen's numbers as JSON types: bytes, bytes a second, tokens a second."""
     summary, remedies = outlook.summary, outlook.remedies
     reads, full = summary.reads, min(summary.cache_tokens, summary.context_len or summary.cache_tokens)
@@ -231,4 +255,20 @@ def summary_json(outlook: Outlook, bandwidth: Mapping[str, float]) -> dict[str, 
             }
             for context in (0, full)
         ],
+        "predicted": [_prediction_json(one) for one in (expected.predictions if expected else ())],
+        "not_predicted": expected.reason if expected else "",
+    }
+
+
+def _prediction_json(prediction: Prediction) -> dict[str, Any]:
+    """seconds_by_resource adds up to seconds; limits: resource and share, the largest first."""
+    return {
+        "phase": prediction.phase,
+        "tokens": prediction.tokens,
+        "context": prediction.context,
+        "seconds": prediction.seconds,
+        "tokens_per_s": prediction.tokens_per_s,
+        "seconds_by_resource": dict(prediction.parts),
+        "limits": prediction.ranked(),
+        "assumed_types": dict(prediction.assumed),
     }

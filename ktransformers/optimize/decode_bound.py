@@ -96,7 +96,7 @@ def decode_reads(
         if entry.key in experts:
             part, share = layer.routed, top_k[entry.key] / experts[entry.key]
         else:
-            part, share = (layer.shared if _SHARED.search(entry.key) else layer.alone), 1.0
+            part, share = (layer.shared if is_shared_expert(entry) else layer.alone), 1.0
             if is_embedding(entry) and entry.key not in heads:
                 continue
         for device, nbytes in entry.nbytes.items():
@@ -108,6 +108,11 @@ def layer_of(entry: PlanEntry) -> int:
     """The number of the decoder layer that a module is in, -1 outside of all."""
     found = _LAYER.search(entry.key)
     return _OUTSIDE if found is None else int(found.group())
+
+
+def is_shared_expert(entry: PlanEntry) -> bool:
+    """Whether the module is of an expert that every token takes."""
+    return _SHARED.search(entry.key) is not None
 
 
 def is_embedding(entry: PlanEntry) -> bool:

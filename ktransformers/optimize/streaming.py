@@ -21,6 +21,7 @@ from ktransformers.weights.source import WeightSource
 
 __all__ = [
     "STAGING",
+    "STREAMED_OP",
     "Streaming",
     "chunk_size_for",
     "plan_streaming",
@@ -36,7 +37,7 @@ STAGING = "expert staging"
 _CHUNK_SIZES = (4096, 2048, 1024)
 _SHARE_OF_STEP = 0.25  # of a GPU's memory, for the activations of a step
 _SHARE_OF_STAGING = 0.5  # of what weights, cache and activations leave
-_OP = "KExpertsMarlin"
+STREAMED_OP = "KExpertsMarlin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ def with_streaming(plan: Plan, streamings: tuple[Streaming, ...]) -> tuple[Plan,
         return replace(plan, extra_bytes=extra), ()
     streamed = {key: each.device for each in kept for key in each.keys}
     entries = tuple(
-        replace(entry, prefill_op=_OP, note=f"streamed to {streamed[entry.key]} in large steps")
+        replace(entry, prefill_op=STREAMED_OP, note=f"streamed to {streamed[entry.key]} in large steps")
         if entry.key in streamed
         else entry
         for entry in plan.entries

@@ -16,6 +16,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import routed_experts
 from ktransformers.optimize.decode_bound import DecodeReads, decode_reads, is_embedding, layer_of
 from ktransformers.optimize.plan import Plan, PlanEntry
+from ktransformers.optimize.step_load import StepLoad, step_load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,6 +74,7 @@ class Summary:
     chunk_size: int
     parts: tuple[Part, ...]
     reads: DecodeReads
+    load: StepLoad
 
     @property
     def bits_per_weight(self) -> float:
@@ -105,6 +107,7 @@ def summarize(
         chunk_size=chunk_size,
         parts=parts_of(plan, experts),
         reads=decode_reads(plan, experts, top_k, shapes, facts),
+        load=step_load(plan, experts, top_k, shapes, facts),
     )
 
 

@@ -69,11 +69,14 @@ class RecentRequests:
 class SpeedMeter:
     """Tokens per second over the last _WINDOW seconds, or since it was last asked if that is longer ago.
 
-    Keeps nothing while nobody asks. clock: seconds, for tests.
+    Keeps nothing while nobody asks. clock: seconds, for tests. limit_gbps: what the memory gives at most, GB/s, None
+    where nobody has measured it.
     """
 
-    def __init__(self, backend: Backend, counts: Counts, clock: Clock = time.monotonic):
-        self._backend, self._counts, self._clock = backend, counts, clock
+    def __init__(
+        self, backend: Backend, counts: Counts, clock: Clock = time.monotonic, limit_gbps: float | None = None
+    ):
+        self._backend, self._counts, self._clock, self._limit_gbps = backend, counts, clock, limit_gbps
         self._seen: deque[_Seen] = deque([_Seen(clock(), 0, 0, EngineTotals())])
 
     def _now(self) -> _Seen:
@@ -95,15 +98,14 @@ class SpeedMeter:
     def read(self) -> tuple[dict[str, float], dict[str, float | None] | None]:
         """prefill_tps and decode_tps; and gbps, the experts' weights that steps read from memory, while they ran.
 
-        limit_gbps: what the memory gives at most, which nobody has measured here. None without experts on the CPU, or
-        when no step was looked at.
+        None without experts on the CPU, or when no step was looked at.
         """
         before, now = self._move()
         seconds = max(now.at - before.at, 1e-3)
         prefill, decode = now.prompt_tokens - before.prompt_tokens, now.answer_tokens - before.answer_tokens
         speed = {"prefill_tps": round(max(prefill, 0) / seconds, 3), "decode_tps": round(decode / seconds, 3)}
         rate = self._bytes_per_second(before.engine, now.engine)
-        return speed, None if rate is None else {"gbps": round(rate / 1e9, 3), "limit_gbps": None}
+        return speed, None if rate is None else {"gbps": round(rate / 1e9, 3), "limit_gbps": self._limit_gbps}
 
     def _bytes_per_second(self, before: EngineTotals, now: EngineTotals) -> float | None:
         stats = self._backend.stats()

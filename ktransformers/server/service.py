@@ -12,6 +12,7 @@ from fastapi import Request
 
 from ktransformers import __version__
 from ktransformers.errors import ModelNotFoundError, NotReadyError
+from ktransformers.optimize.machine_speed import SpeedFile
 from ktransformers.server.admission import Admission
 from ktransformers.server.backend.base import Backend, ModelInfo
 from ktransformers.server.config import ServerConfig
@@ -50,7 +51,7 @@ class Service:
     _has_said_most: bool = False
 
     def __post_init__(self) -> None:
-        self.speed = SpeedMeter(self.backend, self.metrics.counts)
+        self.speed = SpeedMeter(self.backend, self.metrics.counts, limit_gbps=measured_gbps())
 
     @property
     def model(self) -> ModelInfo:
@@ -154,3 +155,9 @@ def service_of(request: Request) -> Service:
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
+
+
+def measured_gbps() -> float | None:
+    """GB/s that this machine's memory gives at most, as doctor measured it; None when it did not. Measures nothing."""
+    speed = SpeedFile().read()
+    return None if speed is None else round(speed.cpu.best_read / 1e9, 3)

@@ -8,18 +8,26 @@ import socket
 import sys
 import types
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ktransformers.bench import measuring
 from ktransformers.cli import doctor, main
 from ktransformers.cli import doctor_gpu as gpu
 from ktransformers.cli import doctor_machine as machine
 from ktransformers.cli import doctor_software as software
 from ktransformers.cli.findings import Check, Finding, Level, examine, ok, problem, shown, warning
+from ktransformers.optimize.machine_speed import CpuSpeed, Curve, MachineSpeed, SpeedFile
 from tests.support import fake_flashinfer
 
 GIB = 1 << 30
+SPEED = MachineSpeed(
+    measured_at=0.0,
+    took=9.0,
+    cpu=CpuSpeed(2, "avx2", {1: 20e9, 2: 40e9}, experts={"Q4_K": Curve((1.0,), (1 / 30e9,))}),
+)
 
 
 def only(findings: Iterable[Finding]) -> Finding:
@@ -51,26 +59,31 @@ def test_a_check_that_fails_is_a_finding() -> None:
 def test_only_problems_fail(
     findings: list[Finding], code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "all_checks", lambda: [Check("a", lambda: findings)])
+    monkeypatch.setattr(doctor, "all_checks", lambda is_quick: [Check("a", lambda: findings)])
+    monkeypatch.setattr(doctor, "_measured", lambda file, is_anew: SPEED)
     assert main(["doctor"]) == code
     assert capsys.readouterr().out.splitlines()[-1] == last
     assert main(["doctor", "--json"]) == code
     document = json.loads(capsys.readouterr().out)
     assert document["is_well"] == (code == 0)
-    assert [one["level"] for one in document["findings"]] == [finding.level.value for finding in findings]
+    levels = [one["level"] for one in document["findings"]]
+    assert levels[: len(findings)] == [finding.level.value for finding in findings]
+    assert document["machine"]["cpu"]["read"] == {"1": 20e9, "2": 40e9}
 
 
 def test_the_whole_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(doctor, "_measured", lambda file, is_anew: SPEED)
     monkeypatch.setattr("ktransformers.bench.bandwidth.bandwidths", lambda *args, **options: {"cpu": 43e9})
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert doctor.run(argparse.Namespace(json=False)) == 0
+    assert doctor.run(argparse.Namespace(json=False, quick=False, measure=False)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert not [line for line in lines if "cannot be examined" in line]
     shown_names = [line[9:26].strip() for line in lines[:-1]]
     for name in ("torch", "native extension", "instruction set", "cores", "memory", "port", "demo model", "gpu"):
         assert name in shown_names
     assert "ok       memory bandwidth  43.0 GB/s read by all cores together" in lines
+    assert "ok       read bandwidth    GB/s read: 20.0 by 1, 40.0 by 2 threads" in lines
     assert f"{tmp_path / 'hub'}: " in "\n".join(lines)
 
 
@@ -206,17 +219,6 @@ def test_memory_and_swap(tmp_path: Path) -> None:
     assert only(machine.judge_swap({"SwapTotal": 8 * GIB, "SwapFree": 2 * GIB})).level is Level.WARNING
 
 
-def test_huge_pages_and_nodes(tmp_path: Path) -> None:
-    assert only(machine.huge_pages(tmp_path)).level is Level.OK
-    for text, level in (("always [madvise] never", Level.OK), ("always madvise [never]", Level.WARNING)):
-        write(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", text)
-        assert only(machine.huge_pages(tmp_path)).level is level
-    assert only(machine.numa(tmp_path)).text == "one node"
-    for node in ("node0", "node1"):
-        (tmp_path / "sys/devices/system/node" / node).mkdir(parents=True)
-    assert only(machine.numa(tmp_path)).text.startswith("2 nodes")
-
-
 @pytest.mark.parametrize(("rate", "level"), [(43e9, Level.OK), (4e9, Level.WARNING), (None, Level.WARNING)])
 def test_bandwidth(rate: float | None, level: Level) -> None:
     rates = {} if rate is None else {"cpu": rate}
@@ -304,3 +306,34 @@ def test_what_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts()["flashinfer"].startswith("not used: cuda:0 has compute capability 7.5")
     monkeypatch.setattr("ktransformers.kernels.triton.runtime.triton", None)
     assert only(gpu.triton()).level is Level.PROBLEM
+
+
+def test_quick_shows_what_was_measured_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "all_checks", lambda is_quick: [Check("a", lambda: [ok("a", f"quick {is_quick}")])])
+    monkeypatch.setattr("ktransformers.bench.measuring.measure_machine", lambda say: SPEED)
+    assert main(["doctor", "--quick"]) == 0
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first.endswith("quick True")
+    assert second.startswith("warning  measured")
+    assert second.endswith("ktransformers doctor --measure")
+    assert main(["doctor"]) == 0
+    assert "20.0 by 1" in capsys.readouterr().out
+    assert main(["doctor", "--quick"]) == 0
+    assert "20.0 by 1" in capsys.readouterr().out
+    assert main(["doctor", "--quick", "--measure"]) != 0
+    assert "leave one of them out" in capsys.readouterr().err
+
+
+def test_a_measurement_is_taken_again_only_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rates = iter([1e9, 2e9])
+
+    def measure(say: object) -> MachineSpeed:
+        return replace(SPEED, cpu=replace(SPEED.cpu, read={2: next(rates)}))
+
+    monkeypatch.setattr(measuring, "measure_machine", measure)
+    file = SpeedFile({}, tmp_path)
+    found = [measuring.known_or_measured(file, is_anew=anew).cpu.best_read for anew in (False, False, True, False)]
+    assert found == [1e9, 1e9, 2e9, 2e9]

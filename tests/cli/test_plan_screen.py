@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from ktransformers.cli.plan import expect
 from ktransformers.cli.plan_screen import screen, summary_json, verdict
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Hardware
@@ -16,6 +17,8 @@ from ktransformers.engine.opened import open_synthetic
 from ktransformers.engine.outlook import Outlook, look_ahead
 from ktransformers.models.synthetic_shapes import SHAPES
 from ktransformers.optimize.machine import Machine
+from ktransformers.optimize.machine_speed import CpuSpeed, Curve, MachineSpeed, StepCost
+from ktransformers.optimize.predict import Expected
 from tests.support.fake_gpus import GIB, fake_hardware
 from tests.support.tiny_models import MODEL_TYPES, MOE_TYPES, tiny_config
 
@@ -144,3 +147,46 @@ def test_json_has_the_numbers_of_the_screen() -> None:
     assert full["bytes_per_token"]["cpu"] == read + 2 * 805_306_368
     assert empty["tokens_per_s_at_most"] == pytest.approx(43e9 / read)
     assert sum(part["nbytes"] for part in document["parts"]) == document["memory_bytes"] + 2 * 805_306_368
+
+
+def expected_on(outlook: Outlook, threads: int | None = None) -> Expected:
+    """On a machine where every byte takes a nanosecond and nothing else takes time."""
+    curve, free = Curve((1.0,), (1e-9,)), StepCost(Curve((1.0,), (0.0,)), Curve((1.0,), (0.0,)))
+    curves = {"Q4_K": curve, "Q8_0": curve}
+    cpu = CpuSpeed(
+        threads=threads or outlook.num_threads,
+        isa="avx2",
+        read={1: 1e9},
+        linear=curves,
+        experts=curves,
+        attention=dict.fromkeys(("grouped", "latent"), Curve((1.0,), (0.0,))),
+        steps=dict.fromkeys(("grouped", "latent", "sinks"), free),
+    )
+    return expect(outlook, MachineSpeed(0.0, 0.0, cpu), 1, 512)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_prediction_on_the_screen(name: str) -> None:
+    outlook = outlook_of(name, 1000.0, use_cuda=False)
+    expected = expected_on(outlook)
+    prefill, decode = expected.predictions
+    read = outlook.summary.reads.bytes_per_token(0)["cpu"]
+    assert decode.seconds == pytest.approx(1e-9 * read)  # no more and no less than the bound counts
+    lines = screen(outlook, RATES, expected)
+    assert [line for line in lines if len(line) > 80] == []
+    assert any(line.startswith("predicted    prefill ") for line in lines)
+    first, second = summary_json(outlook, RATES, expected)["predicted"]
+    assert (first["phase"], second["phase"]) == ("prefill", "decode")
+    assert first["tokens"] == prefill.tokens == 512
+    assert sum(second["seconds_by_resource"].values()) == pytest.approx(second["seconds"])
+    assert second["limits"][0][0] == "RAM bandwidth"
+
+
+def test_why_nothing_is_predicted() -> None:
+    outlook = outlook_of("gpt-oss-20b", 64.0, 24.0)
+    assert expect(outlook, None, 1, 512).reason.startswith("ktransformers doctor")
+    assert expected_on(outlook).reason == "cuda:0 was not measured: ktransformers doctor --measure"
+    on_cpu = outlook_of("gpt-oss-20b", 64.0, use_cuda=False)
+    assert "1000 threads were measured" in expected_on(on_cpu, 1000).reason
+    (line,) = [line for line in screen(on_cpu, RATES, expect(on_cpu, None, 1, 512)) if line.startswith("predicted")]
+    assert line == "predicted    nothing: ktransformers doctor measures this machine first"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 
 from ktransformers.operators.base import ExpertStats
+from ktransformers.optimize.machine_speed import CpuSpeed, MachineSpeed, SpeedFile
 from ktransformers.scheduler.records import SchedulerStats, counts_in
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.balance_stats import BalanceStats
@@ -16,6 +19,7 @@ from ktransformers.server.balance.messages import EngineTotals
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.metrics import Counts
 from ktransformers.server.recent import MAX_REQUESTS, PastRequest, RecentRequests, SpeedMeter
+from ktransformers.server.service import measured_gbps
 from tests.support.fake_backend import FakeBackend
 
 SCHEDULER = SchedulerStats(
@@ -97,7 +101,7 @@ def test_prompts_count_while_they_are_computed() -> None:
 
 def test_bytes_of_experts_are_those_that_steps_touched() -> None:
     now, backend = 0.0, FakeBackend()
-    meter = SpeedMeter(backend, Counts(), clock=lambda: now)
+    meter = SpeedMeter(backend, Counts(), clock=lambda: now, limit_gbps=42.5)
     for second in (1, 2, 3):
         now = float(second)
         engine = EngineTotals(
@@ -108,7 +112,7 @@ def test_bytes_of_experts_are_those_that_steps_touched() -> None:
         )
         backend.now = BalanceStats(1, 0, engine=engine, expert_bytes=5e7)
         # 40 steps in a second of work, each touches 8 experts of a layer; one of every layer are 50 MB
-        assert meter.read()[1] == {"gbps": 16.0, "limit_gbps": None}
+        assert meter.read()[1] == {"gbps": 16.0, "limit_gbps": 42.5}
 
 
 def test_experts_are_counted_by_layer() -> None:
@@ -120,3 +124,10 @@ def test_experts_are_counted_by_layer() -> None:
     stats.note(torch.tensor([[3, 2]]), 5, 1)
     assert list(counts_in(stats.take_counts())) == [(1, 2, 1), (1, 3, 1)]
     assert stats.take_counts() == b""
+
+
+def test_the_limit_is_what_doctor_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert measured_gbps() is None
+    SpeedFile().write(MachineSpeed(0.0, 0.0, CpuSpeed(2, "avx2", {1: 20e9, 2: 42.5e9})))
+    assert measured_gbps() == 42.5

@@ -29,7 +29,7 @@ from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExper
 from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, QuantType
 from ktransformers.operators.linear.packed import pack_experts
 
-__all__ = ["SHAPES", "HandOverWork", "bench_gpu_hand_over"]
+__all__ = ["SHAPES", "HandOverWork", "bench_gpu_hand_over", "measure_hand_over"]
 
 TARGET = 20.0  # microseconds
 _COLUMNS = (
@@ -209,6 +209,16 @@ class _Case:
             "forward_us": forward * 1e6,
             "hand_over_us": (added - forward) * 1e6,
         }
+
+
+def measure_hand_over(pool: WorkerPool, work: HandOverWork) -> float:
+    """Seconds that a layer's hand-over costs besides the computation, by the way that models use on this GPU."""
+    reason = CudaDriver("cuda").memory_operations()
+    method = HandOver.HOST if reason else HandOver.MEMORY
+    shape, tokens = work.shapes[0], work.tokens[0]
+    kernels = [make_kernel(SHAPES[shape], pool) for _ in range(SHAPES[shape].copies)]
+    microseconds: float = _Case(shape, tokens, method, True).row(kernels, pool, work)["hand_over_us"]
+    return max(1e-6 * microseconds, 0.0)
 
 
 def bench_gpu_hand_over(work: HandOverWork) -> Record:

@@ -23,7 +23,7 @@ from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, block
 from ktransformers.kernels.triton.relay import GpuLayout, relaid_nbytes, relay
 from ktransformers.kernels.types import OwnType, QuantType, row_bytes
 
-__all__ = ["bench_gpu_linear"]
+__all__ = ["bench_gpu_linear", "random_weights"]
 
 _COLUMNS = (
     Column("kernel", 7),
@@ -92,12 +92,18 @@ def _random_bytes(gpu: Gpu, count: int) -> Tensor:
     return torch.randint(0, 32, (count,), dtype=torch.uint8, device=gpu.device)
 
 
+def random_weights(gpu: Gpu, qtype: QuantType, rows: int, cols: int) -> list[Tensor]:
+    """Copies of a re-laid matrix [rows, cols], more of them than the L2 cache holds."""
+    size = relaid_nbytes(qtype, rows, cols)
+    return [_random_bytes(gpu, size) for _ in range(gpu.copies(size))]
+
+
 def linear_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     """Quantized matrices."""
     for name, n, k, types in _LINEARS:
         for qtype in types:
             size = relaid_nbytes(qtype, n, k)
-            weights = [_random_bytes(gpu, size) for _ in range(gpu.copies(size))]
+            weights = random_weights(gpu, qtype, n, k)
             for count in tokens:
                 x, out = gpu.randn(count, k), torch.empty(count, n, dtype=BF16, device=gpu.device)
                 space = Workspace.allocate(gpu.device, count)

@@ -7,7 +7,7 @@ import torch
 from ktransformers.kernels.cpu.base import WorkerPool
 from ktransformers.kernels.extension import extension
 
-__all__ = ["bf16_peak", "int8_peak", "read_bandwidth"]
+__all__ = ["bf16_peak", "fp32_peak", "int8_peak", "read_bandwidth"]
 
 
 def read_bandwidth(pool: WorkerPool, nbytes: int = 1 << 30, repeats: int = 5) -> float:
@@ -19,6 +19,11 @@ def read_bandwidth(pool: WorkerPool, nbytes: int = 1 << 30, repeats: int = 5) ->
 def int8_peak(pool: WorkerPool, repeats: int = 3) -> float:
     """int8 multiplications and additions per second in registers, by the pool's tier; the best of `repeats`."""
     return float(extension.int8_peak(pool.handle, repeats))
+
+
+def fp32_peak(pool: WorkerPool, repeats: int = 3) -> float:
+    """The same with fp32, fused multiplications and additions."""
+    return float(extension.fp32_peak(pool.handle, repeats))
 
 
 def bf16_peak(pool: WorkerPool, repeats: int = 5) -> float:

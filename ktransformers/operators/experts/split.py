@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NEVER", "CpuRate", "PrefillRates", "Split", "choose_split", "even_counts", "threshold_of"]
+__all__ = ["NEVER", "STEP_COST", "CpuRate", "PrefillRates", "Split", "choose_split", "even_counts", "threshold_of"]
 
 NEVER = 1 << 30
 """A threshold that no step reaches."""
 
-_STEP_COST = 3e-4
+STEP_COST = 3e-4
 """What the host adds to a layer whose experts are copied: it waits for the router's ids and launches more kernels."""
 _MIN_GAIN = 0.05
 _SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
@@ -136,7 +136,7 @@ def threshold_of(rates: PrefillRates, top_k: int, num_experts: int) -> int:
     for num_tokens in reversed(_SIZES):
         counts = even_counts(num_tokens, top_k, num_experts)
         alone = float(rates.cpu.of(counts).sum())
-        if choose_split(counts, rates).seconds + _STEP_COST > (1.0 - _MIN_GAIN) * alone:
+        if choose_split(counts, rates).seconds + STEP_COST > (1.0 - _MIN_GAIN) * alone:
             break
         threshold = num_tokens
     return threshold
