@@ -27,6 +27,7 @@ from ktransformers.server.middleware import ApiKeys, BodyLimits, PlainPaths, Sam
 from ktransformers.server.request_log import RequestLog
 from ktransformers.server.responses import ERROR_SHAPES, ApiResponse, install_error_handlers
 from ktransformers.server.service import Service
+from ktransformers.server.traces import TraceSink
 
 __all__ = ["create_app"]
 
@@ -70,8 +71,8 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 ERROR_SHAPES.append(("/api/", ollama_error))
 
 
-def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
-    """The service over a backend, which somebody else starts and closes."""
+def create_app(backend: Backend, config: ServerConfig, traces: TraceSink | None = None) -> FastAPI:
+    """The service over a backend, which somebody else starts and closes, as he does with `traces`."""
     app = FastAPI(
         title="ktransformers",
         version=__version__,
@@ -82,7 +83,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
         redirect_slashes=False,  # see PlainPaths
     )
     metrics = Metrics(backend, config.model_names[0])
-    service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics)
+    service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics, traces)
     app.state.service = service
     for module in (chat, completions, embeddings, models, tokens, status, health, helpers, front):
         app.include_router(module.router)
@@ -104,7 +105,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     app.add_middleware(SameSite, hosts=HostRule(config.host_names, bound=config.host), cors_origins=config.cors_origins)
     app.add_middleware(anthropic_errors.RequestIds)
     app.add_middleware(PlainPaths)
-    app.add_middleware(RequestLog, recent=service.recent)
+    app.add_middleware(RequestLog, recent=service.recent, traces=traces)
     _drop_422(app)
     return app
 

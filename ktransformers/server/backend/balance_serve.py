@@ -29,7 +29,8 @@ from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerSta
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
-from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News
+from ktransformers.server.backend.timeline import Chunk
+from ktransformers.server.balance.messages import Add, EngineFacts, EngineTotals, Finish, News, Traces
 from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
 
@@ -42,7 +43,7 @@ class _Stream:
     """One answer on its way to its reader."""
 
     def __init__(self, request: GenerationRequest, model: ModelInfo, buffer: EventBuffer):
-        self.buffer, self._request = buffer, request
+        self.buffer, self.timeline, self._request = buffer, request.timeline, request
         self._assembler = AnswerAssembler(model.tokenizer, request.params, len(request.prompt_ids))
 
     @property
@@ -182,6 +183,8 @@ class BalanceServeBackend(Backend):
         self._scheduler_stats, self._totals = news.stats, news.totals
         for layer, counts in news.expert_counts:
             self._add_experts(layer, counts)
+        if news.traces is not None:
+            self._note_times(news.traces)
         for update in news.updates:
             stream = self._streams.get(update.request_id)
             if stream is None:
@@ -192,6 +195,17 @@ class BalanceServeBackend(Backend):
             if has_stopped or (stream.buffer.is_closed and update.finish_reason is None):
                 reason = FinishReason.STOP if has_stopped else FinishReason.ABORT
                 self.supervisor.send_soon(Finish(update.request_id, reason))
+
+    def _note_times(self, traces: Traces) -> None:
+        """Before the events that they led to: whoever hears those looks at the times."""
+        for request_id, at in traces.planned:
+            stream = self._streams.get(request_id)
+            if stream is not None and stream.timeline is not None:
+                stream.timeline.begin(at)
+        for one in traces.chunks:
+            stream = self._streams.get(one.request_id)
+            if stream is not None and stream.timeline is not None:
+                stream.timeline.add(Chunk(one.began, one.ended, one.position, one.num_tokens, one.num_rows))
 
     def _add_experts(self, layer: int, counts: Sequence[int]) -> None:
         known = self._experts.setdefault(layer, [])
@@ -217,7 +231,8 @@ def _commands(requests: Sequence[GenerationRequest]) -> Iterator[Add]:
     """One command for each run of requests that share their prompt (the same object) and differ in their seeds only."""
 
     def shared(request: GenerationRequest) -> tuple[object, ...]:
-        return id(request.prompt_ids), replace(request, request_id="", prompt_ids=(), params=SamplingParams())
+        bare = replace(request, request_id="", prompt_ids=(), params=SamplingParams(), timeline=None)
+        return id(request.prompt_ids), bare
 
     for _, group in itertools.groupby(requests, shared):
         first, *others = group

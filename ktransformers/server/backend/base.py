@@ -19,6 +19,7 @@ from ktransformers.engine.card import ModelCard
 from ktransformers.engine.constraints import check_rules
 from ktransformers.errors import KTransformersError
 from ktransformers.scheduler.limits import Limits
+from ktransformers.server.backend.timeline import Timeline
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo"]
@@ -63,7 +64,8 @@ class GenerationRequest:
     """One answer that is wanted, filled by the routes. A request for n choices is n of these.
 
     params.seed is always set. priority: a smaller number is served earlier. timeout: seconds from now on, None: no
-    limit. cache_salt: requests share cached prefixes only with requests of the same salt.
+    limit. cache_salt: requests share cached prefixes only with requests of the same salt. timeline: where the backend
+    notes times; None: nobody wants them.
     """
 
     request_id: str
@@ -72,6 +74,7 @@ class GenerationRequest:
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
+    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, StepPlan, StepResult
 from ktransformers.scheduler.scheduler import Scheduler
 from ktransformers.server.balance.child import become, follow_parent, read_options
+from ktransformers.server.balance.chunk_watch import ChunkWatch
 from ktransformers.server.balance.messages import (
     Add,
     Command,
@@ -127,6 +128,7 @@ class SchedulerProcess:
         self._hanging: int | None = None
         self._totals = EngineTotals()
         self._expert_counts: list[tuple[int, Sequence[int]]] = []
+        self._chunks = ChunkWatch() if options.has_traces else None
         self._told = b""
 
     def run(self) -> None:
@@ -195,6 +197,8 @@ class SchedulerProcess:
         while link.results.poll(0):
             result: StepResult = decode(link.results.recv(), StepResult)
             self._watch.finished(self._clock())
+            if self._chunks is not None:
+                self._chunks.finished(result.step_id, self._clock())
             committed = self.scheduler.in_flight_ids(result.step_id)
             for request_id in committed:
                 self._strikes.pop(request_id, None)
@@ -233,6 +237,8 @@ class SchedulerProcess:
             self._link.close()
             self._link = None
         self._watch.clear()
+        if self._chunks is not None:
+            self._chunks.lost()
         suspects = self.scheduler.in_flight_ids()
         self.scheduler.engine_lost()
         explained: list[int] = []
@@ -280,6 +286,8 @@ class SchedulerProcess:
             self._totals = msgspec.structs.replace(self._totals, num_tokens=self._totals.num_tokens + plan.num_tokens)
             self._link.send(plan)
             self._watch.sent(plan.num_tokens, now)
+            if self._chunks is not None:
+                self._chunks.planned(plan, now)
             self._check()
 
     def _tell(self) -> None:
@@ -292,6 +300,7 @@ class SchedulerProcess:
             self._losses,
             self._hanging,
             self._expert_counts,
+            None if self._chunks is None else self._chunks.take(),
         )
         data = encode(news)
         if data != self._told:
