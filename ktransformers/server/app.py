@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -29,6 +29,9 @@ from ktransformers.server.responses import ERROR_SHAPES, ApiResponse, install_er
 from ktransformers.server.service import Service
 from ktransformers.server.traces import TraceSink
 
+if TYPE_CHECKING:
+    from fastapi.telemetry import TelemetryConfig
+
 __all__ = ["create_app"]
 
 ERROR_SHAPES.append((anthropic_errors.PATH, anthropic_errors.error_shape))
@@ -49,6 +52,10 @@ _ERROR_SCHEMA = {
         }
     },
 }
+
+
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+"""FastAPI's own spans and logs hold what clients sent. Ours are in traces.py."""
 
 
 def _error(description: str) -> dict[str, Any]:
@@ -80,6 +87,7 @@ def create_app(backend: Backend, config: ServerConfig, traces: TraceSink | None 
         responses=_RESPONSES,
         docs_url=None,  # FastAPI's own pages load scripts from the internet; see api/front.py
         redoc_url=None,
+        telemetry=_NO_TELEMETRY,
         redirect_slashes=False,  # see PlainPaths
     )
     metrics = Metrics(backend, config.model_names[0])

@@ -1,4 +1,4 @@
-"""Sends spans to a collector: OTLP over HTTP, by OpenTelemetry's SDK, which only this module imports.
+"""Sends spans to a collector: OTLP over HTTP, by OpenTelemetry's SDK. Imported only where traces are wanted.
 
     event loop ── write ──> bounded queue ── a thread of the SDK ──> collector
 
@@ -45,7 +45,7 @@ def collector_url(endpoint: str) -> str:
     """The address that spans are sent to: the endpoint, with OTLP's path where it has none. Raises ConfigError."""
     try:
         parts = urlsplit(endpoint)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_good = False
     if not is_good:
@@ -59,8 +59,8 @@ def collector_url(endpoint: str) -> str:
 class OtlpTraces:
     """A TraceSink. Give it a provider for tests; `to` makes the real one."""
 
-    def __init__(self, provider: TracerProvider):
-        self._provider = provider
+    def __init__(self, provider: TracerProvider, exporter: _Exporter | None = None):
+        self._provider, self._exporter = provider, exporter
         self._tracer = provider.get_tracer("ktransformers", __version__, schema_url=CONVENTIONS)
 
     @classmethod
@@ -75,7 +75,7 @@ class OtlpTraces:
         except (ValueError, OSError) as error:
             raise ConfigError(f"traces cannot be sent as the OTEL_* variables say: {reason_of(error)}") from error
         logger.info("traces are sent to %s", _shown(url))
-        return cls(provider)
+        return cls(provider, exporter)
 
     def write(self, span: Span, headers: Mapping[str, Sequence[str]]) -> None:
         """See TraceSink."""
@@ -86,7 +86,7 @@ class OtlpTraces:
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
-        if closing.is_alive():
+        if closing.is_alive() and not (self._exporter is not None and self._exporter.has_failed):
             logger.warning("the last spans were not sent: the collector did not take them in %g s", CLOSE_SECONDS)
 
 
@@ -119,13 +119,14 @@ class _Exporter(SpanExporter):
     """Says once that the collector does not take spans. Called on the SDK's thread."""
 
     def __init__(self, inner: SpanExporter, shown: str):
-        self._inner, self._shown, self._has_said = inner, shown, False
+        self._inner, self._shown = inner, shown
+        self.has_failed = False
 
     @override
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._inner.export(spans)
-        if result is not SpanExportResult.SUCCESS and not self._has_said:
-            self._has_said = True
+        if result is not SpanExportResult.SUCCESS and not self.has_failed:
+            self.has_failed = True
             logger.warning("%s does not take traces; they are dropped while it does not (said once)", self._shown)
         return result
 

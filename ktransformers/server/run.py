@@ -226,8 +226,6 @@ def _open_traces(endpoint: str) -> OtlpTraces:
             "--otlp_traces_endpoint needs OpenTelemetry: pip install 'ktransformers-engine[otel]', or "
             "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
         ) from error
-    except ValueError as error:  # read while it is imported
-        raise ConfigError(f"OTEL_PROPAGATORS: {error}") from error
     return OtlpTraces.to(endpoint)
 
 

@@ -3,7 +3,8 @@
     chat demo ─┬─ prepare   from its arrival until its prompt is ready to be computed
                ├─ queue     until a step is planned for it                       each of its answers has
                ├─ prefill   until its first token ─── prefill chunk, ...         these three of its own
-               └─ decode    until its last token ─── prefill chunk, ... (computed again after a preemption)
+               └─ decode    until its last token ─── prefill chunk, ... (computed again after a preemption);
+                            embeddings have none
 
 Names and numbers only: no text of a user or of an answer, no names of tools, no header. Names that the conventions do
 not have begin with `ktransformers.`.
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import Protocol
 
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams
@@ -217,7 +219,8 @@ def _children(answering: Answering, clock: _Clock) -> Iterator[Span]:
         which: dict[str, _Value] = {"ktransformers.answer": index} if len(timelines) > 1 else {}
         chunks = timeline.chunks[:room]
         room -= len(chunks)
-        yield from _phases(timeline, tally.stats(index), chunks, which, clock)
+        phases = _phases(timeline, tally.stats(index), chunks, which, clock)
+        yield from phases if answering.operation is not Operation.EMBEDDINGS else islice(phases, 2)
 
 
 def _phases(
