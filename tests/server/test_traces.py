@@ -25,6 +25,7 @@ from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.errors import ConfigError, DeadlineError
 from ktransformers.scheduler.records import Row, SequenceStart, StepPlan
 from ktransformers.server.app import create_app
+from ktransformers.server.backend.balance_serve import _commands
 from ktransformers.server.backend.base import Backend, GenerationRequest
 from ktransformers.server.backend.timeline import MAX_CHUNKS, Chunk, ChunkClock, Timeline
 from ktransformers.server.balance.chunk_watch import ChunkWatch
@@ -411,6 +412,15 @@ def test_what_an_engine_takes_with_it_is_no_chunk() -> None:
     traces = watch.take()
     assert traces is not None
     assert [(one.began, one.position) for one in traces.chunks] == [(2.0, 0)]
+
+
+def test_twins_share_a_command_all_the_same() -> None:
+    prompt = (1, 2)
+    twins = [
+        GenerationRequest(request_id=name, prompt_ids=prompt, params=SamplingParams(seed=seed), timeline=Timeline())
+        for seed, name in enumerate("abc")
+    ]
+    assert len(list(_commands(twins))) == 1
 
 
 class Chunky(FakeBackend):
