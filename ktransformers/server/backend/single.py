@@ -147,7 +147,7 @@ class SingleBackend(Backend):
             timeline = request.timeline
             clock = None if timeline is None else ChunkClock(timeline, len(request.prompt_ids))
             for event in session.generate(
-                request.prompt_ids, request.params, lambda: stop.is_set() or buffer.is_closed, clock
+                request.prompt_ids, request.params, lambda: stop.is_set() or buffer.is_closed, on_prefill=clock
             ):
                 if clock is not None and event.token_id is not None:
                     clock.finish()
