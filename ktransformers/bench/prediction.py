@@ -21,7 +21,6 @@ from ktransformers.engine.builder import build_paged_engine
 from ktransformers.engine.opened import open_synthetic
 from ktransformers.engine.outlook import Outlook, look_ahead
 from ktransformers.models.synthetic_shapes import find_shape
-from ktransformers.operators.base import ExpertStats
 from ktransformers.optimize.machine_speed import MachineSpeed, best_of
 from ktransformers.optimize.predict import Prediction, predict_decode, predict_prefill
 
@@ -105,12 +104,11 @@ class _Run:
         shape, config = find_shape(name), replace(work.config, cache_lens=slots)
         opened = open_synthetic(config, shape.config(min(work.layers, shape.num_layers)))
         self.outlook = look_ahead(opened, name=name)
-        stats = ExpertStats()
         self._engine = build_paged_engine(
-            opened.config, page_size=PAGE_SIZE, max_batch_size=max(work.batches), expert_stats=stats, opened=opened
+            opened.config, page_size=PAGE_SIZE, max_batch_size=max(work.batches), opened=opened
         )
         self.chunk_size = self._engine.config.chunk_size
-        self._runs, self._work = OfflineRuns(self._engine, stats, 0.0), work
+        self._runs, self._work = OfflineRuns(self._engine, 0.0), work
 
     def close(self) -> None:
         self._engine.close()

@@ -18,7 +18,6 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import build_paged_engine
 from ktransformers.engine.opened import open_synthetic
 from ktransformers.models.synthetic_shapes import find_shape
-from ktransformers.operators.base import ExpertStats
 from ktransformers.optimize.machine_speed import Curve, StepCost
 
 __all__ = ["FAMILIES", "small_config", "step_costs"]
@@ -72,12 +71,10 @@ def _step_times(hf_config: PretrainedConfig, config: EngineConfig) -> list[float
     """Seconds of a decode step at each of _BATCHES: the shortest of some passes."""
     case = DecodeCase(steps=8, prompt_len=8)
     config = replace(config, cache_lens=slots_needed([], list(_BATCHES), case, _PAGE))
-    opened, stats = open_synthetic(config, hf_config), ExpertStats()
-    engine = build_paged_engine(
-        opened.config, page_size=_PAGE, max_batch_size=max(_BATCHES), opened=opened, expert_stats=stats
-    )
+    opened = open_synthetic(config, hf_config)
+    engine = build_paged_engine(opened.config, page_size=_PAGE, max_batch_size=max(_BATCHES), opened=opened)
     try:
-        runs = OfflineRuns(engine, stats, 0.0)
+        runs = OfflineRuns(engine, 0.0)
         return [_best(partial(_decode_seconds, runs, batch, case)) for batch in _BATCHES]
     finally:
         engine.close()

@@ -95,6 +95,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_api_flags(group)
     _add_patience_flags(group)
+    group.add_argument(
+        "--otlp_traces_endpoint", metavar="URL", help="send OpenTelemetry spans of answers to this collector, over HTTP"
+    )
     add_toggle(group, "web", default=None, help="the chat page at / (on where only this machine can connect)")
     add_profile_flags(group)
     group.add_argument(
@@ -220,6 +223,7 @@ def _server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConf
         request_timeout=args.request_timeout,
         drain_seconds=args.drain_seconds,
         ping_seconds=args.ping_seconds,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
 
 
@@ -249,6 +253,7 @@ def _backend(args: argparse.Namespace, config: EngineConfig) -> Callable[[], Bac
             engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,
             has_spare_engine=args.spare_engine is not False,
             log_level=args.log_level,
+            has_traces=args.otlp_traces_endpoint is not None,
         )
         return lambda: BalanceServeBackend(balance, profile=profile)
     if args.backend_type == "transformers":

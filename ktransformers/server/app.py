@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -28,6 +28,10 @@ from ktransformers.server.middleware import ApiKeys, BodyLimits, PlainPaths, Sam
 from ktransformers.server.request_log import RequestLog
 from ktransformers.server.responses import ERROR_SHAPES, ApiResponse, install_error_handlers
 from ktransformers.server.service import Service
+from ktransformers.server.traces import TraceSink
+
+if TYPE_CHECKING:
+    from fastapi.telemetry import TelemetryConfig
 
 __all__ = ["create_app"]
 
@@ -51,6 +55,10 @@ _ERROR_SCHEMA = {
 }
 
 
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+"""FastAPI's own spans and logs hold what clients sent. Ours are in traces.py."""
+
+
 def _error(description: str) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
 
@@ -72,8 +80,8 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 ERROR_SHAPES.append(("/api/", ollama_error))
 
 
-def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
-    """The service over a backend, which somebody else starts and closes."""
+def create_app(backend: Backend, config: ServerConfig, traces: TraceSink | None = None) -> FastAPI:
+    """The service over a backend, which somebody else starts and closes, as he does with `traces`."""
     app = FastAPI(
         title="ktransformers",
         version=__version__,
@@ -81,10 +89,11 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
         responses=_RESPONSES,
         docs_url=None,  # FastAPI's own pages load scripts from the internet; see api/front.py
         redoc_url=None,
+        telemetry=_NO_TELEMETRY,
         redirect_slashes=False,  # see PlainPaths
     )
     metrics = Metrics(backend, config.model_names[0])
-    service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics)
+    service = Service(backend, config, Admission(config.max_queue, config.max_queue_per_key), metrics, traces)
     app.state.service = service
     for module in (chat, completions, embeddings, models, tokens, status, profile, health, helpers, front):
         app.include_router(module.router)
@@ -115,7 +124,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     app.add_middleware(SameSite, hosts=HostRule(config.host_names, bound=config.host), cors_origins=config.cors_origins)
     app.add_middleware(anthropic_errors.RequestIds)
     app.add_middleware(PlainPaths)
-    app.add_middleware(RequestLog, recent=service.recent)
+    app.add_middleware(RequestLog, recent=service.recent, traces=traces)
     _drop_422(app)
     return app
 

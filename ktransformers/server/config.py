@@ -41,6 +41,7 @@ class ServerConfig:
     max_connections: open at once; None: as many as the limit on open files leaves room for.
     responses_store: bytes of answers kept for /v1/responses, 0 for none.
     drain_seconds: how long running answers may take after SIGTERM.
+    otlp_traces_endpoint: address that OpenTelemetry spans are sent to; None: there are none.
     ping_seconds: a stream that has had nothing to say for so long says that it lives; 0: never.
     send_timeout: how long a client may keep a full connection without reading; body_timeout: without sending.
     """
@@ -71,6 +72,7 @@ class ServerConfig:
     request_timeout: float | None = None
     drain_seconds: float = 30.0
     ping_seconds: float = 15.0
+    otlp_traces_endpoint: str | None = field(default=None, repr=False)
     send_timeout: float = 60.0
     body_timeout: float = 30.0
 

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ktransformers.server.api_paths import PROBE_PATHS, is_of_page, plain_path
 from ktransformers.server.recent import PastRequest, RecentRequests
 from ktransformers.server.tally import Tally
+from ktransformers.server.traces import Answering, Outcome, TraceSink, span_of
 
 __all__ = ["RequestLog", "note_key", "note_reason", "note_request", "request_id_of", "without_quotes"]
 
@@ -45,7 +46,8 @@ class _Notes:
     request_id: str = ""
     key_name: str = ""
     reason: str = ""
-    generation: tuple[str, Tally] | None = None
+    answering: Answering | None = None
+    error: str = ""
 
 
 def _notes(scope: MutableMapping[str, Any]) -> _Notes:
@@ -59,9 +61,9 @@ def request_id_of(request: Request) -> str:
     return _notes(request.scope).request_id
 
 
-def note_request(request: Request, request_id: str, tally: Tally) -> None:
-    """Say which generations this request is about, for its line in the log."""
-    _notes(request.scope).generation = (request_id, tally)
+def note_request(request: Request, answering: Answering) -> None:
+    """Say which generations this request is about, for its line in the log and its spans."""
+    _notes(request.scope).answering = answering
 
 
 def note_key(scope: MutableMapping[str, Any], name: str) -> None:
@@ -69,9 +71,13 @@ def note_key(scope: MutableMapping[str, Any], name: str) -> None:
     _notes(scope).key_name = name
 
 
-def note_reason(scope: MutableMapping[str, Any], reason: str) -> None:
-    """Say why this request is refused, for its line in the log: nothing that the client wrote may be in it."""
-    _notes(scope).reason = reason
+def note_reason(scope: MutableMapping[str, Any], reason: str, error: BaseException | None = None) -> None:
+    """Say why this request is refused, for its line in the log: nothing that the client wrote may be in it.
+
+    error: whose class its span names.
+    """
+    notes = _notes(scope)
+    notes.reason, notes.error = reason, "" if error is None else type(error).__name__
 
 
 def without_quotes(message: str) -> str:
@@ -84,12 +90,12 @@ def _reasons(tally: Tally) -> str:
 
 
 def _described(notes: _Notes) -> str:
-    if notes.generation is None:
+    if notes.answering is None:
         return ""
-    request_id, tally = notes.generation
+    tally = notes.answering.tally
     total, reasons = tally.total, _reasons(tally)
     return (
-        f", {request_id}: {total.prompt_len} prompt tokens ({total.cached_len} cached), "
+        f", {notes.answering.id}: {total.prompt_len} prompt tokens ({total.cached_len} cached), "
         f"prefill {total.prefill_seconds:.3f} s ({total.prefill_rate:.1f} tokens/s), "
         f"{total.completion_len} tokens in {total.decode_seconds:.3f} s ({total.decode_rate:.1f} tokens/s), {reasons}"
     )
@@ -123,20 +129,20 @@ def _new_notes(scope: Scope) -> _Notes:
 
 def _is_for_answers(scope: Scope, notes: _Notes, status: int) -> bool:
     """Those that got that far, and those that were refused on their way. Strangers without a key leave no trace."""
-    return notes.generation is not None or (scope["method"] == "POST" and status >= 400 and status not in (401, 404))
+    return notes.answering is not None or (scope["method"] == "POST" and status >= 400 and status not in (401, 404))
 
 
 def _past(scope: Scope, notes: _Notes, status: int, seconds: float) -> PastRequest:
     past = PastRequest(
         notes.request_id, round(time.time() - seconds, 3), _asked_for(scope), status, round(seconds, 4), notes.key_name
     )
-    if notes.generation is None:
+    if notes.answering is None:
         return past
-    request_id, tally = notes.generation
+    tally = notes.answering.tally
     total = tally.total
     return replace(
         past,
-        id=request_id,
+        id=notes.answering.id,
         prompt_tokens=total.prompt_len,
         cached_tokens=total.cached_len,
         completion_tokens=total.completion_len,
@@ -145,13 +151,38 @@ def _past(scope: Scope, notes: _Notes, status: int, seconds: float) -> PastReque
     )
 
 
+def _trace(traces: TraceSink, scope: Scope, notes: _Notes, status: int, seconds: float) -> None:
+    outcome = Outcome(
+        path=plain_path(scope["path"]),
+        status=status,
+        seconds=seconds,
+        answering=notes.answering,
+        error=notes.error,
+        server=scope.get("server"),
+    )
+    span = span_of(outcome)
+    if span is None:
+        return
+    headers: dict[str, list[str]] = {}
+    for name, value in scope["headers"]:
+        headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+    traces.write(span, headers)
+
+
 class RequestLog:
-    """ASGI middleware, the outermost. recent: where requests for answers are kept. clock: seconds, for tests."""
+    """ASGI middleware, the outermost. recent: where requests for answers are kept; traces: where their spans go.
+
+    clock: seconds, for tests.
+    """
 
     def __init__(
-        self, app: ASGIApp, recent: RecentRequests | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        app: ASGIApp,
+        recent: RecentRequests | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        traces: TraceSink | None = None,
     ):
-        self._app, self._recent, self._clock = app, recent, clock
+        self._app, self._recent, self._clock, self._traces = app, recent, clock, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI), and log it."""
@@ -170,13 +201,16 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, watch)
-        except Exception:
+        except Exception as error:
             status = status or 500  # the framework answers so, outside of us
+            notes.error = type(error).__name__
             raise
         finally:
             seconds = self._clock() - began
             if self._recent is not None and _is_for_answers(scope, notes, status):
                 self._recent.add(_past(scope, notes, status, seconds))
+            if self._traces is not None and _is_for_answers(scope, notes, status):
+                _trace(self._traces, scope, notes, status, seconds)
             is_quiet = plain_path(scope["path"]) in PROBE_PATHS or is_of_page(scope["path"])
             level = logging.DEBUG if is_quiet else logging.INFO
             if logger.isEnabledFor(level):

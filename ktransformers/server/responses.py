@@ -149,7 +149,7 @@ async def refuse(
     error: KTransformersError, scope: Scope, receive: Receive, send: Send, *, closes: bool = False
 ) -> None:
     """Answer with this error from a middleware. closes: the rest of its body is not wanted."""
-    note_reason(scope, _log_text(error))
+    note_reason(scope, _log_text(error), error)
     await error_response(error, closes, scope["path"])(scope, receive, send)
 
 
@@ -203,7 +203,7 @@ def _http_response(error: HTTPException, path: str) -> ApiResponse:
 
 async def _on_known_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KTransformersError)
-    note_reason(request.scope, _log_text(error))
+    note_reason(request.scope, _log_text(error), error)
     return error_response(error, path=request.scope["path"])
 
 

@@ -17,7 +17,7 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import h11
 import uvicorn
@@ -35,6 +35,9 @@ from ktransformers.server.service import Service
 from ktransformers.server.streaming import ABORT_KEY
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.tools import AUTO, tool_format_named
+
+if TYPE_CHECKING:
+    from ktransformers.server.otlp import OtlpTraces
 
 __all__ = ["serve"]
 
@@ -214,9 +217,25 @@ async def _signals() -> AsyncIterator[asyncio.Queue[int]]:
 LoadingBar = Callable[[], AbstractContextManager[Progress | None]]
 
 
-async def _serve(backend: Backend, config: ServerConfig, loading_bar: LoadingBar) -> None:
+def _open_traces(endpoint: str) -> OtlpTraces:
+    """Raises ConfigError where OpenTelemetry is not installed, or cannot send as it is told."""
+    try:
+        from ktransformers.server.otlp import OtlpTraces  # an extra: most installations lack it
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "opentelemetry":
+            raise
+        raise ConfigError(
+            "--otlp_traces_endpoint needs OpenTelemetry: pip install 'ktransformers-engine[otel]', or "
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        ) from error
+    return OtlpTraces.to(endpoint)
+
+
+async def _serve(
+    backend: Backend, config: ServerConfig, loading_bar: LoadingBar, traces: OtlpTraces | None = None
+) -> None:
     config.warn_if_open()
-    app = create_app(backend, config)
+    app = create_app(backend, config, traces)
     service: Service = app.state.service
     server = _Server(_uvicorn_config(app, config))
     listener = _bind(config)
@@ -249,6 +268,8 @@ async def _serve(backend: Backend, config: ServerConfig, loading_bar: LoadingBar
             await backend.close()
             app.state.service.workers.close()
             await asyncio.gather(serving, return_exceptions=True)
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
             listener.close()
             if isinstance(why, int) or (loading.done() and not loading.cancelled() and loading.exception() is None):
                 logger.info("%s", farewell(why, service.metrics.counts, time.monotonic() - began))
@@ -312,7 +333,9 @@ def serve(backend: Callable[[], Backend], config: ServerConfig, loading_bar: Loa
     if config.tool_format != AUTO:
         tool_format_named(config.tool_format)
 
+    traces = None if config.otlp_traces_endpoint is None else _open_traces(config.otlp_traces_endpoint)
+
     async def main() -> None:
-        await _serve(backend(), config, loading_bar)
+        await _serve(backend(), config, loading_bar, traces)
 
     asyncio.run(main())

@@ -15,11 +15,13 @@ from ktransformers.errors import ModelNotFoundError, NotReadyError
 from ktransformers.optimize.machine_speed import SpeedFile
 from ktransformers.server.admission import Admission
 from ktransformers.server.backend.base import Backend, ModelInfo
+from ktransformers.server.backend.timeline import Timeline
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.fields import LoggedNames, is_unwanted, note_ignored
 from ktransformers.server.json_limits import JsonLimits
 from ktransformers.server.metrics import Metrics
 from ktransformers.server.recent import RecentRequests, SpeedMeter
+from ktransformers.server.traces import TraceSink
 from ktransformers.server.workers import TextWorkers
 
 __all__ = ["Service", "note_unused", "service_of"]
@@ -35,12 +37,13 @@ MAX_LOGGED_NAMES = 100
 
 @dataclass(slots=True)
 class Service:
-    """One per app."""
+    """One per app. traces: where spans go; None: nobody wants them."""
 
     backend: Backend
     config: ServerConfig
     admission: Admission
     metrics: Metrics
+    traces: TraceSink | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     workers: TextWorkers = field(default_factory=TextWorkers)
     recent: RecentRequests = field(default_factory=RecentRequests)
@@ -96,6 +99,10 @@ class Service:
             self._logged.add(asked)
             logger.warning("%s; answered all the same (--strict_model_name refuses it)", self.not_served(asked))
         return names[0]
+
+    def new_timeline(self) -> Timeline | None:
+        """For one answer, where traces are wanted."""
+        return None if self.traces is None else Timeline()
 
     def log_ignored(self, names: Iterable[str]) -> None:
         """Say in the log, once per name, which fields of requests have no effect here."""

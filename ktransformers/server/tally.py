@@ -16,6 +16,8 @@ class Tally:
     """Counts of all generations behind one request. num_choices per prompt: a prompt counts once, not n times."""
 
     def __init__(self, requests: Sequence[GenerationRequest], n: int, metrics: Metrics):
+        self.requests = requests
+        self.error = ""  # the class of what ended the answers before they were complete
         self._stats: list[GenerationStats | None] = [None] * len(requests)
         self._n, self._metrics = n, metrics
         self._began = time.perf_counter()
@@ -28,6 +30,9 @@ class Tally:
     def note(self, index: int, event: TokenEvent) -> None:
         """Count an event of choice `index`, now."""
         self._stats[index] = event.stats
+        timeline = self.requests[index].timeline
+        if timeline is not None:
+            timeline.hear(event.token_id is not None, event.finish_reason is not None)
         now = time.perf_counter()
         if event.token_id is not None:
             counts = self._metrics.counts
@@ -48,7 +53,9 @@ class Tally:
     def close(self) -> None:
         """Count the answers that nobody waits for any more: their tokens were computed all the same."""
         for index in self._open:
-            stats, reason = self._stats[index], self.finish_reasons[index]
+            stats, reason, timeline = self._stats[index], self.finish_reasons[index], self.requests[index].timeline
+            if timeline is not None:
+                timeline.hear(False, True)
             if stats is not None:
                 self._metrics.finished(
                     FinishReason.ABORT if reason is None else FinishReason.STOP,
@@ -56,6 +63,15 @@ class Tally:
                     time.perf_counter() - self._began,
                 )
         self._open.clear()
+
+    @property
+    def num_answers(self) -> int:
+        """To each prompt."""
+        return self._n
+
+    def stats(self, index: int) -> GenerationStats | None:
+        """Of one answer; None before its first event."""
+        return self._stats[index]
 
     @property
     def total(self) -> GenerationStats:

@@ -26,6 +26,7 @@ from ktransformers.server.request_log import note_request
 from ktransformers.server.service import Service, service_of
 from ktransformers.server.streaming import unless_disconnected
 from ktransformers.server.tally import Tally
+from ktransformers.server.traces import Answering, Operation
 
 __all__ = ["EmbeddingRequest", "Embeddings", "respond_embeddings", "shown_vector"]
 
@@ -71,11 +72,11 @@ async def respond_embeddings(
             asked = replace(asked, priority=key.priority(asked.priority))
         made = await service.workers.run(size, partial(_generations, service, asked))
         tally = Tally(made, 1, service.metrics)
-        note_request(request, asked.id, tally)
+        name = service.check_model(asked.model)
+        note_request(request, Answering(asked.id, tally, Operation.EMBEDDINGS, name))
 
         async def work() -> Response:
             vectors = await _vectors(service, made, tally)
-            name = service.check_model(asked.model)
             normalizes = service.model.embeddings.normalizes
             shown = [shown_vector(vector, asked.dimensions, normalizes) for vector in vectors]
             return render(Embeddings(name, shown, tally.total.prompt_len))
@@ -104,6 +105,7 @@ def _generations(service: Service, asked: EmbeddingRequest) -> list[GenerationRe
             params=params,
             priority=asked.priority,
             timeout=asked.timeout or service.config.request_timeout,
+            timeline=service.new_timeline(),
         )
         service.backend.check(generation)
         made.append(generation)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ktransformers.core import GenerationStats, SamplingParams
 from ktransformers.engine.sampler import draw_seed
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError
 from ktransformers.server.answers.choices import ChatChoice, Choice, PromptChoice, TextChoice
 from ktransformers.server.answers.constraints import beside_tools, reasoning_of
 from ktransformers.server.answers.events import AnswerFinished, AnswerStep
@@ -22,6 +22,7 @@ from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Sa
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.service import Service
 from ktransformers.server.tally import Tally
+from ktransformers.server.traces import Answering, Operation
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["Job", "prepare"]
@@ -55,12 +56,17 @@ class Job:
     tally: Tally
     is_prompt_only: bool
     created: int
+    operation: Operation
     ignored: tuple[str, ...] = ()
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's."""
         return self.service.model.tokenizer
+
+    def answering(self, is_streamed: bool) -> Answering:
+        """The same for the log and for traces."""
+        return Answering(self.id, self.tally, self.operation, self.model, is_streamed, self.is_prompt_only)
 
     def usage(self) -> GenerationStats:
         """What all answers took so far, each prompt counted once."""
@@ -79,6 +85,9 @@ class Job:
                         ended.add(index)
                     if made:
                         yield AnswerStep(index, made)
+        except KTransformersError as error:
+            self.tally.error = type(error).__name__
+            raise
         finally:
             self.tally.close()
 
@@ -105,6 +114,7 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> Job:
         tally=Tally(requests, asked.n, service.metrics),
         is_prompt_only=asked.is_prompt_only,
         created=int(time.time()),
+        operation=Operation.CHAT if isinstance(asked, ChatRequest) else Operation.TEXT_COMPLETION,
         ignored=ignored,
     )
 
@@ -194,6 +204,7 @@ def _generations(
             priority=asked.priority,
             timeout=asked.timeout or service.config.request_timeout,
             cache_salt=asked.cache_salt,
+            timeline=service.new_timeline(),
         )
         for index in range(len(prompts) * n)
     ]

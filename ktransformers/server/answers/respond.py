@@ -82,7 +82,7 @@ async def respond(
     is_streaming = False
     try:
         job = await service.workers.run(size, lambda: prepare(service, _prioritized(read(), service, key)))
-        note_request(request, job.id, job.tally)
+        note_request(request, job.answering(is_streamed))
         note_ignored(request.scope, job.ignored)
         writer = writer_of(job)
         if is_streamed:

@@ -32,6 +32,7 @@ from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import Backend, GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
+from ktransformers.server.backend.timeline import Chunk
 from ktransformers.server.balance.messages import (
     Add,
     EngineFacts,
@@ -40,6 +41,7 @@ from ktransformers.server.balance.messages import (
     News,
     ProfileOff,
     ProfileOn,
+    Traces,
 )
 from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
@@ -53,7 +55,7 @@ class _Stream:
     """One answer on its way to its reader."""
 
     def __init__(self, request: GenerationRequest, model: ModelInfo, buffer: EventBuffer):
-        self.buffer, self._request = buffer, request
+        self.buffer, self.timeline, self._request = buffer, request.timeline, request
         self._assembler = AnswerAssembler(model.tokenizer, request.params, len(request.prompt_ids))
 
     @property
@@ -213,6 +215,8 @@ class BalanceServeBackend(Backend):
     def _on_news(self, news: News) -> None:
         self._scheduler_stats, self._totals = news.stats, news.totals
         self._add_experts(news.expert_counts)
+        if news.traces is not None:
+            self._note_times(news.traces)
         for update in news.updates:
             stream = self._streams.get(update.request_id)
             if stream is None:
@@ -224,6 +228,17 @@ class BalanceServeBackend(Backend):
                 reason = FinishReason.STOP if has_stopped else FinishReason.ABORT
                 completion_len = stream.stats.completion_len if has_stopped else None
                 self.supervisor.send_soon(Finish(update.request_id, reason, completion_len))
+
+    def _note_times(self, traces: Traces) -> None:
+        """Before the events that they led to: whoever hears those looks at the times."""
+        for request_id, at in traces.planned:
+            stream = self._streams.get(request_id)
+            if stream is not None and stream.timeline is not None:
+                stream.timeline.begin(at)
+        for one in traces.chunks:
+            stream = self._streams.get(one.request_id)
+            if stream is not None and stream.timeline is not None:
+                stream.timeline.add(Chunk(one.began, one.ended, one.position, one.num_tokens, one.num_rows))
 
     def _add_experts(self, data: bytes) -> None:
         num_experts = 0 if self._facts is None else self._facts.num_experts
@@ -252,7 +267,8 @@ def _commands(requests: Sequence[GenerationRequest]) -> Iterator[Add]:
     """One command for each run of requests that share their prompt (the same object) and differ in their seeds only."""
 
     def shared(request: GenerationRequest) -> tuple[object, ...]:
-        return id(request.prompt_ids), replace(request, request_id="", prompt_ids=(), params=SamplingParams())
+        bare = replace(request, request_id="", prompt_ids=(), params=SamplingParams(), timeline=None)
+        return id(request.prompt_ids), bare
 
     for _, group in itertools.groupby(requests, shared):
         first, *others = group

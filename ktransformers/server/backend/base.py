@@ -20,6 +20,7 @@ from ktransformers.engine.constraints import check_rules
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.scheduler.limits import Limits
 from ktransformers.server.backend.profiler import Profiler
+from ktransformers.server.backend.timeline import Timeline
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["Backend", "BackendStats", "GenerationRequest", "ModelInfo"]
@@ -64,7 +65,8 @@ class GenerationRequest:
     """One answer that is wanted, filled by the routes. A request for n choices is n of these.
 
     params.seed is always set. priority: a smaller number is served earlier. timeout: seconds from now on, None: no
-    limit. cache_salt: requests share cached prefixes only with requests of the same salt.
+    limit. cache_salt: requests share cached prefixes only with requests of the same salt. timeline: where the backend
+    notes times; None: nobody wants them.
     """
 
     request_id: str
@@ -73,6 +75,7 @@ class GenerationRequest:
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
+    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from ktransformers.profiling.recorder import Runtime
 from ktransformers.server.backend.base import Backend, BackendStats, GenerationRequest, ModelInfo
 from ktransformers.server.backend.events import EventBuffer
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
+from ktransformers.server.backend.timeline import ChunkClock
 
 __all__ = ["Loaded", "SingleBackend"]
 
@@ -143,6 +145,8 @@ class SingleBackend(Backend):
         loaded, loop = self._require(), asyncio.get_running_loop()
         deadline = None if request.timeout is None else loop.time() + request.timeout
         await self._take_turn(deadline)
+        if request.timeline is not None:
+            request.timeline.begin(time.monotonic())
         stop, buffer = threading.Event(), EventBuffer(loop)
         timer = None if deadline is None else loop.call_at(deadline, buffer.fail, _deadline_error(request))
         self._running.add(stop)
@@ -174,12 +178,17 @@ class SingleBackend(Backend):
             if request.cache_salt != self._cache_salt:
                 session.clear()
                 self._cache_salt = request.cache_salt
+            timeline = request.timeline
+            clock = None if timeline is None else ChunkClock(timeline, len(request.prompt_ids))
             for event in session.generate(
                 request.prompt_ids,
                 request.params,
                 lambda: stop.is_set() or buffer.is_closed,
                 name=request.request_id,
+                on_prefill=clock,
             ):
+                if clock is not None and event.token_id is not None:
+                    clock.finish()
                 buffer.put(event)
             buffer.end()
         except KTransformersError as error:

@@ -16,6 +16,7 @@ from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerSta
 
 __all__ = [
     "Add",
+    "ChunkTrace",
     "Command",
     "EngineDown",
     "EngineFacts",
@@ -33,6 +34,7 @@ __all__ = [
     "ProfileOff",
     "ProfileOn",
     "SchedulerOptions",
+    "Traces",
     "decode",
     "encode",
 ]
@@ -75,6 +77,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     step_seconds: float = 0.0  # see StepWatch; 0: an engine that hangs is not noticed
     checks_integrity: bool = False  # after every step; for tests
+    has_traces: bool = False  # News.traces is wanted
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -157,11 +160,29 @@ class EngineLoss(msgspec.Struct, frozen=True):
     explained: tuple[int, ...] = ()
 
 
+class ChunkTrace(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a request's prompt that a step computed; see server/backend/timeline.py. Also when it is recomputed."""
+
+    request_id: str
+    began: float
+    ended: float
+    position: int
+    num_tokens: int
+    num_rows: int
+
+
+class Traces(msgspec.Struct, frozen=True):
+    """planned: requests whose run began, and when, in seconds on the monotonic clock. chunks: of steps that ended."""
+
+    planned: Sequence[tuple[str, float]]
+    chunks: Sequence[ChunkTrace]
+
+
 class News(msgspec.Struct, frozen=True):
     """What happened since the last one. prefill_seconds: from admission to the first token, of requests that got it.
 
     losses: answers to EngineDown, one to each. hanging: the epoch of an engine whose step takes too long.
-    expert_counts: of steps that ended, see StepResult.
+    expert_counts: of steps that ended, see StepResult. traces: with SchedulerOptions.has_traces only.
     """
 
     updates: list[RequestUpdate]
@@ -171,6 +192,7 @@ class News(msgspec.Struct, frozen=True):
     losses: list[EngineLoss] = []
     hanging: int | None = None
     expert_counts: bytes = b""
+    traces: Traces | None = None
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from ktransformers.scheduler.profiled import RequestTracker
 from ktransformers.scheduler.records import Request, RequestUpdate, StepResult
 from ktransformers.scheduler.scheduler import Scheduler
 from ktransformers.server.balance.child import read_options
+from ktransformers.server.balance.chunk_watch import ChunkWatch
 from ktransformers.server.balance.messages import (
     Add,
     Command,
@@ -146,6 +147,7 @@ class SchedulerProcess:
         self._hanging: int | None = None
         self._totals = EngineTotals()
         self._expert_counts: list[bytes] = []
+        self._chunks = ChunkWatch() if options.has_traces else None
         self._told = b""
         self._profile: _Profile | None = None
 
@@ -237,6 +239,8 @@ class SchedulerProcess:
         while link.results.poll(0):
             result: StepResult = decode(link.results.recv(), StepResult)
             self._watch.finished(self._clock())
+            if self._chunks is not None:
+                self._chunks.finished(result.step_id, self._clock())
             committed = self.scheduler.in_flight_ids(result.step_id)
             for request_id in committed:
                 self._strikes.pop(request_id, None)
@@ -278,6 +282,8 @@ class SchedulerProcess:
             self._link.close()
             self._link = None
         self._watch.clear()
+        if self._chunks is not None:
+            self._chunks.lost()
         suspects = self.scheduler.in_flight_ids()
         self.scheduler.engine_lost()
         explained: list[int] = []
@@ -328,6 +334,8 @@ class SchedulerProcess:
             if self._profile is not None:
                 self._profile.tracker.planned(plan)
             self._watch.sent(plan.num_tokens, now)
+            if self._chunks is not None:
+                self._chunks.planned(plan, now)
             self._check()
 
     def _tell(self) -> None:
@@ -340,6 +348,7 @@ class SchedulerProcess:
             self._losses,
             self._hanging,
             b"".join(self._expert_counts),
+            None if self._chunks is None else self._chunks.take(),
         )
         data = encode(news)
         if data != self._told:

@@ -69,6 +69,7 @@ class BalanceConfig:
     engine_timeout: seconds after which a step of few tokens means that the engine hangs, see StepWatch, and of loading
     in which nothing is read or reported; 0: never.
     has_spare_engine: whether a process waits with its imports done, which a restart takes.
+    has_traces: whether the times of GenerationRequest.timeline are told.
     Raises ConfigError on creation for limits that cannot work.
     """
 
@@ -82,6 +83,7 @@ class BalanceConfig:
     has_spare_engine: bool = True
     factory: str = "ktransformers.server.balance.model_engine:load_engine"
     checks_integrity: bool = False
+    has_traces: bool = False
 
     def __post_init__(self) -> None:
         for flag in ("page_size", "max_batch_size"):
@@ -207,6 +209,7 @@ class Supervisor:
             log_level=config.log_level,
             step_seconds=config.engine_timeout,
             checks_integrity=config.checks_integrity,
+            has_traces=config.has_traces,
         )
         scheduler = await self._launcher.start_scheduler(options)
         self.scheduler_pid = scheduler.pid
