@@ -20,9 +20,8 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
-from ktransformers.engine.profile_scopes import module_scopes
+from ktransformers.engine.step_runtime import StepRuntime
 from ktransformers.models.synthetic_shapes import find_shape
-from ktransformers.profiling.runtime import CpuProfilingRuntime
 
 __all__ = ["ProfilingWork", "bench_profiling"]
 
@@ -31,11 +30,13 @@ _COLUMNS = (
     Column("off_us", 9, ".1f", "off us"),
     Column("on_us", 9, ".1f", "on us"),
     Column("ratio", 7, ".4f"),
+    Column("mean_ratio", 7, ".4f", "of mean"),
     Column("best_ratio", 7, ".4f", "of best"),
     Column("noise", 7, ".4f"),
     Column("record_bytes", 8, ".0f", "bytes"),
 )
 _WARM = 5
+_AT_ONCE = 40  # steps between a start and a stop, with a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,31 +84,37 @@ def bench_profiling(work: ProfilingWork, loading: Callable[[], AbstractContextMa
 def _measure(engine: Engine, work: ProfilingWork) -> Row:
     """Seconds of both ways, in turns that change their order, so that a drift of the machine hits both."""
     runner, vocab = engine.runner, engine.model.vocab_size
+    has_gpu = any(entry.placement.generate_device != "cpu" for entry in engine.plan.entries)
     ids = torch.randint(0, vocab, (work.prompt_len + 1,), generator=torch.Generator().manual_seed(0)).tolist()
     runner.forward(ids[:-1], 0, [0])
-    runtime = CpuProfilingRuntime(engine.pool, module_scopes(runner.model))
+    runtime = StepRuntime(runner)
     took: dict[bool, list[float]] = {False: [], True: []}
     num_bytes, is_equal, want = 0, True, runner.forward(ids[-1:], work.prompt_len, [0]).clone()
-    for turn in range(-_WARM, work.steps):
+    at_once = _AT_ONCE if has_gpu else 1  # there a start captures graphs
+    for turn in range(-(-_WARM // at_once), -(-work.steps // at_once)):
         for is_on in (turn % 2 == 0, turn % 2 != 0):
-            runtime.start()  # both ways, so that the pool's threads have waited as long before either
+            if is_on or not has_gpu:
+                runtime.start()  # both ways, so that the pool's threads have waited as long before either
             if not is_on:
                 runtime.stop()
-            began = time.perf_counter()
-            runtime.begin_step(turn, 1, [0])
-            got = runner.forward(ids[-1:], work.prompt_len, [0])
-            runtime.end_step()
-            seconds = time.perf_counter() - began
+            for step in range(at_once):
+                began = time.perf_counter()
+                runtime.begin_step(step, 1, [0])
+                got = runner.forward(ids[-1:], work.prompt_len, [0])
+                made = runtime.end_step()
+                seconds = time.perf_counter() - began
+                is_equal = is_equal and torch.equal(got, want)
+                num_bytes = len(runtime.drain()) + len(made) if is_on else num_bytes
+                if turn >= 0:
+                    took[is_on].append(seconds)
             runtime.stop()
-            is_equal = is_equal and torch.equal(got, want)
-            num_bytes = len(runtime.drain()) if is_on else num_bytes
-            if turn >= 0:
-                took[is_on].append(seconds)
     off, on = (1e6 * statistics.median(took[is_on]) for is_on in (False, True))
+    mean = statistics.fmean(took[True]) / statistics.fmean(took[False])
     return {
         "off_us": off,
         "on_us": on,
         "ratio": on / off,
+        "mean_ratio": mean,
         "best_ratio": _best(took[True]) / _best(took[False]),
         "noise": _noise(took[False]),
         "record_bytes": num_bytes,
