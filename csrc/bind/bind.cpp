@@ -220,6 +220,13 @@ void bind_moe(nb::module_& m) {
             self.add(layer, rows.data(), static_cast<int64_t>(rows.size()), calls);
           },
           nb::arg("layer"), nb::arg("rows"), nb::arg("calls"))
+      // rows, before: int64 [layers][experts]
+      .def(
+          "follow",
+          [](kt::ExpertCounts& self, Address rows, Address before, int64_t layers, int64_t experts) {
+            self.follow(at<const int64_t>(rows), at<int64_t>(before), layers, experts);
+          },
+          nb::arg("rows"), nb::arg("before"), nb::arg("layers"), nb::arg("experts"))
       // rows, calls, and distinct experts of each call, added up
       .def("totals",
            [](kt::ExpertCounts& self) {

@@ -1,6 +1,7 @@
 // See expert_counts.h.
 #include "ops/expert_counts.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -47,6 +48,17 @@ void ExpertCounts::add(int64_t layer, const int64_t* rows, int64_t experts, int6
     counts->add(expert, rows[expert]);
   }
   LayerCounts::add_to(counts->num_calls_, static_cast<uint64_t>(calls));
+}
+
+void ExpertCounts::follow(const int64_t* rows, int64_t* before, int64_t layers, int64_t experts) {
+  std::vector<int64_t> made(static_cast<size_t>(experts));
+  for (int64_t layer = 0; layer < layers; ++layer, rows += experts, before += experts) {
+    if (std::equal(rows, rows + experts, before)) continue;
+    for (int64_t expert = 0; expert < experts; ++expert)
+      made[static_cast<size_t>(expert)] = rows[expert] - before[expert];
+    std::copy(rows, rows + experts, before);
+    add(layer, made.data(), experts, 0);
+  }
 }
 
 ExpertTotals ExpertCounts::totals() {

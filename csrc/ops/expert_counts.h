@@ -53,6 +53,8 @@ class ExpertCounts {
   void watch(int64_t layer, std::shared_ptr<LayerCounts> counts);
   // What others counted: rows [experts] of one layer, as `calls` calls of it.
   void add(int64_t layer, const int64_t* rows, int64_t experts, int64_t calls);
+  // Rows of all layers so far, [layers][experts] as somebody else counts them: what is new since the last call counts.
+  void follow(const int64_t* rows, int64_t* before, int64_t layers, int64_t experts);
   ExpertTotals totals();
   std::vector<ExpertCount> take();
 

@@ -48,7 +48,7 @@ template <class Record> void fill(char* to, const Record& record) {
 const std::vector<const char*>& part_names() {
   static const std::vector<const char*> names = {"other",    "norm",           "linear", "attention", "router",
                                                  "experts",  "shared_experts", "mlp",    "embedding", "lm_head",
-                                                 "sampling", "wait_cpu",       "copy",   "host"};
+                                                 "sampling", "wait_cpu",       "copy",   "gpu",       "host"};
   return names;
 }
 

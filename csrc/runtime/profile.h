@@ -34,6 +34,7 @@ enum class Part : uint8_t {
   Sampling,
   WaitCpu,  // of a GPU, for the experts of the CPU
   Copy,     // of weights, to a GPU
+  Gpu,      // all of a GPU's work in a step whose parts were not timed
   Host      // Python and torch between all of these; whoever reads the records computes it
 };
 // Their names, in the order of their numbers.

@@ -17,10 +17,10 @@ from ktransformers.bench.offline_runs import DecodeCase, OfflineRuns, slots_need
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import build_paged_engine
 from ktransformers.engine.opened import open_synthetic
-from ktransformers.models.synthetic_shapes import find_shape
+from ktransformers.models.synthetic_shapes import small_config
 from ktransformers.optimize.machine_speed import Curve, StepCost
 
-__all__ = ["FAMILIES", "small_config", "step_costs"]
+__all__ = ["FAMILIES", "step_costs"]
 
 FAMILIES = {"grouped": "qwen3-30b-a3b", "latent": "deepseek-v2-lite", "sinks": "gpt-oss-20b"}
 """Kinds of layers, and a published model that has them: attention over groups of heads, over latents, and the former
@@ -29,26 +29,6 @@ with sinks and windows, whose layers stay apart on the CPU."""
 _LAYERS = (2, 6)
 _BATCHES = (1, 16)
 _PAGE = 64
-_NARROW = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 256,
-    "vocab_size": 1024,
-    "num_experts": 16,
-    "n_routed_experts": 16,
-    "num_local_experts": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
-
-
-def small_config(name: str, layers: int) -> PretrainedConfig:
-    """The config of a published shape with `layers` layers of width 256."""
-    config = find_shape(name).config(layers)
-    for key, value in _NARROW.items():
-        if hasattr(config, key):
-            setattr(config, key, value)
-    return config
 
 
 def step_costs(

@@ -22,6 +22,7 @@ from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.engine.step_runtime import StepRuntime
 from ktransformers.models.synthetic_shapes import find_shape
+from ktransformers.profiling.messages import GpuRecord, encode_messages
 
 __all__ = ["ProfilingWork", "bench_profiling"]
 
@@ -104,7 +105,7 @@ def _measure(engine: Engine, work: ProfilingWork) -> Row:
                 made = runtime.end_step()
                 seconds = time.perf_counter() - began
                 is_equal = is_equal and torch.equal(got, want)
-                num_bytes = len(runtime.drain()) + len(made) if is_on else num_bytes
+                num_bytes = len(runtime.drain()) + _size(made) if is_on else num_bytes
                 if turn >= 0:
                     took[is_on].append(seconds)
             runtime.stop()
@@ -130,3 +131,8 @@ def _best(seconds: Sequence[float]) -> float:
 def _noise(seconds: Sequence[float]) -> float:
     """How far the medians of every other step lie apart, where nothing differs."""
     return abs(statistics.median(seconds[::2]) / statistics.median(seconds[1::2]) - 1)
+
+
+def _size(gpus: GpuRecord | None) -> int:
+    """Bytes of what GPUs did in a step, as it is sent."""
+    return 0 if gpus is None else len(encode_messages([gpus]))

@@ -168,11 +168,10 @@ def run(args: argparse.Namespace, build: BuildEngine | None = None) -> int:
 
 def _profile_target(args: argparse.Namespace) -> ProfileTarget | None:
     """--profile. Raises ConfigError for a folder in which no profile can begin."""
-    if args.profile is None:
-        return None
     from ktransformers.profiling.capture import ProfileLimits, ProfileTarget
 
-    return ProfileTarget(args.profile, ProfileLimits(args.profile_max_bytes))
+    limits = ProfileLimits(args.profile_max_bytes)
+    return None if args.profile is None else ProfileTarget(args.profile, limits)
 
 
 def _refuse_without_tokenizer(config: EngineConfig) -> None:

@@ -111,8 +111,15 @@ class DecodeSteps:
         logits = self._forward.run(StepInputs(hidden[None], inputs.positions[None], keep, context))
         return entry.move(logits.float())
 
-    def step(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
-        """A step of T rows, at most max_rows, all on the CPU.
+    def step(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        context: ForwardContext,
+        keep: Tensor,
+        launched: Callable[[int], None] = lambda num_rows: None,
+    ) -> Tensor:
+        """A step of T rows, at most max_rows, all on the CPU. launched: called with T before its end is waited for.
 
         Returns fp32 logits [N, vocab_size] of the rows in `keep` on the CPU, valid until the next step.
         """
@@ -120,7 +127,9 @@ class DecodeSteps:
         inputs = DecodeInputs(
             hidden_states, positions, context.slot_mapping, context.seq_ids, context.kv_lens, context.block_table
         )
-        logits = self._to_host(self._graphs.step(inputs))
+        on_device = self._graphs.step(inputs)
+        launched(len(token_ids))
+        logits = self._to_host(on_device)
         return logits if len(keep) == len(logits) else logits[keep]
 
     def _to_host(self, logits: Tensor) -> Tensor:

@@ -46,6 +46,14 @@ class StepLayout:
         homes = [plan.devices[home.device] for home in plan.homes] or [plan.devices["cpu"]]
         return cls(homes[0], homes[-1], tuple(distinct(homes)), plan.operators.get(key, embedding), width)
 
+    def settle(self) -> None:
+        """A step's results are here: wait for what other GPUs still have on the way to the host, which is little."""
+        counted = [device for device in self.devices if device.usage is not None]
+        if len(counted) > 1:
+            for device in counted:
+                if device.torch_device.type == "cuda":
+                    torch.cuda.synchronize(device.torch_device)
+
     def check_experts(self) -> None:
         """Raise EngineError when experts failed on the CPU in a step, which is over."""
         for device in self.devices:

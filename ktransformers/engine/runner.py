@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -44,24 +43,36 @@ class ModelRunner:
         forward, layout = self._pass, self._pass.layout
         if layout is None:
             return forward.on_cpu(token_ids, positions, context, keep)
-        began, profile = time.perf_counter(), self._profile
+        profile = self._profile
         if self._decode is not None and len(token_ids) <= self._decode.max_rows and not self.tap.is_open:
-            logits = self._decode.step(token_ids, positions, context, keep)
+            logits = self._decode.step(token_ids, positions, context, keep, self._fetch)
         else:
             inputs = forward.inputs_of(token_ids, positions, context, keep)
             with nullcontext() if profile is None else profile.marked():
                 on_device = forward.run(inputs)
+            self._fetch(len(token_ids))
             logits = on_device.to("cpu", torch.float32)
+        layout.settle()
         layout.check_experts()
         if profile is not None:
-            profile.finish(len(token_ids), time.perf_counter() - began)
+            profile.finish(len(token_ids))
         return logits
+
+    def _fetch(self, num_rows: int) -> None:
+        """Let what a step that was launched leaves on GPUs come with its results."""
+        assert self._pass.layout is not None
+        rows = None if self._profile is None else self._profile.rows_of(num_rows)
+        for device in self._pass.layout.devices:
+            if device.usage is not None:
+                device.usage.fetch(num_rows, rows)
 
     @torch.inference_mode()
     def profile_gpus(self, on: bool) -> GpuProfile | None:
         """Time the parts of steps on GPUs from now on, or no more. The profile to ask after each step; None without a
         GPU. Where steps are replayed they are captured once more, which takes seconds."""
         layout = self._pass.layout
+        if self._profile is not None:
+            self._profile.close()
         self._profile = GpuProfile(layout.devices) if on and layout is not None else None
         if self._decode is not None:
             self._decode.time_steps(self._profile)

@@ -13,7 +13,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, Pretr
 
 from ktransformers.errors import ConfigError
 
-__all__ = ["SHAPES", "Shape", "find_shape"]
+__all__ = ["SHAPES", "Shape", "find_shape", "small_config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +185,25 @@ def find_shape(name: str) -> Shape:
     if shape is None:
         raise ConfigError(f"--synthetic {name} is not one of {', '.join(SHAPES)}")
     return shape
+
+
+_NARROW = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "vocab_size": 1024,
+    "num_experts": 16,
+    "n_routed_experts": 16,
+    "num_local_experts": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+
+
+def small_config(name: str, layers: int) -> PretrainedConfig:
+    """The config of a published shape with `layers` layers of width 256."""
+    config = find_shape(name).config(layers)
+    for key, value in _NARROW.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
+    return config

@@ -21,8 +21,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from typing_extensions import override
@@ -75,7 +73,7 @@ class ExpertStats:
 
     def __init__(self) -> None:
         self._counts = ExpertCounts()
-        self._usages: list[tuple[ExpertUsage, npt.NDArray[np.int64]]] = []  # and their counts, as they were added last
+        self._usages: list[tuple[ExpertUsage, torch.Tensor]] = []  # and their counts, as they were added last
 
     def watch(self, kernel: MoeKernel) -> None:
         """Count what this kernel computes."""
@@ -91,18 +89,15 @@ class ExpertStats:
     def watch_gpu(self, usage: ExpertUsage) -> None:
         """Count what this counts on its GPU. Watching it again does nothing."""
         if all(usage is not known for known, _ in self._usages):
-            self._usages.append((usage, usage.counts()))
+            self._usages.append((usage, usage.counts.clone()))
 
     def totals(self) -> tuple[int, int, int]:
         """(token, expert) pairs computed, layer calls, and distinct experts of each call, added up.
 
-        Experts on GPUs add pairs alone. Waits for what the GPUs were given before.
+        Experts on GPUs add pairs alone, as of the last step that is over.
         """
-        for number, (usage, before) in enumerate(self._usages):
-            now = usage.counts()
-            for layer in (now != before).any(axis=1).nonzero()[0]:
-                self._counts.add(int(layer), (now[layer] - before[layer]).tolist(), 0)
-            self._usages[number] = (usage, now)
+        for usage, before in self._usages:
+            self._counts.follow(usage.counts, before)
         return self._counts.totals()
 
     def take_counts(self) -> bytes:

@@ -6,14 +6,13 @@ the marks of a step were is known when it is launched, or was captured; how long
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ktransformers.kernels.triton.clock import write_time
 
-__all__ = ["END", "Label", "Marks", "Span"]
+__all__ = ["END", "Label", "Marks"]
 
 _MOST = 1 << 14
 END = "end"
@@ -26,15 +25,6 @@ class Label:
 
     part: str
     layer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Where the time between two marks went. begin, duration: nanoseconds of the device's clock."""
-
-    label: Label
-    begin: int
-    duration: int
 
 
 class Marks:
@@ -75,12 +65,9 @@ class Marks:
         labels, self._labels = tuple(self._labels), []
         return labels
 
-    def spans(self, labels: Sequence[Label]) -> list[Span]:
-        """How long the parts took in the step that is over and had these labels, the last being its end."""
-        if self._times is None or not labels:
-            return []
-        times: list[int] = self._times[: len(labels)].tolist()
-        return [
-            Span(label, begin, max(end - begin, 0))
-            for label, begin, end in zip(labels[:-1], times[:-1], times[1:], strict=True)
-        ]
+    def times(self, num_labels: int) -> bytes:
+        """When the marks were written of the step that is over and had so many: int64 ns on the device's clock."""
+        if self._times is None or not num_labels:
+            return b""
+        taken: bytes = self._times[:num_labels].cpu().numpy().tobytes()
+        return taken

@@ -1,5 +1,6 @@
-"""How often each routed expert on a GPU was chosen, counted there: nobody waits, and replayed steps count as others do.
+"""How often each routed expert on a GPU was chosen, counted there: replayed steps count as others do.
 
+What a step leaves is copied to the host behind it, so that whoever waits for its results has it without waiting again.
 Knows ids of experts and which rows hold tokens; not routers, weights or steps.
 
 L layers, E experts of a layer, K of them for each of T rows.
@@ -7,10 +8,8 @@ L layers, E experts of a layer, K of them for each of T rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ktransformers.kernels.triton.router import Chosen
@@ -18,20 +17,26 @@ from ktransformers.kernels.triton.router import Chosen
 __all__ = ["KEPT_ROWS", "ExpertUsage"]
 
 KEPT_ROWS = 256
-"""Rows of a step whose experts are kept until the next one."""
+"""Rows of a step whose experts are kept until the next one, always; for steps of more rows see `keep`."""
 
 
 class ExpertUsage:
     """Of the layers whose experts are on one device.
 
-    A step's rows are told apart from padding by their slots in the cache, which are negative there.
+    A step's rows are told apart from padding by their slots in the cache, which are negative there. counts: int64
+    [L, E] on the host, since the start, as of the last `fetch` that is done.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device):
+        self._device, self._is_pinned = device, device.type == "cuda"
         with torch.inference_mode(False):
             self._counts = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+            self.counts = torch.zeros(num_layers, num_experts, dtype=torch.int64, pin_memory=self._is_pinned)
         self._ids: dict[int, torch.Tensor] = {}  # int32 [L, KEPT_ROWS, K] by K
-        self._top_k: dict[int, int] = {}  # by layer
+        self._large: dict[int, torch.Tensor] = {}  # the same of more rows, while they are kept
+        self._large_rows = 0
+        self._fetched: dict[int, torch.Tensor] = {}  # int32 [L, rows, K] by K, on the host
+        self.layers: dict[int, int] = {}  # K of each layer that has chosen anything
 
     def chosen(self, layer: int, slots: torch.Tensor, top_k: int) -> Chosen:
         """What the router of `layer` fills. slots: int64 [T], of the step's rows, on the device."""
@@ -46,21 +51,43 @@ class ExpertUsage:
         if memory is not None:
             memory.copy_(ids)
 
+    def keep(self, num_rows: int) -> None:
+        """Keep the experts of steps of up to so many rows, from now on; 0: of KEPT_ROWS."""
+        self._large_rows = num_rows
+        self._large.clear()
+
     def _memory(self, layer: int, num_rows: int, top_k: int) -> torch.Tensor | None:
         """For the ids of a step that is kept, int32 [T, K]."""
-        if top_k not in self._ids:
-            shape = len(self._counts), KEPT_ROWS, top_k
+        self.layers[layer] = top_k
+        if num_rows <= KEPT_ROWS:
+            return self._made(self._ids, KEPT_ROWS, top_k)[layer, :num_rows]
+        if num_rows <= self._large_rows:
+            return self._made(self._large, self._large_rows, top_k)[layer, :num_rows]
+        return None
+
+    def _made(self, known: dict[int, torch.Tensor], num_rows: int, top_k: int) -> torch.Tensor:
+        if top_k not in known:
+            shape = len(self._counts), num_rows, top_k
             with torch.inference_mode(False):
-                self._ids[top_k] = torch.zeros(shape, dtype=torch.int32, device=self._counts.device)
-        self._top_k[layer] = top_k
-        return self._ids[top_k][layer, :num_rows] if num_rows <= KEPT_ROWS else None
+                known[top_k] = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        return known[top_k]
 
-    def counts(self) -> npt.NDArray[np.int64]:
-        """[L, E] since the start. Waits for what the device was given before."""
-        taken: npt.NDArray[np.int64] = self._counts.to("cpu", copy=True).numpy()
-        return taken
+    def fetch(self, num_rows: int = 0, rows: Sequence[int] | None = None) -> None:
+        """Copy what the step that was launched last leaves, in the order of its stream.
 
-    def ids(self, num_rows: int) -> Mapping[int, npt.NDArray[np.int32]]:
-        """[T, K] of each layer in the last step, which had num_rows <= KEPT_ROWS. Waits likewise."""
-        kept = {top_k: ids[:, :num_rows].to("cpu", copy=True).numpy() for top_k, ids in self._ids.items()}
-        return {layer: kept[top_k][layer] for layer, top_k in sorted(self._top_k.items())}
+        rows: of its num_rows, those whose ids `ids` is to have; None: counts alone.
+        """
+        self.counts.copy_(self._counts, non_blocking=True)
+        self._fetched = {}
+        if rows is None or num_rows > max(KEPT_ROWS, self._large_rows):
+            return
+        for top_k, kept in (self._ids if num_rows <= KEPT_ROWS else self._large).items():
+            found = kept[:, :num_rows]
+            if len(rows) < num_rows:
+                found = found[:, torch.tensor(rows, dtype=torch.int64, device=self._device)]
+            host = torch.empty(found.shape, dtype=torch.int32, pin_memory=self._is_pinned)
+            self._fetched[top_k] = host.copy_(found, non_blocking=True)
+
+    def ids(self) -> dict[int, torch.Tensor]:
+        """int32 [L, rows, K] by K, of the last `fetch`, on the host."""
+        return self._fetched

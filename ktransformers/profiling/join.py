@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ktransformers.profiling.gpu_steps import gpu_calls, gpu_ops
 from ktransformers.profiling.messages import (
     SCHEMA_VERSION,
     DropsRecord,
     Farewell,
+    GpuRecord,
     Message,
     NativeRecords,
     RequestRecord,
@@ -92,8 +94,10 @@ class Joiner:
     def take(self, message: Message, now: float) -> None:
         """now: seconds, of any clock that never goes back."""
         match message:
-            case NativeRecords(epoch, data, stream):
-                self._log(epoch).feed(data, stream)
+            case NativeRecords(epoch, data):
+                self._log(epoch).feed(data)
+            case GpuRecord():
+                self._log(message.epoch).add(gpu_ops(message), gpu_calls(message), message.step_id)
             case StepRecord():
                 self._opened(message.step_id, now).step = message
             case TokensRecord():

@@ -17,6 +17,9 @@ __all__ = [
     "BridgeOptions",
     "DropsRecord",
     "Farewell",
+    "GpuExperts",
+    "GpuRecord",
+    "GpuTimes",
     "Message",
     "NativeRecords",
     "ProfileMeta",
@@ -47,12 +50,48 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling_ns: int | None = None
 
 
+class GpuTimes(msgspec.Struct, frozen=True):
+    """Of one GPU in a step. labels: (part, layer or -1) that begin at times, int64 ns of its clock; the last ends.
+
+    Both are empty where the parts of the step were not timed.
+    """
+
+    device: int
+    labels: Sequence[tuple[str, int]]
+    times: bytes
+
+
+class GpuExperts(msgspec.Struct, frozen=True):
+    """What one GPU's experts were chosen for in a step, L layers of the model.
+
+    layers: experts of a token, K, of each layer that has any there. ids: int32 [L, rows, K] by K, of the record's rows.
+    counts: int64 [L, num_experts] of all rows; empty where the ids are of all rows.
+    """
+
+    num_experts: int
+    layers: dict[int, int]
+    ids: dict[int, bytes]
+    counts: bytes
+
+
+class GpuRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What GPUs did in a step, on the way from its launch to its results. rows: flattened, whose experts are told."""
+
+    num_rows: int
+    began_ns: int
+    ended_ns: int
+    devices: Sequence[GpuTimes]
+    rows: Sequence[int]
+    experts: Sequence[GpuExperts]
+    epoch: int = 0
+    step_id: int = -1
+
+
 class NativeRecords(msgspec.Struct, frozen=True, tag=True):
-    """Whole native records of an engine, in the order of their stream: 0 is the ring, 1 what `add_ops` is given."""
+    """Whole native records of an engine, in the order in which they were begun."""
 
     epoch: int
     data: bytes
-    stream: int = 0
 
 
 class TokensRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -104,7 +143,7 @@ class Farewell(msgspec.Struct, frozen=True, tag=True):
     source: str
 
 
-Message = StepRecord | NativeRecords | TokensRecord | RequestRecord | DropsRecord | Farewell
+Message = StepRecord | NativeRecords | GpuRecord | TokensRecord | RequestRecord | DropsRecord | Farewell
 
 
 class ProfileMeta(msgspec.Struct, frozen=True, kw_only=True):

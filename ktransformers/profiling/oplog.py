@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,19 +81,25 @@ class OpLog:
     _ops: Ops = field(default_factory=lambda: np.empty(0, OP))
     _calls: dict[int, list[ExpertsCall]] = field(default_factory=dict)
     _num_calls: int = 0
-    _step_ids: dict[int, int] = field(default_factory=dict)  # the step that a stream is in
+    _step_id: int = -1  # that native code is in
 
-    def feed(self, data: bytes, stream: int = 0) -> None:
-        """Take in whole records of a stream. What follows one that cannot be is lost."""
+    def add(self, ops: Ops, calls: Iterable[ExpertsCall], step_id: int) -> None:
+        """What others than native code did in a step."""
+        self._add_ops(ops)
+        for call in calls:
+            self._add_call(call, step_id)
+
+    def feed(self, data: bytes) -> None:
+        """Take in whole native records, in their order. What follows one that cannot be is lost."""
         offsets: list[int] = []
         try:
             for kind, _, at, nbytes in split_records(data):
                 if kind == Kind.OP and nbytes == OP.itemsize:
                     offsets.append(at)
                 elif kind == Kind.EXPERTS and nbytes >= EXPERTS.itemsize:
-                    self._add_call(_experts(data, at, nbytes), self._step_ids.get(stream, -1))
+                    self._add_call(_experts(data, at, nbytes), self._step_id)
                 elif kind == Kind.STEP_BEGIN and nbytes == STEP_BEGIN.itemsize:
-                    self._step_ids[stream] = int(np.frombuffer(data, STEP_BEGIN, 1, at)[0]["step_id"])
+                    self._step_id = int(np.frombuffer(data, STEP_BEGIN, 1, at)[0]["step_id"])
                 elif kind != Kind.STEP_END:
                     self.num_lost += 1
         except ValueError:

@@ -15,10 +15,19 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
 import zmq
 
 from ktransformers.errors import KTransformersError
-from ktransformers.profiling.messages import DropsRecord, Farewell, Message, NativeRecords, StepRecord, encode_messages
+from ktransformers.profiling.messages import (
+    DropsRecord,
+    Farewell,
+    GpuRecord,
+    Message,
+    NativeRecords,
+    StepRecord,
+    encode_messages,
+)
 
 __all__ = ["Recorder", "Runtime", "open_recorder"]
 
@@ -52,8 +61,8 @@ class Runtime(Protocol):
         """keep: flattened rows whose experts are wanted."""
         ...
 
-    def end_step(self) -> bytes:
-        """Of the step that was begun last. Returns records of what is not in the ring, see Recorder.add_ops."""
+    def end_step(self) -> GpuRecord | None:
+        """Of the step that was begun last. Returns what GPUs did in it."""
         ...
 
     def drain(self) -> bytes:
@@ -62,7 +71,7 @@ class Runtime(Protocol):
 
 
 class Recorder:
-    """Of one process, or one engine. Made, used and closed by one thread; add_ops may be called by others.
+    """Of one process, or one engine. Made, used and closed by one thread.
 
     source: who sends, unique among the senders of a profile. runtime: None for those who run no native code.
     """
@@ -93,17 +102,10 @@ class Recorder:
 
     def end_step(self, record: StepRecord) -> None:
         """The step that was begun last is over."""
-        data = b"" if self._runtime is None else self._runtime.end_step()
-        if data:
-            self.add_ops(data)
+        gpus = None if self._runtime is None else self._runtime.end_step()
+        if gpus is not None:
+            self.post(msgspec.structs.replace(gpus, epoch=record.epoch, step_id=record.step_id))
         self.post(record)
-
-    def add_ops(self, data: bytes) -> None:
-        """Native records that others than native code have made: marks of a GPU, on the clock of all times here.
-
-        Those of a step come before its `end_step`; records of routing come after a STEP_BEGIN of theirs.
-        """
-        self.post(NativeRecords(self.epoch, data, stream=1))
 
     def post(self, message: Message) -> None:
         """Send it soon. Never blocks."""

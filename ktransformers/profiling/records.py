@@ -27,10 +27,11 @@ __all__ = [
 
 PARTS = (
     "other", "norm", "linear", "attention", "router", "experts", "shared_experts", "mlp", "embedding", "lm_head",
-    "sampling", "wait_cpu", "copy", "host",
+    "sampling", "wait_cpu", "copy", "gpu", "host",
 )  # fmt: skip
 """What an OP's part means, by number. wait_cpu: the GPU waits for the CPU's experts. copy: weights on their way to a
-GPU. host: what is left of a step's wall time; no OP has it."""
+GPU. gpu: all that a GPU does in a step whose parts were not timed there. host: what is left of a step's wall time; no
+OP has it."""
 
 HOST = PARTS[-1]
 

@@ -9,13 +9,13 @@ import pytest
 
 from ktransformers.bench import probe
 from ktransformers.bench.probe import ProbeSizes, probe_cpu, thread_counts
-from ktransformers.bench.probe_steps import FAMILIES, small_config, step_costs
+from ktransformers.bench.probe_steps import FAMILIES, step_costs
 from ktransformers.cli import main
 from ktransformers.kernels.cpu import WorkerPool, limits
 from ktransformers.kernels.types import QuantType
 from ktransformers.models import synthetic_shapes
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.synthetic_shapes import Shape
+from ktransformers.models.synthetic_shapes import Shape, small_config
 from ktransformers.optimize.machine_speed import CpuSpeed, MachineSpeed
 
 TINY = ProbeSizes(

@@ -14,8 +14,11 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Hardware, build_engine
+from ktransformers.engine.step_runtime import StepRuntime
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
+from ktransformers.profiling.gpu_steps import gpu_calls, gpu_ops
+from ktransformers.profiling.records import PARTS
 from tests.support.agreement import prompt
 from tests.support.gpu_engines import EXPERTS_ON_CPU, EXPERTS_ON_GPU, rules_of
 from tests.support.tiny_models import tiny_model, write_safetensors
@@ -38,31 +41,35 @@ def test_steps_tell_what_they_did(experts: str, use_cuda_graph: bool, tmp_path: 
     )
     steps = [ids[:-8], *([token] for token in ids[-8:])]
     with closing(build_engine(asked, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
-        logits, differing = list[torch.Tensor](), 0
+        runtime, logits, differing, num_timed = StepRuntime(engine.runner), list[torch.Tensor](), 0, 0
         for is_on in (False, True):
-            profile, first, begins = engine.runner.profile_gpus(is_on), 0, 0
+            if is_on:
+                runtime.start()
+            first = 0
             for number, step in enumerate(steps):
                 began = time.monotonic_ns()
+                runtime.begin_step(number, len(step), [len(step) - 1])
                 got = engine.runner.forward(step, first, [len(step) - 1]).clone()
+                latest, here = runtime.end_step(), want[:, first : first + len(step)]
                 ended = time.monotonic_ns()
                 first += len(step)
-                if profile is None:
+                if latest is None:
                     logits.append(got)
                     continue
                 assert torch.equal(got, logits[number])
-                latest = profile.latest
-                assert latest is not None
-                for spans in latest.spans.values():
-                    assert began <= spans[0].begin
-                    assert sum(span.duration for span in spans) <= ended - began
-                    assert {"attention", "linear", "router", "experts", "lm_head"} <= {s.label.part for s in spans}
-                    assert ("wait_cpu" in {s.label.part for s in spans}) == (experts == EXPERTS_ON_CPU)
-                    begins += 1
+                ops = gpu_ops(latest)
+                parts = {PARTS[part] for part in ops["part"]}
+                assert (began <= ops["begin_ns"]).all()
+                assert ops["duration_ns"].sum() <= ended - began
+                if parts != {"gpu"}:
+                    num_timed += 1
+                    assert {"attention", "linear", "router", "experts", "lm_head"} <= parts
+                    assert ("wait_cpu" in parts) == (experts == EXPERTS_ON_CPU)
                 if experts == EXPERTS_ON_GPU:
-                    assert latest.counts is not None
-                    assert latest.counts.sum() == len(step) * config.num_experts_per_tok * config.num_hidden_layers
-                    here = want[:, first - len(step) : first]
-                    chosen = torch.stack([torch.tensor(latest.ids[i]) for i in range(len(here))]).long()
-                    differing += int((chosen.sort(dim=-1)[0] != here).any(dim=-1).sum())
-        assert begins > 1  # the prompt's step, and some that were replayed
+                    calls = list(gpu_calls(latest))
+                    assert sum(int(call.counts.sum()) for call in calls) == here.numel()
+                    chosen = torch.stack([torch.tensor(call.ids) for call in calls]).long().sort(dim=-1)[0]
+                    differing += int((chosen != here).any(dim=-1).sum())
+        runtime.stop()
+        assert num_timed > 1  # the prompt's step, and some that were replayed
         assert differing <= 4

@@ -10,10 +10,9 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine
-from ktransformers.engine.gpu_profile import GpuStep
-from ktransformers.engine.step_runtime import gpu_records
-from ktransformers.operators.marks import Label, Span
-from ktransformers.profiling.oplog import OpLog
+from ktransformers.engine.step_runtime import StepRuntime
+from ktransformers.profiling.gpu_steps import gpu_calls, gpu_ops
+from ktransformers.profiling.messages import GpuExperts, GpuRecord, GpuTimes
 from ktransformers.profiling.records import PARTS
 from tests.support.agreement import prompt
 from tests.support.fake_gpus import FakeGraphs, fake_hardware
@@ -50,21 +49,23 @@ def test_experts_on_a_gpu_are_counted_in_every_step(use_cuda_graph: bool, tmp_pa
     graphs = FakeGraphs()
     engine = engine_on(tmp_path, graphs, EXPERTS_ON_GPU, use_cuda_graph)
     (usage,) = engine.plan.devices.usages()
-    before = usage.counts()
-    profile = engine.runner.profile_gpus(True)
-    assert profile is not None
+    before = usage.counts.clone()
+    runtime = StepRuntime(engine.runner)
+    runtime.start()
     steps = [ids[:-3], *([token] for token in ids[-3:])]
     first, replays = 0, graphs.replays
     for step in steps:
+        runtime.begin_step(first, len(step), [len(step) - 1])
         engine.runner.forward(step, first, [len(step) - 1])
-        latest, here = profile.latest, want[:, first : first + len(step)]
+        latest, here = runtime.end_step(), want[:, first : first + len(step)]
         assert latest is not None
-        assert latest.counts is not None
-        assert latest.counts.tolist() == counted(here, config.num_experts)
-        got = torch.stack([torch.tensor(latest.ids[layer]) for layer in range(config.num_hidden_layers)])
+        calls = list(gpu_calls(latest))
+        assert [call.counts.tolist() for call in calls] == counted(here, config.num_experts)
+        got = torch.stack([torch.tensor(call.ids) for call in calls])
         assert torch.equal(got.long().sort(dim=-1)[0], here)
         first += len(step)
-    assert (usage.counts() - before).tolist() == counted(want, config.num_experts)
+    assert (usage.counts - before).tolist() == counted(want, config.num_experts)
+    runtime.stop()
     assert graphs.replays - replays == (3 if use_cuda_graph else 0)
     engine.close()
 
@@ -84,15 +85,16 @@ def test_parts_of_steps_are_timed_while_somebody_asks(experts: str, tmp_path: Pa
     assert graphs.captured == captured * 2
     assert torch.equal(engine.runner.forward(ids[:5], 0, [4]), before)
     assert profile.latest is not None
-    spans = profile.latest.spans["cuda:0"]
-    ends = [span.begin + span.duration for span in spans[:-1]]
-    assert ends == [span.begin for span in spans[1:]]
+    (timed,) = profile.latest.devices
+    assert len(timed.times) == 8 * len(timed.labels)
     layer = ["linear", "attention", "linear", "router", "experts"]
     layer += ["wait_cpu"] if experts == EXPERTS_ON_CPU else []
-    timed = [(span.label.part, span.label.layer) for span in spans]
-    assert timed == [("other", -1), *((part, i) for i in (0, 1) for part in layer), ("lm_head", -1)]
+    labels = [("other", -1), *((part, i) for i in (0, 1) for part in layer), ("lm_head", -1), ("end", -1)]
+    assert timed.labels == labels
+    times = torch.frombuffer(bytearray(timed.times), dtype=torch.int64)
+    assert (times.diff() >= 0).all()
     engine.runner.forward(ids[5:6], 5, [0])
-    assert [span.label for span in profile.latest.spans["cuda:0"]] == [span.label for span in spans]
+    assert profile.latest.devices[0].labels == labels
     engine.runner.profile_gpus(False)
     seen = profile.latest
     engine.runner.forward(ids[6:7], 6, [0])
@@ -101,17 +103,34 @@ def test_parts_of_steps_are_timed_while_somebody_asks(experts: str, tmp_path: Pa
     engine.close()
 
 
-def test_records_of_a_gpu_are_read_as_those_of_kernels_are(tmp_path: Path) -> None:
-    """Times, experts by row and counts of a step, through the records that a Recorder sends."""
-    spans = [Span(Label("attention", 0), 1_000, 300), Span(Label("wait_cpu", 0), 1_300, 50)]
-    counts = torch.tensor([[0, 0, 0, 0], [2, 1, 0, 1]]).numpy()
-    ids = torch.tensor([[0, 1], [3, 0]], dtype=torch.int32).numpy()
-    log = OpLog()
-    log.feed(gpu_records(GpuStep(2, {"cuda:1": spans}, {1: ids}, counts), 7), 1)
-    found = log.take(7, 900, 2_000)
-    timed = [(PARTS[op["part"]], op["layer"], op["device"], op["begin_ns"], op["duration_ns"]) for op in found.ops]
-    assert timed == [("attention", 0, 2, 1_000, 300), ("wait_cpu", 0, 2, 1_300, 50)]
-    (call,) = found.calls
+def test_a_step_on_gpus_becomes_operations_and_routings() -> None:
+    """Clocks by hand: the last mark of all GPUs, 1,450 there, is the step's end, 9,000 here."""
+    ids = torch.tensor([[[0, 0], [0, 0]], [[0, 1], [3, 0]]], dtype=torch.int32)
+    record = GpuRecord(
+        num_rows=2,
+        began_ns=8_000,
+        ended_ns=9_000,
+        devices=[
+            GpuTimes(0, [("linear", 0), ("end", -1)], torch.tensor([1_000, 1_100]).numpy().tobytes()),
+            GpuTimes(
+                1,
+                [("attention", 1), ("wait_cpu", 1), ("end", -1)],
+                torch.tensor([1_100, 1_400, 1_450]).numpy().tobytes(),
+            ),
+        ],
+        rows=[0, 1],
+        experts=[GpuExperts(4, {1: 2}, {2: ids.numpy().tobytes()}, b"")],
+    )
+    timed = [
+        (PARTS[op["part"]], op["layer"], op["device"], op["begin_ns"], op["duration_ns"]) for op in gpu_ops(record)
+    ]
+    assert timed == [("linear", 0, 1, 8_550, 100), ("attention", 1, 2, 8_650, 300), ("wait_cpu", 1, 2, 8_950, 50)]
+    (call,) = gpu_calls(record)
     assert (call.layer, call.counts.tolist()) == (1, [2, 1, 0, 1])
-    assert call.row_index.tolist() == [0, 1]
-    assert call.ids.tolist() == [[0, 1], [3, 0]]
+    assert (call.row_index.tolist(), call.ids.tolist()) == ([0, 1], [[0, 1], [3, 0]])
+
+
+def test_a_step_that_is_not_timed_is_one_operation() -> None:
+    record = GpuRecord(num_rows=1, began_ns=8_000, ended_ns=9_000, devices=[GpuTimes(0, [], b"")], rows=[], experts=[])
+    (op,) = gpu_ops(record)
+    assert (PARTS[op["part"]], op["layer"], op["begin_ns"], op["duration_ns"]) == ("gpu", -1, 8_000, 1_000)

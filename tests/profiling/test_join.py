@@ -127,7 +127,7 @@ def test_what_a_gpu_hides_is_not_counted_twice() -> None:
     ops = np.frombuffer(data, OP)
     assert critical_ns(ops).tolist() == [100, 100, 100, 30]
     made = Lines()
-    made.joiner.take(NativeRecords(0, data, stream=1), 0.0)
+    made.joiner.take(NativeRecords(0, data), 0.0)
     made.joiner.take(step(1, 0, 400), 0.0)
     made.joiner.take(tokens(1), 0.0)
     made.joiner.settle(0.0)

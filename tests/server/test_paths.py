@@ -17,6 +17,7 @@ from ktransformers.server.config import ServerConfig
 from tests.support.fake_backend import FakeBackend
 
 GETS = sorted(path for method, path in (route.split() for route, _ in ROUTES) if method == "GET" and "{" not in path)
+GETS.remove("/v1/profile")  # of a backend that can write profiles, which the fake one cannot
 
 
 def ask(method: str, path: str, *, backend: FakeBackend | None = None, **more: Any) -> httpx.Response:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 PARTS = (
     "other", "norm", "linear", "attention", "router", "experts", "shared_experts", "mlp", "embedding", "lm_head",
-    "sampling", "wait_cpu", "copy", "host",
+    "sampling", "wait_cpu", "copy", "gpu", "host",
 )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from ktransformers.kernels.cpu.moe import MoeKernel
 from ktransformers.kernels.extension import extension
 
@@ -23,6 +25,18 @@ class ExpertCounts:
     def add(self, layer: int, rows: Sequence[int], calls: int = 1) -> None:
         """What ran elsewhere: the rows of each expert of a layer, as so many calls of it (0: a part of one)."""
         self._native.add(layer, rows, calls)
+
+    def follow(self, rows: torch.Tensor, before: torch.Tensor) -> None:
+        """Count what `rows`, of all layers so far, as somebody else counts them, has beyond `before`, which becomes it.
+
+        Both int64 [layers, experts], contiguous, on the CPU. Raises ValueError.
+        """
+        for name, tensor in (("rows", rows), ("before", before)):
+            if tensor.shape != rows.shape or tensor.dim() != 2 or tensor.dtype != torch.int64:
+                raise ValueError(f"{name} must be int64 [layers, experts], got {tensor.dtype} {list(tensor.shape)}")
+            if not tensor.is_contiguous() or tensor.device.type != "cpu":
+                raise ValueError(f"{name} must be contiguous and on the CPU")
+        self._native.follow(rows.data_ptr(), before.data_ptr(), *rows.shape)
 
     def totals(self) -> tuple[int, int, int]:
         """(token, expert) pairs, layer calls, and the distinct experts of each call, added up."""

@@ -31,6 +31,7 @@ PART_COLORS = {
     "sampling": "#e377a2",
     "wait_cpu": "#e15759",
     "copy": "#7f6fd0",
+    "gpu": "#b8a1cf",
     "host": "#6c7686",
 }
 
@@ -73,7 +74,9 @@ def numbers(values: npt.ArrayLike) -> list[Any]:
 
 def part_name(part: str) -> str:
     """As people say it."""
-    return {"wait_cpu": "wait for CPU", "lm_head": "LM head"}.get(part, part.replace("_", " "))
+    return {"wait_cpu": "wait for CPU", "lm_head": "LM head", "gpu": "GPU, not timed by part"}.get(
+        part, part.replace("_", " ")
+    )
 
 
 def axis(title: str, **options: Any) -> dict[str, Any]:
