@@ -21,6 +21,7 @@ from ktransformers.core import FinishReason
 from ktransformers.engine.card import ModelCard
 from ktransformers.engine.step_runtime import StepRuntime
 from ktransformers.hub.locate import title_of
+from ktransformers.optimize.machine_speed import GpuSpeed, SpeedFile
 from ktransformers.profiling.capture import ProfileTarget
 from ktransformers.profiling.messages import ProfileMeta, RequestRecord, StepRecord, TokensRecord
 from ktransformers.profiling.recorder import Recorder, Runtime, open_recorder
@@ -252,10 +253,19 @@ def _model(card: ModelCard, config: EngineConfig, architecture: str | None) -> d
 
 
 def _machine(num_threads: int | None, isa: str | None, gpus: Sequence[str]) -> dict[str, Any]:
+    """GB/s as doctor measured them on this machine; null where it did not. gpus: names of devices."""
+    speed = SpeedFile().read()
+    known = {} if speed is None else speed.gpus
     return {
         "cpu": cpu_name(),
         "num_threads": num_threads,
         "isa": isa,
-        "memory_gbps": None,
-        "gpus": [{"name": name, "memory_gbps": None} for name in gpus],
+        "memory_gbps": None if speed is None else round(speed.cpu.best_read / 1e9, 1),
+        "gpus": [_gpu(name, known.get(name)) for name in gpus],
     }
+
+
+def _gpu(device: str, speed: GpuSpeed | None) -> dict[str, Any]:
+    if speed is None:
+        return {"name": device, "memory_gbps": None}
+    return {"name": speed.name, "memory_gbps": round(speed.read / 1e9, 1)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,3 +153,12 @@ def test_a_second_profile_begins_empty() -> None:
 
 def test_kernels_and_readers_have_the_same_parts() -> None:
     assert records.PARTS == profile.PARTS
+
+
+def test_a_profile_knows_what_doctor_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = EngineConfig()
+    before = card_meta(ModelCard(), config, "transformers").machine
+    SpeedFile().write(MachineSpeed(0.0, 0.0, CpuSpeed(2, "avx2", {1: 20e9, 2: 42.54e9})))
+    after = card_meta(ModelCard(), config, "transformers").machine
+    assert (before["memory_gbps"], after["memory_gbps"]) == (None, 42.5)
