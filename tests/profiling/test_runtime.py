@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from ktransformers.config import EngineConfig
+from ktransformers.engine.card import ModelCard
 from ktransformers.engine.profile_scopes import module_scopes
+from ktransformers.engine.profiled import card_meta
 from ktransformers.engine.runner import StaticRunner
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool, profile
+from ktransformers.optimize.machine_speed import CpuSpeed, MachineSpeed, SpeedFile
 from ktransformers.profiling import records
 from ktransformers.profiling.runtime import CpuProfilingRuntime, ModuleScope
 from tests.support.native_records import Experts, Op, StepBegin, StepEnd, records_in
