@@ -34,9 +34,11 @@ def measure_machine(say: Say = lambda text: None, sizes: ProbeSizes = FULL) -> M
 
 def _gpu(name: str, say: Say) -> GpuSpeed | None:
     from ktransformers.bench.probe_gpu import probe_gpu  # Triton is heavy, and not everywhere
+    from ktransformers.kernels.triton.compiling import loading
 
     try:
-        return probe_gpu(name, physical_cores(), say)
+        with loading():  # kernels are compiled on the way, which nobody waits for
+            return probe_gpu(name, physical_cores(), say)
     except (KTransformersError, RuntimeError, ValueError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         logger.warning("%s cannot be measured, so nothing that runs there is predicted: %s", name, first)
