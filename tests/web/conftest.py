@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
+_PATIENCE = 20_000
+"""Milliseconds until a page on a loaded machine is taken for stuck."""
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +25,7 @@ def browser() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None:
         pytest.skip(f"no browser: none of {', '.join(_NAMES)} is installed")
+    sync_api.expect.set_options(timeout=_PATIENCE)
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield browser
@@ -46,7 +49,7 @@ def api(fake: FakeApi) -> FakeApi:
 def page(browser: Browser) -> Iterator[Page]:
     """A tab of a browser that has kept nothing. Fails the test when a script fails."""
     context = browser.new_context(viewport={"width": 1200, "height": 800}, locale="en-US", accept_downloads=True)
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(_PATIENCE)
     page = context.new_page()
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))

@@ -84,11 +84,12 @@ def test_reasoning_that_was_cut_goes_on(page: Page, api: FakeApi) -> None:
     api.answers = [[thought("second."), HOLD, said("Done.")]]
     button(page, "Continue").click()
     expect(page.locator(".reasoning summary")).to_have_text("Thinking")
+    page.locator(".reasoning summary").click()
+    expect(page.get_by_text("First second.")).to_be_visible()  # the time counts from its first token
     page.clock.fast_forward(3000)
     api.release()
     whole(page)
     expect(page.locator(".reasoning summary")).to_have_text(re.compile(r"Thought for [89]\.\d s"))
-    page.locator(".reasoning summary").click()
     expect(page.get_by_text("First second.")).to_be_visible()
     expect(answers(page).last).to_have_text("Done.")
     assert api.bodies[-1]["messages"][-1] == {"role": "assistant", "content": "", "reasoning_content": "First "}

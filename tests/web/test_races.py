@@ -43,6 +43,18 @@ FULL_STORE = """() => {
 }"""
 
 
+BUSY_STORE = """() => new Promise((resolve, reject) => {
+    window.storeIsFree = false;
+    const request = indexedDB.open("ktransformers");
+    request.onerror = reject;
+    request.onsuccess = () => {
+        const chats = request.result.transaction(["chats", "messages"], "readwrite").objectStore("chats");
+        const hold = () => { if (!window.storeIsFree) chats.count().onsuccess = hold; };
+        chats.count().onsuccess = () => { hold(); resolve(); };
+    };
+})"""
+
+
 def _other_tab(page: Page, api: FakeApi) -> Page:
     other = page.context.new_page()
     open_page(other, api, page.url.removeprefix(f"{api.url}/"))
@@ -77,6 +89,46 @@ def test_a_reload_right_after_a_text_was_shown_keeps_it(page: Page, api: FakeApi
     expect(page.locator(".ending")).to_have_text("This answer was interrupted.")
     button(page, "Continue").click()
     _run_until(page, "Shown and more")
+
+
+def test_a_reload_before_the_store_has_taken_anything_loses_nothing(page: Page, api: FakeApi) -> None:
+    """The store waits for a transaction of another tab: what is shown meanwhile is there after the reload."""
+    open_page(page, api)
+    other = page.context.new_page()
+    other.goto(f"{api.url}/v1/models")
+    other.evaluate(BUSY_STORE)
+    api.answers = [[said("Shown"), HOLD], [said(" and more")]]
+    say(page, "Go on", waits=False)
+    expect(answers(page)).to_have_text("Shown")
+    page.keyboard.press("Escape")
+    expect(page.locator(".ending")).to_have_text("Stopped")
+    _rename(page, "A better name")
+    expect(page.locator(".chat-list .title")).to_have_text("A better name")
+    page.reload()
+    other.evaluate("window.storeIsFree = true")
+    expect(page.locator(".message.user .plain")).to_have_text("Go on")
+    expect(answers(page)).to_have_text("Shown")
+    expect(page.locator(".ending")).to_have_text("Stopped")
+    expect(page.locator("h1")).to_have_text("A better name")
+    button(page, "Continue").click()
+    expect(answers(page)).to_have_text("Shown and more")
+    whole(page)
+    page.reload()
+    expect(answers(page)).to_have_text("Shown and more")
+
+
+def test_what_a_closed_tab_left_another_one_takes_up(page: Page, api: FakeApi) -> None:
+    """At once, not with its next load: it would overwrite what was written in between."""
+    open_page(page, api)
+    closed = page.context.new_page()
+    closed.add_init_script(f"({SLOW_STORE})()")
+    closed.goto(api.url)
+    say(closed, "Early", waits=False)
+    expect(answers(closed)).to_have_text("ok")
+    closed.close(run_before_unload=False)
+    page.get_by_role("link", name="Early").click()
+    expect(answers(page)).to_have_text("ok")
+    assert page.evaluate("Object.keys(localStorage).filter((name) => name.includes('.left.'))") == []
 
 
 def test_an_answer_that_another_tab_reads_is_neither_interrupted_nor_asked_again(page: Page, api: FakeApi) -> None:

@@ -4,7 +4,7 @@ import { ApiError, streamChat, type CallDelta, type Chunk } from "./api";
 import { t } from "./i18n";
 import { liveElsewhere, tellLive, tellOthers } from "./others";
 import { changeChat, chat, chats, ensureChat, explain, messages, model, path, putMessage } from "./state";
-import { newId, putNow } from "./store";
+import { leave, newId } from "./store";
 import { pathTo } from "./tree";
 import type { Message, Settings, TextFile, ToolCall, Usage } from "./types";
 
@@ -38,7 +38,7 @@ let leavesAt = 0;
 addEventListener("beforeunload", () => (leavesAt = performance.now()));
 /** Firefox ends the streams of a page that is left before the page is told: nothing broke then. */
 const isLeaving = () => leavesAt > 0 && performance.now() - leavesAt < 2000;
-addEventListener("pagehide", () => putNow([...live.value.values()].map((one) => one.newest())));
+addEventListener("pagehide", () => leave([...live.value.values()].map((one) => one.newest())));
 
 /** Whether an answer can go on as the same message: it was cut, and nothing follows it. */
 export function canGoOn(message: Message): boolean {

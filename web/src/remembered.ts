@@ -3,6 +3,8 @@ interface Memory {
   get(name: string): string | undefined;
   set(name: string, text: string): void;
   forget(name: string): void;
+  /** Of all that begin with this. */
+  names(prefix: string): string[];
 }
 
 function over(storage: () => Storage): Memory {
@@ -24,6 +26,7 @@ function over(storage: () => Storage): Memory {
       held.delete(name);
       attempt((kept) => kept.removeItem(name));
     },
+    names: (prefix) => (attempt((kept) => Object.keys(kept)) ?? []).filter((name) => name.startsWith(prefix)),
   };
 }
 

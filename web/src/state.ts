@@ -86,6 +86,7 @@ const byId = (found: Message[]): Messages => new Map(found.map((message) => [mes
 export async function reloadChats(): Promise<void> {
   const shown = view.value.name === "chat" ? view.value.id : "";
   const read = () => Promise.all([store.allChats(), shown ? store.messagesOf(shown) : []]);
+  await store.takeUp();
   const [foundChats, found] = await readUnchanged(read);
   batch(() => {
     chats.value = foundChats;
@@ -130,8 +131,10 @@ async function show(next: View): Promise<void> {
 
 /** Takes up what this browser keeps, then what the server says. */
 export async function start(): Promise<void> {
+  await store.takeUp();
   chats.value = await readUnchanged(store.allChats); // somebody may have sent a message by now
   listen(() => void reloadChats());
+  store.onLeft(() => void reloadChats());
   window.addEventListener("hashchange", () => void show(viewOf(location.hash)));
   await show(viewOf(location.hash));
   await connect();

@@ -1,6 +1,7 @@
 // Chats and messages in IndexedDB; what it refuses is held here until the page closes. Knows nothing of the page.
 // Transactions run in the order in which these functions are called: nobody has to wait for a write before the next one.
 import { openDB, type DBSchema, type IDBPDatabase } from "idb";
+import { inBrowser } from "./remembered";
 import type { Chat, Message } from "./types";
 
 interface Schema extends DBSchema {
@@ -83,41 +84,106 @@ export async function messagesOf(chat: string): Promise<Message[]> {
   return merged(found, [...heldMessages.values()].filter((one) => one.chat === chat));
 }
 
+// What is shown before it is in the store. A browser drops the transactions of a page that is left, those that wait for
+// others too: what is still under way then goes into the small memory of remembered.ts, which is written at once, and
+// another page, mostly the same one loaded again, takes it up.
+
+/** In the order in which it is written. */
+interface Left {
+  chats: Chat[];
+  changes: { now: Chat; change: ChatChange }[];
+  messages: Message[];
+}
+
+const LEFT = "ktransformers.left.";
+const underWay = new Set<Partial<Left>>();
+
+/** Runs what writes, which counts as under way until it is done or refused. */
+async function attemptWrite(what: Partial<Left>, write: () => Promise<void>, otherwise: () => void): Promise<void> {
+  underWay.add(what);
+  await attempt(write, otherwise);
+  underWay.delete(what);
+}
+
+/** For the last moment of a page, after which nothing is heard of: keeps what is under way, and these messages. */
+export function leave(last: Message[]): void {
+  const writes = [...underWay, { messages: last }];
+  const messages = new Map(writes.flatMap((one) => one.messages ?? []).map((one) => [one.id, one])); // the newest of each
+  const left: Left = {
+    chats: writes.flatMap((one) => one.chats ?? []),
+    changes: writes.flatMap((one) => one.changes ?? []),
+    messages: [...messages.values()],
+  };
+  if (!left.chats.length && !left.changes.length && !messages.size) return;
+  putNow(last); // enough where nothing else is under way, and all there is where the memory refuses
+  inBrowser.set(LEFT + newId(), JSON.stringify(left));
+}
+
+/** Calls back when another tab is left with something under way. */
+export function onLeft(listener: () => void): void {
+  addEventListener("storage", ({ key, newValue }) => key?.startsWith(LEFT) && newValue && listener());
+}
+
+/** Puts into the store what pages that were left could not. */
+export async function takeUp(): Promise<void> {
+  for (const name of inBrowser.names(LEFT)) {
+    const write = async () => {
+      const left = JSON.parse(inBrowser.get(name) ?? "{}") as Partial<Left>; // {}: another tab was faster
+      const writes = [
+        ...(left.chats ?? []).map(writeChat),
+        ...(left.changes ?? []).map(({ now, change }) => writeChange(now, change)),
+        ...(left.messages ?? []).map(writeMessage),
+      ];
+      await Promise.all(writes);
+      inBrowser.forget(name);
+    };
+    await attempt(write, () => undefined);
+  }
+}
+
+async function writeChat(chat: Chat): Promise<void> {
+  await (await db()).put("chats", chat);
+}
+
 export async function putChat(chat: Chat): Promise<void> {
-  await attempt(async () => void (await (await db()).put("chats", chat)), () => void heldChats.set(chat.id, chat));
+  await attemptWrite({ chats: [chat] }, () => writeChat(chat), () => void heldChats.set(chat.id, chat));
+}
+
+async function writeChange(now: Chat, change: ChatChange): Promise<void> {
+  const transaction = (await db()).transaction("chats", "readwrite");
+  const put = async () => {
+    const kept = await transaction.store.get(now.id);
+    if (kept) await transaction.store.put(changed(kept, change));
+    else if (heldChats.has(now.id)) heldChats.set(now.id, now);
+  };
+  await Promise.all([put(), transaction.done]);
 }
 
 /** Changes a chat that is still there: it may have been deleted in between, in another tab too. now: as this tab has it. */
 export async function changeChat(now: Chat, change: ChatChange): Promise<void> {
-  const write = async () => {
-    const transaction = (await db()).transaction("chats", "readwrite");
-    const put = async () => {
-      const kept = await transaction.store.get(now.id);
-      if (kept) await transaction.store.put(changed(kept, change));
-      else if (heldChats.has(now.id)) heldChats.set(now.id, now);
-    };
-    await Promise.all([put(), transaction.done]);
+  const refused = () => void heldChats.set(now.id, now);
+  await attemptWrite({ changes: [{ now, change }] }, () => writeChange(now, change), refused);
+}
+
+async function writeMessage(message: Message): Promise<void> {
+  const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
+  const put = async () => {
+    if (await transaction.objectStore("chats").getKey(message.chat)) {
+      await transaction.objectStore("messages").put(message);
+      heldMessages.delete(message.id);
+    } else if (heldChats.has(message.chat)) heldMessages.set(message.id, message);
   };
-  await attempt(write, () => void heldChats.set(now.id, now));
+  await Promise.all([put(), transaction.done]);
 }
 
 /** Puts it where its chat still is: an answer may end after its chat was deleted. */
 export async function putMessage(message: Message): Promise<void> {
-  const write = async () => {
-    const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
-    const put = async () => {
-      if (await transaction.objectStore("chats").getKey(message.chat)) {
-        await transaction.objectStore("messages").put(message);
-        heldMessages.delete(message.id);
-      } else if (heldChats.has(message.chat)) heldMessages.set(message.id, message);
-    };
-    await Promise.all([put(), transaction.done]);
-  };
-  await attempt(write, () => void heldMessages.set(message.id, message));
+  const refused = () => void heldMessages.set(message.id, message);
+  await attemptWrite({ messages: [message] }, () => writeMessage(message), refused);
 }
 
-/** For the last moment of a page, after which nothing is heard of: begins and commits without waiting. */
-export function putNow(messages: Message[]): void {
+/** Begins and commits without waiting. */
+function putNow(messages: Message[]): void {
   if (!opened || !messages.length) return;
   const transaction = opened.transaction("messages", "readwrite");
   transaction.done.catch(tell);
