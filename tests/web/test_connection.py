@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 
+BROKEN_BODIES = """() => {
+    const json = Response.prototype.json;
+    window.connectionHolds = false;
+    Response.prototype.json = function () {
+        return window.connectionHolds ? json.call(this) : Promise.reject(new TypeError("Failed to fetch"));
+    };
+}"""
+
+
 def test_the_key_is_asked_for_once(page: Page, api: FakeApi) -> None:
     api.key = "right"
     page.goto(api.url)
@@ -52,6 +61,18 @@ def test_the_key_can_be_remembered_and_forgotten(page: Page, api: FakeApi) -> No
     expect(other.get_by_role("textbox", name="API key")).to_be_visible()
     page.reload()
     expect(page.get_by_role("textbox", name="API key")).to_be_visible()
+
+
+@pytest.mark.parametrize("place", ["", "#/status"])
+def test_a_connection_that_breaks_within_a_json_body_is_tried_again(page: Page, api: FakeApi, place: str) -> None:
+    page.add_init_script(f"({BROKEN_BODIES})()")
+    api.status = {"model": "fake-model"}
+    page.goto(f"{api.url}/{place}")
+    expect(page.locator(".obstacle")).to_have_text("The server cannot be reached. Trying again…")
+    expect(page.locator(".model-name")).to_have_count(0)
+    page.evaluate("connectionHolds = true")
+    expect(page.locator(".model-name")).to_have_text("fake-model")
+    expect(page.locator(".obstacle")).to_have_count(0)
 
 
 def test_a_key_that_is_taken_back_in_mid_chat(page: Page, api: FakeApi) -> None:

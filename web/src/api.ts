@@ -56,13 +56,24 @@ async function ask(path: string, init: RequestInit = {}): Promise<Response> {
   return response;
 }
 
+/** The same for what answers in JSON: the connection may break, or a proxy's page come, after a good status. */
+async function askJson(path: string, init: RequestInit = {}): Promise<unknown> {
+  const response = await ask(path, init);
+  try {
+    return await response.json();
+  } catch (error) {
+    if (init.signal?.aborted) throw error;
+    throw new ApiError("", 0, "unreachable");
+  }
+}
+
 export interface Model {
   id: string;
   max_model_len?: number;
 }
 
 export async function getModels(): Promise<Model[]> {
-  return ((await (await ask("v1/models")).json()) as { data: Model[] }).data;
+  return ((await askJson("v1/models")) as { data: Model[] }).data;
 }
 
 /** Resolves when requests are served; else an ApiError says what keeps them waiting. */
@@ -71,7 +82,7 @@ export async function getReady(): Promise<void> {
 }
 
 export async function getStatus(signal: AbortSignal): Promise<unknown> {
-  return (await ask("v1/status", { signal })).json();
+  return askJson("v1/status", { signal });
 }
 
 export interface CallDelta {
