@@ -6,8 +6,8 @@
 
 namespace kt {
 
-// Best of `repeats`, all threads at once: bytes read per second, and operations per second in registers, with int8, with
-// fp32, and with bf16 (0 where the tier has none).
+// Best of `repeats`, all threads at once: bytes read per second, and operations per second in registers, with int8,
+// with fp32, and with bf16 (0 where the tier has none).
 double read_bandwidth(WorkerPool& pool, const uint8_t* data, int64_t bytes, int repeats);
 double int8_peak(WorkerPool& pool, int repeats);
 double fp32_peak(WorkerPool& pool, int repeats);

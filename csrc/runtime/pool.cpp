@@ -173,7 +173,8 @@ WorkerPool::WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kerne
       num_threads_(static_cast<int>(places_.size())),
       kernels_(kernels),
       owner_pid_(getpid()),
-      slots_(places_.size()) {
+      slots_(places_.size()),
+      busy_times_(places_.size()) {
   const BlockedSignals blocked;
   try {
     for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this, i] { worker_main(i); });
@@ -313,8 +314,10 @@ void WorkerPool::work(int thread) {
   const Job job = job_;
   Slot& slot = slots_[static_cast<size_t>(thread)];
   const int64_t began = job.posted_ns == 0 || thread == 0 ? job.posted_ns : steady_ns();
-  if (slot.began_ns.load(std::memory_order_relaxed) < job.posted_ns)  // it may come to a job twice
-    slot.began_ns.store(began, std::memory_order_relaxed);
+  if (job.posted_ns != 0 && thread != 0 && first_ns_.load(std::memory_order_relaxed) == 0) {
+    int64_t none = 0;
+    first_ns_.compare_exchange_strong(none, began, std::memory_order_relaxed);
+  }
   int64_t task = 0;
   while ((take(slot, task) || steal(thread, task)) && !is_cancelled_.load(std::memory_order_relaxed)) {
     try {
@@ -326,8 +329,8 @@ void WorkerPool::work(int thread) {
     }
   }
   if (job.posted_ns == 0) return;
-  const int64_t busy = slot.busy_ns.load(std::memory_order_relaxed) + steady_ns() - began;
-  slot.busy_ns.store(busy, std::memory_order_relaxed);
+  std::atomic<int64_t>& busy = busy_times_[static_cast<size_t>(thread)].ns;
+  busy.store(busy.load(std::memory_order_relaxed) + steady_ns() - began, std::memory_order_relaxed);
 }
 
 bool WorkerPool::any_busy() const {
@@ -340,22 +343,14 @@ void WorkerPool::run_alone(int64_t count, TaskFn fn, const void* context) {
   const int64_t began = profile() != nullptr ? steady_ns() : 0;
   for (int64_t i = 0; i < count; ++i) fn(context, i, 0);
   if (began == 0) return;
-  const int64_t took = steady_ns() - began;
-  alone_ns_ += took;
-  job_times_.busy_ns += took;
+  job_times_.busy_ns += steady_ns() - began;
 }
 
-// After a timed job, when no thread is busy any more.
-void WorkerPool::add_times() {
-  int64_t busy = alone_ns_, first = INT64_MAX;
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    busy += slots_[i].busy_ns.load(std::memory_order_relaxed);
-    const int64_t began = slots_[i].began_ns.load(std::memory_order_relaxed);
-    if (i > 0 && began >= job_.posted_ns) first = std::min(first, began);
-  }
-  job_times_.busy_ns = busy;
-  if (first != INT64_MAX) job_times_.wait_ns += first - job_.posted_ns;
-  ++job_times_.num_jobs;
+// So far; while no job runs.
+WorkerPool::JobTimes WorkerPool::job_times() const {
+  JobTimes sum = job_times_;
+  for (const BusyTime& one : busy_times_) sum.busy_ns += one.ns.load(std::memory_order_relaxed);
+  return sum;
 }
 
 void WorkerPool::run(const int64_t* ends, int num_nodes, TaskFn fn, const void* context) {
@@ -364,6 +359,7 @@ void WorkerPool::run(const int64_t* ends, int num_nodes, TaskFn fn, const void* 
   if (count == 1 || num_threads_ == 1) return run_alone(count, fn, context);
   if (count >= kMaxTasks) throw std::length_error("a job of " + std::to_string(count) + " tasks is too long");
   job_ = {fn, context, profile() != nullptr ? steady_ns() : 0};
+  if (job_.posted_ns != 0) first_ns_.store(0, std::memory_order_relaxed);
   share_out(ends, num_nodes, places_, [&](size_t thread, int64_t first, int64_t end) {
     slots_[thread].range.store(make_range(first, end), std::memory_order_relaxed);
   });
@@ -374,7 +370,11 @@ void WorkerPool::run(const int64_t* ends, int num_nodes, TaskFn fn, const void* 
   work(0);
   open_.store(0);
   while (!spin_until([this] { return !any_busy(); })) std::this_thread::yield();
-  if (job_.posted_ns != 0) add_times();
+  if (job_.posted_ns != 0) {
+    const int64_t first = first_ns_.load(std::memory_order_relaxed);
+    if (first != 0) job_times_.wait_ns += first - job_.posted_ns;
+    ++job_times_.num_jobs;
+  }
   std::exception_ptr error;
   {
     const std::lock_guard<std::mutex> lock(error_mutex_);
@@ -424,7 +424,7 @@ ProfiledOp::ProfiledOp(const WorkerPool::Session& session, Part part, int64_t ro
 }
 
 void ProfiledOp::write() {
-  const WorkerPool::JobTimes& now = session_.job_times();
+  const WorkerPool::JobTimes now = session_.job_times();
   OpRecord record{};
   record.rows = static_cast<int32_t>(rows_);
   record.num_threads = static_cast<uint32_t>(session_.num_threads());

@@ -134,7 +134,7 @@ class WorkerPool {
     int num_threads() const { return pool_.num_threads_; }
     int num_nodes() const { return pool_.num_nodes(); }
     Profile* profile() const { return pool_.profile(); }
-    const JobTimes& job_times() const { return pool_.job_times_; }
+    JobTimes job_times() const { return pool_.job_times(); }
 
    private:
     template <class Task> static void call(const void* context, int64_t i, int thread) {
@@ -167,14 +167,15 @@ class WorkerPool {
   struct alignas(64) Slot {
     std::atomic<uint64_t> range{0};  // next task and the task after the last, 32 bits each
     std::atomic<bool> is_busy{false};
-    // Of timed jobs: time within tasks, of all of them, and the start of the last. The caller reads this line anyway.
-    std::atomic<int64_t> busy_ns{0}, began_ns{0};
   };
+
+  // Of a thread: time within the tasks of timed jobs. Lines of their own, which nobody else looks at while jobs run.
+  struct alignas(64) BusyTime { std::atomic<int64_t> ns{0}; };
 
   void run(const int64_t* ends, int num_nodes, TaskFn fn, const void* context);
   void run_alone(int64_t count, TaskFn fn, const void* context);
   void work(int thread);
-  void add_times();
+  JobTimes job_times() const;
   bool take(Slot& slot, int64_t& task);
   bool steal(int thread, int64_t& task);
   bool any_busy() const;
@@ -209,8 +210,9 @@ class WorkerPool {
   std::atomic<int> sleepers_{0};
   std::atomic<int64_t> awake_until_{0};  // nanoseconds of the steady clock
 
-  JobTimes job_times_;    // guarded by call_mutex_
-  int64_t alone_ns_ = 0;  // of busy_ns: of jobs that the caller did alone
+  std::vector<BusyTime> busy_times_;              // one per thread
+  JobTimes job_times_;                            // guarded by call_mutex_; busy_ns: of jobs that the caller did alone
+  alignas(64) std::atomic<int64_t> first_ns_{0};  // when the first thread came to the timed job, 0 before
   std::unique_ptr<Profile> profile_memory_;
   std::atomic<Profile*> profile_{nullptr};
 
