@@ -6,6 +6,7 @@ must be equal. Hooks are put on and records are taken between steps: what is mea
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -92,7 +93,7 @@ def _measure(engine: Engine, work: ProfilingWork) -> Row:
     took: dict[bool, list[float]] = {False: [], True: []}
     num_bytes, is_equal, want = 0, True, runner.forward(ids[-1:], work.prompt_len, [0]).clone()
     at_once = _AT_ONCE if has_gpu else 1  # there a start captures graphs
-    for turn in range(-(-_WARM // at_once), -(-work.steps // at_once)):
+    for turn in range(-math.ceil(_WARM / at_once), math.ceil(work.steps / at_once)):
         for is_on in (turn % 2 == 0, turn % 2 != 0):
             if is_on or not has_gpu:
                 runtime.start()  # both ways, so that the pool's threads have waited as long before either
