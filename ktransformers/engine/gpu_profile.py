@@ -68,6 +68,7 @@ class GpuProfile(StepMarks):
 
     @override
     def begin(self) -> None:
+        self._launched_ns = time.monotonic_ns()
         for device in self._gpus:
             device.make_marks().begin()
 
@@ -78,7 +79,6 @@ class GpuProfile(StepMarks):
     @contextmanager
     def marked(self) -> Iterator[None]:
         """A step that is launched in the block is timed."""
-        self._launched_ns = time.monotonic_ns()
         self.begin()
         try:
             yield
@@ -132,4 +132,4 @@ class GpuProfile(StepMarks):
         return found
 
     def _usages(self) -> list[ExpertUsage]:
-        return [device.usage for device in self._gpus if device.usage is not None]
+        return [usage for device in self._gpus for usage in device.usages]

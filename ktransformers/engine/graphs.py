@@ -398,7 +398,7 @@ class DecodeGraphs:
         fitting = (size for size in self.batch_sizes if size >= max(rows, seqs))
         size = next(fitting, 0)
         captured = self._captured.get(size)
-        if self._marks is not None and size in self._timed and self._marks.is_due():
+        if self._marks is not None and self._marks.is_due() and size in self._timed:
             captured = self._timed[size]
         return None if captured is None or pages > captured.static.num_pages else captured
 

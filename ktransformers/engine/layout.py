@@ -48,7 +48,7 @@ class StepLayout:
 
     def settle(self) -> None:
         """A step's results are here: wait for what other GPUs still have on the way to the host, which is little."""
-        counted = [device for device in self.devices if device.usage is not None]
+        counted = [device for device in self.devices if device.usages]
         if len(counted) > 1:
             for device in counted:
                 if device.torch_device.type == "cuda":

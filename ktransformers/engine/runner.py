@@ -63,8 +63,8 @@ class ModelRunner:
         assert self._pass.layout is not None
         rows = None if self._profile is None else self._profile.rows_of(num_rows)
         for device in self._pass.layout.devices:
-            if device.usage is not None:
-                device.usage.fetch(num_rows, rows)
+            for usage in device.usages:
+                usage.fetch(num_rows, rows)
 
     @torch.inference_mode()
     def profile_gpus(self, on: bool) -> GpuProfile | None:

@@ -63,6 +63,7 @@ class Device:
     make_driver: Callable[[torch.device], StreamDriver] = CudaDriver
     besides: list[Beside] = field(default_factory=list, compare=False, repr=False)
     _scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
+    _usages: dict[int, ExpertUsage] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def matmul_dtype(self) -> torch.dtype:
@@ -91,17 +92,16 @@ class Device:
         return slots if isinstance(slots, torch.Tensor) and len(slots) == num_rows else None
 
     def expert_usage(self, num_layers: int, num_experts: int) -> ExpertUsage:
-        """Of the experts here; one for all layers."""
-        made = self._scratch.get("usage")
-        if not isinstance(made, ExpertUsage):
-            made = self._scratch["usage"] = ExpertUsage(num_layers, num_experts, self.torch_device)
+        """Of the experts here; one for all layers that have so many."""
+        made = self._usages.get(num_experts)
+        if made is None:
+            made = self._usages[num_experts] = ExpertUsage(num_layers, num_experts, self.torch_device)
         return made
 
     @property
-    def usage(self) -> ExpertUsage | None:
+    def usages(self) -> list[ExpertUsage]:
         """What expert_usage made."""
-        made = self._scratch.get("usage")
-        return made if isinstance(made, ExpertUsage) else None
+        return list(self._usages.values())
 
     @property
     def marks(self) -> Marks | None:
@@ -195,7 +195,7 @@ class Devices:
 
     def usages(self) -> list[ExpertUsage]:
         """Of all devices that have experts."""
-        return [device.usage for device in self._made.values() if device.usage is not None]
+        return [usage for device in self._made.values() for usage in device.usages]
 
     def close(self) -> None:
         """Stop what runs beside them. Graphs must not be replayed any more."""

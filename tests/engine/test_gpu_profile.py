@@ -11,6 +11,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Engine, build_engine
 from ktransformers.engine.step_runtime import StepRuntime
+from ktransformers.operators.device import Device
 from ktransformers.profiling.gpu_steps import gpu_calls, gpu_ops
 from ktransformers.profiling.messages import GpuExperts, GpuRecord, GpuTimes
 from ktransformers.profiling.records import PARTS
@@ -134,3 +135,15 @@ def test_a_step_that_is_not_timed_is_one_operation() -> None:
     record = GpuRecord(num_rows=1, began_ns=8_000, ended_ns=9_000, devices=[GpuTimes(0, [], b"")], rows=[], experts=[])
     (op,) = gpu_ops(record)
     assert (PARTS[op["part"]], op["layer"], op["begin_ns"], op["duration_ns"]) == ("gpu", -1, 8_000, 1_000)
+
+
+def test_layers_with_other_numbers_of_experts_are_counted_apart() -> None:
+    device = Device("cuda:0", torch.device("cpu"), torch.float32, is_gpu=True)
+    few, many = device.expert_usage(2, 4), device.expert_usage(2, 6)
+    few.note(0, torch.tensor([3, -1]), torch.tensor([[0, 1], [2, 3]]))
+    many.note(1, torch.tensor([3, 4]), torch.tensor([[5, 1], [5, 6]]))
+    for usage in device.usages:
+        usage.fetch()
+    assert few.counts.tolist() == [[1, 1, 0, 0], [0] * 4]
+    assert many.counts.tolist() == [[0] * 6, [0, 1, 0, 0, 0, 2]]
+    assert device.expert_usage(2, 4) is few
