@@ -174,7 +174,7 @@ WorkerPool::WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kerne
       kernels_(kernels),
       owner_pid_(getpid()),
       slots_(places_.size()),
-      busy_times_(places_.size()) {
+      thread_times_(places_.size()) {
   const BlockedSignals blocked;
   try {
     for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this, i] { worker_main(i); });
@@ -314,10 +314,6 @@ void WorkerPool::work(int thread) {
   const Job job = job_;
   Slot& slot = slots_[static_cast<size_t>(thread)];
   const int64_t began = job.posted_ns == 0 || thread == 0 ? job.posted_ns : steady_ns();
-  if (job.posted_ns != 0 && thread != 0 && first_ns_.load(std::memory_order_relaxed) == 0) {
-    int64_t none = 0;
-    first_ns_.compare_exchange_strong(none, began, std::memory_order_relaxed);
-  }
   int64_t task = 0;
   while ((take(slot, task) || steal(thread, task)) && !is_cancelled_.load(std::memory_order_relaxed)) {
     try {
@@ -329,8 +325,14 @@ void WorkerPool::work(int thread) {
     }
   }
   if (job.posted_ns == 0) return;
-  std::atomic<int64_t>& busy = busy_times_[static_cast<size_t>(thread)].ns;
-  busy.store(busy.load(std::memory_order_relaxed) + steady_ns() - began, std::memory_order_relaxed);
+  const auto add = [](std::atomic<int64_t>& sum, int64_t more) {  // nobody else writes
+    sum.store(sum.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
+  };
+  ThreadTimes& times = thread_times_[static_cast<size_t>(thread)];
+  add(times.busy_ns, steady_ns() - began);
+  if (thread == 0) return;
+  add(times.wait_ns, began - job.posted_ns);
+  add(times.num_starts, 1);
 }
 
 bool WorkerPool::any_busy() const {
@@ -349,7 +351,11 @@ void WorkerPool::run_alone(int64_t count, TaskFn fn, const void* context) {
 // So far; while no job runs.
 WorkerPool::JobTimes WorkerPool::job_times() const {
   JobTimes sum = job_times_;
-  for (const BusyTime& one : busy_times_) sum.busy_ns += one.ns.load(std::memory_order_relaxed);
+  for (const ThreadTimes& one : thread_times_) {
+    sum.busy_ns += one.busy_ns.load(std::memory_order_relaxed);
+    sum.wait_ns += one.wait_ns.load(std::memory_order_relaxed);
+    sum.num_starts += one.num_starts.load(std::memory_order_relaxed);
+  }
   return sum;
 }
 
@@ -359,7 +365,6 @@ void WorkerPool::run(const int64_t* ends, int num_nodes, TaskFn fn, const void* 
   if (count == 1 || num_threads_ == 1) return run_alone(count, fn, context);
   if (count >= kMaxTasks) throw std::length_error("a job of " + std::to_string(count) + " tasks is too long");
   job_ = {fn, context, profile() != nullptr ? steady_ns() : 0};
-  if (job_.posted_ns != 0) first_ns_.store(0, std::memory_order_relaxed);
   share_out(ends, num_nodes, places_, [&](size_t thread, int64_t first, int64_t end) {
     slots_[thread].range.store(make_range(first, end), std::memory_order_relaxed);
   });
@@ -370,11 +375,7 @@ void WorkerPool::run(const int64_t* ends, int num_nodes, TaskFn fn, const void* 
   work(0);
   open_.store(0);
   while (!spin_until([this] { return !any_busy(); })) std::this_thread::yield();
-  if (job_.posted_ns != 0) {
-    const int64_t first = first_ns_.load(std::memory_order_relaxed);
-    if (first != 0) job_times_.wait_ns += first - job_.posted_ns;
-    ++job_times_.num_jobs;
-  }
+  if (job_.posted_ns != 0) ++job_times_.num_jobs;
   std::exception_ptr error;
   {
     const std::lock_guard<std::mutex> lock(error_mutex_);
@@ -429,7 +430,9 @@ void ProfiledOp::write() {
   record.rows = static_cast<int32_t>(rows_);
   record.num_threads = static_cast<uint32_t>(session_.num_threads());
   int64_t duration = steady_ns() - begin_ns_, begin = begin_ns_;
-  int64_t busy = now.busy_ns - before_.busy_ns, wait = now.wait_ns - before_.wait_ns + wait_ns_;
+  const int64_t jobs = now.num_jobs - before_.num_jobs, starts = now.num_starts - before_.num_starts;
+  int64_t busy = now.busy_ns - before_.busy_ns, wait = wait_ns_;
+  if (starts > 0) wait += (now.wait_ns - before_.wait_ns) / starts * jobs;
   const auto put = [&](Part part, uint8_t op, int64_t bytes, double share) {
     record.part = static_cast<uint8_t>(part);
     record.op = op;
@@ -440,7 +443,7 @@ void ProfiledOp::write() {
     record.wait_ns = static_cast<uint64_t>(static_cast<double>(wait) * share);
     profile_->write(record, scope_.layer);
   };
-  record.num_jobs = static_cast<uint32_t>(now.num_jobs - before_.num_jobs);
+  record.num_jobs = static_cast<uint32_t>(jobs);
   if (other_bytes_ == 0) return put(scope_.part, scope_.op, bytes_, 1.0);
   const double share = static_cast<double>(bytes_) / static_cast<double>(bytes_ + other_bytes_);
   put(scope_.part, scope_.op, bytes_, share);

@@ -103,9 +103,9 @@ class WorkerPool {
   // Joins the threads. Later sessions throw. Closing twice is fine.
   void close();
 
-  // Of jobs while records are written, summed up. wait_ns: from handing a job over to the start of the first thread
-  // that came; jobs to which none came before they were done add nothing.
-  struct JobTimes { int64_t busy_ns = 0, wait_ns = 0, num_jobs = 0; };
+  // Of jobs while records are written, summed up. wait_ns: from handing a job over until another thread began with it,
+  // of each of the num_starts threads that came.
+  struct JobTimes { int64_t busy_ns = 0, wait_ns = 0, num_starts = 0, num_jobs = 0; };
 
   // The right to run jobs: calls from several threads wait for one another here. Sets the floating-point mode that
   // every tier counts on (round to nearest, subnormals kept) and puts the caller's back.
@@ -169,8 +169,8 @@ class WorkerPool {
     std::atomic<bool> is_busy{false};
   };
 
-  // Of a thread: time within the tasks of timed jobs. Lines of their own, which nobody else looks at while jobs run.
-  struct alignas(64) BusyTime { std::atomic<int64_t> ns{0}; };
+  // Of a thread, as in JobTimes. Lines of their own, which nobody else looks at while jobs run.
+  struct alignas(64) ThreadTimes { std::atomic<int64_t> busy_ns{0}, wait_ns{0}, num_starts{0}; };
 
   void run(const int64_t* ends, int num_nodes, TaskFn fn, const void* context);
   void run_alone(int64_t count, TaskFn fn, const void* context);
@@ -210,9 +210,8 @@ class WorkerPool {
   std::atomic<int> sleepers_{0};
   std::atomic<int64_t> awake_until_{0};  // nanoseconds of the steady clock
 
-  std::vector<BusyTime> busy_times_;              // one per thread
-  JobTimes job_times_;                            // guarded by call_mutex_; busy_ns: of jobs that the caller did alone
-  alignas(64) std::atomic<int64_t> first_ns_{0};  // when the first thread came to the timed job, 0 before
+  std::vector<ThreadTimes> thread_times_;  // one per thread
+  JobTimes job_times_;                     // guarded by call_mutex_; busy_ns: of jobs that the caller did alone
   std::unique_ptr<Profile> profile_memory_;
   std::atomic<Profile*> profile_{nullptr};
 

@@ -53,7 +53,7 @@ struct RecordHeader {
 };
 
 // bytes: read, of weights, keys and values. busy_ns: within tasks, all threads together. wait_ns: from handing jobs
-// over to the first other thread's start; and from being due to beginning.
+// over until other threads began, in the mean; and from being due to beginning.
 struct OpRecord {
   RecordHeader header;
   uint8_t part, op;

@@ -1,13 +1,15 @@
 """Measures what predictions need of a GPU: its memory, its products, PCIe both ways, launches, handing over to the CPU.
 
 Products are the kernels' own, replayed from a graph over weights larger than the L2 cache, in the shape of an attention
-projection. Experts on a GPU read their weights as these do, so their times are taken from them.
+projection. A kernel takes its time however small it is, which is part of what a layer costs; so the time of a byte is
+the difference of a large matrix and a small one. Experts on a GPU read their weights as these do, so their times are
+taken from them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -17,7 +19,7 @@ from ktransformers.bench.bandwidth import measure_gpu
 from ktransformers.bench.gpu.device import BF16, Gpu
 from ktransformers.bench.gpu.hand_over import HandOverWork, measure_hand_over
 from ktransformers.bench.gpu.linear import random_weights
-from ktransformers.bench.probe_steps import step_costs
+from ktransformers.bench.probe_steps import launch_costs
 from ktransformers.config import EngineConfig
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.linear import Workspace, linear
@@ -27,7 +29,7 @@ from ktransformers.optimize.machine_speed import Curve, GpuSpeed
 
 __all__ = ["probe_gpu", "probe_pcie"]
 
-_ROWS, _COLS = 5120, 2048
+_ROWS, _FEW_ROWS, _COLS = 5120, 512, 2048
 _TOKENS = (1, 16, 64, 512)
 _TYPES = (QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.MXFP4)
 _MATMUL = 4096
@@ -50,6 +52,7 @@ def probe_gpu(name: str, threads: int, say: Callable[[str], None] = lambda text:
         with closing(WorkerPool(threads)) as pool:
             hand_over = measure_hand_over(pool, HandOverWork(("empty",), (1,), 24, threads, 0, 50.0))
     say(f"steps of small models on {name}")
+    steps, launches = launch_costs(threads, EngineConfig(use_cuda=True))
     return GpuSpeed(
         name=torch.cuda.get_device_name(name),
         read=read,
@@ -60,7 +63,8 @@ def probe_gpu(name: str, threads: int, say: Callable[[str], None] = lambda text:
         hand_over=hand_over,
         linear=curves,
         experts={kind: curve for kind, curve in curves.items() if kind != "BF16"},
-        steps=step_costs(threads, EngineConfig(use_cuda=True)),
+        steps=steps,
+        launches=launches,
     )
 
 
@@ -84,25 +88,37 @@ def probe_pcie(name: str, nbytes: int = _PCIE_BYTES) -> tuple[float, float]:
 
 
 def _curve(gpu: Gpu, qtype: QuantType) -> Curve:
-    weights = random_weights(gpu, qtype, _ROWS, _COLS)
+    few, many = (_times(gpu, qtype, rows) for rows in (_FEW_ROWS, _ROWS))
+    nbytes = random_weights(gpu, qtype, _ROWS, _COLS)[0].numel()
+    return _slope(few, many, nbytes)
+
+
+def _times(gpu: Gpu, qtype: QuantType, rows: int) -> list[float]:
+    """Seconds of a product with [rows, _COLS] at each of _TOKENS."""
+    weights = random_weights(gpu, qtype, rows, _COLS)
     seconds = []
     for count in _TOKENS:
-        x, out = gpu.randn(count, _COLS), torch.empty(count, _ROWS, dtype=BF16, device=gpu.device)
+        x, out = gpu.randn(count, _COLS), torch.empty(count, rows, dtype=BF16, device=gpu.device)
         space = Workspace.allocate(gpu.device, count)
         calls = [
-            partial(linear, x, one, qtype, _ROWS, _COLS, out=out, layout=GpuLayout.PLANES, workspace=space)
+            partial(linear, x, one, qtype, rows, _COLS, out=out, layout=GpuLayout.PLANES, workspace=space)
             for one in weights
         ]
-        seconds.append(1e-6 * gpu.graph_us(calls) / weights[0].numel())
-    return Curve(tuple(map(float, _TOKENS)), tuple(seconds))
+        seconds.append(1e-6 * gpu.graph_us(calls))
+    return seconds
 
 
 def _bf16_curve(gpu: Gpu) -> Curve:
-    nbytes = 2 * _ROWS * _COLS
-    weights = [gpu.randn(_ROWS, _COLS) for _ in range(gpu.copies(nbytes))]
-    seconds = []
-    for count in _TOKENS:
-        x = gpu.randn(count, _COLS)
-        calls = [partial(torch.nn.functional.linear, x, one) for one in weights]
-        seconds.append(1e-6 * gpu.graph_us(calls) / nbytes)
-    return Curve(tuple(map(float, _TOKENS)), tuple(seconds))
+    times = []
+    for rows in (_FEW_ROWS, _ROWS):
+        weights = [gpu.randn(rows, _COLS) for _ in range(gpu.copies(2 * rows * _COLS))]
+        inputs = [gpu.randn(count, _COLS) for count in _TOKENS]
+        calls = [[partial(torch.nn.functional.linear, x, one) for one in weights] for x in inputs]
+        times.append([1e-6 * gpu.graph_us(some) for some in calls])
+    return _slope(times[0], times[1], 2 * _ROWS * _COLS)
+
+
+def _slope(few: Sequence[float], many: Sequence[float], nbytes: int) -> Curve:
+    """Seconds of a byte. few, many: of matrices of _FEW_ROWS and _ROWS; nbytes: of the latter."""
+    more = nbytes * (1 - _FEW_ROWS / _ROWS)
+    return Curve(tuple(map(float, _TOKENS)), tuple(max(b - a, 0.0) / more for a, b in zip(few, many, strict=True)))

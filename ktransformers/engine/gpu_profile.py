@@ -1,8 +1,8 @@
 """What the parts of steps take on GPUs, and which experts their rows chose there.
 
 Every step that is launched one by one is timed. Of replayed steps some are: a mark costs about a microsecond of the
-GPU's time, so that steps between them keep what marks cost below a hundredth of the whole. What is known of a step is
-handed on as it lies in memory; who reads the profile makes sense of it.
+GPU's time, so that steps between them keep what marks cost below a two-hundredth of the whole. What is known of a step
+is handed on as it lies in memory; who reads the profile makes sense of it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from ktransformers.profiling.messages import GpuExperts, GpuRecord, GpuTimes
 __all__ = ["GpuProfile"]
 
 _MARK_SECONDS = 1.5e-6
-_MOST_COST = 0.01  # of the time of all steps
+_MOST_COST = 0.005  # of the time of all steps
 _LONGEST_INTERVAL = 64
 _LARGE_ROWS = 8192  # of a step of which some rows' experts are told
 
-_Marked = Mapping[str, tuple[Label, ...]]
+_Named = tuple[tuple[str, int], ...]
+_Marked = Mapping[str, _Named]
+"""By device: what GpuTimes.labels has."""
 
 
 @dataclass(slots=True)
@@ -42,7 +44,7 @@ class GpuProfile(StepMarks):
     _launched: _Marked | None = None
     _launched_ns: int = 0
     _keep: Sequence[int] = ()
-    _before: list[torch.Tensor] = field(default_factory=list)  # the counts of each usage
+    _before: Sequence[torch.Tensor] = ()  # the counts of each usage, where a step's rows do not tell all
     _num_marks: int = 512  # of a replayed step
     _step_seconds: float = 0.0
     _since: int = _LONGEST_INTERVAL
@@ -57,10 +59,10 @@ class GpuProfile(StepMarks):
         for usage in self._usages():
             usage.keep(0)
 
-    def expect(self, keep: Sequence[int]) -> None:
+    def expect(self, num_rows: int, keep: Sequence[int]) -> None:
         """A step comes. keep: its rows whose experts are wanted, should it have too many to tell all."""
         self._keep, self.latest = keep, None
-        self._before = [usage.counts.clone() for usage in self._usages()]
+        self._before = [usage.counts.clone() for usage in self._usages()] if num_rows > KEPT_ROWS else []
 
     def rows_of(self, num_rows: int) -> Sequence[int]:
         """Those whose experts are told of a step of so many rows."""
@@ -74,7 +76,7 @@ class GpuProfile(StepMarks):
 
     @override
     def take(self) -> _Marked:
-        return {device.name: device.make_marks().take() for device in self._gpus}
+        return {device.name: _named(device.make_marks().take()) for device in self._gpus}
 
     @contextmanager
     def marked(self) -> Iterator[None]:
@@ -101,6 +103,11 @@ class GpuProfile(StepMarks):
         if self._launched is not None:
             self._num_marks = sum(len(labels) for labels in self._launched.values())
 
+    def fetch(self) -> None:
+        """Let the marks of the step that was launched last come to the host behind it."""
+        for device in self._gpus if self._launched is not None else ():
+            device.make_marks().fetch(len(self._launched.get(device.name, ())))
+
     def finish(self, num_rows: int) -> None:
         """The step is over, its results and what was fetched behind it are here: `latest` says what is known of it."""
         now = time.monotonic_ns()
@@ -119,17 +126,22 @@ class GpuProfile(StepMarks):
     def _times(self, device: Device, marked: _Marked | None) -> GpuTimes:
         labels = () if marked is None else marked.get(device.name, ())
         number = int(device.name.rpartition(":")[2])
-        named = [(label.part, label.layer) for label in labels]
-        return GpuTimes(number, named, device.make_marks().times(len(labels)))
+        return GpuTimes(number, labels, device.make_marks().times() if labels else b"")
 
     def _experts(self, num_rows: int) -> list[GpuExperts]:
         found = []
-        for usage, before in zip(self._usages(), self._before, strict=False):
-            # Every row is told of small steps, which say by themselves how often an expert was chosen.
-            made = b"" if num_rows <= KEPT_ROWS else (usage.counts - before).numpy().tobytes()
+        usages = self._usages()
+        # Every row is told of small steps, which say by themselves how often an expert was chosen.
+        befores = self._before if num_rows > KEPT_ROWS else [None] * len(usages)
+        for usage, before in zip(usages, befores, strict=False):
+            made = b"" if before is None else (usage.counts - before).numpy().tobytes()
             ids = {top_k: ids.numpy().tobytes() for top_k, ids in usage.ids().items()}
             found.append(GpuExperts(usage.counts.shape[1], usage.layers, ids, made))
         return found
 
     def _usages(self) -> list[ExpertUsage]:
         return [usage for device in self._gpus for usage in device.usages]
+
+
+def _named(labels: Sequence[Label]) -> _Named:
+    return tuple((label.part, label.layer) for label in labels)

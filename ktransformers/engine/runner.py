@@ -65,6 +65,8 @@ class ModelRunner:
         for device in self._pass.layout.devices:
             for usage in device.usages:
                 usage.fetch(num_rows, rows)
+        if self._profile is not None:
+            self._profile.fetch()
 
     @torch.inference_mode()
     def profile_gpus(self, on: bool) -> GpuProfile | None:

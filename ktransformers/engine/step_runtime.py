@@ -43,7 +43,7 @@ class StepRuntime(Runtime):
     @override
     def begin_step(self, step_id: int, num_rows: int, keep: Sequence[int]) -> None:
         if self._gpus is not None:
-            self._gpus.expect(keep)
+            self._gpus.expect(num_rows, keep)
         self._cpu.begin_step(step_id, num_rows, keep)
 
     @override

@@ -33,6 +33,8 @@ class Marks:
     def __init__(self, device: torch.device):
         self._device = device
         self._times: torch.Tensor | None = None
+        self._host: torch.Tensor | None = None
+        self._fetched: torch.Tensor | None = None
         self._labels: list[Label] = []
         self._layer = -1
         self.is_on = False
@@ -65,9 +67,17 @@ class Marks:
         labels, self._labels = tuple(self._labels), []
         return labels
 
-    def times(self, num_labels: int) -> bytes:
-        """When the marks were written of the step that is over and had so many: int64 ns on the device's clock."""
+    def fetch(self, num_labels: int) -> None:
+        """Copy when the marks were written of the step that was launched last, in the order of its stream."""
         if self._times is None or not num_labels:
-            return b""
-        taken: bytes = self._times[:num_labels].cpu().numpy().tobytes()
+            return
+        if self._host is None:
+            self._host = torch.empty(_MOST, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._fetched = self._host[:num_labels].copy_(self._times[:num_labels], non_blocking=True)
+
+    def times(self) -> bytes:
+        """What was fetched last: int64 ns on the device's clock."""
+        if self._device.type == "cuda":  # whoever has the step's results may have waited for another device
+            torch.cuda.current_stream(self._device).synchronize()
+        taken: bytes = b"" if self._fetched is None else self._fetched.numpy().tobytes()
         return taken

@@ -36,6 +36,7 @@ class ExpertUsage:
         self._large: dict[int, torch.Tensor] = {}  # the same of more rows, while they are kept
         self._large_rows = 0
         self._fetched: dict[int, torch.Tensor] = {}  # int32 [L, rows, K] by K, on the host
+        self._ways: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by K and rows, see _way
         self.layers: dict[int, int] = {}  # K of each layer that has chosen anything
 
     def chosen(self, layer: int, slots: torch.Tensor, top_k: int) -> Chosen:
@@ -55,6 +56,7 @@ class ExpertUsage:
         """Keep the experts of steps of up to so many rows, from now on; 0: of KEPT_ROWS."""
         self._large_rows = num_rows
         self._large.clear()
+        self._ways.clear()
 
     def _memory(self, layer: int, num_rows: int, top_k: int) -> torch.Tensor | None:
         """For the ids of a step that is kept, int32 [T, K]."""
@@ -82,12 +84,27 @@ class ExpertUsage:
         if rows is None or num_rows > max(KEPT_ROWS, self._large_rows):
             return
         for top_k, kept in (self._ids if num_rows <= KEPT_ROWS else self._large).items():
+            if num_rows <= KEPT_ROWS and len(rows) == num_rows:
+                between, host = self._way(top_k, num_rows)
+                self._fetched[top_k] = host.copy_(between.copy_(kept[:, :num_rows]), non_blocking=True)
+                continue
             found = kept[:, :num_rows]
             if len(rows) < num_rows:
                 found = found[:, torch.tensor(rows, dtype=torch.int64, device=self._device)]
             host = torch.empty(found.shape, dtype=torch.int32, pin_memory=self._is_pinned)
             self._fetched[top_k] = host.copy_(found, non_blocking=True)
 
+    def _way(self, top_k: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for the ids of small steps, int32 [L, rows, K] on the device and on the host: made once, as pinning
+        takes longer than the copy."""
+        key = top_k, num_rows
+        if key not in self._ways:
+            shape = len(self._counts), num_rows, top_k
+            with torch.inference_mode(False):
+                between = torch.empty(shape, dtype=torch.int32, device=self._device)
+                self._ways[key] = between, torch.empty(shape, dtype=torch.int32, pin_memory=self._is_pinned)
+        return self._ways[key]
+
     def ids(self) -> dict[int, torch.Tensor]:
-        """int32 [L, rows, K] by K, of the last `fetch`, on the host."""
+        """int32 [L, rows, K] by K, of the last `fetch`, on the host; valid until the next one."""
         return self._fetched

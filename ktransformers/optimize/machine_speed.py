@@ -35,7 +35,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of the file. A file of another format is stale."""
 
 _BITS = {"F32": 32.0, "F16": 16.0, "BF16": 16.0, "Q8_0": 8.5, "F8_E4M3": 8.0, "Q6_K": 6.56, "Q5_K": 5.5, "Q4_K": 4.5,
@@ -117,7 +117,8 @@ class GpuSpeed:
 
     to_gpu, from_gpu: bytes a second over PCIe, pinned. launch: of a small kernel in a replayed graph. hand_over: what a
     layer of experts on the CPU adds to a step besides their computation. linear, experts: as in CpuSpeed, with the
-    GPU's kernels.
+    GPU's kernels, beyond what the smallest such kernel takes. steps: of decode steps, which are replayed. launches: of
+    prompts' steps, the time of the program that launches them.
     """
 
     name: str
@@ -130,6 +131,7 @@ class GpuSpeed:
     linear: dict[str, Curve] = field(default_factory=dict)
     experts: dict[str, Curve] = field(default_factory=dict)
     steps: dict[str, StepCost] = field(default_factory=dict)
+    launches: dict[str, StepCost] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class MachineSpeed:
 def best_of(one: MachineSpeed, other: MachineSpeed) -> MachineSpeed:
     """The faster of two measurements of one machine, point by point: neighbours make a machine slower, never faster.
 
-    What only one of them has is its own; peaks, nodes and GPUs are those of `one`.
+    What only one of them has is its own; peaks, nodes and other rates of GPUs are those of `one`.
     """
     a, b = one.cpu, other.cpu
     cpu = replace(
@@ -156,7 +158,18 @@ def best_of(one: MachineSpeed, other: MachineSpeed) -> MachineSpeed:
         attention=_best_curves(a.attention, b.attention),
         steps={kind: _best_cost(cost, b.steps.get(kind, cost)) for kind, cost in a.steps.items()},
     )
-    return replace(one, cpu=cpu)
+    gpus = {name: _best_gpu(gpu, other.gpus.get(name, gpu)) for name, gpu in one.gpus.items()}
+    return replace(one, cpu=cpu, gpus=gpus)
+
+
+def _best_gpu(a: GpuSpeed, b: GpuSpeed) -> GpuSpeed:
+    return replace(
+        a,
+        linear=_best_curves(a.linear, b.linear),
+        experts=_best_curves(a.experts, b.experts),
+        steps={kind: _best_cost(cost, b.steps.get(kind, cost)) for kind, cost in a.steps.items()},
+        launches={kind: _best_cost(cost, b.launches.get(kind, cost)) for kind, cost in a.launches.items()},
+    )
 
 
 def _best_cost(one: StepCost, other: StepCost) -> StepCost:

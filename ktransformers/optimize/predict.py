@@ -4,6 +4,9 @@
          + head + step cost
     beside(a, b) = max(a, b) on two devices, a + b on one
 
+A prompt's step on a GPU is launched kernel by kernel while earlier ones run: it takes as long as the kernels or as the
+program that launches them, whichever is longer.
+
 Every term is bytes or operations times a measured time: of a byte of weights of that type at that many rows (kernels'
 own curves), of a multiplication of attention, of an empty layer and an empty step. Nothing is fitted to results. Each
 time is told apart into what the memory's bandwidth explains (bytes over the best read rate) and what is left, which is
@@ -120,7 +123,18 @@ class _Step:
         if self._num_logits:
             for matrix in load.outside:
                 total += self._matrix(matrix, self._num_logits)
-        return total + self._cost(load.layers[0], lambda cost: cost.step) if load.layers else total
+        total += self._cost(load.layers[0], lambda cost: cost.step) if load.layers else Counter()
+        return _longer(total, self._launching(load))
+
+    def _launching(self, load: StepLoad) -> Times:
+        """What the program takes to launch a prompt's step; decode steps are replayed."""
+        seconds = 0.0
+        for i, layer in enumerate(load.layers if self._is_prefill else ()):
+            side = self._side(layer.home)
+            cost = side.launches.get(layer.steps) if isinstance(side, GpuSpeed) else None
+            if cost is not None:
+                seconds += cost.layer.of(self._rows) + (cost.step.of(self._rows) if i == 0 else 0.0)
+        return Counter({LAUNCH: seconds})
 
     def _layer(self, layer: LayerLoad) -> Times:
         alone, shared, routed = Counter[str](), Counter[str](), Counter[str]()

@@ -118,8 +118,7 @@ def test_what_the_coordinator_does_is_recorded(make_weight, pool, driver, method
     assert call.ids == {i: [-1 if e == EXPERTS else e for e in row] for i, row in enumerate(ids.tolist())}
     ops = [record for record in found if isinstance(record, Op)]
     assert {(op.layer, op.part, op.rows) for op in ops} == {(7, "experts", 3)}
-    ends = [op.op for op in ops if op.op == 0]  # rows to fp32, and back
-    assert len(ends) == (2 if dtype is torch.bfloat16 else 0)
+    assert all(op.op != 0 for op in ops)  # rows to fp32 and back: of so few they are not worth a record
     assert ops[0].wait_ns > 0
     own.close()
 
