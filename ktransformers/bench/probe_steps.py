@@ -27,9 +27,9 @@ FAMILIES = {"grouped": "qwen3-30b-a3b", "latent": "deepseek-v2-lite", "sinks": "
 """Kinds of layers, and a published model that has them: attention over groups of heads, over latents, and the former
 with sinks and windows, whose layers stay apart on the CPU."""
 
-_LAYERS = (2, 6)
+_LAYERS = (2, 10)
 _BATCHES = (1, 16)
-_PROMPTS = (64, 512)
+_PROMPTS = (32, 512)
 _PAGE = 64
 _ROUNDS = 6
 _GPU_ROUNDS = 24  # steps are shorter there, and differ more

@@ -117,7 +117,8 @@ class GpuSpeed:
 
     to_gpu, from_gpu: bytes a second over PCIe, pinned. launch: of a small kernel in a replayed graph. hand_over: what a
     layer of experts on the CPU adds to a step besides their computation. linear, experts: as in CpuSpeed, with the
-    GPU's kernels, beyond what the smallest such kernel takes. steps: of decode steps, which are replayed. launches: of
+    GPU's kernels, beyond what the smallest such kernel takes; attention by the rows of a step, of prompts only where
+    the kernels of decode steps serve them too. steps: of decode steps, which are replayed. launches: of
     prompts' steps, the time of the program that launches them.
     """
 
@@ -130,6 +131,7 @@ class GpuSpeed:
     hand_over: float
     linear: dict[str, Curve] = field(default_factory=dict)
     experts: dict[str, Curve] = field(default_factory=dict)
+    attention: dict[str, Curve] = field(default_factory=dict)
     steps: dict[str, StepCost] = field(default_factory=dict)
     launches: dict[str, StepCost] = field(default_factory=dict)
 
@@ -167,6 +169,7 @@ def _best_gpu(a: GpuSpeed, b: GpuSpeed) -> GpuSpeed:
         a,
         linear=_best_curves(a.linear, b.linear),
         experts=_best_curves(a.experts, b.experts),
+        attention=_best_curves(a.attention, b.attention),
         steps={kind: _best_cost(cost, b.steps.get(kind, cost)) for kind, cost in a.steps.items()},
         launches={kind: _best_cost(cost, b.launches.get(kind, cost)) for kind, cost in a.launches.items()},
     )

@@ -206,6 +206,9 @@ class _Step:
             seconds = seen * attention.width * side.attention[attention.kind].of(float(longest))
         else:  # two operations a multiplication; decode reads the cache, prefill multiplies
             seconds = max(nbytes / side.read, 2 * seen * attention.width / side.matmul)
+            curve = side.attention.get(attention.kind)
+            if curve is not None and self._rows <= curve.at[-1]:
+                seconds = max(seconds, seen * attention.width * curve.of(float(self._rows)))
         return self._told_apart(attention.device, seconds, nbytes)
 
     def _cost(self, layer: LayerLoad, curve_of: Callable[[StepCost], Curve]) -> Times:

@@ -183,3 +183,30 @@ def test_the_key_names_gpus_without_asking_cuda(tmp_path: Path) -> None:
     key = machine_key(tmp_path)
     assert (key["gpus"], key["memory"]) == (["NVIDIA H200"], "100 kB")
     assert machine_key(tmp_path / "nothing")["gpus"] == []
+
+
+def on_gpu(**more: object) -> MachineSpeed:
+    known = machine()
+    return replace(known, gpus={"cuda:0": replace(known.gpus["cuda:0"], **more)})  # type: ignore[arg-type]
+
+
+def test_a_prompt_takes_as_long_as_its_kernels_or_as_whoever_launches_them() -> None:
+    layer = LayerLoad(home="cuda:0", matrices=[Matrix("cuda:0", ("Q4_K",), 100.0)])
+    slow = StepCost(Curve((1.0, 3.0), (2.0, 4.0)), Curve((1.0,), (0.5,)))
+    speed = on_gpu(launches={"grouped": slow})
+    assert predict_prefill(load(layer, layer), on_gpu(), 2, 2).seconds == pytest.approx(2.0)
+    launched = predict_prefill(load(layer, layer), speed, 2, 2)
+    assert launched.parts == {LAUNCH: pytest.approx(2 * 3.0 + 0.5)}
+    assert predict_prefill(load(layer, layer), speed, 4, 2).seconds == pytest.approx(2 * 6.5)
+    assert predict_decode(load(layer, layer), speed).seconds == pytest.approx(2.0)  # replayed
+    long = LayerLoad(home="cuda:0", matrices=[Matrix("cuda:0", ("Q4_K",), 1000.0)])
+    assert predict_prefill(load(long, long), speed, 2, 2).seconds == pytest.approx(20.0)
+
+
+def test_attention_on_a_gpu_takes_what_its_kernels_were_measured_to_take() -> None:
+    layer = LayerLoad(home="cuda:0", attention=AttentionLoad("cuda:0", "grouped", 10, 1, None))
+    assert predict_decode(load(layer), on_gpu(), context=99).seconds == pytest.approx(2 * 100 * 10 / 1000.0)
+    speed = on_gpu(attention={"grouped": Curve((1.0, 4.0), (0.01, 0.04))})
+    assert predict_decode(load(layer), speed, context=99).seconds == pytest.approx(100 * 10 * 0.01)
+    assert predict_decode(load(layer), speed, batch=4, context=99).seconds == pytest.approx(4 * 100 * 10 * 0.04)
+    assert predict_decode(load(layer), speed, batch=5, context=99).seconds == pytest.approx(5 * 100 * 10 * 2 / 1000.0)

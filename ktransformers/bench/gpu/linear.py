@@ -23,7 +23,7 @@ from ktransformers.kernels.triton.moe import ExpertMatrices, MoeWorkspace, block
 from ktransformers.kernels.triton.relay import GpuLayout, relaid_nbytes, relay
 from ktransformers.kernels.types import OwnType, QuantType, row_bytes
 
-__all__ = ["bench_gpu_linear", "random_weights"]
+__all__ = ["bench_gpu_linear", "random_matrices", "random_weights"]
 
 _COLUMNS = (
     Column("kernel", 7),
@@ -98,6 +98,11 @@ def random_weights(gpu: Gpu, qtype: QuantType, rows: int, cols: int) -> list[Ten
     return [_random_bytes(gpu, size) for _ in range(gpu.copies(size))]
 
 
+def random_matrices(gpu: Gpu, qtype: QuantType, rows: int, cols: int, count: int) -> Tensor:
+    """uint8 [count, bytes of one]: re-laid matrices [rows, cols]."""
+    return _random_bytes(gpu, count * relaid_nbytes(qtype, rows, cols)).view(count, -1)
+
+
 def linear_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     """Quantized matrices."""
     for name, n, k, types in _LINEARS:
@@ -142,7 +147,7 @@ def moe_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     for name, num, top_k, hidden, width, first, second in _MOES:
 
         def matrices(qtype: QuantType, n: int, k: int, num: int = num) -> ExpertMatrices:
-            data = _random_bytes(gpu, num * relaid_nbytes(qtype, n, k)).view(num, -1)
+            data = random_matrices(gpu, qtype, n, k, num)
             return ExpertMatrices(data, qtype, n, k, layout=GpuLayout.PLANES)
 
         gate, up = matrices(first, width, hidden), matrices(first, width, hidden)
