@@ -187,13 +187,9 @@ class Launcher:
         self.forget(process)
 
     async def end_all(self) -> None:
-        """Kill what was started and not forgotten."""
-        children = list(self._children)
-        for child in children:
-            if child.returncode is None:
-                child.kill()
-        for child in children:
-            await self.end(child)
+        """Kill what was started and not forgotten. Each once: a second signal would take a dead child's status away
+        from asyncio, which waits for it."""
+        await asyncio.gather(*(self.end(child) for child in list(self._children)))
 
 
 def _write(child: Process, options: msgspec.Struct) -> None:
