@@ -1,0 +1,291 @@
+"""Recurrent layers' kernels against fp64, row by row: outputs, the states behind a step and those that it saves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ktransformers.kernels.triton import recurrent
+from ktransformers.kernels.types import StateStep
+from tests.support.triton_kernels import recurrent_oracle as oracle
+from tests.support.triton_kernels.comparing import normal
+from tests.support.triton_kernels.recurrent_oracle import make_step
+
+SLOTS = 6
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-3}  # of the largest; a bf16 result is rounded to 2^-8
+
+
+def near(out, want, dtype=torch.float32):
+    """Within the tolerance of the largest value."""
+    assert out.shape == want.shape
+    worst = float((out.double().cpu() - want).abs().max())
+    assert worst <= TOLERANCE[dtype] * float(want.abs().max())
+
+
+def check(result, states, want, dtype=torch.float32):
+    near(result, want[0], dtype)
+    near(states, want[1])
+
+
+STEPS = [
+    pytest.param(([1], [5]), id="one row"),
+    pytest.param(([1, 3, 0, 2], [9, 0, 0, 70]), id="few rows"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("width", "has_bias"), [(4, False), (3, True), (2, True), (8, False)])
+@pytest.mark.parametrize("shape", [*STEPS, pytest.param(([2, 41, 33], [7, 0, 60]), id="many rows")])
+def test_causal_conv(shape, width, has_bias, dtype, device):
+    counts, starts = shape
+    saves = [(0, 5)] if sum(counts) < 50 else [(2, 5), (22, 4), (46, 3)]
+    step = make_step(counts, starts, saves=saves, tail=2, device=device)
+    rows, channels = sum(counts) + 2, 72
+    x = normal(rows, 90, dtype=dtype, device=device)[:, 10 : 10 + channels]
+    weight, bias = normal(channels, width, device=device, seed=1), normal(channels, device=device, seed=2)
+    states = normal(SLOTS, width - 1, channels, device=device, seed=3)
+    activation = "silu" if has_bias else "none"
+    want = oracle.conv(x, weight, bias if has_bias else None, states, step, activation)
+    out = recurrent.causal_conv(x, weight, bias if has_bias else None, states, step, activation)
+    assert out.dtype == dtype
+    check(out, states, want, dtype)
+    assert not bool(out[-2:].any())
+
+
+def test_conv_reads_the_columns_that_it_is_told(device):
+    step = make_step([3], [0], device=device)
+    x, weight = normal(3, 20, device=device), normal(8, 4, device=device, seed=1)
+    columns = torch.tensor([3, 2, 19, 0, 5, 5, 7, 11], dtype=torch.int32, device=device)
+    states, same = (torch.zeros(SLOTS, 3, 8, device=device) for _ in range(2))
+    out = recurrent.causal_conv(x, weight, None, states, step, columns=columns)
+    assert torch.equal(out, recurrent.causal_conv(x[:, columns.long()], weight, None, same, step))
+    assert torch.equal(states, same)
+
+
+def scan_inputs(rows, key_heads, heads, key_dim, value_dim, per_key=False, dtype=torch.float32, device="cpu", rate=0.3):
+    """As layers have them: q, k, v are columns of one tensor; decays from nearly 1 to one that forgets at once."""
+    mixed = normal(rows, 2 * key_heads * key_dim + heads * value_dim, dtype=dtype, device=device)
+    q, k, v = mixed.split((key_heads * key_dim, key_heads * key_dim, heads * value_dim), 1)
+    q, k = (each.unflatten(1, (key_heads, key_dim)) for each in (q, k))
+    shape = (rows, heads, key_dim) if per_key else (rows, heads)
+    decay = -rate * normal(*shape, seed=1).exp()
+    if rows > 8:
+        decay[rows // 2] = -60.0  # as large as it is, nothing overflows
+    beta = torch.sigmoid(normal(rows, heads, seed=2))
+    return q, k, v.unflatten(1, (heads, value_dim)), decay.to(device), beta.to(device)
+
+
+@pytest.mark.parametrize("per_key", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("shape", STEPS)
+def test_delta_scan_of_few_rows(shape, per_key, device):
+    counts, starts = shape
+    step = make_step(counts, starts, saves=[(0, 5)], tail=1, device=device, is_graph=True)
+    inputs = scan_inputs(sum(counts) + 1, 2, 4, 24, 40, per_key, device=device)
+    states = normal(SLOTS, 4, 24, 40, device=device, seed=5)
+    want = oracle.scan(*inputs, states, step, 1e-6, 24**-0.5)
+    out = recurrent.delta_scan(*inputs, states, step, 1e-6, 24**-0.5)
+    check(out, states, want)
+    assert not bool(out[-1:].any())
+
+
+CHUNKED = [
+    pytest.param(([40], [0], []), id="part of a chunk"),
+    pytest.param(([1, 150, 70], [9, 30, 0], [(34, 5), (98, 4)]), id="chunks from the middle on"),
+]
+
+
+@pytest.mark.parametrize("per_key", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("shape", CHUNKED)
+def test_delta_scan_of_many_rows(shape, per_key, device):
+    """Saved where chunks end: row 34 of the second sequence is position 63."""
+    counts, starts, saves = shape
+    step = make_step(counts, starts, saves=saves, tail=1, device=device)
+    inputs = scan_inputs(sum(counts) + 1, 1, 2, 24, 20, per_key, device=device)
+    states = normal(SLOTS, 2, 24, 20, device=device, seed=5)
+    want = oracle.scan(*inputs, states, step, 1e-6, 24**-0.5)
+    out = recurrent.delta_scan(*inputs, states, step, 1e-6, 24**-0.5)
+    check(out, states, want)
+    assert not bool(out[-1:].any())
+
+
+@pytest.mark.parametrize("decay", [0.0, -1e-3, -5.0], ids=["none", "slow", "fast"])
+@pytest.mark.parametrize("per_key", [False, True], ids=["gdn", "kda"])
+def test_equal_keys_and_full_corrections(per_key, decay, device):
+    """What a series of powers of L would lose: each row corrects the same direction, of which little is left."""
+    rows, heads, width = 64, 1, 16
+    q, k, v, shape, beta = scan_inputs(rows, 1, heads, width, width, per_key, device=device)
+    k = k[:1].expand(rows, -1, -1) + 1e-3 * k
+    inputs = (q, k.contiguous(), v, torch.full_like(shape, decay), torch.full_like(beta, 0.999))
+    step = make_step([rows], [0], device=device)
+    states = torch.zeros(1, heads, width, width, device=device)
+    want = oracle.scan(*inputs, states, step, 1e-6, 0.25)
+    check(recurrent.delta_scan(*inputs, states, step, 1e-6, 0.25), states, want)
+
+
+@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize("shape", [STEPS[1].values[0] + ([(0, 5)],), CHUNKED[1].values[0]], ids=["few", "many"])
+def test_linear_scan(shape, key_heads, device):
+    counts, starts, saves = shape
+    step = make_step(counts, starts, saves=saves, tail=1, device=device)
+    q, k, v, decay, _ = scan_inputs(sum(counts) + 1, key_heads, 4, 16, 24, device=device)
+    states = normal(SLOTS, 4, 16, 24, device=device, seed=5)
+    want = oracle.scan(q, k, v, decay, None, states, step, None, 0.5)
+    check(recurrent.linear_scan(q, k, v, decay, states, step, 0.5), states, want)
+
+
+def test_scans_take_bf16(device):
+    step = make_step([3, 33], [0, 0], device=device)
+    inputs = scan_inputs(36, 1, 1, 16, 16, dtype=torch.bfloat16, device=device)
+    states = torch.zeros(2, 1, 16, 16, device=device)
+    want = oracle.scan(*inputs, states, step, 1e-6, 0.25)
+    out = recurrent.delta_scan(*inputs, states, step, 1e-6, 0.25)
+    assert out.dtype == torch.bfloat16
+    check(out, states, want, torch.bfloat16)
+
+
+@pytest.mark.parametrize("has_skip", [False, True])
+@pytest.mark.parametrize("shape", STEPS)
+def test_selective_scan(shape, has_skip, device):
+    counts, starts = shape
+    rows, channels, size = sum(counts) + 1, 70, 12
+    step = make_step(counts, starts, saves=[(0, 5)], tail=1, device=device)
+    x, skip = normal(rows, channels, device=device), normal(channels, device=device, seed=1) if has_skip else None
+    dt, a = normal(rows, channels, seed=2).exp().to(device), -normal(channels, size, seed=3).exp().to(device)
+    both = normal(rows, 2 * size, device=device, seed=4)
+    states = normal(SLOTS, channels, size, device=device, seed=5)
+    arguments = (x, dt, a, both[:, :size], both[:, size:], skip, states, step)
+    want = oracle.selective(*arguments)
+    out = recurrent.selective_scan(*arguments)
+    check(out, states, want)
+    assert not bool(out[-1:].any())
+
+
+@pytest.mark.parametrize("is_gate_first", [False, True])
+@pytest.mark.parametrize(("size", "activation"), [(24, "silu"), (96, "sigmoid"), (48, "none")])
+def test_gated_norm(size, activation, is_gate_first, device):
+    x, gate = normal(3, 96, device=device), normal(3, 200, device=device, seed=1)[:, 50:146]
+    shared = activation == "silu"
+    weight = normal(size if shared else 96, device=device, seed=2)
+    options = {"group_size": size, "is_gate_first": is_gate_first, "activation": activation}
+    want = oracle.gated_norm(x, gate, weight, 1e-5, size, is_gate_first, activation)
+    out = recurrent.gated_norm(x, gate, weight, 1e-5, **options)
+    near(out, want)
+    if size == 24:
+        split = gate.unflatten(1, (2, 2, size))
+        assert torch.equal(recurrent.gated_norm(x, split, weight, 1e-5, **options), out)
+    assert recurrent.gated_norm(x, gate, weight, 1e-5, out=x, **options) is x
+    assert torch.equal(x, out)
+
+
+@pytest.mark.parametrize("cut", [64, 128])
+def test_results_do_not_depend_on_cuts_between_chunks_or_on_neighbours(cut, device):
+    """The same bits: a prompt whole, or cut at a multiple of 64 and with another sequence beside it."""
+    rows, heads, width = 150, 2, 16
+    inputs = scan_inputs(rows, 1, heads, width, width, device=device)
+    whole, parts = (torch.zeros(SLOTS, heads, width, width, device=device) for _ in range(2))
+    out = recurrent.delta_scan(*inputs, whole, make_step([rows], [0], device=device), 1e-6)
+    before = [each[:cut] for each in inputs]
+    first = recurrent.delta_scan(*before, parts, make_step([cut], [0], device=device), 1e-6)
+    after = [torch.cat((each[cut:], each[:40])) for each in inputs]
+    step = make_step([rows - cut, 40], [cut, 0], device=device)
+    if rows - cut < recurrent.CHUNKED_ROWS:  # row by row then, which agrees to the tolerance only
+        near(recurrent.delta_scan(*after, parts, step, 1e-6)[: rows - cut], out[cut:].double().cpu())
+        return
+    assert torch.equal(torch.cat((first, recurrent.delta_scan(*after, parts, step, 1e-6)[: rows - cut])), out)
+    assert torch.equal(parts[0], whole[0])
+
+
+def test_a_decoded_row_is_the_same_beside_a_prompt(device):
+    inputs = scan_inputs(41, 1, 2, 16, 16, device=device)
+    states = normal(SLOTS, 2, 16, 16, device=device, seed=5)
+    alone, beside = states.clone(), states.clone()
+    out = recurrent.delta_scan(*(each[:1] for each in inputs), alone, make_step([1], [9], device=device), 1e-6)
+    both = recurrent.delta_scan(*inputs, beside, make_step([1, 40], [9, 0], device=device), 1e-6)
+    assert torch.equal(both[:1], out)
+    assert torch.equal(beside[0], alone[0])
+
+
+def delta_net(is_interleaved, per_key, device, heads=4, key_heads=2, key_dim=16, value_dim=24):
+    keys, values = key_heads * key_dim, heads * value_dim
+    group = heads // key_heads
+    weights = {
+        "conv_weight": normal(2 * keys + values, 4, device=device, seed=1),
+        "a_log": normal(heads, device=device, seed=2),
+        "dt_bias": normal(*((heads, key_dim) if per_key else (heads,)), device=device, seed=3),
+        "norm_weight": normal(value_dim, device=device, seed=4),
+    }
+    columns = None
+    if is_interleaved:  # per key head: q, k, the values and the gates of its value heads
+        of_head = 2 * key_dim + 2 * group * value_dim
+        starts = torch.arange(key_heads)[:, None] * of_head
+        q = starts + torch.arange(key_dim)
+        v = starts + 2 * key_dim + torch.arange(group * value_dim)
+        columns = torch.cat((q.flatten(), q.flatten() + key_dim, v.flatten())).to(torch.int32).to(device)
+    return recurrent.DeltaNet(
+        key_heads, heads, key_dim, value_dim, norm_eps=1e-6, columns=columns,
+        gate="sigmoid" if per_key else "silu", **weights,
+    )  # fmt: skip
+
+
+def net_oracle(x, gate, a, b, net, states, step):
+    mixed, conv_states = oracle.conv(x, net.conv_weight, net.conv_bias, states[0], step, "silu")
+    q, k, v = net.split(mixed)
+    a, b, a_log, dt_bias = oracle.wide(a, b, net.a_log, net.dt_bias)
+    rows, heads = len(x), net.num_value_heads
+    rate = -a_log.exp()[:, None] if net.dt_bias.dim() == 2 else -a_log.exp()
+    decay = rate * torch.nn.functional.softplus(a.reshape(rows, *dt_bias.shape) + dt_bias)
+    beta = torch.sigmoid(b.reshape(rows, heads))
+    out, scan_states = oracle.scan(q, k, v, decay, beta, states[1], step, net.l2norm, net.key_dim**-0.5)
+    gate = gate.reshape(rows, -1)
+    out = oracle.gated_norm(out.flatten(1), gate, net.norm_weight, net.norm_eps, net.value_dim, False, net.gate)
+    return out, conv_states, scan_states
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "separate", "per key"])
+@pytest.mark.parametrize("shape", [([1, 0, 3], [5, 0, 0]), ([2, 70], [5, 0])], ids=["few", "many"])
+def test_gated_delta_net(shape, kind, device):
+    counts, starts = shape
+    net = delta_net(kind == "interleaved", kind == "per key", device)
+    rows, group, width = sum(counts), 2, net.value_dim
+    if kind == "interleaved":
+        x = normal(rows, 2, 2 * 16 + 2 * group * width, device=device)
+        gate = x[..., 32 + group * width :].unflatten(2, (group, width))
+        both = normal(rows, 2, 2 * group, device=device, seed=6)
+        x, b, a = x.flatten(1), both[..., :group], both[..., group:]
+    else:
+        x = normal(rows, 64 + 4 * width, device=device)
+        gate = normal(rows, 2, group, width, device=device, seed=5)
+        b, a = normal(rows, 2, group, device=device, seed=6), normal(rows, 2, group, device=device, seed=7)
+        if kind == "per key":
+            a = normal(rows, 4, 16, device=device, seed=7)
+    step = make_step(counts, starts, device=device)
+    states = normal(SLOTS, 3, 64 + 4 * width, device=device, seed=8), normal(SLOTS, 4, 16, width, device=device, seed=9)
+    source = x if net.columns is None else x[:, net.columns.long()]
+    want = net_oracle(source, gate, a, b, net, states, step)
+    out = recurrent.gated_delta_net(x, gate, a, b, net, states, step)
+    near(out, want[0])
+    for state, wanted in zip(states, want[1:], strict=True):
+        near(state, wanted)
+
+
+def test_bad_arguments_are_named(device):
+    step = make_step([2], [0], device=device)
+    x, weight, states = normal(2, 8, device=device), normal(8, 4, device=device), torch.zeros(2, 3, 8, device=device)
+    with pytest.raises(ValueError, match="x must have shape"):
+        recurrent.causal_conv(x[:, :7], weight, None, states, step)
+    with pytest.raises(ValueError, match="2 to 8 columns"):
+        recurrent.causal_conv(x, normal(8, 9, device=device), None, states, step)
+    with pytest.raises(ValueError, match="activation must be one of"):
+        recurrent.causal_conv(x, weight, None, states, step, "gelu")
+    with pytest.raises(TypeError, match="states must be fp32"):
+        recurrent.causal_conv(x, weight, None, states.half(), step)
+    with pytest.raises(ValueError, match="states must have shape"):
+        recurrent.causal_conv(x, weight, None, states[:, :2], step)
+    with pytest.raises(ValueError, match=r"step.save_slots must be contiguous with shape \[1\]"):
+        recurrent.causal_conv(x[:1], weight, None, states, step)
+    wrong = StateStep(step.first_rows.long(), step.read_slots, step.write_slots, step.save_slots, step.kv_lens, 2)
+    with pytest.raises(TypeError, match="step.first_rows must be int32"):
+        recurrent.causal_conv(x, weight, None, states, wrong)
+    q, k, v, decay, beta = scan_inputs(2, 2, 3, 8, 8, device=device)
+    with pytest.raises(ValueError, match="3 value heads cannot share 2 key heads"):
+        recurrent.delta_scan(q, k, v, decay, beta, torch.zeros(2, 3, 8, 8, device=device), step)
