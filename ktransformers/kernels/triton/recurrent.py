@@ -14,14 +14,14 @@ Nothing here waits for the device or allocates by values, so that everything can
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.elementwise import check_float
-from ktransformers.kernels.triton.recurrent_chunks import CHUNK_ROWS, chunks_kernel, prepare_kernel
+from ktransformers.kernels.triton.recurrent_chunks import CHUNK_ROWS, MAX_SLICES, chunks_kernel, prepare_kernel
 from ktransformers.kernels.triton.recurrent_kernels import (
     conv_kernel,
     gated_norm_kernel,
@@ -77,7 +77,7 @@ def _check_gate(name: str, kind: str) -> None:
         raise ValueError(f"{name} must be one of {', '.join(_GATES)}, got {kind!r}")
 
 
-def _is_chunked(step: StateStep) -> bool:
+def _is_long(step: StateStep) -> bool:
     return step.max_rows is not None and step.max_rows >= CHUNKED_ROWS
 
 
@@ -119,7 +119,7 @@ def causal_conv(
     check_float("out", result, (rows, channels))
     if step.num_seqs == 0 or rows == 0:
         return result
-    is_long = _is_chunked(step)
+    is_long = _is_long(step)
     tile, block = (16, 64) if is_long else (1, 128)  # at least width - 1 rows where several programs share a sequence
     programs = -(-(step.max_rows or 1) // (4 * tile)) if is_long else 1
     conv_kernel[(-(-channels // block), step.num_seqs, programs)](
@@ -146,6 +146,16 @@ class _Scan:
     scale: float
     out: Tensor
     is_per_key: bool
+
+    @property
+    def num_slices(self) -> int:
+        """Parts of a key in chunks."""
+        return max(1, power_of_two(self.q.shape[2]) // 64)
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether sequences of CHUNKED_ROWS rows go chunk by chunk: keys of 257 columns would need too many parts."""
+        return _is_long(self.step) and self.num_slices <= MAX_SLICES
 
     def constants(self) -> dict[str, Any]:
         heads, key_dim, value_dim = self.states.shape[1:]
@@ -184,7 +194,7 @@ def _check_scan(
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """What `rows_kernel` does besides the scan: decay and beta are made of logits, and the result is normed and gated."""
+    """What `rows_kernel` does besides the scan: makes decay and beta of logits, norms and gates the result."""
 
     gate: Tensor
     net: DeltaNet
@@ -210,7 +220,7 @@ def _launch_rows(scan: _Scan, fused: _Fused | None = None) -> None:
         *_step_pointers(scan.step), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *numbers,
         out.stride(0), states.stride(0), v.shape[0], float(scan.eps or 0.0), float(scan.scale),
         float(net.norm_eps if net else 0.0),
-        BV=block, LIMIT=CHUNKED_ROWS if _is_chunked(scan.step) else 0, DELTA=beta is not None,
+        BV=block, LIMIT=CHUNKED_ROWS if scan.is_chunked else 0, DELTA=beta is not None,
         GATES=fused is not None, GATED=net.gate if net else "", **constants,
         num_warps=max(1, min(8, constants["BK"] * block // _TILE)),
     )  # fmt: skip
@@ -219,28 +229,28 @@ def _launch_rows(scan: _Scan, fused: _Fused | None = None) -> None:
 def _launch_chunks(scan: _Scan) -> None:
     """The scan chunk by chunk, of the sequences that `_launch_rows` leaves out."""
     q, k, v, decay, step = scan.q, scan.k, scan.v, scan.decay, scan.step
-    constants = scan.constants() | {"LIMIT": CHUNKED_ROWS, "HEADS": v.shape[1]}
-    constants["BK"] = max(16, constants["BK"])
     rows, heads, value_dim = v.shape
-    widest, numbers = max(16, power_of_two(value_dim)), (float(scan.eps or 0.0), float(scan.scale))
-    inputs = (*q.stride()[:2], *k.stride()[:2])
+    constants = scan.constants() | {"LIMIT": CHUNKED_ROWS, "HEADS": heads}
+    slices, is_normed = scan.num_slices, constants.pop("NORM")
+    constants["BK"] = max(16, constants["BK"] // slices)
+    widest, inputs = max(16, power_of_two(value_dim)), (*q.stride()[:2], *k.stride()[:2])
     of_decay = (decay.stride(0), decay.stride(1))
-    values, w, pairs = v, None, None
+    values, w, pairs, units = v, None, None, None
     if scan.beta is not None:
-        values = v.new_empty(rows, heads, value_dim, dtype=torch.float32)
-        w = v.new_empty(rows, heads, q.shape[2], dtype=torch.float32)
-        pairs = v.new_empty(rows, heads, CHUNK_ROWS, dtype=torch.float32)
+        values, w, pairs, units = (
+            v.new_empty(rows, heads, width, dtype=torch.float32) for width in (value_dim, q.shape[2], CHUNK_ROWS, 2)
+        )
         chunks = (int(step.max_rows or 0) + 2 * CHUNK_ROWS - 2) // CHUNK_ROWS
         prepare_kernel[(chunks, heads, step.num_seqs)](
-            q, k, v, decay, scan.beta, values, w, pairs, step.first_rows, step.kv_lens,
-            *inputs, *v.stride()[:2], *of_decay, scan.beta.stride(0), *numbers,
-            BV=min(64, widest), **constants, num_warps=8,
+            q, k, v, decay, scan.beta, values, w, pairs, units, step.first_rows, step.kv_lens,
+            *inputs, *v.stride()[:2], *of_decay, scan.beta.stride(0), float(scan.eps or 0.0), float(scan.scale),
+            BV=min(64, widest), NORM=is_normed, **constants, num_warps=4, num_stages=1,
         )  # fmt: skip
     block = min(widest, 32)
     chunks_kernel[(-(-value_dim // block), heads, step.num_seqs)](
-        q, k, values, decay, w, pairs, scan.states, scan.out, *_step_pointers(step), step.kv_lens,
-        *inputs, *values.stride()[:2], *of_decay, scan.out.stride(0), scan.states.stride(0), *numbers,
-        BV=block, DELTA=scan.beta is not None, **constants, num_warps=8,
+        q, k, values, decay, w, pairs, units, scan.states, scan.out, *_step_pointers(step), step.kv_lens,
+        *inputs, *values.stride()[:2], *of_decay, scan.out.stride(0), scan.states.stride(0), float(scan.scale),
+        BV=block, SLICES=slices, DELTA=scan.beta is not None, **constants, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
@@ -248,14 +258,14 @@ def _scan(scan: _Scan) -> Tensor:
     if scan.out.numel() == 0 or scan.step.num_seqs == 0:
         return scan.out
     _launch_rows(scan)
-    if _is_chunked(scan.step):
+    if scan.is_chunked:
         _launch_chunks(scan)
     return scan.out
 
 
 def workspace_nbytes(rows: int, heads: int, key_dim: int, value_dim: int) -> int:
     """Bytes that `delta_scan` works in while sequences go chunk by chunk."""
-    return 4 * rows * heads * (key_dim + value_dim + CHUNK_ROWS)
+    return 4 * rows * heads * (key_dim + value_dim + CHUNK_ROWS + 2)
 
 
 def delta_scan(
@@ -476,11 +486,12 @@ def gated_delta_net(
         return result
     of_heads = result.unflatten(1, (heads, width))
     scale = net.key_dim**-0.5
-    if _is_chunked(step):
+    made = _Scan(q, k, v, a, b, states[1], step, net.l2norm, scale, of_heads, is_per_key)
+    _check_step(step, rows, states[1], (heads, net.key_dim, width))
+    if made.is_chunked:
         result.zero_()  # rows of the other sequences, which are normed too and written last
         decay, beta = delta_gates(a, b, net.a_log, net.dt_bias)
-        _launch_chunks(_check_scan((q, k, v, decay, beta), states[1], step, net.l2norm, scale, of_heads))
+        _launch_chunks(replace(made, decay=decay, beta=beta))
         gated_norm(result, gate, net.norm_weight, net.norm_eps, group_size=width, activation=net.gate, out=result)
-    _check_step(step, rows, states[1], (heads, net.key_dim, width))
-    _launch_rows(_Scan(q, k, v, a, b, states[1], step, net.l2norm, scale, of_heads, is_per_key), _Fused(gate, net))
+    _launch_rows(made, _Fused(gate, net))
     return result

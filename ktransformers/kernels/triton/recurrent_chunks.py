@@ -1,4 +1,4 @@
-"""Device code of recurrent layers, chunk by chunk: for sequences with many rows in a step. Knows pointers and strides only.
+"""Device code of recurrent layers, chunk by chunk: for sequences with many rows. Knows pointers and strides only.
 
 A chunk is CHUNK positions, from a multiple of CHUNK on; a sequence's first and last may be partial. With G the sums of
 the log decays of a chunk up to each row, S the state before it, and everything of one head:
@@ -15,18 +15,20 @@ q and k for all chunks at once; `chunks_kernel` goes over a sequence's chunks wi
 not there has k, v, beta and decay 0, which changes nothing.
 
 No factor exceeds 1, however fast the state decays: exp is only taken of differences between a row and an earlier one.
-Products are three of TF32 each ("tf32x3"), with which they are as good as those of fp32 to about 2^-20.
+Products are three of TF32 each ("tf32x3"), with which they are as good as those of fp32 to about 2^-20. Keys are cut
+into slices of BK columns, so that no tile is wider; a state has up to MAX_SLICES of them.
 """
 
 from __future__ import annotations
 
-from ktransformers.kernels.triton.recurrent_kernels import l2_normed
 from ktransformers.kernels.triton.runtime import constant, jit, tl
 
-__all__ = ["CHUNK_ROWS", "chunks_kernel", "prepare_kernel"]
+__all__ = ["CHUNK_ROWS", "MAX_SLICES", "chunks_kernel", "prepare_kernel"]
 
 CHUNK_ROWS = 64
 """Positions of a chunk: core.SNAPSHOT_ALIGN."""
+
+MAX_SLICES = 4
 
 _CHUNK = constant(CHUNK_ROWS)
 _SUB = constant(16)  # rows of which every pair has its own exp
@@ -50,29 +52,38 @@ def _chunk_of(first_rows_ptr, lens_ptr, seq, LIMIT: tl.constexpr):
 
 
 @jit
-def _tile(base, rows, stride, is_row, columns, WIDTH: tl.constexpr):
-    """Columns of some rows as fp32 [CHUNK, columns]; zeros where there is nothing."""
+def _tile(base, rows, stride, is_row, first, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """BLOCK columns of some rows, from `first` on, as fp32 [CHUNK, BLOCK]; zeros where there is nothing."""
+    columns = first + tl.arange(0, BLOCK)
     mask = is_row[:, None] & (columns < WIDTH)[None, :]
     return tl.load(base + rows[:, None].to(tl.int64) * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @jit
-def _decays(base, rows, stride, is_row, columns, K: tl.constexpr, PER_KEY: tl.constexpr):
-    """Sums of log decays up to each row of the chunk: [CHUNK, BK], or [CHUNK] without PER_KEY."""
+def _decays(
+    base, rows, stride, is_row, first, BK: tl.constexpr, K: tl.constexpr, PER_KEY: tl.constexpr
+):  # fmt: skip
+    """Sums of log decays up to each row of the chunk: [CHUNK, BK] of a slice, or [CHUNK, 1] without PER_KEY."""
     if PER_KEY:
-        decay = _tile(base, rows, stride, is_row, columns, K)
+        decay = _tile(base, rows, stride, is_row, first, BK, K)
     else:
-        decay = tl.load(base + rows.to(tl.int64) * stride, mask=is_row, other=0.0).to(tl.float32)
+        decay = tl.load(base + rows.to(tl.int64) * stride, mask=is_row, other=0.0).to(tl.float32)[:, None]
     return tl.cumsum(decay, 0)
 
 
 @jit
-def _pairs(x, k, sums):
-    """x k' exp(G_i - G_j) where j <= i, zeros elsewhere, [CHUNK, CHUNK]: one decay for all columns. sums: [CHUNK]."""
+def _last_of(sums):
+    """The last row of [CHUNK, columns], as [1, columns]."""
+    is_last = tl.arange(0, _CHUNK)[:, None] == _CHUNK - 1
+    return tl.sum(tl.where(is_last, sums, 0.0), 0)[None, :]
+
+
+@jit
+def _decayed(products, sums):
+    """products exp(G_i - G_j) where j <= i, zeros elsewhere, [CHUNK, CHUNK]. sums: [CHUNK, 1]."""
     rows = tl.arange(0, _CHUNK)
     is_seen = rows[:, None] >= rows[None, :]
-    apart = tl.where(is_seen, sums[:, None] - sums[None, :], 0.0)
-    return tl.where(is_seen, _dot(x, tl.trans(k)) * tl.exp(apart), 0.0)
+    return tl.where(is_seen, products * tl.exp(tl.where(is_seen, sums - tl.trans(sums), 0.0)), 0.0)
 
 
 @jit
@@ -94,24 +105,20 @@ def _in_block(x, k_row, factor, nth, BK: tl.constexpr):
 
 
 @jit
-def _pairs_by_key(q, k, sums, BK: tl.constexpr):
-    """As `_pairs`, of q and of k with k, with a decay per column. sums: [CHUNK, BK].
+def _pairs_by_key(of_q, of_k, q, k, sums, BK: tl.constexpr):
+    """Add a slice's part of q k' exp(G_i - G_j), and of k k', with a decay per column. sums: [CHUNK, BK].
 
     Within a sub-block of SUB rows each pair has its own exp. Between sub-blocks G of the later one's first row stands
-    between: exp(G_i - G_ref) and exp(G_ref - G_j) are both at most 1.
+    between: exp(G_i - G_ref) and exp(G_ref - G_j) are both at most 1. What is above the diagonal means nothing.
     """
     rows = tl.arange(0, _CHUNK)
     blocks = tl.reshape(sums, (_CHUNK // _SUB, _SUB, BK))
-    of_q = tl.zeros((_CHUNK, _CHUNK), tl.float32)
-    of_k = tl.zeros((_CHUNK, _CHUNK), tl.float32)
     for nth in range(_SUB):
         is_seen = (tl.arange(0, _SUB) >= nth)[None, :, None]
         factor = tl.exp(tl.where(is_seen, blocks - _row_of(sums, nth, BK), 0.0))
         k_row = _row_of(k, nth, BK)
         of_q += _in_block(q, k_row, factor, nth, BK)
         of_k += _in_block(k, k_row, factor, nth, BK)
-    is_seen = rows[:, None] >= rows[None, :]
-    of_q, of_k = tl.where(is_seen, of_q, 0.0), tl.where(is_seen, of_k, 0.0)
     for block in range(1, _CHUNK // _SUB):
         reference = tl.sum(tl.where((rows == block * _SUB)[:, None], sums, 0.0), 0)[None, :]
         is_later, is_earlier = (rows // _SUB == block)[:, None], (rows // _SUB < block)[:, None]
@@ -144,103 +151,186 @@ def _inverse(lower):
     return result
 
 
+@jit
+def _unit_factors(
+    q_base, k_base, rows, q_row, k_row, is_row, eps, BK: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """What makes unit vectors of the rows of q and k, [CHUNK] each; ones without NORM."""
+    of_q = tl.full((_CHUNK,), 1.0, tl.float32)
+    of_k = tl.full((_CHUNK,), 1.0, tl.float32)
+    if NORM:
+        of_q += eps - 1.0
+        of_k += eps - 1.0
+        for first in range(0, K, BK):
+            q = _tile(q_base, rows, q_row, is_row, first, BK, K)
+            k = _tile(k_base, rows, k_row, is_row, first, BK, K)
+            of_q += tl.sum(q * q, 1)
+            of_k += tl.sum(k * k, 1)
+        of_q, of_k = 1.0 / tl.sqrt(of_q), 1.0 / tl.sqrt(of_k)
+    return of_q, of_k
+
+
 @jit(do_not_specialize_on_alignment=["first_rows_ptr", "lens_ptr"])
 def prepare_kernel(
-    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, u_ptr, w_ptr, pairs_ptr, first_rows_ptr, lens_ptr,
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, u_ptr, w_ptr, pairs_ptr, unit_ptr, first_rows_ptr, lens_ptr,
     q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, beta_row, eps, scale,
     GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     LIMIT: tl.constexpr, PER_KEY: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, value heads, sequences): u [T, HEADS, V], w [T, HEADS, K] and scale q k' [T, HEADS, CHUNK]."""
+    """Grid (chunks, value heads, sequences): u [T, HEADS, V], w [T, HEADS, K], scale q k' [T, HEADS, CHUNK], and the
+    factors of q (scale included) and k, [T, HEADS, 2]."""
     head, seq = tl.program_id(1), tl.program_id(2)
     first, last, begin, count = _chunk_of(first_rows_ptr, lens_ptr, seq, LIMIT)
     if tl.program_id(0) < count:
-        nth, keys = tl.arange(0, _CHUNK), tl.arange(0, BK)
+        nth = tl.arange(0, _CHUNK)
         rows = begin + tl.program_id(0) * _CHUNK + nth
         is_row = (rows >= first) & (rows < last)
-        q = _tile(q_ptr + head // GROUP * q_head, rows, q_row, is_row, keys, K)
-        k = _tile(k_ptr + head // GROUP * k_head, rows, k_row, is_row, keys, K)
-        if NORM:
-            q, k = l2_normed(q, eps, 1), l2_normed(k, eps, 1)
-        q *= scale
-        sums = _decays(decay_ptr + head * decay_head, rows, decay_row, is_row, keys, K, PER_KEY)
-        beta = tl.load(beta_ptr + rows.to(tl.int64) * beta_row + head, mask=is_row, other=0.0).to(tl.float32)
-        if PER_KEY:
-            of_q, of_k = _pairs_by_key(q, k, sums, BK)
-        else:
-            of_q, of_k = _pairs(q, k, sums), _pairs(k, k, sums)
         own = rows.to(tl.int64) * HEADS + head
-        tl.store(pairs_ptr + own[:, None] * _CHUNK + nth[None, :], of_q, mask=is_row[:, None])
-        inverse = _inverse(tl.where(nth[:, None] > nth[None, :], of_k * beta[:, None], 0.0))
+        q_base, k_base = q_ptr + head // GROUP * q_head, k_ptr + head // GROUP * k_head
+        decays = decay_ptr + head * decay_head
+        unit_q, unit_k = _unit_factors(q_base, k_base, rows, q_row, k_row, is_row, eps, BK, K, NORM)
+        unit_q *= scale
+        tl.store(unit_ptr + 2 * own, unit_q, mask=is_row)
+        tl.store(unit_ptr + 2 * own + 1, unit_k, mask=is_row)
+        of_q, of_k = tl.zeros((_CHUNK, _CHUNK), tl.float32), tl.zeros((_CHUNK, _CHUNK), tl.float32)
+        for at in range(0, K, BK):
+            q = _tile(q_base, rows, q_row, is_row, at, BK, K) * unit_q[:, None]
+            k = _tile(k_base, rows, k_row, is_row, at, BK, K) * unit_k[:, None]
+            if PER_KEY:
+                sums = _decays(decays, rows, decay_row, is_row, at, BK, K, PER_KEY)
+                of_q, of_k = _pairs_by_key(of_q, of_k, q, k, sums, BK)
+            else:
+                of_q += _dot(q, tl.trans(k))
+                of_k += _dot(k, tl.trans(k))
         if PER_KEY:
-            k *= tl.exp(sums)
+            is_seen = nth[:, None] >= nth[None, :]
+            of_q, of_k = tl.where(is_seen, of_q, 0.0), tl.where(is_seen, of_k, 0.0)
         else:
-            k *= tl.exp(sums)[:, None]
-        w = _dot(inverse, k * beta[:, None])
-        tl.store(w_ptr + own[:, None] * K + keys[None, :], w, mask=is_row[:, None] & (keys < K)[None, :])
-        for start in range(0, V, BV):
-            values = start + tl.arange(0, BV)
-            u = _dot(inverse, _tile(v_ptr + head * v_head, rows, v_row, is_row, values, V) * beta[:, None])
+            sums = _decays(decays, rows, decay_row, is_row, 0, BK, K, PER_KEY)
+            of_q, of_k = _decayed(of_q, sums), _decayed(of_k, sums)
+        tl.store(pairs_ptr + own[:, None] * _CHUNK + nth[None, :], of_q, mask=is_row[:, None])
+        beta = tl.load(beta_ptr + rows.to(tl.int64) * beta_row + head, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        inverse = _inverse(tl.where(nth[:, None] > nth[None, :], of_k * beta, 0.0))
+        unit_k = unit_k[:, None] * beta
+        for at in range(0, K, BK):
+            keys = at + tl.arange(0, BK)
+            sums = _decays(decays, rows, decay_row, is_row, at, BK, K, PER_KEY)
+            w = _dot(inverse, _tile(k_base, rows, k_row, is_row, at, BK, K) * (tl.exp(sums) * unit_k))
+            tl.store(w_ptr + own[:, None] * K + keys[None, :], w, mask=is_row[:, None] & (keys < K)[None, :])
+        for at in range(0, V, BV):
+            values = at + tl.arange(0, BV)
+            u = _dot(inverse, _tile(v_ptr + head * v_head, rows, v_row, is_row, at, BV, V) * beta)
             tl.store(u_ptr + own[:, None] * V + values[None, :], u, mask=is_row[:, None] & (values < V)[None, :])
 
 
 @jit
-def _scaled(q, k, sums, PER_KEY: tl.constexpr):
-    """exp(G) q, exp(G_last - G) k, and exp(G_last) as [BK, 1] or [1, 1]."""
-    is_last = tl.arange(0, _CHUNK) == _CHUNK - 1
-    if PER_KEY:
-        whole = tl.sum(tl.where(is_last[:, None], sums, 0.0), 0)
-        return q * tl.exp(sums), k * tl.exp(whole[None, :] - sums), tl.exp(whole)[:, None]
-    else:  # noqa: RET505 (decided while compiling: only one side exists)
-        whole = tl.sum(tl.where(is_last, sums, 0.0), 0)
-        rest = tl.exp(whole - sums)
-        return q * tl.exp(sums)[:, None], k * rest[:, None], tl.exp(tl.zeros((1, 1), tl.float32) + whole)
+def _read_slice(
+    v, out, pairs, state, at, rows, is_row, units, q_base, k_base, decays, w_base, q_row, k_row, decay_row,
+    HEADS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, PER_KEY: tl.constexpr,
+):  # fmt: skip
+    """What keys at .. at + BK - 1 of the state before the chunk add to v, out and, without DELTA, to q k'."""
+    unit_q, unit_k = units
+    q = _tile(q_base, rows, q_row, is_row, at, BK, K) * unit_q
+    if DELTA:
+        v -= _dot(_tile(w_base, rows, HEADS * K, is_row, at, BK, K), state)
+    else:
+        pairs += _dot(q, tl.trans(_tile(k_base, rows, k_row, is_row, at, BK, K) * unit_k))
+    sums = _decays(decays, rows, decay_row, is_row, at, BK, K, PER_KEY)
+    out += _dot(q * tl.exp(sums), state)
+    return v, out, pairs
+
+
+@jit
+def _advance_slice(
+    v, state, at, rows, is_row, units, k_base, decays, k_row, decay_row,
+    K: tl.constexpr, BK: tl.constexpr, PER_KEY: tl.constexpr,
+):  # fmt: skip
+    """Keys at .. at + BK - 1 of the state behind the chunk."""
+    sums = _decays(decays, rows, decay_row, is_row, at, BK, K, PER_KEY)
+    whole = _last_of(sums)
+    k = _tile(k_base, rows, k_row, is_row, at, BK, K) * (units[1] * tl.exp(whole - sums))
+    return state * tl.exp(tl.trans(whole)) + _dot(tl.trans(k), v)
+
+
+@jit
+def _load_slice(base, at, values, is_there, BK: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    keys = at + tl.arange(0, BK)
+    mask = (keys < K)[:, None] & (values < V)[None, :] & is_there
+    return tl.load(base + keys[:, None] * V + values[None, :], mask=mask, other=0.0)
+
+
+@jit
+def _store_slices(
+    base, s0, s1, s2, s3, values, BK: tl.constexpr, SLICES: tl.constexpr, K: tl.constexpr, V: tl.constexpr
+):  # fmt: skip
+    for i in tl.static_range(SLICES):
+        keys = i * BK + tl.arange(0, BK)
+        state = s0 if i == 0 else s1 if i == 1 else s2 if i == 2 else s3
+        tl.store(base + keys[:, None] * V + values[None, :], state, mask=(keys < K)[:, None] & (values < V)[None, :])
 
 
 @jit(do_not_specialize_on_alignment=_STEP)
 def chunks_kernel(
-    q_ptr, k_ptr, v_ptr, decay_ptr, w_ptr, pairs_ptr, state_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, decay_ptr, w_ptr, pairs_ptr, unit_ptr, state_ptr, out_ptr,
     first_rows_ptr, read_ptr, write_ptr, save_ptr, lens_ptr,
-    q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, out_row, slot, eps, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, out_row, slot, scale,
     GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LIMIT: tl.constexpr, DELTA: tl.constexpr, PER_KEY: tl.constexpr, NORM: tl.constexpr,
+    SLICES: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr, PER_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of V, value heads, sequences). With DELTA v is u, and w and pairs are those of `prepare_kernel`."""
+    """Grid (blocks of V, value heads, sequences). With DELTA v is u, and w, pairs and unit are of `prepare_kernel`."""
     head, seq = tl.program_id(1), tl.program_id(2)
     first, last, begin, count = _chunk_of(first_rows_ptr, lens_ptr, seq, LIMIT)
-    nth, keys = tl.arange(0, _CHUNK), tl.arange(0, BK)
-    values = tl.program_id(0) * BV + tl.arange(0, BV)
-    inside = (keys < K)[:, None] & (values < V)[None, :]
-    home = state_ptr + head.to(tl.int64) * (K * V) + keys[:, None] * V + values[None, :]
-    read = tl.load(read_ptr + seq).to(tl.int64)
-    state = tl.load(home + read * slot, mask=inside & (read >= 0) & (count > 0), other=0.0)
+    nth, values = tl.arange(0, _CHUNK), tl.program_id(0) * BV + tl.arange(0, BV)
+    home = state_ptr + head.to(tl.int64) * (K * V)
+    read, write = tl.load(read_ptr + seq).to(tl.int64), tl.load(write_ptr + seq).to(tl.int64)
+    is_there = (read >= 0) & (count > 0)
+    s0 = _load_slice(home + read * slot, 0, values, is_there, BK, K, V)
+    s1, s2, s3 = s0, s0, s0
+    if SLICES > 1:
+        s1 = _load_slice(home + read * slot, BK, values, is_there, BK, K, V)
+    if SLICES > 2:
+        s2 = _load_slice(home + read * slot, 2 * BK, values, is_there, BK, K, V)
+        s3 = _load_slice(home + read * slot, 3 * BK, values, is_there, BK, K, V)
+    q_base, k_base = q_ptr + head // GROUP * q_head, k_ptr + head // GROUP * k_head
+    decays, w_base = decay_ptr + head * decay_head, k_ptr
+    if DELTA:
+        w_base = w_ptr + head * K
     for chunk in range(count):
         start = begin + chunk * _CHUNK
         rows = start + nth
         is_row = (rows >= first) & (rows < last)
         own = rows.to(tl.int64) * HEADS + head
-        v = _tile(v_ptr + head * v_head, rows, v_row, is_row, values, V)
-        q = _tile(q_ptr + head // GROUP * q_head, rows, q_row, is_row, keys, K)
-        k = _tile(k_ptr + head // GROUP * k_head, rows, k_row, is_row, keys, K)
-        if NORM:
-            q, k = l2_normed(q, eps, 1), l2_normed(k, eps, 1)
-        q *= scale
-        sums = _decays(decay_ptr + head * decay_head, rows, decay_row, is_row, keys, K, PER_KEY)
+        v = _tile(v_ptr + head * v_head, rows, v_row, is_row, tl.program_id(0) * BV, BV, V)
+        out = tl.zeros((_CHUNK, BV), tl.float32)
+        if DELTA:
+            unit_q = tl.load(unit_ptr + 2 * own, mask=is_row, other=0.0)[:, None]
+            units = unit_q, tl.load(unit_ptr + 2 * own + 1, mask=is_row, other=0.0)[:, None]
+            pairs = out
+        else:
+            units = tl.full((_CHUNK, 1), 1.0, tl.float32) * scale, tl.full((_CHUNK, 1), 1.0, tl.float32)
+            pairs = tl.zeros((_CHUNK, _CHUNK), tl.float32)
+        for i in tl.static_range(SLICES):
+            state = s0 if i == 0 else s1 if i == 1 else s2 if i == 2 else s3
+            v, out, pairs = _read_slice(
+                v, out, pairs, state, i * BK, rows, is_row, units, q_base, k_base, decays, w_base,
+                q_row, k_row, decay_row, HEADS, K, BK, DELTA, PER_KEY,
+            )  # fmt: skip
         if DELTA:
             pairs = tl.load(pairs_ptr + own[:, None] * _CHUNK + nth[None, :], mask=is_row[:, None], other=0.0)
-            v -= _dot(_tile(w_ptr + head * K, rows, HEADS * K, is_row, keys, K), state)
         else:
-            pairs = _pairs(q, k, sums)
-        q, k, whole = _scaled(q, k, sums, PER_KEY)
-        out = _dot(q, state) + _dot(pairs, v)
+            pairs = _decayed(pairs, _decays(decays, rows, decay_row, is_row, 0, BK, K, PER_KEY))
+        out += _dot(pairs, v)
         mask = is_row[:, None] & (values < V)[None, :]
         at = rows[:, None].to(tl.int64) * out_row + head * V + values[None, :]
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
-        state = state * whole + _dot(tl.trans(k), v)
-        end = start + _CHUNK - 1
-        save = tl.load(save_ptr + end, mask=end < last, other=-1).to(tl.int64)
+        s0 = _advance_slice(v, s0, 0, rows, is_row, units, k_base, decays, k_row, decay_row, K, BK, PER_KEY)
+        if SLICES > 1:
+            s1 = _advance_slice(v, s1, BK, rows, is_row, units, k_base, decays, k_row, decay_row, K, BK, PER_KEY)
+        if SLICES > 2:
+            s2 = _advance_slice(v, s2, 2 * BK, rows, is_row, units, k_base, decays, k_row, decay_row, K, BK, PER_KEY)
+            s3 = _advance_slice(v, s3, 3 * BK, rows, is_row, units, k_base, decays, k_row, decay_row, K, BK, PER_KEY)
+        save = tl.load(save_ptr + start + _CHUNK - 1, mask=start + _CHUNK - 1 < last, other=-1).to(tl.int64)
         if save >= 0:
-            tl.store(home + save * slot, state, mask=inside)
-    write = tl.load(write_ptr + seq).to(tl.int64)
+            _store_slices(home + save * slot, s0, s1, s2, s3, values, BK, SLICES, K, V)
     if (write >= 0) & (count > 0):
-        tl.store(home + write * slot, state, mask=inside)
+        _store_slices(home + write * slot, s0, s1, s2, s3, values, BK, SLICES, K, V)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from ktransformers.kernels.triton.runtime import jit, tl
 
-__all__ = ["conv_kernel", "gated_norm_kernel", "gates_kernel", "l2_normed", "rows_kernel", "selective_kernel"]
+__all__ = ["conv_kernel", "gated_norm_kernel", "gates_kernel", "rows_kernel", "selective_kernel"]
 
 _STEP = ["first_rows_ptr", "read_ptr", "write_ptr", "save_ptr"]
 
@@ -40,17 +40,6 @@ def _wide(row):
 def _softplus(x):
     """log(1 + exp(x)), which does not overflow."""
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
-
-
-@jit
-def l2_normed(x, eps, AXIS: tl.constexpr):
-    """x / sqrt(sum(x^2) + eps) along an axis that is the last."""
-    length = tl.sqrt(tl.sum(x * x, AXIS) + eps)
-    if AXIS == 1:
-        x = x / length[:, None]
-    else:
-        x = x / length
-    return x
 
 
 @jit
@@ -184,7 +173,8 @@ def rows_kernel(
         k = tl.load(k_ptr + t * k_row + group * k_head + keys, mask=keys < K, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + t * v_row + head * v_head + values, mask=is_value, other=0.0).to(tl.float32)
         if NORM:
-            q, k = l2_normed(q, eps, 0), l2_normed(k, eps, 0)
+            q = q / tl.sqrt(tl.sum(q * q, 0) + eps)
+            k = k / tl.sqrt(tl.sum(k * k, 0) + eps)
         if PER_KEY:
             decay = _head_decay(
                 decay_ptr, a_log_ptr, bias_ptr, head, t * decay_row + head * decay_head, keys, K, GATES, PER_KEY

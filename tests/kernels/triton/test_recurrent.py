@@ -281,10 +281,10 @@ def test_bad_arguments_are_named(device):
         recurrent.causal_conv(x, weight, None, states.half(), step)
     with pytest.raises(ValueError, match="states must have shape"):
         recurrent.causal_conv(x, weight, None, states[:, :2], step)
-    with pytest.raises(ValueError, match=r"step.save_slots must be contiguous with shape \[1\]"):
+    with pytest.raises(ValueError, match=r"step\.save_slots must be contiguous with shape \[1\]"):
         recurrent.causal_conv(x[:1], weight, None, states, step)
     wrong = StateStep(step.first_rows.long(), step.read_slots, step.write_slots, step.save_slots, step.kv_lens, 2)
-    with pytest.raises(TypeError, match="step.first_rows must be int32"):
+    with pytest.raises(TypeError, match=r"step\.first_rows must be int32"):
         recurrent.causal_conv(x, weight, None, states, wrong)
     q, k, v, decay, beta = scan_inputs(2, 2, 3, 8, 8, device=device)
     with pytest.raises(ValueError, match="3 value heads cannot share 2 key heads"):
