@@ -235,22 +235,22 @@ def _launch_chunks(scan: _Scan) -> None:
     constants["BK"] = max(16, constants["BK"] // slices)
     widest, inputs = max(16, power_of_two(value_dim)), (*q.stride()[:2], *k.stride()[:2])
     of_decay = (decay.stride(0), decay.stride(1))
-    values, w, pairs, units = v, None, None, None
+    pairs, units = (v.new_empty(rows, heads, width, dtype=torch.float32) for width in (CHUNK_ROWS, 2))
+    values, w = v, None
     if scan.beta is not None:
-        values, w, pairs, units = (
-            v.new_empty(rows, heads, width, dtype=torch.float32) for width in (value_dim, q.shape[2], CHUNK_ROWS, 2)
-        )
-        chunks = (int(step.max_rows or 0) + 2 * CHUNK_ROWS - 2) // CHUNK_ROWS
-        prepare_kernel[(chunks, heads, step.num_seqs)](
-            q, k, v, decay, scan.beta, values, w, pairs, units, step.first_rows, step.kv_lens,
-            *inputs, *v.stride()[:2], *of_decay, scan.beta.stride(0), float(scan.eps or 0.0), float(scan.scale),
-            BV=min(64, widest), NORM=is_normed, **constants, num_warps=4, num_stages=1,
-        )  # fmt: skip
+        values, w = (v.new_empty(rows, heads, width, dtype=torch.float32) for width in (value_dim, q.shape[2]))
+    chunks = (int(step.max_rows or 0) + 2 * CHUNK_ROWS - 2) // CHUNK_ROWS
+    prepare_kernel[(chunks, heads, step.num_seqs)](
+        q, k, v, decay, scan.beta, values, w, pairs, units, step.first_rows, step.kv_lens,
+        *inputs, *v.stride()[:2], *of_decay, 0 if scan.beta is None else scan.beta.stride(0),
+        float(scan.eps or 0.0), float(scan.scale),
+        BV=min(64, widest), DELTA=w is not None, NORM=is_normed, **constants, num_warps=4, num_stages=1,
+    )  # fmt: skip
     block = min(widest, 32)
     chunks_kernel[(-(-value_dim // block), heads, step.num_seqs)](
         q, k, values, decay, w, pairs, units, scan.states, scan.out, *_step_pointers(step), step.kv_lens,
-        *inputs, *values.stride()[:2], *of_decay, scan.out.stride(0), scan.states.stride(0), float(scan.scale),
-        BV=block, SLICES=slices, DELTA=scan.beta is not None, **constants, num_warps=4, num_stages=1,
+        *inputs, *values.stride()[:2], *of_decay, scan.out.stride(0), scan.states.stride(0),
+        BV=block, SLICES=slices, DELTA=w is not None, **constants, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ as in Mamba-2 (arXiv 2405.21060). With the delta rule v is what corrects the sta
 
     (1 + L) u = beta v,   (1 + L) w = beta exp(G) k,   L = tril(beta_i k k' exp(G_i - G_j), -1)
 
-(arXiv 2412.06464; with a decay per key dimension, arXiv 2510.26692). `prepare_kernel` computes u, w and the products of
-q and k for all chunks at once; `chunks_kernel` goes over a sequence's chunks with the state in registers. A row that is
+(arXiv 2412.06464; with a decay per key dimension, arXiv 2510.26692). `prepare_kernel` computes the products of q and k,
+u and w for all chunks at once; `chunks_kernel` goes over a sequence's chunks with the state in registers. A row that is
 not there has k, v, beta and decay 0, which changes nothing.
 
 No factor exceeds 1, however fast the state decays: exp is only taken of differences between a row and an earlier one.
@@ -69,13 +69,6 @@ def _decays(
     else:
         decay = tl.load(base + rows.to(tl.int64) * stride, mask=is_row, other=0.0).to(tl.float32)[:, None]
     return tl.cumsum(decay, 0)
-
-
-@jit
-def _last_of(sums):
-    """The last row of [CHUNK, columns], as [1, columns]."""
-    is_last = tl.arange(0, _CHUNK)[:, None] == _CHUNK - 1
-    return tl.sum(tl.where(is_last, sums, 0.0), 0)[None, :]
 
 
 @jit
@@ -170,15 +163,58 @@ def _unit_factors(
     return of_q, of_k
 
 
+@jit
+def _products(
+    q_base, k_base, decays, rows, is_row, unit_q, unit_k, q_row, k_row, decay_row,
+    BK: tl.constexpr, K: tl.constexpr, PER_KEY: tl.constexpr,
+):  # fmt: skip
+    """q k' exp(G_i - G_j) and the same of k, zeros above the diagonal, both [CHUNK, CHUNK]."""
+    of_q, of_k = tl.zeros((_CHUNK, _CHUNK), tl.float32), tl.zeros((_CHUNK, _CHUNK), tl.float32)
+    for at in range(0, K, BK):
+        q = _tile(q_base, rows, q_row, is_row, at, BK, K) * unit_q[:, None]
+        k = _tile(k_base, rows, k_row, is_row, at, BK, K) * unit_k[:, None]
+        if PER_KEY:
+            sums = _decays(decays, rows, decay_row, is_row, at, BK, K, PER_KEY)
+            of_q, of_k = _pairs_by_key(of_q, of_k, q, k, sums, BK)
+        else:
+            of_q += _dot(q, tl.trans(k))
+            of_k += _dot(k, tl.trans(k))
+    if PER_KEY:
+        nth = tl.arange(0, _CHUNK)
+        is_seen = nth[:, None] >= nth[None, :]
+        return tl.where(is_seen, of_q, 0.0), tl.where(is_seen, of_k, 0.0)
+    else:  # noqa: RET505 (decided while compiling: only one side exists)
+        sums = _decays(decays, rows, decay_row, is_row, 0, BK, K, PER_KEY)
+        return _decayed(of_q, sums), _decayed(of_k, sums)
+
+
+@jit
+def _solve(
+    lower, beta, unit_k, k_base, v_base, decays, u_ptr, w_ptr, rows, is_row, own, k_row, v_row, decay_row,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PER_KEY: tl.constexpr,
+):  # fmt: skip
+    """Store u and w of the module's docstring. beta, unit_k: [CHUNK, 1]."""
+    inverse = _inverse(lower)
+    for at in range(0, K, BK):
+        keys = at + tl.arange(0, BK)
+        sums = _decays(decays, rows, decay_row, is_row, at, BK, K, PER_KEY)
+        w = _dot(inverse, _tile(k_base, rows, k_row, is_row, at, BK, K) * (tl.exp(sums) * unit_k * beta))
+        tl.store(w_ptr + own[:, None] * K + keys[None, :], w, mask=is_row[:, None] & (keys < K)[None, :])
+    for at in range(0, V, BV):
+        values = at + tl.arange(0, BV)
+        u = _dot(inverse, _tile(v_base, rows, v_row, is_row, at, BV, V) * beta)
+        tl.store(u_ptr + own[:, None] * V + values[None, :], u, mask=is_row[:, None] & (values < V)[None, :])
+
+
 @jit(do_not_specialize_on_alignment=["first_rows_ptr", "lens_ptr"])
 def prepare_kernel(
     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, u_ptr, w_ptr, pairs_ptr, unit_ptr, first_rows_ptr, lens_ptr,
     q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, beta_row, eps, scale,
     GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LIMIT: tl.constexpr, PER_KEY: tl.constexpr, NORM: tl.constexpr,
+    LIMIT: tl.constexpr, DELTA: tl.constexpr, PER_KEY: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, value heads, sequences): u [T, HEADS, V], w [T, HEADS, K], scale q k' [T, HEADS, CHUNK], and the
-    factors of q (scale included) and k, [T, HEADS, 2]."""
+    """Grid (chunks, value heads, sequences): scale q k' [T, HEADS, CHUNK], the factors of q (scale included) and k
+    [T, HEADS, 2], and with DELTA u [T, HEADS, V] and w [T, HEADS, K]."""
     head, seq = tl.program_id(1), tl.program_id(2)
     first, last, begin, count = _chunk_of(first_rows_ptr, lens_ptr, seq, LIMIT)
     if tl.program_id(0) < count:
@@ -192,64 +228,43 @@ def prepare_kernel(
         unit_q *= scale
         tl.store(unit_ptr + 2 * own, unit_q, mask=is_row)
         tl.store(unit_ptr + 2 * own + 1, unit_k, mask=is_row)
-        of_q, of_k = tl.zeros((_CHUNK, _CHUNK), tl.float32), tl.zeros((_CHUNK, _CHUNK), tl.float32)
-        for at in range(0, K, BK):
-            q = _tile(q_base, rows, q_row, is_row, at, BK, K) * unit_q[:, None]
-            k = _tile(k_base, rows, k_row, is_row, at, BK, K) * unit_k[:, None]
-            if PER_KEY:
-                sums = _decays(decays, rows, decay_row, is_row, at, BK, K, PER_KEY)
-                of_q, of_k = _pairs_by_key(of_q, of_k, q, k, sums, BK)
-            else:
-                of_q += _dot(q, tl.trans(k))
-                of_k += _dot(k, tl.trans(k))
-        if PER_KEY:
-            is_seen = nth[:, None] >= nth[None, :]
-            of_q, of_k = tl.where(is_seen, of_q, 0.0), tl.where(is_seen, of_k, 0.0)
-        else:
-            sums = _decays(decays, rows, decay_row, is_row, 0, BK, K, PER_KEY)
-            of_q, of_k = _decayed(of_q, sums), _decayed(of_k, sums)
+        of_q, of_k = _products(
+            q_base, k_base, decays, rows, is_row, unit_q, unit_k, q_row, k_row, decay_row, BK, K, PER_KEY
+        )
         tl.store(pairs_ptr + own[:, None] * _CHUNK + nth[None, :], of_q, mask=is_row[:, None])
-        beta = tl.load(beta_ptr + rows.to(tl.int64) * beta_row + head, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        inverse = _inverse(tl.where(nth[:, None] > nth[None, :], of_k * beta, 0.0))
-        unit_k = unit_k[:, None] * beta
-        for at in range(0, K, BK):
-            keys = at + tl.arange(0, BK)
-            sums = _decays(decays, rows, decay_row, is_row, at, BK, K, PER_KEY)
-            w = _dot(inverse, _tile(k_base, rows, k_row, is_row, at, BK, K) * (tl.exp(sums) * unit_k))
-            tl.store(w_ptr + own[:, None] * K + keys[None, :], w, mask=is_row[:, None] & (keys < K)[None, :])
-        for at in range(0, V, BV):
-            values = at + tl.arange(0, BV)
-            u = _dot(inverse, _tile(v_ptr + head * v_head, rows, v_row, is_row, at, BV, V) * beta)
-            tl.store(u_ptr + own[:, None] * V + values[None, :], u, mask=is_row[:, None] & (values < V)[None, :])
+        if DELTA:
+            beta = tl.load(beta_ptr + rows.to(tl.int64) * beta_row + head, mask=is_row, other=0.0).to(tl.float32)
+            lower = tl.where(nth[:, None] > nth[None, :], of_k * beta[:, None], 0.0)
+            _solve(
+                lower, beta[:, None], unit_k[:, None], k_base, v_ptr + head * v_head, decays, u_ptr, w_ptr,
+                rows, is_row, own, k_row, v_row, decay_row, K, V, BK, BV, PER_KEY,
+            )  # fmt: skip
 
 
 @jit
 def _read_slice(
-    v, out, pairs, state, at, rows, is_row, units, q_base, k_base, decays, w_base, q_row, k_row, decay_row,
+    v, out, state, at, rows, is_row, unit_q, q_base, decays, w_base, q_row, decay_row,
     HEADS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, PER_KEY: tl.constexpr,
 ):  # fmt: skip
-    """What keys at .. at + BK - 1 of the state before the chunk add to v, out and, without DELTA, to q k'."""
-    unit_q, unit_k = units
-    q = _tile(q_base, rows, q_row, is_row, at, BK, K) * unit_q
+    """v and out, with what keys at .. at + BK - 1 of the state before the chunk add to them."""
     if DELTA:
         v -= _dot(_tile(w_base, rows, HEADS * K, is_row, at, BK, K), state)
-    else:
-        pairs += _dot(q, tl.trans(_tile(k_base, rows, k_row, is_row, at, BK, K) * unit_k))
     sums = _decays(decays, rows, decay_row, is_row, at, BK, K, PER_KEY)
-    out += _dot(q * tl.exp(sums), state)
-    return v, out, pairs
+    out += _dot(_tile(q_base, rows, q_row, is_row, at, BK, K) * (unit_q * tl.exp(sums)), state)
+    return v, out
 
 
 @jit
 def _advance_slice(
-    v, state, at, rows, is_row, units, k_base, decays, k_row, decay_row,
+    v, state, at, rows, is_row, unit_k, k_base, decays, k_row, decay_row,
     K: tl.constexpr, BK: tl.constexpr, PER_KEY: tl.constexpr,
 ):  # fmt: skip
     """Keys at .. at + BK - 1 of the state behind the chunk."""
     sums = _decays(decays, rows, decay_row, is_row, at, BK, K, PER_KEY)
-    whole = _last_of(sums)
-    k = _tile(k_base, rows, k_row, is_row, at, BK, K) * (units[1] * tl.exp(whole - sums))
-    return state * tl.exp(tl.trans(whole)) + _dot(tl.trans(k), v)
+    is_last = tl.arange(0, _CHUNK)[:, None] == _CHUNK - 1
+    whole = tl.sum(tl.where(is_last, sums, 0.0), 0)
+    k = _tile(k_base, rows, k_row, is_row, at, BK, K) * (unit_k * tl.exp(whole[None, :] - sums))
+    return state * tl.exp(whole)[:, None] + _dot(tl.trans(k), v)
 
 
 @jit
@@ -273,11 +288,11 @@ def _store_slices(
 def chunks_kernel(
     q_ptr, k_ptr, v_ptr, decay_ptr, w_ptr, pairs_ptr, unit_ptr, state_ptr, out_ptr,
     first_rows_ptr, read_ptr, write_ptr, save_ptr, lens_ptr,
-    q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, out_row, slot, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, out_row, slot,
     GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SLICES: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr, PER_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of V, value heads, sequences). With DELTA v is u, and w, pairs and unit are of `prepare_kernel`."""
+    """Grid (blocks of V, value heads, sequences). w, pairs and unit are of `prepare_kernel`; with DELTA v is u."""
     head, seq = tl.program_id(1), tl.program_id(2)
     first, last, begin, count = _chunk_of(first_rows_ptr, lens_ptr, seq, LIMIT)
     nth, values = tl.arange(0, _CHUNK), tl.program_id(0) * BV + tl.arange(0, BV)
@@ -292,44 +307,34 @@ def chunks_kernel(
         s2 = _load_slice(home + read * slot, 2 * BK, values, is_there, BK, K, V)
         s3 = _load_slice(home + read * slot, 3 * BK, values, is_there, BK, K, V)
     q_base, k_base = q_ptr + head // GROUP * q_head, k_ptr + head // GROUP * k_head
-    decays, w_base = decay_ptr + head * decay_head, k_ptr
-    if DELTA:
-        w_base = w_ptr + head * K
+    decays = decay_ptr + head * decay_head
+    w_base = w_ptr + head * K if DELTA else q_base
     for chunk in range(count):
-        start = begin + chunk * _CHUNK
-        rows = start + nth
+        end = begin + chunk * _CHUNK + _CHUNK - 1
+        rows = end - _CHUNK + 1 + nth
         is_row = (rows >= first) & (rows < last)
         own = rows.to(tl.int64) * HEADS + head
+        unit_q = tl.load(unit_ptr + 2 * own, mask=is_row, other=0.0)[:, None]
+        unit_k = tl.load(unit_ptr + 2 * own + 1, mask=is_row, other=0.0)[:, None]
         v = _tile(v_ptr + head * v_head, rows, v_row, is_row, tl.program_id(0) * BV, BV, V)
         out = tl.zeros((_CHUNK, BV), tl.float32)
-        if DELTA:
-            unit_q = tl.load(unit_ptr + 2 * own, mask=is_row, other=0.0)[:, None]
-            units = unit_q, tl.load(unit_ptr + 2 * own + 1, mask=is_row, other=0.0)[:, None]
-            pairs = out
-        else:
-            units = tl.full((_CHUNK, 1), 1.0, tl.float32) * scale, tl.full((_CHUNK, 1), 1.0, tl.float32)
-            pairs = tl.zeros((_CHUNK, _CHUNK), tl.float32)
         for i in tl.static_range(SLICES):
             state = s0 if i == 0 else s1 if i == 1 else s2 if i == 2 else s3
-            v, out, pairs = _read_slice(
-                v, out, pairs, state, i * BK, rows, is_row, units, q_base, k_base, decays, w_base,
-                q_row, k_row, decay_row, HEADS, K, BK, DELTA, PER_KEY,
+            v, out = _read_slice(
+                v, out, state, i * BK, rows, is_row, unit_q, q_base, decays, w_base, q_row, decay_row,
+                HEADS, K, BK, DELTA, PER_KEY,
             )  # fmt: skip
-        if DELTA:
-            pairs = tl.load(pairs_ptr + own[:, None] * _CHUNK + nth[None, :], mask=is_row[:, None], other=0.0)
-        else:
-            pairs = _decayed(pairs, _decays(decays, rows, decay_row, is_row, 0, BK, K, PER_KEY))
+        pairs = tl.load(pairs_ptr + own[:, None] * _CHUNK + nth[None, :], mask=is_row[:, None], other=0.0)
         out += _dot(pairs, v)
-        mask = is_row[:, None] & (values < V)[None, :]
-        at = rows[:, None].to(tl.int64) * out_row + head * V + values[None, :]
-        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
-        s0 = _advance_slice(v, s0, 0, rows, is_row, units, k_base, decays, k_row, decay_row, K, BK, PER_KEY)
+        at = out_ptr + rows[:, None].to(tl.int64) * out_row + head * V + values[None, :]
+        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (values < V)[None, :])
+        s0 = _advance_slice(v, s0, 0, rows, is_row, unit_k, k_base, decays, k_row, decay_row, K, BK, PER_KEY)
         if SLICES > 1:
-            s1 = _advance_slice(v, s1, BK, rows, is_row, units, k_base, decays, k_row, decay_row, K, BK, PER_KEY)
+            s1 = _advance_slice(v, s1, BK, rows, is_row, unit_k, k_base, decays, k_row, decay_row, K, BK, PER_KEY)
         if SLICES > 2:
-            s2 = _advance_slice(v, s2, 2 * BK, rows, is_row, units, k_base, decays, k_row, decay_row, K, BK, PER_KEY)
-            s3 = _advance_slice(v, s3, 3 * BK, rows, is_row, units, k_base, decays, k_row, decay_row, K, BK, PER_KEY)
-        save = tl.load(save_ptr + start + _CHUNK - 1, mask=start + _CHUNK - 1 < last, other=-1).to(tl.int64)
+            s2 = _advance_slice(v, s2, 2 * BK, rows, is_row, unit_k, k_base, decays, k_row, decay_row, K, BK, PER_KEY)
+            s3 = _advance_slice(v, s3, 3 * BK, rows, is_row, unit_k, k_base, decays, k_row, decay_row, K, BK, PER_KEY)
+        save = tl.load(save_ptr + end, mask=end < last, other=-1).to(tl.int64)
         if save >= 0:
             _store_slices(home + save * slot, s0, s1, s2, s3, values, BK, SLICES, K, V)
     if (write >= 0) & (count > 0):
