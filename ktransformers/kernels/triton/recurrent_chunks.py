@@ -286,13 +286,17 @@ def _store_slices(
 
 @jit(do_not_specialize_on_alignment=_STEP)
 def chunks_kernel(
-    q_ptr, k_ptr, v_ptr, decay_ptr, w_ptr, pairs_ptr, unit_ptr, state_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, decay_ptr, w_ptr, pairs_ptr, unit_ptr, dt_ptr, skip_ptr, state_ptr, out_ptr,
     first_rows_ptr, read_ptr, write_ptr, save_ptr, lens_ptr,
     q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, out_row, slot,
     GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SLICES: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr, PER_KEY: tl.constexpr,
+    SSM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of V, value heads, sequences). w, pairs and unit are of `prepare_kernel`; with DELTA v is u."""
+    """Grid (blocks of V, value heads, sequences). w, pairs and unit are of `prepare_kernel`; with DELTA v is u.
+
+    SSM: v is multiplied by dt [T, HEADS], and skip (D) times v is added.
+    """
     head, seq = tl.program_id(1), tl.program_id(2)
     first, last, begin, count = _chunk_of(first_rows_ptr, lens_ptr, seq, LIMIT)
     nth, values = tl.arange(0, _CHUNK), tl.program_id(0) * BV + tl.arange(0, BV)
@@ -318,6 +322,9 @@ def chunks_kernel(
         unit_k = tl.load(unit_ptr + 2 * own + 1, mask=is_row, other=0.0)[:, None]
         v = _tile(v_ptr + head * v_head, rows, v_row, is_row, tl.program_id(0) * BV, BV, V)
         out = tl.zeros((_CHUNK, BV), tl.float32)
+        if SSM:
+            out += tl.load(skip_ptr + head) * v
+            v *= tl.load(dt_ptr + own, mask=is_row, other=0.0)[:, None]
         for i in tl.static_range(SLICES):
             state = s0 if i == 0 else s1 if i == 1 else s2 if i == 2 else s3
             v, out = _read_slice(

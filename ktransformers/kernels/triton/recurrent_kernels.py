@@ -56,6 +56,14 @@ def _range_of(first_rows_ptr, read_ptr, write_ptr, seq, LIMIT: tl.constexpr):
 
 
 @jit
+def _clear(out_ptr, out_row, first, last, columns, mask, BLOCK: tl.constexpr):
+    """Zeros for rows without a token."""
+    for row in range(first, last):
+        zeros = tl.zeros((BLOCK,), tl.float32).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + _wide(row) * out_row + columns, zeros, mask=mask)
+
+
+@jit
 def _conv_tap(x_ptr, state_ptr, t, columns, channels, first, last, read, inside, x_row, slot, C, W: tl.constexpr):
     """Inputs at rows t [R] of some channels [B] as fp32 [R, B]: of this step, or of those that the state holds."""
     is_row = ((t >= first) & (t < last))[:, None] & inside[None, :]
@@ -83,7 +91,7 @@ def _save_conv(
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_STEP)
 def conv_kernel(
     x_ptr, columns_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, first_rows_ptr, read_ptr, write_ptr, save_ptr,
-    x_row, out_row, slot, num_rows,
+    x_row, weight_row, weight_tap, out_row, slot, num_rows,
     C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +115,8 @@ def conv_kernel(
             x = _conv_tap(
                 x_ptr, state_ptr, t - (W - 1) + w, columns, channels, first, last, read, inside, x_row, slot, C, W
             )
-            total += tl.load(weight_ptr + channels * W + w, mask=inside, other=0.0).to(tl.float32)[None, :] * x
+            taps = weight_ptr + channels * weight_row + w * weight_tap
+            total += tl.load(taps, mask=inside, other=0.0).to(tl.float32)[None, :] * x
         mask = (t < last)[:, None] & inside[None, :]
         out = out_ptr + t[:, None].to(tl.int64) * out_row + channels[None, :]
         tl.store(out, _gate(total, KIND).to(out_ptr.dtype.element_ty), mask=mask)
@@ -122,42 +131,54 @@ def conv_kernel(
             x_ptr, state_ptr, last - 1, write, columns, channels, first, last, read, inside, x_row, slot, C, W, TAPS
         )
         if seq == tl.num_programs(1) - 1:
-            for row in range(last, num_rows):  # without a token
-                zeros = tl.zeros((BLOCK,), tl.float32).to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + _wide(row) * out_row + channels, zeros, mask=inside)
+            _clear(out_ptr, out_row, last, num_rows, channels, inside, BLOCK)
 
 
 @jit
-def _head_decay(decay_ptr, a_log_ptr, bias_ptr, head, at, keys, K, GATES: tl.constexpr, PER_KEY: tl.constexpr):
-    """The factor of a head's state at one row, [BK] or a scalar. at: offset of the head's decay, or with GATES of what
-    the decay is made of."""
+def _time_step(logit, bias, least, most):
+    """Mamba-2's dt."""
+    return tl.minimum(tl.maximum(_softplus(logit + bias), least), most)
+
+
+@jit
+def _decay_of(at, rate_ptr, bias_ptr, head, keys, K, GATES: tl.constexpr, PER_KEY: tl.constexpr):
+    """The log decay of a head at one row, [BK] or a scalar. at: where it is, or with GATES what it is made of."""
     if PER_KEY:
-        decay = tl.load(decay_ptr + at + keys, mask=keys < K, other=0.0).to(tl.float32)
+        decay = tl.load(at + keys, mask=keys < K, other=0.0).to(tl.float32)
+        if GATES:
+            bias = tl.load(bias_ptr + head * K + keys, mask=keys < K, other=0.0)
+            decay = tl.load(rate_ptr + head) * _softplus(decay + bias)
     else:
-        decay = tl.load(decay_ptr + at).to(tl.float32)
-    if GATES:
-        if PER_KEY:
-            decay += tl.load(bias_ptr + head * K + keys, mask=keys < K, other=0.0)
-        else:
-            decay += tl.load(bias_ptr + head)
-        decay = -tl.exp(tl.load(a_log_ptr + head)) * _softplus(decay)
-    return tl.exp(decay)
+        decay = tl.load(at).to(tl.float32)
+        if GATES:
+            decay = tl.load(rate_ptr + head) * _softplus(decay + tl.load(bias_ptr + head))
+    return decay
+
+
+@jit
+def _gated(out, gate_ptr, norm_ptr, values, eps, V: tl.constexpr, KIND: tl.constexpr):
+    """RMS norm of a head's output, times its gate."""
+    out = out / tl.sqrt(tl.sum(out * out, 0) / V + eps)
+    out *= tl.load(norm_ptr + values, mask=values < V, other=0.0).to(tl.float32)
+    return out * _gate(tl.load(gate_ptr + values, mask=values < V, other=0.0).to(tl.float32), KIND)
 
 
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_STEP)
 def rows_kernel(
-    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, a_log_ptr, bias_ptr, gate_ptr, norm_ptr, state_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, rate_ptr, bias_ptr, gate_ptr, norm_ptr, state_ptr, out_ptr,
     first_rows_ptr, read_ptr, write_ptr, save_ptr,
     q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, beta_row, beta_head,
-    gate_row, gate_head, gate_inner, out_row, slot, num_rows, eps, scale, norm_eps,
+    gate_row, gate_head, gate_inner, out_row, slot, num_rows, eps, scale, norm_eps, least, most,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr,
     DELTA: tl.constexpr, PER_KEY: tl.constexpr, NORM: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr,
+    SSM: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of V, value heads, sequences). Gated delta rule with DELTA, linear attention with a decay without.
 
     decay, beta: of value head h at (h // GROUP) * decay_head + h % GROUP, or with PER_KEY at h * decay_head. NORM: q
     and k are made unit vectors. GATES: decay and beta are made here of logits. GATED: "" or the activation of a gate
-    behind an RMS norm of the head's output, for which BV holds all of V.
+    behind an RMS norm of the head's output, for which BV holds all of V. SSM: decay holds Mamba-2's logits of dt, which
+    is cut to least .. most and times rate the log decay; norm is its D.
     """
     seq, head = tl.program_id(2), tl.program_id(1)
     group, nth = head // GROUP, head % GROUP
@@ -175,16 +196,16 @@ def rows_kernel(
         if NORM:
             q = q / tl.sqrt(tl.sum(q * q, 0) + eps)
             k = k / tl.sqrt(tl.sum(k * k, 0) + eps)
-        if PER_KEY:
-            decay = _head_decay(
-                decay_ptr, a_log_ptr, bias_ptr, head, t * decay_row + head * decay_head, keys, K, GATES, PER_KEY
-            )
-            state *= decay[:, None]
+        own = v
+        if SSM:
+            dt = tl.load(decay_ptr + t * decay_row + head).to(tl.float32)
+            dt = _time_step(dt, tl.load(bias_ptr + head), least, most)
+            v *= dt
+            state *= tl.exp(dt * tl.load(rate_ptr + head))
         else:
-            decay = _head_decay(
-                decay_ptr, a_log_ptr, bias_ptr, head, t * decay_row + group * decay_head + nth, keys, K, GATES, PER_KEY
-            )
-            state *= decay
+            at = decay_ptr + t * decay_row + (head * decay_head if PER_KEY else group * decay_head + nth)
+            decay = tl.exp(_decay_of(at, rate_ptr, bias_ptr, head, keys, K, GATES, PER_KEY))
+            state *= decay[:, None] if PER_KEY else decay
         if DELTA:
             beta = tl.load(beta_ptr + t * beta_row + group * beta_head + nth).to(tl.float32)
             if GATES:
@@ -192,11 +213,11 @@ def rows_kernel(
             v = (v - tl.sum(state * k[:, None], 0)) * beta
         state += k[:, None] * v[None, :]
         out = scale * tl.sum(state * q[:, None], 0)
+        if SSM:
+            out += tl.load(norm_ptr + head).to(tl.float32) * own
         if GATED != "":
-            out = out / tl.sqrt(tl.sum(out * out, 0) / V + norm_eps)
-            at = gate_ptr + t * gate_row + group * gate_head + nth * gate_inner + values
-            out *= tl.load(norm_ptr + values, mask=is_value, other=0.0).to(tl.float32)
-            out *= _gate(tl.load(at, mask=is_value, other=0.0).to(tl.float32), GATED)
+            at = gate_ptr + t * gate_row + group * gate_head + nth * gate_inner
+            out = _gated(out, at, norm_ptr, values, norm_eps, V, GATED)
         tl.store(out_ptr + t * out_row + head * V + values, out.to(out_ptr.dtype.element_ty), mask=is_value)
         save = tl.load(save_ptr + row).to(tl.int64)
         if save >= 0:
@@ -204,9 +225,8 @@ def rows_kernel(
     if write >= 0:
         tl.store(home + write * slot, state, mask=inside)
     if seq == tl.num_programs(2) - 1:
-        for row in range(tl.load(first_rows_ptr + seq + 1), num_rows):  # without a token
-            zeros = tl.zeros((BV,), tl.float32).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + _wide(row) * out_row + head * V + values, zeros, mask=is_value)
+        end = tl.load(first_rows_ptr + seq + 1)
+        _clear(out_ptr + head * V, out_row, end, num_rows, values, is_value, BV)
 
 
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_STEP)
@@ -241,24 +261,24 @@ def selective_kernel(
     if write >= 0:
         tl.store(home + write * slot, state, mask=inside)
     if seq == tl.num_programs(1) - 1:
-        for row in range(last, num_rows):  # without a token
-            zeros = tl.zeros((BC,), tl.float32).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + _wide(row) * out_row + channels, zeros, mask=is_channel)
+        _clear(out_ptr, out_row, last, num_rows, channels, is_channel, BC)
 
 
 @jit
 def gates_kernel(
-    a_ptr, b_ptr, a_log_ptr, bias_ptr, decay_ptr, beta_ptr, a_row, a_head, b_row, b_head,
+    a_ptr, b_ptr, rate_ptr, bias_ptr, decay_ptr, beta_ptr, a_row, a_head, b_row, b_head, least, most,
     GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
-    PER_KEY: tl.constexpr,
+    PER_KEY: tl.constexpr, SSM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,): decay and beta of all heads of a row, as `rows_kernel` makes them with GATES."""
+    """Grid (rows,): decay and beta of all heads of a row, as `rows_kernel` makes them; with SSM dt instead of beta."""
     t = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, BH)
     is_head = heads < HEADS
-    b = tl.load(b_ptr + t * b_row + heads // GROUP * b_head + heads % GROUP, mask=is_head, other=0.0).to(tl.float32)
-    tl.store(beta_ptr + t * HEADS + heads, tl.sigmoid(b), mask=is_head)
-    rate = -tl.exp(tl.load(a_log_ptr + heads, mask=is_head, other=0.0))
+    rate = tl.load(rate_ptr + heads, mask=is_head, other=0.0)
+    if not SSM:
+        at = b_ptr + t * b_row + heads // GROUP * b_head + heads % GROUP
+        beta = tl.sigmoid(tl.load(at, mask=is_head, other=0.0).to(tl.float32))
+        tl.store(beta_ptr + t * HEADS + heads, beta, mask=is_head)
     if PER_KEY:
         keys = tl.arange(0, BK)
         mask = is_head[:, None] & (keys < K)[None, :]
@@ -269,8 +289,12 @@ def gates_kernel(
     else:
         at = heads // GROUP * a_head + heads % GROUP
         a = tl.load(a_ptr + t * a_row + at, mask=is_head, other=0.0).to(tl.float32)
-        a += tl.load(bias_ptr + heads, mask=is_head, other=0.0)
-        tl.store(decay_ptr + t * HEADS + heads, rate * _softplus(a), mask=is_head)
+        bias = tl.load(bias_ptr + heads, mask=is_head, other=0.0)
+        step = _softplus(a + bias)
+        if SSM:
+            step = _time_step(a, bias, least, most)
+            tl.store(beta_ptr + t * HEADS + heads, step, mask=is_head)
+        tl.store(decay_ptr + t * HEADS + heads, rate * step, mask=is_head)
 
 
 @jit
@@ -278,8 +302,8 @@ def gated_norm_kernel(
     x_ptr, gate_ptr, weight_ptr, out_ptr, x_row, gate_row, gate_head, gate_inner, out_row, weight_step, eps,
     GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATE_FIRST: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Grid (groups, rows): RMS norm of SIZE columns, times act(gate) behind it, or before it with GATE_FIRST."""
-    t, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    """Grid (rows, groups): RMS norm of SIZE columns, times act(gate) behind it, or before it with GATE_FIRST."""
+    t, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     x = tl.load(x_ptr + t * x_row + group * SIZE + columns, mask=mask, other=0.0).to(tl.float32)

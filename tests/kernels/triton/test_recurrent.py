@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import softplus
 
-from ktransformers.kernels.triton import recurrent
+from ktransformers.kernels.triton import recurrent, recurrent_mixers
 from ktransformers.kernels.types import StateStep
+from tests.support.launches import counted_launches
 from tests.support.triton_kernels import recurrent_oracle as oracle
 from tests.support.triton_kernels.comparing import normal
 from tests.support.triton_kernels.recurrent_oracle import make_step
@@ -46,8 +48,9 @@ def test_causal_conv(shape, width, has_bias, dtype, device):
     states = normal(SLOTS, width - 1, channels, device=device, seed=3)
     activation = "silu" if has_bias else "none"
     want = oracle.conv(x, weight, bias if has_bias else None, states, step, activation)
-    out = recurrent.causal_conv(x, weight, bias if has_bias else None, states, step, activation)
-    assert out.dtype == dtype
+    out = torch.empty(rows, channels, dtype=dtype, device=device)
+    result = recurrent.causal_conv(x, weight, bias if has_bias else None, states, step, activation, out=out)
+    assert result is out
     check(out, states, want, dtype)
     assert not bool(out[-2:].any())
 
@@ -138,9 +141,10 @@ def test_scans_take_bf16(device):
     inputs = scan_inputs(36, 1, 1, 16, 16, dtype=torch.bfloat16, device=device)
     states = torch.zeros(2, 1, 16, 16, device=device)
     want = oracle.scan(*inputs, states, step, 1e-6, 0.25)
-    out = recurrent.delta_scan(*inputs, states, step, 1e-6, 0.25)
-    assert out.dtype == torch.bfloat16
-    check(out, states, want, torch.bfloat16)
+    out = recurrent.delta_scan(*inputs, states.clone(), step, 1e-6, 0.25)
+    check(out, want[1].to(states), want)  # rounded nowhere
+    rounded = torch.empty_like(out, dtype=torch.bfloat16)
+    near(recurrent.delta_scan(*inputs, states, step, 1e-6, 0.25, out=rounded), want[0], torch.bfloat16)
 
 
 @pytest.mark.parametrize("has_skip", [False, True])
@@ -210,8 +214,8 @@ def delta_net(is_interleaved, per_key, device, heads=4, key_heads=2, key_dim=16,
     group = heads // key_heads
     weights = {
         "conv_weight": normal(2 * keys + values, 4, device=device, seed=1),
-        "a_log": normal(heads, device=device, seed=2),
-        "dt_bias": normal(*((heads, key_dim) if per_key else (heads,)), device=device, seed=3),
+        "rate": -normal(heads, device=device, seed=2).exp(),
+        "bias": normal(*((heads, key_dim) if per_key else (heads,)), device=device, seed=3),
         "norm_weight": normal(value_dim, device=device, seed=4),
     }
     columns = None
@@ -221,7 +225,7 @@ def delta_net(is_interleaved, per_key, device, heads=4, key_heads=2, key_dim=16,
         q = starts + torch.arange(key_dim)
         v = starts + 2 * key_dim + torch.arange(group * value_dim)
         columns = torch.cat((q.flatten(), q.flatten() + key_dim, v.flatten())).to(torch.int32).to(device)
-    return recurrent.DeltaNet(
+    return recurrent_mixers.DeltaNet(
         key_heads, heads, key_dim, value_dim, norm_eps=1e-6, columns=columns,
         gate="sigmoid" if per_key else "silu", **weights,
     )  # fmt: skip
@@ -230,12 +234,11 @@ def delta_net(is_interleaved, per_key, device, heads=4, key_heads=2, key_dim=16,
 def net_oracle(x, gate, a, b, net, states, step):
     mixed, conv_states = oracle.conv(x, net.conv_weight, net.conv_bias, states[0], step, "silu")
     q, k, v = net.split(mixed)
-    a, b, a_log, dt_bias = oracle.wide(a, b, net.a_log, net.dt_bias)
+    a, b, rate, bias = oracle.wide(a, b, net.rate, net.bias)
     rows, heads = len(x), net.num_value_heads
-    rate = -a_log.exp()[:, None] if net.dt_bias.dim() == 2 else -a_log.exp()
-    decay = rate * torch.nn.functional.softplus(a.reshape(rows, *dt_bias.shape) + dt_bias)
+    decay = (rate[:, None] if bias.dim() == 2 else rate) * softplus(a.reshape(rows, *bias.shape) + bias)
     beta = torch.sigmoid(b.reshape(rows, heads))
-    out, scan_states = oracle.scan(q, k, v, decay, beta, states[1], step, net.l2norm, net.key_dim**-0.5)
+    out, scan_states = oracle.scan(q, k, v, decay, beta, states[1], step, net.l2norm_eps, net.key_dim**-0.5)
     gate = gate.reshape(rows, -1)
     out = oracle.gated_norm(out.flatten(1), gate, net.norm_weight, net.norm_eps, net.value_dim, False, net.gate)
     return out, conv_states, scan_states
@@ -262,10 +265,44 @@ def test_gated_delta_net(shape, kind, device):
     states = normal(SLOTS, 3, 64 + 4 * width, device=device, seed=8), normal(SLOTS, 4, 16, width, device=device, seed=9)
     source = x if net.columns is None else x[:, net.columns.long()]
     want = net_oracle(source, gate, a, b, net, states, step)
-    out = recurrent.gated_delta_net(x, gate, a, b, net, states, step)
+    out = recurrent_mixers.gated_delta_net(x, gate, a, b, net, states, step)
     near(out, want[0])
     for state, wanted in zip(states, want[1:], strict=True):
         near(state, wanted)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("shape", [([1, 0, 3], [5, 0, 0]), ([2, 70], [5, 20])], ids=["few", "many"])
+def test_ssd_scan(shape, groups, device):
+    """Mamba-2: limits of dt matter for some rows."""
+    step = make_step(*shape, saves=[(0, 5)], tail=1, device=device)
+    rows, heads, size, width = sum(shape[0]) + 1, 4, 16, 24
+    x, dt = normal(rows, heads, width, device=device), normal(rows, heads + 3, device=device, seed=1)[:, 3:]
+    b, c = normal(rows, groups, 2 * size, device=device, seed=2).split(size, 2)
+    rate, bias, skip = (normal(heads, device=device, seed=seed) for seed in (3, 4, 5))
+    states = normal(SLOTS, heads, size, width, device=device, seed=6)
+    limits = (0.2, 1.5)
+    wide_x, wide_dt, wide_bias, wide_skip = oracle.wide(x, dt, bias, skip)
+    steps = softplus(wide_dt + wide_bias).clamp(*limits)
+    decay = -rate.double().cpu().exp() * steps
+    out, behind = oracle.scan(c, b, steps[..., None] * wide_x, decay, None, states, step)
+    out[:-1] += (wide_skip[:, None] * wide_x)[:-1]
+    weights = (-rate.exp(), bias, skip)
+    check(recurrent_mixers.ssd_scan(x, dt, b, c, weights, states, step, limits), states, (out, behind))
+
+
+def test_launches_of_a_decode_step(device, monkeypatch):
+    """Two for all between the projections, whatever the layout of what they give."""
+    step = make_step([1, 1], [5, 9], device=device, is_graph=True)
+    for is_interleaved in (False, True):
+        net = delta_net(is_interleaved, False, device)
+        x, gates = normal(2, 2 * (32 + 96), device=device), normal(2, 2, 4, device=device)
+        gate = x.unflatten(1, (2, -1))[..., 80:].unflatten(2, (2, 24))
+        states = torch.zeros(SLOTS, 3, 160, device=device), torch.zeros(SLOTS, 4, 16, 24, device=device)
+        with counted_launches(monkeypatch) as counts:
+            source = x if is_interleaved else x[:, :160]
+            recurrent_mixers.gated_delta_net(source, gate, gates[..., :2], gates[..., 2:], net, states, step)
+        assert counts == {"conv_kernel": 1, "rows_kernel": 1}
 
 
 def test_bad_arguments_are_named(device):
