@@ -215,7 +215,7 @@ def _check_scan(
 
 def _strides_of(scan: Scan, group: int) -> tuple[int, ...]:
     """Of decay, beta and gate, by row and by key head, and of the gate within a key head."""
-    decay, beta, gate = scan.decay, scan.beta, scan.mixer and scan.mixer.gate
+    decay, beta, gate = scan.decay, scan.beta, scan.mixer.gate if scan.mixer else None
     of_decay = (decay.stride(0), decay.stride(1) if decay.dim() == 3 else group)
     of_beta = (0, 0) if beta is None else (beta.stride(0), beta.stride(1) if beta.dim() == 3 else group)
     return *of_decay, *of_beta, *((0, 0, 0) if gate is None else gate.stride()[:3])

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import softplus
 
 from ktransformers.kernels.triton import recurrent, recurrent_mixers
+from ktransformers.kernels.triton.compiling import watch_launches
 from ktransformers.kernels.types import StateStep
 from tests.support.launches import counted_launches
 from tests.support.triton_kernels import recurrent_oracle as oracle
@@ -303,6 +304,27 @@ def test_launches_of_a_decode_step(device, monkeypatch):
             source = x if is_interleaved else x[:, :160]
             recurrent_mixers.gated_delta_net(source, gate, gates[..., :2], gates[..., 2:], net, states, step)
         assert counts == {"conv_kernel": 1, "rows_kernel": 1}
+
+
+def test_steps_of_other_sequences_need_no_other_kernels(device):
+    """What is compiled before serving serves any number of rows and sequences, wherever a step's tensors lie."""
+    net, met = delta_net(False, False, device), []
+    for counts, is_graph in (([1], True), ([1] * 4, True), ([33], False), ([3, 34], False)):
+        rows = sum(counts)
+        step = make_step(counts, [0] * len(counts), device=device, is_graph=is_graph)
+        parts = (step.first_rows, step.read_slots, step.write_slots, step.save_slots, step.kv_lens)
+        moved = [torch.cat((part[:1], part))[1:] for part in parts]  # not at a multiple of 16 bytes
+        x, gate = normal(rows, 160, device=device), normal(rows, 2, 2, 24, device=device)
+        b = normal(rows, 2, 2, device=device)
+        states = torch.zeros(16, 3, 160, device=device), torch.zeros(16, 4, 16, 24, device=device)
+        for each in (step, StateStep(*moved, step.max_rows)):
+            found = set()
+            with watch_launches(found.add):
+                recurrent_mixers.gated_delta_net(x, gate, b, b, net, states, each)
+            met.append(found)
+    assert len(met[0]) == 2
+    assert met[0] == met[1] == met[2] == met[3]
+    assert met[4] == met[5] == met[6] == met[7]
 
 
 def test_bad_arguments_are_named(device):

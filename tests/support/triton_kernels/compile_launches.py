@@ -246,6 +246,9 @@ def all_attention():
 def few():
     """Every kernel once or twice."""
     all_attention()
+    call_delta_net(1, 16, 32, 128, 128)
+    call_ssd(64, 1, 2, 32, 32)
+    call_selective(1, 64, 16)
     call_convert(4, 2048)
     call_latent(2)
     call_norm(7168, 2)
