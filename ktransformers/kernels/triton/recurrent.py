@@ -281,9 +281,9 @@ def _scan(scan: Scan) -> Tensor:
     return scan.out
 
 
-def workspace_nbytes(rows: int, heads: int, key_dim: int, value_dim: int) -> int:
-    """Bytes that `delta_scan` works in while sequences go chunk by chunk."""
-    return 4 * rows * heads * (key_dim + value_dim + CHUNK_ROWS + 2)
+def workspace_nbytes(rows: int, heads: int, key_dim: int, value_dim: int, *, is_delta: bool = True) -> int:
+    """Bytes that `delta_scan`, or `linear_scan`, works in where rows go chunk by chunk."""
+    return 4 * rows * heads * (CHUNK_ROWS + 2 + (key_dim + value_dim if is_delta else 0))
 
 
 def delta_scan(

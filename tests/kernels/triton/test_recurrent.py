@@ -142,8 +142,8 @@ def test_scans_take_bf16(device):
     inputs = scan_inputs(36, 1, 1, 16, 16, dtype=torch.bfloat16, device=device)
     states = torch.zeros(2, 1, 16, 16, device=device)
     want = oracle.scan(*inputs, states, step, 1e-6, 0.25)
-    out = recurrent.delta_scan(*inputs, states.clone(), step, 1e-6, 0.25)
-    check(out, want[1].to(states), want)  # rounded nowhere
+    out = recurrent.delta_scan(*inputs, states, step, 1e-6, 0.25)
+    check(out, states, want)  # rounded nowhere
     rounded = torch.empty_like(out, dtype=torch.bfloat16)
     near(recurrent.delta_scan(*inputs, states, step, 1e-6, 0.25, out=rounded), want[0], torch.bfloat16)
 
@@ -325,6 +325,25 @@ def test_steps_of_other_sequences_need_no_other_kernels(device):
     assert len(met[0]) == 2
     assert met[0] == met[1] == met[2] == met[3]
     assert met[4] == met[5] == met[6] == met[7]
+
+
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_workspace(is_delta, device, monkeypatch):
+    step = make_step([40], [0], device=device)
+    q, k, v, decay, beta = scan_inputs(40, 1, 2, 16, 24, device=device)
+    states, out = torch.zeros(1, 2, 16, 24, device=device), torch.empty(40, 2, 24, device=device)
+    made, original = [], torch.Tensor.new_empty
+
+    def new_empty(*args, **kwargs):
+        made.append(original(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    if is_delta:
+        recurrent.delta_scan(q, k, v, decay, beta, states, step, out=out)
+    else:
+        recurrent.linear_scan(q, k, v, decay, states, step, out=out)
+    assert recurrent.workspace_nbytes(40, 2, 16, 24, is_delta=is_delta) == sum(each.nbytes for each in made)
 
 
 def test_bad_arguments_are_named(device):
