@@ -26,7 +26,7 @@ from ktransformers.kernels.triton.recurrent_kernels import gates_kernel
 from ktransformers.kernels.triton.runtime import power_of_two
 from ktransformers.kernels.types import StateStep
 
-__all__ = ["DeltaNet", "delta_gates", "gated_delta_net", "ssd_scan"]
+__all__ = ["DeltaNet", "delta_gates", "gated_delta_net", "interleaved_columns", "ssd_scan"]
 
 
 def _check_small(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -104,6 +104,15 @@ class DeltaNet:
         _check_small("net.bias", self.bias, of_heads)
         check_float("net.norm_weight", self.norm_weight, (self.value_dim,))
         check_gate("net.gate", self.gate)
+
+
+def interleaved_columns(num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int) -> Tensor:
+    """`DeltaNet.columns` of a projection whose rows stand key head by key head: q, k, and v and gate of its value heads
+    (in_proj_qkvz of qwen3_next). int32 [2 Hk K + Hv V], on the CPU."""
+    values = num_value_heads // num_key_heads * value_dim
+    of_all = torch.arange(num_key_heads * 2 * (key_dim + values), dtype=torch.int32).view(num_key_heads, -1)
+    q, k, v, _ = of_all.split((key_dim, key_dim, values, values), dim=1)
+    return torch.cat((q.flatten(), k.flatten(), v.flatten()))
 
 
 def gated_delta_net(
