@@ -51,8 +51,7 @@ def _range_of(first_rows_ptr, read_ptr, write_ptr, seq, LIMIT: tl.constexpr):
         is_long = last - first >= LIMIT
         last = tl.where(is_long, first, last)
         read = tl.where(is_long, -1, read)
-        write = tl.where(is_long, -1, write)
-    return first, last, read, write
+    return first, last, read, tl.where(last > first, write, -1)
 
 
 @jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import softplus
@@ -54,6 +56,18 @@ def test_causal_conv(shape, width, has_bias, dtype, device):
     assert result is out
     check(out, states, want, dtype)
     assert not bool(out[-2:].any())
+
+
+def test_a_sequence_without_rows_leaves_its_slot_alone(device):
+    step = replace(make_step([0, 2], [5, 5], device=device), write_slots=torch.tensor([0, 1]).int().to(device))
+    step = replace(step, read_slots=torch.tensor([-1, 1]).int().to(device))
+    conv, states = normal(2, 3, 24, device=device), normal(2, 1, 8, 8, device=device)
+    before = conv[0].clone(), states[0].clone()
+    q, k, v, decay, beta = scan_inputs(2, 1, 1, 8, 8, device=device)
+    recurrent.causal_conv(normal(2, 24, device=device), normal(24, 4, device=device), None, conv, step)
+    recurrent.delta_scan(q, k, v, decay, beta, states, step)
+    assert torch.equal(conv[0], before[0])
+    assert torch.equal(states[0], before[1])
 
 
 def test_conv_reads_the_columns_that_it_is_told(device):
