@@ -1,6 +1,6 @@
 """Compiles for a GPU what calls would launch, on a machine without one: what the interpreter does not check.
 
-    python -m tests.support.triton_kernels.compile_launches [--sm 80|86|89|90|120] [--attention | --few | --all]
+    python -m tests.support.triton_kernels.compile_launches [--sm 80|86|89|90|120] [--attention|--recurrent|--few|--all]
 
 Launches are caught, their arguments turned into a signature, and the kernels compiled for such a GPU. Prints a line for
 each; exits with an error for one that does not compile, keeps arrays in local memory or needs more shared memory than
@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ktransformers.kernels.triton import dequant, runtime
+from ktransformers.kernels.triton import dequant, recurrent, recurrent_mixers, runtime
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.clock import write_device_time
 from ktransformers.kernels.triton.convert import convert_rows
@@ -29,7 +29,7 @@ from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.moe import SILU, Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.relay import GpuLayout, can_relay, layout_nbytes
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
-from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType
+from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType, StateStep
 
 # By compute capability: what one program can have at most, as the CUDA programming guide has it.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
@@ -180,6 +180,56 @@ def call_convert(rows, hidden, num=3):
     convert_rows([sources[0].clone(), sources[1].int(), sources[2].clone()][:num], sources[:num])
 
 
+def state_step(rows, is_graph=False):
+    """One sequence."""
+    ids = torch.zeros(1, dtype=torch.int32)
+    of_rows = torch.zeros(rows, dtype=torch.int32)
+    return StateStep(torch.zeros(2, dtype=torch.int32), ids, ids, of_rows, of_rows, None if is_graph else rows)
+
+
+def call_delta_net(rows, key_heads, heads, key_dim, value_dim, per_key=False):
+    channels, group = 2 * key_heads * key_dim + heads * value_dim, heads // key_heads
+    bias, norm = torch.zeros(heads, key_dim) if per_key else torch.zeros(heads), torch.zeros(value_dim)
+    gate = torch.zeros(rows, key_heads, group, value_dim, dtype=torch.bfloat16)
+    net = recurrent_mixers.DeltaNet(
+        key_heads, heads, key_dim, value_dim, torch.zeros(channels, 4), torch.zeros(heads), bias, norm, 1e-6,
+        gate="sigmoid" if per_key else "silu",
+    )  # fmt: skip
+    x, b = torch.zeros(rows, channels, dtype=torch.bfloat16), gate.new_zeros(rows, key_heads, group)
+    a = gate.new_zeros(rows, heads, key_dim) if per_key else b
+    states = torch.zeros(2, 3, channels), torch.zeros(2, heads, key_dim, value_dim)
+    recurrent_mixers.gated_delta_net(x, gate, a, b, net, states, state_step(rows))
+
+
+def call_linear_scan(rows, groups, heads, key_dim, value_dim):
+    q = torch.zeros(rows, groups, key_dim, dtype=torch.bfloat16)
+    v, states = torch.zeros(rows, heads, value_dim), torch.zeros(2, heads, key_dim, value_dim)
+    recurrent.linear_scan(q, q, v, torch.zeros(rows, heads), states, state_step(rows))
+
+
+def call_ssd(rows, groups, heads, size, width):
+    x, dt = torch.zeros(rows, heads, width, dtype=torch.bfloat16), torch.zeros(rows, heads, dtype=torch.bfloat16)
+    b, states, small = x.new_zeros(rows, groups, size), torch.zeros(2, heads, size, width), torch.zeros(heads)
+    recurrent_mixers.ssd_scan(x, dt, b, b, (small, small, small), states, state_step(rows))
+
+
+def call_selective(rows, channels, size):
+    x, b, skip = torch.zeros(rows, channels, dtype=torch.bfloat16), torch.zeros(rows, size), torch.zeros(channels)
+    states, step = torch.zeros(2, channels, size), state_step(rows)
+    recurrent.selective_scan(x, x, torch.zeros(channels, size), b, b, skip, states, step)
+
+
+def all_recurrent():
+    """Qwen3-Next, Kimi Linear, MiniMax, Nemotron-H, Falcon-H1, Jamba."""
+    for rows in (1, 4096):
+        call_delta_net(rows, 16, 32, 128, 128)
+        call_delta_net(rows, 32, 32, 128, 128, per_key=True)
+        call_linear_scan(rows, 64, 64, 128, 128)
+        call_ssd(rows, 8, 128, 128, 64)
+        call_ssd(rows, 1, 24, 256, 64)
+        call_selective(rows, 8192, 16)
+
+
 def all_attention():
     """What takes as much shared memory as there is."""
     call_attention(32, 4, 128, 2, 2)
@@ -196,6 +246,9 @@ def all_attention():
 def few():
     """Every kernel once or twice."""
     all_attention()
+    call_delta_net(1, 16, 32, 128, 128)
+    call_ssd(64, 1, 2, 32, 32)
+    call_selective(1, 64, 16)
     call_convert(4, 2048)
     call_latent(2)
     call_norm(7168, 2)
@@ -264,12 +317,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sm", type=int, default=90, choices=sorted(SHARED_BYTES))
     parser.add_argument("--attention", action="store_true", help="kernels of attention alone")
+    parser.add_argument("--recurrent", action="store_true", help="kernels of recurrent layers alone")
     parser.add_argument("--few", action="store_true", help="every kernel once or twice")
     parser.add_argument("--all", action="store_true", help="many more types and sizes")
     args = parser.parse_args()
     target, runtime.default_shared_bytes = args.sm, SHARED_BYTES[args.sm]
     triton.runtime.jit.JITFunction.run = compile_launch
-    (everything if args.all else all_attention if args.attention else few if args.few else some)()
+    calls = all_recurrent if args.recurrent else all_attention if args.attention else few if args.few else some
+    (everything if args.all else calls)()
 
 
 if __name__ == "__main__":
