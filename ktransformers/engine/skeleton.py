@@ -147,7 +147,7 @@ def restore_buffers(model: PreTrainedModel) -> None:
         for name in pending:
             buffer = module._buffers[name]
             assert buffer is not None
-            module._buffers[name] = torch.empty_like(buffer, device="cpu").fill_(float("nan"))
+            module._buffers[name] = torch.empty_like(buffer, device="cpu").fill_(_unset(buffer.dtype))
         try:
             model._init_weights(module)
         except (AttributeError, RuntimeError, TypeError) as error:
@@ -157,8 +157,16 @@ def restore_buffers(model: PreTrainedModel) -> None:
         for name in pending:
             buffer = module._buffers[name]
             assert buffer is not None
-            if buffer.is_floating_point() and bool(buffer.isnan().any()):
+            unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
+            if buffer.dtype is not torch.bool and bool(unset.any()):
                 raise UnsupportedError(f"{key}.{name} ({type(module).__name__}) is computed in a way we do not know")
+
+
+def _unset(dtype: torch.dtype) -> float | int:
+    """What no module computes for a buffer of that type."""
+    if dtype.is_floating_point:
+        return float("nan")
+    return 0 if dtype is torch.bool else int(torch.iinfo(dtype).max)
 
 
 def _is_meta(tensor: torch.Tensor | None) -> bool:
