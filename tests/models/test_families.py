@@ -9,6 +9,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from docs.families import PAGE, families_text, page_with
 
 from ktransformers.models.families import FAMILY_SUPPORT, Support
 from tests.support.family_models import CAUSAL_TYPES
@@ -27,3 +28,8 @@ def test_a_family_agrees_or_is_refused_as_the_table_says(model_type: str, tmp_pa
 @pytest.mark.parametrize(("model_type", "seed"), thinned(itertools.product(RUNNING, VARIATIONS), strength=1))
 def test_a_family_agrees_in_other_widths_too(model_type: str, seed: int, tmp_path: Path) -> None:
     check_family(model_type, tmp_path, seed)
+
+
+def test_the_documentation_is_what_the_table_says() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page_with(families_text(), page) == page, "docs/models.md is older than the table; run `make families`"

@@ -53,8 +53,7 @@ _NAMES: Mapping[str, str] = {
     "layers": """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers
         num_decoder_layers""",
     "heads": """num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads index_n_heads
-        decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads linear_num_value_heads
-        swa_num_key_value_heads""",
+        decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads linear_num_value_heads""",
     "kv_heads": "num_key_value_heads num_kv_heads linear_num_key_heads",
     "head_dim": """head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim index_head_dim dim_head attention_head_dim
         attention_head_size kv_channels query_pre_attn_scalar rotary_dim linear_head_dim linear_key_head_dim
@@ -121,11 +120,12 @@ def family_config(model_type: str, seed: int | None = None) -> PretrainedConfig:
         widths.update({name: chosen.choice(several) for name, several in _OTHER_WIDTHS.items()})
     values = _small(CONFIG_MAPPING[model_type], widths)
     text = values.get("text_config", values)
-    text.update(_OF_FAMILIES.get(model_type, {}))
-    values.update(_OF_COMPOSITES.get(model_type, {}))
     if chosen is not None:
         settings = {name: chosen.choice(several) for name, several in _OTHER_SETTINGS.items()}
-        text.update({name: value for name, value in settings.items() if name in CONFIG_MAPPING[model_type]().to_dict()})
+        known = CONFIG_MAPPING[model_type]().get_text_config(decoder=True).to_dict()
+        text.update({name: value for name, value in settings.items() if name in known})
+    text.update(_OF_FAMILIES.get(model_type, {}))
+    values.update(_OF_COMPOSITES.get(model_type, {}))
     config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
     return config
 
@@ -211,11 +211,12 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**_of_kinds("linear_attention", "full_attention"), **_MAMBA},
     "helium": {"hidden_size": 64},  # which its heads have to fill
-    "internlm3": {"hidden_size": 64},
+    "internlm3": {"attention_bias": True, "mlp_bias": True},  # the same for both
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8},
     "lfm2": {**_of_kinds("conv", "full_attention"), "full_attn_idxs": None},
     "lfm2_moe": {**_of_kinds("conv", "full_attention"), "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
+    "mimo_v2_flash": {"num_key_value_heads": 2},  # twice as many in layers with windows
     "minimax_m3_vl_text": {
         **_of_kinds("full_attention", "minimax_m3_sparse"),
         "rotary_dim": 8,
