@@ -24,7 +24,8 @@ def families_text() -> str:
         [
             f"**Tested in detail** ({_count(Support.TESTED)}): {_of(Support.TESTED)}.",
             "",
-            f"**Tested as tiny models, and each model compared while it is loaded** ({_count(Support.CHECKED)}): {_of(Support.CHECKED)}.",
+            f"**Tested as tiny models, and each model compared while it is loaded** ({_count(Support.CHECKED)}): "
+            f"{_of(Support.CHECKED)}.",
             "",
             f"**Refused** ({len(FAMILY_SUPPORT) - _count(Support.TESTED) - _count(Support.CHECKED)}):",
             "",

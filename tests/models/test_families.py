@@ -9,8 +9,8 @@ import itertools
 from pathlib import Path
 
 import pytest
-from docs.families import PAGE, families_text, page_with
 
+from docs.families import PAGE, families_text, page_with
 from ktransformers.models.families import FAMILY_SUPPORT, Support
 from tests.support.family_models import CAUSAL_TYPES
 from tests.support.family_outcomes import check_family
