@@ -203,6 +203,8 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         **_of_kinds(*_DEEPSEEK_V4_KINDS),
         "num_key_value_heads": 1,
         "index_topk": 4,
+        "index_n_heads": 16,  # with few, many entries score 0, and which of them are chosen is left to chance
+        "partial_rotary_factor": 0.5,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},

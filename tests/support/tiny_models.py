@@ -111,7 +111,12 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     tensors = dict(model.named_parameters())
     tensors.update({name: b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")})
+    tables = {name: b for name, b in model.named_buffers() if name.endswith("tid2eid")}  # experts of each token
     with torch.no_grad():
+        for _, table in sorted(tables.items()):
+            table.copy_(
+                torch.rand(len(table), config.num_local_experts, generator=generator).argsort()[:, : table.shape[1]]
+            )
         for name, tensor in sorted(tensors.items()):
             noise = torch.randn(tensor.shape, generator=generator)
             if "norm" in name and name.endswith("weight"):
