@@ -45,7 +45,6 @@ RECURRENT = Refusal(
 MIXED = Refusal("layers attend and keep a state, both", r"layers of type hybrid\b")
 INDEXED = Refusal("an indexer chooses the positions that a token sees", r"layers of type indexed_attention\b")
 BLOCK_SPARSE = Refusal("an indexer chooses the blocks that a token sees", r"layers of type minimax_m3_sparse\b")
-COMPRESSED = Refusal("older keys and values are compressed", r"layers of type compressed_sparse_attention\b")
 CHUNKED = Refusal("attention ends at the borders of chunks", r"layers of type chunked_attention\b")
 SHAPES = Refusal("layers have heads of different sizes", r"layers of different shapes")
 
@@ -121,7 +120,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "deepseek_v2": TESTED,
     "deepseek_v3": TESTED,
     "deepseek_v32": INDEXED,
-    "deepseek_v4": COMPRESSED,
+    "deepseek_v4": TESTED,
     "diffllama": TWICE,
     "doge": OWN_MASK,
     "dots1": TESTED,

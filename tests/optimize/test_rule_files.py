@@ -23,6 +23,7 @@ SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "DeepSeek-V2-Lite-Chat.yaml": [("deepseek_v2", {})],
     "DeepSeek-V3-Chat.yaml": [("deepseek_v3", {}), ("deepseek_v3", {"q_lora_rank": None})],
     "DeepSeek-V3-Chat-serve.yaml": [("deepseek_v3", {})],
+    "DeepSeek-V4.yaml": [("deepseek_v4", {})],
     "Qwen2-57B-A14B-Instruct.yaml": [("qwen2_moe", {})],
     "Qwen2-serve.yaml": [("qwen2_moe", {})],
     "Qwen3Moe-ktransformers.yaml": [("qwen3_moe", {}), ("qwen3_moe", {"tie_word_embeddings": True})],
@@ -53,8 +54,8 @@ def test_shipped_rules_all_match(file: str, model_type: str, values: dict[str, A
     assert plan.unmatched == ()
     found = operators(plan)
     kept = [entry.key for entry in plan.entries if entry.is_kept and entry.nbytes and "self_attn" not in entry.key]
-    # What stays as it is: correction biases of the block or of the router.
-    assert [key for key in kept if not key.endswith((".mlp", ".moe_statics"))] == []
+    # What stays as it is: correction biases of the block or of the router, and hyper-connections.
+    assert [key for key in kept if not key.endswith((".mlp", ".moe_statics", "_hc", ".hc_head"))] == []
     assert found["lm_head"] == "KTransformersLinear"
     assert found["model.embed_tokens"] == "KEmbedding"
     assert found["model.norm"] == "KRMSNorm"

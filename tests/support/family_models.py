@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.support.tiny_models import random_model
+from tests.support.tiny_models import deepseek_v4_values, random_model
 
 LENGTH, STEPS = 64, 16
 """Tokens of a prompt, and of the answer behind it."""
@@ -179,7 +179,6 @@ def _of_kinds(*kinds: str) -> dict[str, list[str]]:
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
-_DEEPSEEK_V4_KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 
 _QWEN4 = {
     **_of_kinds("linear_attention", "indexed_attention"),
@@ -199,14 +198,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "cohere_compass_text": {**_of_kinds("sliding_attention", "full_attention")}
     | {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE}},
-    "deepseek_v4": {
-        **_of_kinds(*_DEEPSEEK_V4_KINDS),
-        "num_key_value_heads": 1,
-        "index_topk": 4,
-        "index_n_heads": 16,  # with few, many entries score 0, and which of them are chosen is left to chance
-        "partial_rotary_factor": 0.5,
-        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-    },
+    "deepseek_v4": deepseek_v4_values(_LAYERS),
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "gemma3n": {"num_kv_shared_layers": 2},
     "gemma3n_text": {"num_kv_shared_layers": 2},
