@@ -67,7 +67,7 @@ class _Rows:
 
     def sequences(self) -> Iterator[torch.Tensor]:
         """The rows of each sequence."""
-        for seq in self.seq_ids.unique().tolist():
+        for seq in sorted(set(self.seq_ids.tolist())):
             yield (self.seq_ids == seq).nonzero()[:, 0]
 
 
@@ -116,7 +116,7 @@ class _Compression:
         back = (self.series - 1) * self.rate
         positions = start[:, None] - back + torch.arange(back + self.rate)
         found = cached[rows.slots(positions.clamp(min=0), last), self.values : self.values + self.width]
-        values, gates = found.unflatten(-1, (2, self.series, self.dim)).unbind(2)  # [N, tokens, series, D]
+        values, gates = found.view(*positions.shape, 2, self.series, self.dim).unbind(2)  # [N, tokens, series, D]
         gates = gates + self.module.position_bias.view(self.rate, self.series, self.dim).repeat(self.series, 1, 1)
         series = torch.arange(back + self.rate) // self.rate  # tokens before the window give their first series
         at = torch.arange(back + self.rate)
@@ -250,7 +250,7 @@ class KCompressedAttention(WrapperOperator):
         chosen = rows.positions.new_zeros(len(rows.positions), top_k)
         columns = slice(self._indexer.entry, self._indexer.entry + self._indexer.dim)
         for of_sequence in rows.sequences():
-            for part in of_sequence.split(_ROWS_SCORED):
+            for part in torch.split(of_sequence, _ROWS_SCORED):
                 counts = (rows.positions[part] + 1) // self._indexer.rate
                 total = int(counts.max())
                 if not total:
