@@ -1,9 +1,9 @@
-"""Which families of transformers run: one line for each causal model_type, and why those that do not are refused.
+"""Which families of transformers run, and why others are refused: one line for each model_type.
 
-`docs/models.md` is written from this table (`make families`). tests/models/test_families_moe.py and
-test_families_dense.py build a tiny random model of every causal family that the installed transformers has, and hold
-each line to what they see; a family without a line fails them by its name. To open a family, put CHECKED into its line.
-Knows neither configs nor modules.
+Of all causal families, and of the composite ones whose language model has experts. `docs/models.md` is written from this
+table (`make families`). tests/models/test_families.py builds a tiny random model of every such family that the installed
+transformers has, and holds each line to what it sees; a family without a line fails it by name. To open a family, put
+CHECKED into its line. Knows neither configs nor modules.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ FUSED_NORMS = Refusal("a norm and attention are one module", r"first step fails 
 BUFFERS = Refusal("a buffer that no file holds is computed in a way of its own", r"its buffers cannot be computed")
 NOT_BUILT = Refusal(
     "transformers itself builds no model from a small config of the family",
-    r"requires the timm library|Class validation error|The set of layer types|no attribute 'dropout'",
+    r"requires the timm library|No module named|Class validation error|The set of layer types|no attribute 'dropout'",
 )
 
 FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
@@ -275,8 +275,26 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "zamba": RECURRENT,
     "zamba2": RECURRENT,
     "zaya": MIXED,
+    # Families that AutoModelForCausalLM does not know: a language model with experts inside of one for images.
+    "aria": COMPOSITE,
+    "deepseek_ocr2": PART_OF_COMPOSITE,
+    "ernie4_5_vl_moe": PART_OF_COMPOSITE,
+    "glm4v_moe": PART_OF_COMPOSITE,
+    "glm5_next": PART_OF_COMPOSITE,
+    "inkling2": MIXED,
+    "inkling_mm_model": NOT_BUILT,
+    "kimi_k25": COMPOSITE,
+    "minimax_m3_vl": COMPOSITE,
+    "mistral4": PART_OF_COMPOSITE,
+    "mistral_large4": PART_OF_COMPOSITE,
+    "muse_spark": NOT_BUILT,
+    "nemotron_h_omni": NOT_BUILT,
+    "qwen3_omni_moe_thinker": PART_OF_COMPOSITE,
+    "qwen3_vl_moe": PART_OF_COMPOSITE,
+    "step3p7": PART_OF_COMPOSITE,
+    "unlimited_ocr": PART_OF_COMPOSITE,
 }
-"""By model_type of a config that AutoModelForCausalLM takes. One line is one family."""
+"""By model_type of a model's config. One line is one family."""
 
 TESTED_TYPES = frozenset(name for name, support in FAMILY_SUPPORT.items() if support is Support.TESTED)
 """Model types whose logits tests/models compares with transformers'; others are compared while loading."""

@@ -14,18 +14,23 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from docs.families import PAGE, families_text, page_with
 from ktransformers.models.families import FAMILY_SUPPORT, NO_CONTEXT, NOT_BUILT, OWN_ATTENTION, Refusal, Support
 from tests.support import family_outcomes
-from tests.support.family_models import CAUSAL_TYPES, LENGTH, family_config
+from tests.support.family_models import CAUSAL_TYPES, COMPOSITE_TYPES, LENGTH, family_config, has_experts
 from tests.support.family_outcomes import check_family
 from tests.support.products import thinned
 
-RUNNING = [name for name in CAUSAL_TYPES if isinstance(FAMILY_SUPPORT.get(name), Support)]
+RUNNING = [name for name in (*CAUSAL_TYPES, *COMPOSITE_TYPES) if isinstance(FAMILY_SUPPORT.get(name), Support)]
 UNREADABLE = [name for name in CAUSAL_TYPES if FAMILY_SUPPORT.get(name) is NOT_BUILT]
 VARIATIONS = range(3)
 
 
-@pytest.mark.parametrize("model_type", CAUSAL_TYPES)
+@pytest.mark.parametrize("model_type", [*CAUSAL_TYPES, *(name for name in COMPOSITE_TYPES if name in FAMILY_SUPPORT)])
 def test_a_family_agrees_or_is_refused_as_the_table_says(model_type: str, tmp_path: Path) -> None:
     check_family(model_type, tmp_path)
+
+
+def test_composite_families_with_experts_have_a_line() -> None:
+    found = {name for name in COMPOSITE_TYPES if has_experts(name)}
+    assert found <= FAMILY_SUPPORT.keys(), f"families.py says nothing of {sorted(found - FAMILY_SUPPORT.keys())}"
 
 
 @pytest.mark.parametrize(("model_type", "seed"), thinned(itertools.product(RUNNING, VARIATIONS), strength=1))

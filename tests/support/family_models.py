@@ -12,9 +12,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from tests.support.tiny_models import deepseek_v4_values, random_model
 
@@ -24,6 +27,8 @@ REACH = 16
 """Most positions that a layer with a window sees, that are in a chunk, and that an indexer chooses."""
 
 CAUSAL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+COMPOSITE_TYPES = sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(CAUSAL_TYPES))
+"""Families whose language model is a part of a larger one, and has no class of its own."""
 
 _LAYERS = 4
 
@@ -104,7 +109,8 @@ class NotBuilt(Exception):
 def family_model(model_type: str, seed: int | None = None) -> PreTrainedModel:
     """A random model of `family_config(model_type, seed)`. Raises NotBuilt."""
     try:
-        return random_model(family_config(model_type, seed), seed=1)
+        auto = AutoModelForCausalLM if model_type in CAUSAL_TYPES else AutoModelForImageTextToText
+        return random_model(family_config(model_type, seed), 1, auto)
     except Exception as error:  # whatever the classes of any family do with values that do not fit each other
         raise NotBuilt(f"{type(error).__name__}: {error}") from error
 
@@ -128,6 +134,16 @@ def family_config(model_type: str, seed: int | None = None) -> PretrainedConfig:
     values.update(_OF_COMPOSITES.get(model_type, {}))
     config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
     return config
+
+
+def has_experts(model_type: str) -> bool:
+    """Whether the text model of a family's own config has experts. A config that cannot be made has none."""
+    try:
+        values = CONFIG_MAPPING[model_type]().get_text_config(decoder=True).to_dict()
+    except ValueError:
+        return False
+    counts = [values.get(name) for name in _NAMES["experts"].split()]
+    return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 def reaches(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
@@ -154,7 +170,12 @@ def _small(cls: type[PretrainedConfig], widths: Mapping[str, int], is_text: bool
 def _shrunk(given: PretrainedConfig, widths: Mapping[str, int], is_text: bool) -> dict[str, Any]:
     cls, defaults = type(given), given.to_dict()
     settable = {name for name in {*defaults, *given.attribute_map} if _is_settable(cls, name)}
-    values: dict[str, Any] = {name: widths[_WIDTH_OF[name]] for name in settable if name in _WIDTH_OF}
+    values: dict[str, Any] = {}
+    for name in settable & _WIDTH_OF.keys():
+        width, default = widths[_WIDTH_OF[name]], defaults.get(name)
+        if _WIDTH_OF[name] != "head_dim" or default != 0:  # heads without such a part
+            is_list = isinstance(default, list) and 0 < len(default) < _LAYERS  # of something else than layers
+            values[name] = [width] * len(default) if is_list else width
     values.update({name: value for name, value in _SETTINGS.items() if name in settable})
     if not is_text:
         return {name: value for name, value in values.items() if name not in _NOT_OF_VISION}
@@ -198,10 +219,14 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "cohere_compass_text": {**_of_kinds("sliding_attention", "full_attention")}
     | {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE}},
+    "deepseek_ocr2": {"mlp_layer_types": ["dense"] + ["sparse"] * (_LAYERS - 1), "num_key_value_heads": 4},
     "deepseek_v4": deepseek_v4_values(_LAYERS),
+    "ernie4_5_vl_moe": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "gemma3n": {"num_kv_shared_layers": 2},
     "gemma3n_text": {"num_kv_shared_layers": 2},
+    "glm4v_moe": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+    "glm5_next": {"num_key_value_heads": 4, "linear_num_heads": 4, "index_kpool": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**_of_kinds("linear_attention", "full_attention"), **_MAMBA},
     "helium": {"hidden_size": 64},  # which its heads have to fill
@@ -210,6 +235,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {**_of_kinds("conv", "full_attention"), "full_attn_idxs": None},
     "lfm2_moe": {**_of_kinds("conv", "full_attention"), "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
+    "mistral4": {"head_dim": 32},  # rotated and not
     "mimo_v2_flash": {"num_key_value_heads": 2},  # twice as many in layers with windows
     "minimax_m3_vl_text": {
         **_of_kinds("full_attention", "minimax_m3_sparse"),
@@ -221,6 +247,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
+    "unlimited_ocr": {"num_key_value_heads": 4},
     "xlstm": {"qk_dim_factor": 0.5, "num_blocks": _LAYERS},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_d_state": 8, "mamba_dt_rank": 8}
     | {"layers_block_type": ["linear_attention", "hybrid"] * 2},

@@ -104,10 +104,10 @@ def tiny_model(model_type: str, seed: int = 0, **config_values: object) -> PreTr
     return random_model(tiny_config(model_type, **config_values), seed)
 
 
-def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model of `config` with tiny_model's weights."""
+def random_model(config: PretrainedConfig, seed: int = 0, auto: type = AutoModelForCausalLM) -> PreTrainedModel:
+    """A model of `config` with tiny_model's weights. auto: the class of transformers that makes it."""
     config._attn_implementation = "eager"
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(seed)
     tensors = dict(model.named_parameters())
     tensors.update({name: b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")})
@@ -115,7 +115,9 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for _, table in sorted(tables.items()):
             table.copy_(
-                torch.rand(len(table), config.num_local_experts, generator=generator).argsort()[:, : table.shape[1]]
+                torch.rand(len(table), int(config.num_local_experts), generator=generator).argsort()[
+                    :, : table.shape[1]
+                ]
             )
         for name, tensor in sorted(tensors.items()):
             noise = torch.randn(tensor.shape, generator=generator)

@@ -54,7 +54,7 @@ def test_rules_that_leave_compressed_attention_in_place_are_refused(tmp_path: Pa
     rules = tmp_path / "rules.yaml"
     rules.write_text(
         """
-- match: {name: "experts$"}
+- match: {name: "[.]experts$"}
   replace: {class: ktransformers.operators.experts.KTransformersExperts}
   recursive: false
 """
