@@ -1,9 +1,9 @@
 """Which families of transformers run, and why others are refused: one line for each model_type.
 
-Of all causal families, and of the composite ones whose language model has experts. `docs/models.md` is written from this
-table (`make families`). tests/models/test_families.py builds a tiny random model of every such family that the installed
-transformers has, and holds each line to what it sees; a family without a line fails it by name. To open a family, put
-CHECKED into its line. Knows neither configs nor modules.
+Of all causal families, and of the composite ones whose language model has experts. `docs/models.md` is written from
+this table (`make families`). tests/models/test_families.py builds a tiny random model of every such family that the
+installed transformers has, and holds each line to what it sees; a family without a line fails it by name. To open a
+family, put CHECKED into its line. Knows neither configs nor modules.
 """
 
 from __future__ import annotations
