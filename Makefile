@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 CSRC := $(shell find csrc -type f 2>/dev/null)
 SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(CSRC)
 
-.PHONY: chat serve test test-all lint bench format sanitize web clean help
+.PHONY: chat serve test test-all lint bench format sanitize families web clean help
 
 help:
 	@echo "make chat    chat with the bundled model (installs everything into $(VENV) first:"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint    ruff, clang-format, mypy --strict, import layers"
 	@echo "make sanitize  the tests of the kernels with AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench   measure the native kernels on this machine"
+	@echo "make families  write the list of families in docs/models.md from ktransformers/models/families.py"
 	@echo "make web     build the chat page of the server (needs node 20 and npm)"
 
 chat: $(VENV)/.installed
@@ -55,6 +56,9 @@ format: $(VENV)/.installed-dev
 sanitize: $(VENV)/.installed-dev
 	tools/sanitize/run.sh $(BIN)/python address $(ARGS)
 	tools/sanitize/run.sh $(BIN)/python thread $(ARGS)
+
+families: $(VENV)/.installed
+	$(BIN)/python -m docs.families
 
 # The built page is committed: users need no node.
 web:

@@ -23,7 +23,7 @@ inline WeightView weight_at(Address data, int type, int64_t rows, int64_t cols, 
 }
 
 inline ActSpec act_spec(int kind, float alpha, float limit) {
-  if (kind < 0 || kind > static_cast<int>(ActKind::SwigluOai))
+  if (kind < 0 || kind > static_cast<int>(ActKind::SwigluClamped))
     throw std::invalid_argument("unknown activation kind " + std::to_string(kind));
   return {static_cast<ActKind>(kind), alpha, limit};
 }

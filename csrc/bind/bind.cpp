@@ -361,6 +361,7 @@ NB_MODULE(_native, m) {
     kinds["RELU2"] = static_cast<int>(kt::ActKind::Relu2);
     kinds["SIGMOID"] = static_cast<int>(kt::ActKind::Sigmoid);
     kinds["SWIGLU_OAI"] = static_cast<int>(kt::ActKind::SwigluOai);
+    kinds["SWIGLU_CLAMPED"] = static_cast<int>(kt::ActKind::SwigluClamped);
     return kinds;
   });
   m.def("layouts", [] {

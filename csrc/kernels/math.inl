@@ -102,11 +102,25 @@ inline vf activation(ActKind kind, vf x) {
   }
 }
 
-// gpt_oss: gate clamped from above, up from both sides; NaN stays NaN.
+// NaN stays NaN.
+inline vf clamped_above(vf x, float limit) {
+  const vf hi = set1(limit);
+  return select(less(hi, x), hi, x);
+}
+
+inline vf clamped(vf x, float limit) {
+  const vf lo = set1(-limit);
+  return clamped_above(select(less(x, lo), lo, x), limit);
+}
+
+// DeepSeek-V4: gate clamped from above, up from both sides.
+inline vf swiglu_clamped(vf gate, vf up, float limit) {
+  return mul(activation(ActKind::Silu, clamped_above(gate, limit)), clamped(up, limit));
+}
+
+// gpt_oss: the same clamps, another gate, and one more of up.
 inline vf swiglu_oai(vf gate, vf up, float alpha, float limit) {
-  const vf hi = set1(limit), lo = set1(-limit);
-  const vf g = select(less(hi, gate), hi, gate);
-  const vf u = select(less(hi, up), hi, select(less(up, lo), lo, up));
+  const vf g = clamped_above(gate, limit), u = clamped(up, limit);
   const vf gated = div(g, add(set1(1.0f), exp_(sub(zero(), mul(set1(alpha), g)))));
   return mul(gated, add(u, set1(1.0f)));
 }

@@ -62,6 +62,7 @@ void add_row(float* x, const float* y, int64_t n) {
 inline vf activate16(const ActSpec& spec, bool has_gate, vf gate, vf up) {
   if (!has_gate) return activation(spec.kind, up);
   if (spec.kind == ActKind::SwigluOai) return swiglu_oai(gate, up, spec.alpha, spec.limit);
+  if (spec.kind == ActKind::SwigluClamped) return swiglu_clamped(gate, up, spec.limit);
   return mul(activation(spec.kind, gate), up);
 }
 

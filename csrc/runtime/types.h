@@ -24,7 +24,16 @@ enum class QType : int32_t {
   F8_E4M3 = 1000
 };
 
-enum class ActKind : int32_t { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2 = 4, Sigmoid = 5, SwigluOai = 6 };
+enum class ActKind : int32_t {
+  Silu = 0,
+  Gelu = 1,
+  GeluTanh = 2,
+  Relu = 3,
+  Relu2 = 4,
+  Sigmoid = 5,
+  SwigluOai = 6,
+  SwigluClamped = 7
+};
 
 // What a weight type wants its activations to be.
 //   Float: fp32 as given.
@@ -89,7 +98,7 @@ struct TileArgs {
 struct ActSpec {
   ActKind kind;
   float alpha;  // SwigluOai only
-  float limit;  // SwigluOai only
+  float limit;  // SwigluOai and SwigluClamped only
 };
 
 struct AttentionArgs {

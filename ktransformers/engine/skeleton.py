@@ -19,6 +19,7 @@ from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.models.registry import OTHER_NAMES
+from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.device import CPU, Device
@@ -37,7 +38,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_SUPPORTED_KINDS = frozenset({LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT})
+_SUPPORTED_KINDS = frozenset({LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT, LayerKind.COMPRESSED})
 
 
 def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -147,7 +148,7 @@ def restore_buffers(model: PreTrainedModel) -> None:
         for name in pending:
             buffer = module._buffers[name]
             assert buffer is not None
-            module._buffers[name] = torch.empty_like(buffer, device="cpu").fill_(float("nan"))
+            module._buffers[name] = torch.empty_like(buffer, device="cpu").fill_(_unset(buffer.dtype))
         try:
             model._init_weights(module)
         except (AttributeError, RuntimeError, TypeError) as error:
@@ -157,8 +158,16 @@ def restore_buffers(model: PreTrainedModel) -> None:
         for name in pending:
             buffer = module._buffers[name]
             assert buffer is not None
-            if buffer.is_floating_point() and bool(buffer.isnan().any()):
+            unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
+            if buffer.dtype is not torch.bool and bool(unset.any()):
                 raise UnsupportedError(f"{key}.{name} ({type(module).__name__}) is computed in a way we do not know")
+
+
+def _unset(dtype: torch.dtype) -> float | int:
+    """What no module computes for a buffer of that type."""
+    if dtype.is_floating_point:
+        return float("nan")
+    return 0 if dtype is torch.bool else int(torch.iinfo(dtype).max)
 
 
 def _is_meta(tensor: torch.Tensor | None) -> bool:
@@ -183,6 +192,10 @@ def cache_shapes(
         operator = operators.get(key)
         if isinstance(operator, KMLAAttention):
             shapes[layer_idx] = LayerShape(1, operator.rank + operator.rope_dim, operator.rank, is_latent=True)
+        elif isinstance(operator, KCompressedAttention):
+            shapes[layer_idx] = LayerShape(1, operator.cached_dim, operator.head_dim, is_latent=True)
+        elif layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.COMPRESSED:
+            raise UnsupportedError(f"{key} has to be a KCompressedAttention, which alone knows where its keys lie")
         else:
             num_kv_heads = facts.layers[layer_idx].num_kv_heads if layer_idx < facts.num_layers else 0
             shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)

@@ -21,7 +21,10 @@ __all__ = ["ModuleCall", "Taps", "Trace", "model_layers", "tapped", "watched"]
 
 @dataclass(slots=True)
 class Trace:
-    """One pass. inputs, outputs: hidden states fp32 [..., T, H] of the layers that were computed. logits [N, vocab]."""
+    """One pass. inputs, outputs: of the layers that were computed, fp32 [..., T, H] or [1, T, streams, H].
+
+    logits [N, vocab].
+    """
 
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -33,7 +36,12 @@ class Trace:
 
 
 def _joined(first: dict[int, torch.Tensor], second: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    return {index: torch.cat((first[index], second[index]), dim=-2) for index in first}
+    return {index: torch.cat((first[index], second[index]), dim=_row_axis(first[index])) for index in first}
+
+
+def _row_axis(hidden: torch.Tensor) -> int:
+    """Where the rows are: before the last axis, or before that of several streams (hyper-connections)."""
+    return 1 if hidden.dim() == 4 and hidden.shape[0] == 1 else hidden.dim() - 2
 
 
 @dataclass(slots=True)
@@ -65,7 +73,8 @@ class Taps:
         return hidden if self.rest is None else (hidden, *self.rest)
 
     def _from(self, given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return given[..., self.rows, :].to(like)
+        axis = _row_axis(like)
+        return given[(*[slice(None)] * axis, self.rows)].to(like)
 
 
 def _kept(hidden: torch.Tensor) -> torch.Tensor:

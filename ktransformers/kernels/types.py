@@ -263,7 +263,7 @@ _KINDS = extension.activation_kinds()
 
 
 class Activation(IntEnum):
-    """Activation functions of an MLP. SWIGLU_OAI is gpt_oss's clamped form and needs a gate."""
+    """Activation functions of an MLP. The last two are the clamped forms of gpt_oss and DeepSeek-V4."""
 
     SILU = _KINDS["SILU"]
     GELU = _KINDS["GELU"]
@@ -272,14 +272,20 @@ class Activation(IntEnum):
     RELU2 = _KINDS["RELU2"]
     SIGMOID = _KINDS["SIGMOID"]
     SWIGLU_OAI = _KINDS["SWIGLU_OAI"]
+    SWIGLU_CLAMPED = _KINDS["SWIGLU_CLAMPED"]
+
+    @property
+    def is_clamped(self) -> bool:
+        """Whether it has a limit, and needs a gate."""
+        return self in (Activation.SWIGLU_OAI, Activation.SWIGLU_CLAMPED)
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationSpec:
     """An activation and its parameters.
 
-    SWIGLU_OAI: gate = min(gate, limit), up = clamp(up, -limit, limit),
-    result = gate * sigmoid(alpha * gate) * (up + 1). The other kinds use neither alpha nor limit.
+    Clamped ones: gate = min(gate, limit), up = clamp(up, -limit, limit); then SWIGLU_OAI is
+    gate * sigmoid(alpha * gate) * (up + 1), SWIGLU_CLAMPED silu(gate) * up. Other kinds use neither alpha nor limit.
     """
 
     kind: Activation = Activation.SILU

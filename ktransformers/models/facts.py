@@ -42,6 +42,7 @@ class LayerKind(StrEnum):
     SLIDING = "sliding_attention"
     CHUNKED = "chunked_attention"
     LATENT = "latent_attention"  # keys and values out of one vector for all heads (DeepSeek's MLA)
+    COMPRESSED = "compressed_attention"  # older tokens as entries, each of several (DeepSeek-V4)
     RECURRENT = "recurrent"  # a state of one size, however long the sequence
     OTHER = "other"
 
@@ -51,6 +52,8 @@ _KINDS = {
     "attention": LayerKind.FULL,
     "sliding_attention": LayerKind.SLIDING,
     "chunked_attention": LayerKind.CHUNKED,
+    "compressed_sparse_attention": LayerKind.COMPRESSED,
+    "heavily_compressed_attention": LayerKind.COMPRESSED,
     "linear_attention": LayerKind.RECURRENT,
     "mamba": LayerKind.RECURRENT,
     "conv": LayerKind.RECURRENT,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktransformers.models.facts import ModelFacts
+from ktransformers.models.families import TESTED_TYPES
 from ktransformers.shipped_rules import RULES_DIR
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ FAMILIES: Mapping[str, Family] = {
         "DeepSeek-V2-Chat.yaml", "DeepSeek-V2-Lite-Chat.yaml", "deepseek2", upstream=UpstreamNames("deepseek")
     ),
     "deepseek_v3": Family("DeepSeek-V3-Chat.yaml", gguf_arch="deepseek2", upstream=UpstreamNames("deepseekv3")),
+    "deepseek_v4": Family("DeepSeek-V4.yaml"),
     "dots1": Family("Dots1.yaml"),
     "ernie4_5_moe": Family("Ernie4_5_Moe.yaml"),
     "glm4_moe": Family("Glm4Moe.yaml", gguf_arch="glm4moe"),
@@ -83,13 +85,6 @@ OTHER_NAMES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """model_type of published configs -> the class of transformers that computes the same.
 
 Such configs name Python files of the model's own, which are not needed then."""
-
-TESTED_TYPES = frozenset(
-    {"afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma2", "gemma3_text", "glm4_moe"}
-    | {"gpt_oss", "granitemoe", "hunyuan_v1_moe", "llama", "mellum", "minimax_m2", "ministral3", "mistral", "mixtral"}
-    | {"olmo3", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
-)
-"""Model types whose logits tests/models compares with transformers'; others are compared while loading."""
 
 
 def family_of(model_type: str) -> Family:

@@ -46,8 +46,8 @@ def _is_plain(*tensors: torch.Tensor | None) -> bool:
 
 
 class NativeMathMode(TorchFunctionMode):
-    """While active, linear, sigmoid, silu and gelu of torch on fp32 CPU tensors run on native kernels; exponentials and
-    their kin are computed in whole vectors."""
+    """While active, linear, addmm with a bias, sigmoid, silu and gelu of torch on fp32 CPU tensors run on native
+    kernels; exponentials and their kin are computed in whole vectors."""
 
     def __init__(self, pool: cpu.WorkerPool):
         super().__init__()
@@ -59,6 +59,8 @@ class NativeMathMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.linear:
             return self._linear(*args, **kwargs)
+        if func is torch.addmm and not kwargs and len(args) == 3 and args[0].dim() == 1:
+            return self._addmm(*args)
         if func in _ELEMENTWISE:
             return self._elementwise(func, *args, **kwargs)
         if func in _TRANSCENDENTAL and args and kwargs.get("out") is None and _is_plain(args[0]):
@@ -72,6 +74,12 @@ class NativeMathMode(TorchFunctionMode):
         assert raw.qtype is QuantType.F32
         out = cpu.linear(input.reshape(-1, input.shape[-1]).contiguous(), raw, self.pool, bias=bias)
         return out.view(*input.shape[:-1], weight.shape[0])
+
+    def _addmm(self, bias: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """A linear layer whose weight lies the other way round, [in, out]: GPT-2's."""
+        if not _is_plain(bias, input, weight):
+            return torch.addmm(bias, input, weight)
+        return self._linear(input, weight.t(), bias)
 
     def _elementwise(self, func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kind = _ELEMENTWISE[func]

@@ -52,6 +52,7 @@ _MOE = "moe.KMoEBlock"
 _ROUTER = "router.KRouter"
 _GQA = "attention.KAttention"
 _MLA = "mla.KMLAAttention"
+_COMPRESSED = "compressed.KCompressedAttention"
 _MODEL = "model.KModel"
 _ROPE = "rope.KRotaryEmbedding"
 _NORM = "norm.KRMSNorm"
@@ -78,6 +79,7 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
         "attention": "KDeepseekV2Attention KDeepseekV3Attention DeepseekV2AttentionInjected flashinfer_attn",
         "balance_serve_attention": "flashinfer_attn deepseek_torch_attn",
     },
+    _COMPRESSED: {},
     _MODEL: {
         "models": "KDeepseekV2Model KDeepseekV3Model KQwen2MoeModel KQwen3MoeModel KLlamaModel KMixtralModel "
         "KGlm4MoeModel KHunyuanModel",
@@ -105,6 +107,7 @@ _HOMES = {
     _ROUTER: "experts.router",
     _GQA: "attention.gqa",
     _MLA: "attention.mla",
+    _COMPRESSED: "attention.compressed",
     _MODEL: "layers.model",
     _ROPE: "attention.rope",
     _MLP: "linear.mlp",

@@ -53,7 +53,8 @@ class CheckpointNames:
         self.experts: dict[tuple[str, str], dict[int, str]] = {}
         self.converted: dict[str, Origin] = {}
         merged: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-        for name in stored:
+        self._stored = dict.fromkeys(stored)
+        for name in self._stored:
             renamed, _ = rename_source_key(name, renamings, [])
             expert = _EXPERT.fullmatch(renamed)
             if expert is not None:
@@ -77,6 +78,8 @@ class CheckpointNames:
                 return Origin((), (self.plain[candidate],), 0, 1, 0)
             if candidate in self.converted:
                 return self.converted[candidate]
+        if name in self._stored:  # a renaming for older names is too wide and meets the name of today
+            return Origin((), (name,), 0, 1, 0)
         return None
 
     def _add_converted(self, target: str, converter: Any, sources: dict[str, list[str]]) -> None:

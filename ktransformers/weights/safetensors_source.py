@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 FP8 = "F8_E4M3"
 _NATURAL = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16, FP8: QuantType.BF16}
+_TABLE = re.compile(r".*\.tid2eid")  # whole numbers: the experts of each token; read as F32, which holds them exactly
+_TABLE_TYPES = ("I32", "I64")
+_MOST_EXACT = 1 << 24
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # DeepSeek's block scales; per-tensor or per-row scales of other tools
 _SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _IGNORABLE = (
@@ -226,6 +229,8 @@ class SafetensorsSource:
 
     def _values(self, stored: str, dtype: torch.dtype) -> torch.Tensor:
         self._natural(stored)
+        if self._is_table(stored):
+            return self._table(stored).to(dtype)
         if self._tensors[stored].dtype != FP8:
             return self._model.torch_tensor(stored).to(dtype)
         matrix = self._fp8_matrix(stored, self._model.torch_tensor(stored), self._scales(stored))
@@ -235,8 +240,19 @@ class SafetensorsSource:
             out[start : start + step] = matrix.rows_f32(start, min(start + step, matrix.shape[0]))
         return out
 
+    def _is_table(self, stored: str) -> bool:
+        return self._tensors[stored].dtype in _TABLE_TYPES and _TABLE.fullmatch(stored) is not None
+
+    def _table(self, stored: str) -> torch.Tensor:
+        values = self._model.torch_tensor(stored)
+        if values.numel() and int(values.abs().max()) > _MOST_EXACT:
+            raise UnsupportedError(f"tensor {stored!r} holds numbers beyond {_MOST_EXACT}, which F32 does not hold")
+        return values
+
     def _natural(self, stored: str) -> QuantType:
         dtype = self._tensors[stored].dtype
+        if self._is_table(stored):
+            return QuantType.F32
         if dtype not in _NATURAL:
             raise UnsupportedError(
                 f"tensor {stored!r} is stored as {dtype}, which is no type of model weights that can be read; "

@@ -104,6 +104,8 @@ def seen_attention(module: Any) -> tuple[int, int, int]:
     if hasattr(module, "qkv_proj"):
         rows = module.qkv_proj.out_features - module.o_proj.in_features
         return rows // 2 // module.head_dim, module.head_dim, module.head_dim
+    if hasattr(module, "kv_proj"):  # one vector is key and value
+        return module.kv_proj.out_features // module.head_dim, module.head_dim, module.head_dim
     kv_heads = module.k_proj.out_features // module.head_dim
     return kv_heads, module.head_dim, module.v_proj.out_features // kv_heads
 
@@ -124,6 +126,9 @@ def test_facts_agree_with_the_modules(model_type: str) -> None:
         if hasattr(module, "layer_idx") and hasattr(module, "scaling"):
             seen.add(index)
             assert seen_attention(module) == (one.num_kv_heads, one.head_dim, one.v_head_dim)
+            if hasattr(module, "o_a_proj"):  # a linear layer for each group of heads
+                assert module.o_a_proj.in_features * module.o_a_proj.n_groups == one.num_heads * one.v_head_dim
+                continue
             assert module.o_proj.in_features == one.num_heads * one.v_head_dim
         if down is not None and down.dim() == 3:
             experts[index] = tuple(down.shape)

@@ -15,7 +15,7 @@ from transformers.integrations.moe import use_experts_implementation
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.types import Activation, QuantType, RawTensor
+from ktransformers.kernels.types import Activation, ActivationSpec, QuantType, RawTensor
 from ktransformers.operators.activation import KActivation
 from ktransformers.operators.attention.mla import KMLAAttention, rotate
 from ktransformers.operators.attention.rope import KRotaryEmbedding
@@ -167,6 +167,12 @@ def test_gpt_oss_layout_and_activation_are_found() -> None:
     spec = recognize_expert_activation(experts, layout)
     assert spec is not None
     assert spec.kind is Activation.SWIGLU_OAI
+
+
+def test_clamped_experts_of_deepseek_v4_are_found() -> None:
+    experts = tiny_model("deepseek_v4").get_submodule("model.layers.0.mlp.experts")
+    spec = recognize_expert_activation(experts, read_layout(experts, "x"))
+    assert spec == ActivationSpec(Activation.SWIGLU_CLAMPED, limit=10.0)
 
 
 def test_experts_refuse_what_is_not_experts(config: OperatorConfig) -> None:

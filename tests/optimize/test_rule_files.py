@@ -34,6 +34,7 @@ SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "Hunyuan-A13B.yaml": [("hunyuan_v1_moe", {})],
     "default-moe.yaml": [(model_type, {}) for model_type in MOE_TYPES],
     "default-dense.yaml": [(model_type, {}) for model_type in DENSE_TYPES],
+    "DeepSeek-V4.yaml": [("deepseek_v4", {})],  # all on the CPU
 }
 CASES = [(file, model_type, values) for file, cases in SHIPPED.items() for model_type, values in cases]
 ONE_GPU = Machine(8 * GIB, 4 * GIB, {"cpu": 4 * GIB, "cuda:0": 2 * GIB})
@@ -53,8 +54,8 @@ def test_shipped_rules_all_match(file: str, model_type: str, values: dict[str, A
     assert plan.unmatched == ()
     found = operators(plan)
     kept = [entry.key for entry in plan.entries if entry.is_kept and entry.nbytes and "self_attn" not in entry.key]
-    # What stays as it is: correction biases of the block or of the router.
-    assert [key for key in kept if not key.endswith((".mlp", ".moe_statics"))] == []
+    # What stays as it is: correction biases of the block or of the router, and hyper-connections.
+    assert [key for key in kept if not key.endswith((".mlp", ".moe_statics", "_hc", ".hc_head"))] == []
     assert found["lm_head"] == "KTransformersLinear"
     assert found["model.embed_tokens"] == "KEmbedding"
     assert found["model.norm"] == "KRMSNorm"

@@ -17,7 +17,7 @@ from ktransformers.weights.quantize import QUANTIZABLE_TYPES, quantize
 
 NAMED = ["qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mixtral", "llama", "qwen3"]
 GENERIC = ["olmoe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "granitemoe", "minimax_m2", "phimoe", "dots1", "qwen2"]
-TYPES = [*NAMED, *GENERIC, "hunyuan_v1_moe"]
+TYPES = [*NAMED, *GENERIC, "hunyuan_v1_moe", "deepseek_v4"]
 TOLERANCE, INT8_TOLERANCE = 1e-4, 3e-2
 """Of fp32 on both sides, and of int8 activations; why: tests/models/test_agreement.py and test_gguf_models.py."""
 

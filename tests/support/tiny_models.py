@@ -104,14 +104,21 @@ def tiny_model(model_type: str, seed: int = 0, **config_values: object) -> PreTr
     return random_model(tiny_config(model_type, **config_values), seed)
 
 
-def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model of `config` with tiny_model's weights."""
+def random_model(config: PretrainedConfig, seed: int = 0, auto: type = AutoModelForCausalLM) -> PreTrainedModel:
+    """A model of `config` with tiny_model's weights. auto: the class of transformers that makes it."""
     config._attn_implementation = "eager"
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(seed)
     tensors = dict(model.named_parameters())
     tensors.update({name: b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")})
+    tables = {name: b for name, b in model.named_buffers() if name.endswith("tid2eid")}  # experts of each token
     with torch.no_grad():
+        for _, table in sorted(tables.items()):
+            table.copy_(
+                torch.rand(len(table), int(config.num_local_experts), generator=generator).argsort()[
+                    :, : table.shape[1]
+                ]
+            )
         for name, tensor in sorted(tensors.items()):
             noise = torch.randn(tensor.shape, generator=generator)
             if "norm" in name and name.endswith("weight"):
@@ -202,6 +209,32 @@ def _deepseek_v3(inner: int, layers: int) -> dict[str, object]:
             "mscale_all_dim": 1.0,
         },
     }
+
+
+def deepseek_v4_values(layers: int) -> dict[str, object]:
+    """Layers of every kind that the family has, in turn, and routers of both."""
+    kinds = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+    return {
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "sliding_window": WINDOW,
+        "layer_types": [kinds[(i + 1) % 3] for i in range(layers)],
+        "mlp_layer_types": [("hash_moe", "moe")[i > 0] for i in range(layers)],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_topk": 4,
+        "index_n_heads": 16,  # with few, many entries score 0, and which of them are chosen is left to chance
+        "index_head_dim": 16,
+        "q_lora_rank": 32,
+        "o_groups": 2,
+        "o_lora_rank": 24,
+        "rope_parameters": None,  # of its own, two of them
+    }
+
+
+def _deepseek_v4(inner: int, layers: int) -> dict[str, object]:
+    experts = {"moe_intermediate_size": inner, "n_routed_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
+    return {**deepseek_v4_values(layers), **experts}
 
 
 def _glm4_moe(inner: int, layers: int) -> dict[str, object]:
@@ -355,6 +388,7 @@ _FAMILY_VALUES = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v4": _deepseek_v4,
     "olmoe": lambda inner, layers: {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": False},
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,

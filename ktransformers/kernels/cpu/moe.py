@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ktransformers.kernels.cpu.base import CpuLayout, WorkerPool, check_tensor, check_weight, layout_of, output
 from ktransformers.kernels.extension import extension
-from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeight, ExpertWeights, QuantType
+from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, QuantType
 
 __all__ = ["MoeKernel"]
 
@@ -54,8 +54,8 @@ class MoeKernel:
     def __init__(self, weights: ExpertWeights, activation: ActivationSpec, pool: WorkerPool, layer: int = -1) -> None:
         if not weights.up:
             raise ValueError("there must be at least one expert")
-        if weights.gate is None and activation.kind is Activation.SWIGLU_OAI:
-            raise ValueError("SWIGLU_OAI needs a gate")
+        if weights.gate is None and activation.kind.is_clamped:
+            raise ValueError(f"{activation.kind.name} needs a gate")
         check_weight("up[0]", weights.up[0], 2)
         width, hidden = weights.up[0].shape
         self.num_experts = len(weights.up)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, check_weight, output
 from ktransformers.kernels.extension import extension
-from ktransformers.kernels.types import Activation, ActivationSpec, RawTensor
+from ktransformers.kernels.types import ActivationSpec, RawTensor
 
 __all__ = ["activate", "dequantize_rows", "rms_norm"]
 
@@ -59,8 +59,8 @@ def activate(
     check_tensor("up", up, shape)
     if gate is not None:
         check_tensor("gate", gate, shape)
-    elif spec.kind is Activation.SWIGLU_OAI:
-        raise ValueError("SWIGLU_OAI needs a gate")
+    elif spec.kind.is_clamped:
+        raise ValueError(f"{spec.kind.name} needs a gate")
     result = output(out, shape)
     extension.activate(
         pool.handle,

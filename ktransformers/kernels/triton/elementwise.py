@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.runtime import jit, tl
-from ktransformers.kernels.types import Activation, ActivationSpec
+from ktransformers.kernels.types import ActivationSpec
 
 __all__ = ["activate", "activation_value", "add_rms_norm", "check_float", "rms_norm"]
 
@@ -147,6 +147,10 @@ def activation_value(x, up, alpha, limit, KIND: tl.constexpr, HAS_GATE: tl.const
         y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     elif KIND == "SIGMOID":
         y = tl.sigmoid(x)
+    elif KIND == "SWIGLU_CLAMPED":
+        x = tl.minimum(x, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        y = x * tl.sigmoid(x)
     else:
         x = tl.minimum(x, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
@@ -182,8 +186,8 @@ def activate(spec: ActivationSpec, gate: Tensor | None, up: Tensor, out: Tensor 
     check_float("up", up, (None, None))
     if gate is not None:
         check_float("gate", gate, tuple(up.shape))
-    elif spec.kind is Activation.SWIGLU_OAI:
-        raise ValueError("SWIGLU_OAI needs a gate")
+    elif spec.kind.is_clamped:
+        raise ValueError(f"{spec.kind.name} needs a gate")
     result = torch.empty_like(up, memory_format=torch.contiguous_format) if out is None else out
     check_float("out", result, tuple(up.shape))
     rows, width = up.shape

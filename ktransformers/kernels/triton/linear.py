@@ -321,8 +321,8 @@ def gated_linear(
     kind: an activation without numbers of its own. What is activated is fp32, not rounded. The others as in `linear`.
     """
     check_matrix(weight, qtype, rows, cols, GpuLayout.PLANES)
-    if kind is Activation.SWIGLU_OAI:
-        raise ValueError("SWIGLU_OAI has numbers of its own: compute the product and activate it")
+    if kind.is_clamped:
+        raise ValueError(f"{kind.name} has numbers of its own: compute the product and activate it")
     return launch(x, (Rows(weight, int(qtype), rows),), cols, bias, out, GpuLayout.PLANES, workspace, kind.name)
 
 

@@ -107,11 +107,11 @@ class Between:
 
     def options(self) -> dict[str, object]:
         """Constants of the kernels; numbers that an activation does not use make no kernels of their own."""
-        is_oai = self.activation.kind is Activation.SWIGLU_OAI
+        kind = self.activation.kind
         return {
-            "ACT": self.activation.kind.name,
-            "ALPHA": float(self.activation.alpha) if is_oai else 0.0,
-            "LIMIT": float(self.activation.limit) if is_oai else 0.0,
+            "ACT": kind.name,
+            "ALPHA": float(self.activation.alpha) if kind is Activation.SWIGLU_OAI else 0.0,
+            "LIMIT": float(self.activation.limit) if kind.is_clamped else 0.0,
             "HAS_BIAS": self.biases is not None,
         }
 

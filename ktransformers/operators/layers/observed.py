@@ -22,6 +22,7 @@ from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, KAttention, attention_forward
 from ktransformers.operators.context import ForwardContext
 
@@ -249,6 +250,8 @@ def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int) -> None:
 
 def _window_of(attention: object) -> int:
     """Of an operator that asks no attention function."""
+    if isinstance(attention, KCompressedAttention):
+        return attention.window
     spec = attention.spec if isinstance(attention, KAttention) else None
     return 0 if spec is None else spec.window
 

@@ -16,7 +16,7 @@ from torch import nn
 from ktransformers.kernels.triton import elementwise
 from ktransformers.kernels.triton.linear import gated_linear, linear_pair
 from ktransformers.kernels.triton.relay import GpuLayout, can_join_rows, join_rows
-from ktransformers.kernels.types import Activation, ActivationSpec, OwnType
+from ktransformers.kernels.types import ActivationSpec, OwnType
 from ktransformers.operators.device import use
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.matrix import DenseMatrix, GpuMatrix, QuantizedMatrix
@@ -160,7 +160,7 @@ class GatedLinears:
         quantized = _quantized([gate, up])
         # Blocks of FP8's scales have the rows of one side only.
         is_one_type = quantized is not None and quantized[0].qtype == quantized[1].qtype != OwnType.F8_E4M3
-        if quantized is not None and is_one_type and spec.kind is not Activation.SWIGLU_OAI:
+        if quantized is not None and is_one_type and not spec.kind.is_clamped:
             self._gated = _joined(quantized, interleaved=True)
             _give_away([gate, up], self._gated, [slice(0, None, 2), slice(1, None, 2)])
         else:

@@ -34,9 +34,11 @@ def _rows(cols: int) -> Tensor:
 
 def _gated(spec: ActivationSpec, gate: Tensor, up: Tensor) -> Tensor:
     """act(gate) * up."""
-    if spec.kind is not Activation.SWIGLU_OAI:
+    if not spec.kind.is_clamped:
         return _FORMULAS[spec.kind](gate) * up
     gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    if spec.kind is Activation.SWIGLU_CLAMPED:
+        return functional.silu(gate) * up
     return gate * torch.sigmoid(spec.alpha * gate) * (up + 1)
 
 
@@ -58,6 +60,8 @@ def recognize_expert_activation(module: nn.Module, layout: ExpertsLayout) -> Act
         return matching(want, _PLAIN, lambda spec: _FORMULAS[spec.kind](rows))
     gate, up = rows.chunk(2, dim=-1) if layout.is_concatenated else (rows[..., ::2], rows[..., 1::2])
     specs, alpha, limit = list(_PLAIN), getattr(module, "alpha", None), getattr(module, "limit", None)
+    if isinstance(limit, (int, float)):
+        specs.append(ActivationSpec(Activation.SWIGLU_CLAMPED, limit=float(limit)))
     if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)):
         specs.append(ActivationSpec(Activation.SWIGLU_OAI, float(alpha), float(limit)))
     return matching(want, specs, lambda spec: _gated(spec, gate, up))

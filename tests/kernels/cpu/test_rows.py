@@ -66,11 +66,17 @@ def test_relative_error_of_silu_and_its_limits(pool):
     assert torch.equal(activate(ActivationSpec(), x, torch.ones(4), pool), torch.tensor([-0.0, -0.0, 100.0, 200.0]))
 
 
-def test_swiglu_oai(pools):
+@pytest.mark.parametrize(
+    ("kind", "formula"),
+    [
+        (Activation.SWIGLU_OAI, lambda g, u: g * torch.sigmoid(1.702 * g) * (u + 1)),
+        (Activation.SWIGLU_CLAMPED, lambda g, u: g * torch.sigmoid(g) * u),
+    ],
+)
+def test_clamped_activations(kind, formula, pools):
     gate, up = torch.linspace(-20, 20, 1003), torch.linspace(15, -15, 1003)
-    spec = ActivationSpec(Activation.SWIGLU_OAI, alpha=1.702, limit=7.0)
-    g, u = gate.double().clamp(max=7), up.double().clamp(-7, 7)
-    exact = g * torch.sigmoid(1.702 * g) * (u + 1)
+    spec = ActivationSpec(kind, alpha=1.702, limit=7.0)
+    exact = formula(gate.double().clamp(max=7), up.double().clamp(-7, 7))
     out = activate(spec, gate, up, pools[0])
     torch.testing.assert_close(out, exact.float(), rtol=16 * EPS, atol=1e-6)
     for each in pools:
@@ -82,7 +88,7 @@ def test_swiglu_oai(pools):
 def test_not_a_number_passes_through(pools):
     x = torch.tensor([float("nan"), 1.0])
     for kind in Activation:
-        gate = x if kind is Activation.SWIGLU_OAI else None
+        gate = x if kind.is_clamped else None
         for each in pools:
             out = activate(ActivationSpec(kind), gate, x, each)
             assert bool(out.isnan()[0])

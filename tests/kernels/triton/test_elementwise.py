@@ -70,9 +70,11 @@ def test_activations(kind, device):
     gate, up = fused[:, :1100], fused[:, 1100:]
     spec = ActivationSpec(kind)
     wide_gate, wide_up = gate.double().cpu(), up.double().cpu()
-    if kind is Activation.SWIGLU_OAI:
-        clamped = wide_gate.clamp(max=7.0)
-        want = clamped * torch.sigmoid(1.702 * clamped) * (wide_up.clamp(-7.0, 7.0) + 1)
+    if kind.is_clamped:
+        clamped, clamped_up = wide_gate.clamp(max=7.0), wide_up.clamp(-7.0, 7.0)
+        is_oai = kind is Activation.SWIGLU_OAI
+        alpha, more = (1.702, 1.0) if is_oai else (1.0, 0.0)
+        want = clamped * torch.sigmoid(alpha * clamped) * (clamped_up + more)
         with pytest.raises(ValueError, match="needs a gate"):
             activate(spec, None, up)
     else:

@@ -1,0 +1,300 @@
+"""Which families of transformers run, and why others are refused: one line for each model_type.
+
+Of all causal families, and of the composite ones whose language model has experts. `docs/models.md` is written from
+this table (`make families`). tests/models/test_families.py builds a tiny random model of every such family that the
+installed transformers has, and holds each line to what it sees; a family without a line fails it by name. To open a
+family, put CHECKED into its line. Knows neither configs nor modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["FAMILY_SUPPORT", "TESTED_TYPES", "Refusal", "Support"]
+
+
+class Support(StrEnum):
+    """How a family that runs is known to agree with transformers.
+
+    TESTED: compared by tests/models in every feature it has, and therefore not while loading. CHECKED: compared by the
+    tests as a tiny model of its own defaults, and every model of it while it is loaded (engine/self_check.py).
+    """
+
+    TESTED = "tested"
+    CHECKED = "checked"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a family does not run. means: in words, for docs/models.md. says: what the error says (re.search)."""
+
+    means: str
+    says: str
+
+
+TESTED, CHECKED = Support.TESTED, Support.CHECKED
+
+# -- layers that have no cache here
+
+RECURRENT = Refusal(
+    "layers keep a state instead of keys and values (linear attention, Mamba, short convolutions)",
+    r"layers of type (?:\w+, )*(?:linear_attention|conv)\b",
+)
+MIXED = Refusal("layers attend and keep a state, both", r"layers of type hybrid\b")
+INDEXED = Refusal("an indexer chooses the positions that a token sees", r"layers of type indexed_attention\b")
+BLOCK_SPARSE = Refusal("an indexer chooses the blocks that a token sees", r"layers of type minimax_m3_sparse\b")
+CHUNKED = Refusal("attention ends at the borders of chunks", r"layers of type chunked_attention\b")
+SHAPES = Refusal("layers have heads of different sizes", r"layers of different shapes")
+
+# -- attention that goes around the cache
+
+OWN_ATTENTION = Refusal(
+    "attention is computed by code of its own, not through transformers' attention interface",
+    r"attention found for layers|does not say its head_dim|the key 'ktransformers' is missing|by code of its own",
+)
+TWICE = Refusal("a layer attends more than once", r"calls attention 2 times|expert parameters .* do not fit")
+OWN_MASK = Refusal("layers change the mask", r"passes attention_mask|_MaskStandIn")
+OWN_POSITIONS = Refusal(
+    "the decoder of an encoder-decoder, which counts positions by transformers' cache",
+    r"the embeddings differ from transformers'|in two chunks have the shape",
+)
+NO_CONTEXT = Refusal(
+    "layers do not hand keyword arguments down to attention", r"does not hand keyword arguments down to attention"
+)
+EXPERTS_IN_ATTENTION = Refusal("experts are a part of attention", r"first step fails in \S+self_attention ")
+
+# -- files and configs
+
+COMPOSITE = Refusal(
+    "the language model is a part of a larger one, and its tensors have that one's names",
+    r"tensors are missing or of another shape: tensor model\.",
+)
+PART_OF_COMPOSITE = Refusal(
+    "the language model is a part of a larger one, and has no class of its own",
+    r"is no language model that answers in text",
+)
+TENSOR_NAMES = Refusal("tensors have other names in files than in the model", r"tensor lm_head\.weight is missing")
+ENDLESS = Refusal("the config says no length of a sequence", r"max_position_embeddings -1")
+NO_LAYERS = Refusal("bytes go through several models, one inside the other", r"says no num_hidden_layers")
+FUSED_NORMS = Refusal("a norm and attention are one module", r"first step fails in \S+norm_attn_norm ")
+BUFFERS = Refusal("a buffer that no file holds is computed in a way of its own", r"its buffers cannot be computed")
+NOT_BUILT = Refusal(
+    "transformers itself builds no model from a small config of the family",
+    r"requires the timm library|No module named|Class validation error|The set of layer types|no attribute 'dropout'",
+)
+
+FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
+    "afmoe": TESTED,
+    "apertus": CHECKED,
+    "arcee": CHECKED,
+    "aria_text": CHECKED,
+    "axk1": CHECKED,
+    "axk2": INDEXED,
+    "bailing_hybrid": RECURRENT,
+    "bamba": RECURRENT,
+    "bart": OWN_POSITIONS,
+    "beam": CHECKED,
+    "bert": OWN_ATTENTION,
+    "bert-generation": OWN_ATTENTION,
+    "big_bird": OWN_ATTENTION,
+    "bigbird_pegasus": OWN_POSITIONS,
+    "biogpt": CHECKED,
+    "bitnet": CHECKED,
+    "blenderbot": OWN_POSITIONS,
+    "blenderbot-small": OWN_POSITIONS,
+    "bloom": OWN_ATTENTION,
+    "blt": NO_LAYERS,
+    "camembert": OWN_ATTENTION,
+    "codegen": OWN_ATTENTION,
+    "cohere": CHECKED,
+    "cohere2": CHECKED,
+    "cohere2_moe": CHECKED,
+    "cohere_compass_text": CHECKED,
+    "cpmant": OWN_ATTENTION,
+    "ctrl": CHECKED,
+    "cwm": CHECKED,
+    "data2vec-text": OWN_ATTENTION,
+    "dbrx": FUSED_NORMS,
+    "deepseek_v2": TESTED,
+    "deepseek_v3": TESTED,
+    "deepseek_v32": INDEXED,
+    "deepseek_v4": TESTED,
+    "diffllama": TWICE,
+    "doge": OWN_MASK,
+    "dots1": TESTED,
+    "dots3_note": NOT_BUILT,
+    "dots3_note_text": SHAPES,
+    "electra": OWN_ATTENTION,
+    "emu3": PART_OF_COMPOSITE,
+    "ernie": OWN_ATTENTION,
+    "ernie4_5": CHECKED,
+    "ernie4_5_moe": TESTED,
+    "exaone4": CHECKED,
+    "exaone_moe": TESTED,
+    "falcon": OWN_ATTENTION,
+    "falcon_h1": MIXED,
+    "falcon_mamba": RECURRENT,
+    "flex_olmo": CHECKED,
+    "flint": CHECKED,
+    "fuyu": COMPOSITE,
+    "gemma": CHECKED,
+    "gemma2": TESTED,
+    "gemma3": COMPOSITE,
+    "gemma3_text": TESTED,
+    "gemma3n": NOT_BUILT,
+    "gemma3n_text": BUFFERS,
+    "gemma4": SHAPES,
+    "gemma4_assistant": NOT_BUILT,
+    "gemma4_text": SHAPES,
+    "gemma4_unified": SHAPES,
+    "gemma4_unified_assistant": NOT_BUILT,
+    "gemma4_unified_text": SHAPES,
+    "git": OWN_ATTENTION,
+    "glm": CHECKED,
+    "glm4": CHECKED,
+    "glm4_moe": TESTED,
+    "glm4_moe_lite": CHECKED,
+    "glm_moe_dsa": INDEXED,
+    "got_ocr2": COMPOSITE,
+    "gpt-sw3": CHECKED,
+    "gpt2": CHECKED,
+    "gpt_bigcode": CHECKED,
+    "gpt_neo": OWN_ATTENTION,
+    "gpt_neox": TENSOR_NAMES,
+    "gpt_neox_japanese": OWN_ATTENTION,
+    "gpt_oss": TESTED,
+    "gptj": OWN_ATTENTION,
+    "granite": CHECKED,
+    "granite_swa": CHECKED,
+    "granitemoe": TESTED,
+    "granitemoe_swa": CHECKED,
+    "granitemoehybrid": RECURRENT,
+    "granitemoeshared": CHECKED,
+    "helium": CHECKED,
+    "hrm_text": OWN_ATTENTION,
+    "hunyuan_v1_dense": CHECKED,
+    "hunyuan_v1_moe": TESTED,
+    "hy_v3": CHECKED,
+    "hy_v4": INDEXED,
+    "hyperclovax": CHECKED,
+    "inkling2_text": MIXED,
+    "inkling_text": MIXED,
+    "internlm3": CHECKED,
+    "iquestcoder": CHECKED,
+    "jais2": CHECKED,
+    "jamba": RECURRENT,
+    "jetmoe": EXPERTS_IN_ATTENTION,
+    "kimi_linear": RECURRENT,
+    "kolibri1": CHECKED,
+    "laguna": CHECKED,
+    "lfm2": RECURRENT,
+    "lfm2_moe": RECURRENT,
+    "lfm3": RECURRENT,
+    "llama": TESTED,
+    "llama4": CHUNKED,
+    "llama4_text": CHUNKED,
+    "longcat_flash": TWICE,
+    "mamba": RECURRENT,
+    "mamba2": RECURRENT,
+    "marian": OWN_POSITIONS,
+    "mbart": OWN_POSITIONS,
+    "megatron-bert": OWN_ATTENTION,
+    "mellum": TESTED,
+    "mimo_v2_flash": CHECKED,
+    "minicpm3": CHECKED,
+    "minimax": RECURRENT,
+    "minimax_m2": TESTED,
+    "minimax_m3_vl_text": BLOCK_SPARSE,
+    "ministral": CHECKED,
+    "ministral3": TESTED,
+    "mistral": TESTED,
+    "mixtral": TESTED,
+    "mllama": PART_OF_COMPOSITE,
+    "modernbert-decoder": CHECKED,
+    "moshi": CHECKED,
+    "moss_transcribe_diarize": COMPOSITE,
+    "mpt": OWN_ATTENTION,
+    "musicgen": NOT_BUILT,
+    "musicgen_melody": NOT_BUILT,
+    "mvp": OWN_MASK,
+    "nanochat": CHECKED,
+    "nemotron": NO_CONTEXT,
+    "nemotron_h": RECURRENT,
+    "olmo": CHECKED,
+    "olmo2": CHECKED,
+    "olmo3": TESTED,
+    "olmo_hybrid": RECURRENT,
+    "olmoe": TESTED,
+    "openai-gpt": OWN_ATTENTION,
+    "opt": CHECKED,
+    "pegasus": OWN_POSITIONS,
+    "persimmon": CHECKED,
+    "phi": CHECKED,
+    "phi3": TESTED,
+    "phi4_multimodal": CHECKED,
+    "phimoe": TESTED,
+    "plbart": OWN_POSITIONS,
+    "prophetnet": OWN_ATTENTION,
+    "qwen2": TESTED,
+    "qwen2_moe": TESTED,
+    "qwen3": TESTED,
+    "qwen3_5": RECURRENT,
+    "qwen3_5_moe": RECURRENT,
+    "qwen3_5_moe_text": RECURRENT,
+    "qwen3_5_text": RECURRENT,
+    "qwen3_moe": TESTED,
+    "qwen3_next": RECURRENT,
+    "qwen4_exp": RECURRENT,
+    "qwen4_exp_text": RECURRENT,
+    "recurrent_gemma": RECURRENT,
+    "reformer": OWN_ATTENTION,
+    "rembert": OWN_ATTENTION,
+    "roberta": OWN_ATTENTION,
+    "roberta-prelayernorm": OWN_ATTENTION,
+    "roc_bert": OWN_ATTENTION,
+    "roformer": OWN_ATTENTION,
+    "rwkv": OWN_ATTENTION,
+    "seed_oss": CHECKED,
+    "smollm3": TESTED,
+    "solar_open": CHECKED,
+    "stablelm": NO_CONTEXT,
+    "starcoder2": CHECKED,
+    "trocr": OWN_MASK,
+    "vaultgemma": CHECKED,
+    "whisper": OWN_POSITIONS,
+    "xglm": OWN_ATTENTION,
+    "xlm": OWN_ATTENTION,
+    "xlm-roberta": OWN_ATTENTION,
+    "xlm-roberta-xl": OWN_ATTENTION,
+    "xlnet": ENDLESS,
+    "xlstm": OWN_ATTENTION,
+    "xmod": OWN_ATTENTION,
+    "youtu": CHECKED,
+    "zamba": RECURRENT,
+    "zamba2": RECURRENT,
+    "zaya": MIXED,
+    # Families that AutoModelForCausalLM does not know: a language model with experts inside of one for images.
+    "aria": COMPOSITE,
+    "deepseek_ocr2": PART_OF_COMPOSITE,
+    "ernie4_5_vl_moe": PART_OF_COMPOSITE,
+    "glm4v_moe": PART_OF_COMPOSITE,
+    "glm5_next": PART_OF_COMPOSITE,
+    "inkling2": MIXED,
+    "inkling_mm_model": NOT_BUILT,
+    "kimi_k25": COMPOSITE,
+    "minimax_m3_vl": COMPOSITE,
+    "mistral4": PART_OF_COMPOSITE,
+    "mistral_large4": PART_OF_COMPOSITE,
+    "muse_spark": NOT_BUILT,
+    "nemotron_h_omni": NOT_BUILT,
+    "qwen3_omni_moe_thinker": PART_OF_COMPOSITE,
+    "qwen3_vl_moe": PART_OF_COMPOSITE,
+    "step3p7": PART_OF_COMPOSITE,
+    "unlimited_ocr": PART_OF_COMPOSITE,
+}
+"""By model_type of a model's config. One line is one family."""
+
+TESTED_TYPES = frozenset(name for name, support in FAMILY_SUPPORT.items() if support is Support.TESTED)
+"""Model types whose logits tests/models compares with transformers'; others are compared while loading."""

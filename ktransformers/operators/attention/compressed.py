@@ -1,0 +1,309 @@
+"""Attention over a window and over compressed keys (DeepSeek-V4): a token sees the last ones as they are, the others
+as entries, each made of a few neighbours.
+
+    D head_dim (one head of keys, which are the values too), W sliding_window, M tokens of an entry (compress_rate)
+
+    entry[w]   = norm(sum_j softmax_j(Z_j + bias_j) C_j) over the tokens j of window w = tokens w M .. w M + M - 1;
+                 C, Z = projections of their hidden states; with overlap of two series, those of window w - 1 too
+    row at p   sees the tokens p - W + 1 .. p, and the entries w < (p + 1) / M: all of them, or those that an indexer
+               chooses, which scores entries of its own
+
+What a token leaves behind is one row of the cache, so that pages are shared, kept and moved like any other's; an entry
+lies with the last token of its window:
+
+    | key D | entry D | C, Z of the compressor | entry, C, Z of the indexer | unused, to a multiple of D
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from ktransformers.errors import UnsupportedError
+from ktransformers.kernels import cpu
+from ktransformers.kernels.types import RawTensor
+from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.exact import NativeMathMode
+from ktransformers.operators.wrapper import WrapperOperator
+from ktransformers.weights.source import WeightSource
+
+__all__ = ["KCompressedAttention"]
+
+_ROWS_SCORED = 64  # at once: scores take heads x entries of memory for each
+_MAX_INDEX = (1 << 31) - 1
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """fp32 x [N, heads, D], the pairs of whose last columns are rotated by angles [N, P / 2]."""
+    plain, pairs = x[..., : -2 * cos.shape[-1]], x[..., -2 * cos.shape[-1] :]
+    a, b, cos, sin = pairs[..., ::2], pairs[..., 1::2], cos[:, None], sin[:, None]
+    return torch.cat((plain, torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)), dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a step, and where the cache has any position of their sequences. p: their positions, int64 [T]."""
+
+    context: ForwardContext
+    positions: torch.Tensor
+    seq_ids: torch.Tensor
+
+    @classmethod
+    def of(cls, context: ForwardContext) -> _Rows:
+        return cls(context, context.kv_lens.long() - 1, context.seq_ids.long())
+
+    def slots(self, positions: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Cache slots of positions [N, ...] of the sequences of rows [N], or of all rows."""
+        seqs = self.seq_ids if rows is None else self.seq_ids[rows]
+        page_size = self.context.page_size
+        pages = self.context.block_table.long()[seqs.view(-1, *[1] * (positions.dim() - 1)), positions // page_size]
+        return pages * page_size + positions % page_size
+
+    def sequences(self) -> Iterator[torch.Tensor]:
+        """The rows of each sequence."""
+        for seq in sorted(set(self.seq_ids.tolist())):
+            yield (self.seq_ids == seq).nonzero()[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compression:
+    """One compressor: its module, how many tokens an entry has, and its columns of the cache's rows.
+
+    dim: of an entry. series: 2 where entries overlap, and the projections have columns for the next window, then for
+    their own.
+    """
+
+    module: Any
+    rate: int
+    dim: int
+    series: int
+    entry: int
+    values: int
+
+    @classmethod
+    def of(cls, module: Any, entry: int, values: int) -> _Compression:
+        """entry, values: the first columns of entries, and of C and Z."""
+        rate, width = module.position_bias.shape
+        dim = int(module.head_dim)
+        return cls(module, int(rate), dim, width // dim, entry, values)
+
+    @property
+    def width(self) -> int:
+        """Columns of C and Z."""
+        return 2 * self.series * self.dim
+
+    def update(self, rows: _Rows, hidden_states: torch.Tensor, cached: torch.Tensor) -> None:
+        """Write C and Z of all rows [1, T, hidden], then the entries of windows that end in this step."""
+        columns = torch.cat((self.module.kv_proj(hidden_states)[0], self.module.gate_proj(hidden_states)[0]), dim=-1)
+        cached[rows.context.slot_mapping, self.values : self.values + self.width] = columns
+        last = ((rows.positions + 1) % self.rate == 0).nonzero()[:, 0]
+        if not len(last):
+            return
+        start = rows.positions[last] + 1 - self.rate
+        entries = self.module.kv_norm(self._pooled(rows, last, start, cached))
+        angles = self.module.rotary_emb(entries, position_ids=start[None], layer_type=self.module.rope_layer_type)
+        entries = turned(entries[:, None], *(part[0] for part in angles))[:, 0]
+        cached[rows.context.slot_mapping[last], self.entry : self.entry + self.dim] = entries
+
+    def _pooled(self, rows: _Rows, last: torch.Tensor, start: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of each window, [N, D]; added up token by token, whatever else is computed beside it."""
+        back = (self.series - 1) * self.rate
+        positions = start[:, None] - back + torch.arange(back + self.rate)
+        found = cached[rows.slots(positions.clamp(min=0), last), self.values : self.values + self.width]
+        values, gates = found.view(*positions.shape, 2, self.series, self.dim).unbind(2)  # [N, tokens, series, D]
+        gates = gates + self.module.position_bias.view(self.rate, self.series, self.dim).repeat(self.series, 1, 1)
+        series = torch.arange(back + self.rate) // self.rate  # tokens before the window give their first series
+        at = torch.arange(back + self.rate)
+        values, gates = values[:, at, series], gates[:, at, series]
+        gates = gates.masked_fill((positions < 0)[..., None], float("-inf"))
+        weights = torch.exp(gates - gates.amax(dim=1, keepdim=True))
+        total, pooled = torch.zeros_like(weights[:, 0]), torch.zeros_like(weights[:, 0])
+        for j in range(back + self.rate):
+            total = total + weights[:, j]
+        for j in range(back + self.rate):
+            pooled = pooled + values[:, j] * (weights[:, j] / total)
+        return pooled
+
+
+class KCompressedAttention(WrapperOperator):
+    """Attention of the DeepSeek-V4 family, with compressed keys or a window alone: [1, T, hidden] in and out.
+
+    On the CPU. window: positions that a row sees as they are.
+    """
+
+    OPS: ClassVar[dict[str, str]] = {"KCompressedNative": "native attention over a window and compressed entries"}
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"o_a_proj"})  # a linear layer for each group of heads
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        needed = ("q_a_proj", "q_b_norm", "kv_norm", "o_a_proj", "o_b_proj", "sinks", "sliding_window", "compressor")
+        missing = [name for name in needed if not hasattr(module, name)]
+        if missing:
+            raise UnsupportedError(
+                f"KCompressedAttention cannot replace {key} ({type(module).__name__}): no {missing[0]}"
+            )
+        if self.device.is_gpu:
+            raise UnsupportedError(f"{key}: no kernel of a GPU attends to compressed keys; place it on cpu")
+        inner: Any = module
+        self.layer_idx, self.window = int(inner.layer_idx), int(inner.sliding_window)
+        self.num_heads, self.head_dim = int(inner.num_heads), int(inner.head_dim)
+        self._compressor = self._indexer = None
+        width = self.head_dim
+        if inner.compressor is not None:
+            self._compressor = _Compression.of(inner.compressor, width, 2 * self.head_dim)
+            width = 2 * self.head_dim + self._compressor.width
+            indexer = getattr(inner.compressor, "indexer", None)
+            if indexer is not None:
+                self._indexer = _Compression.of(indexer, width, width + int(indexer.head_dim))
+                width = self._indexer.values + self._indexer.width
+        self.cached_dim = -(-width // self.head_dim) * self.head_dim
+        self._o_a: RawTensor | None = None  # [groups, R, columns of a group]
+
+    @property
+    def _o_a_shape(self) -> tuple[int, int, int]:
+        module: Any = self.inner.o_a_proj
+        return int(module.n_groups), int(module.out_features) // int(module.n_groups), int(module.in_features)
+
+    @override
+    def requirements(self, source: WeightSource) -> Requirements:
+        needs, name = super().requirements(source), f"{self.key}.o_a_proj.weight"
+        groups, rank, cols = self._o_a_shape
+        needs.add("cpu", expect_shape(source.find(name), name, (groups * rank, cols)))
+        return needs
+
+    @override
+    def load(self, source: WeightSource) -> None:
+        super().load(source)
+        stored = source.tensor(f"{self.key}.o_a_proj.weight")
+        self._o_a = RawTensor(stored.data, stored.qtype, self._o_a_shape)
+
+    @override
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        forward_context: ForwardContext | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if forward_context is None or attention_mask is not None:
+            raise UnsupportedError(
+                "compressed attention runs inside the engine only: it needs forward_context, no mask"
+            )
+        assert self._o_a is not None, f"{self.key} is not loaded"
+        inner: Any = self.inner
+        pool = self.config.require_pool()
+        cos, sin = (part[0] for part in position_embeddings[inner.rope_layer_type])
+        rows = _Rows.of(forward_context)
+        keys, _ = forward_context.cache.layer(self.layer_idx)
+        with NativeMathMode(pool):
+            residual = inner.q_a_norm(inner.q_a_proj(hidden_states))
+            query = inner.q_b_norm(inner.q_b_proj(residual).view(-1, self.num_heads, self.head_dim))
+            key = inner.kv_norm(inner.kv_proj(hidden_states))[0]
+            keys[forward_context.slot_mapping, 0, : self.head_dim] = turned(key[:, None], cos, sin)[:, 0]
+            entries, num_entries = self._entries(rows, hidden_states, residual, keys[:, 0], (cos, sin))
+            out = self._attend(rows, turned(query, cos, sin), keys, entries, num_entries)
+            out = turned(out, cos, -sin)
+        merged = cpu.batched_linear(out.view(-1, self._o_a_shape[0], self._o_a_shape[2]), self._o_a, pool)
+        return inner.o_b_proj(merged.view(1, len(merged), -1)), None
+
+    def _entries(
+        self,
+        rows: _Rows,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor,
+        cached: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which entries each row sees, in ascending order: int64 [T, most], of which the first [T] count."""
+        if self._compressor is None:
+            return rows.positions.new_zeros(len(rows.positions), 0), torch.zeros_like(rows.positions)
+        self._compressor.update(rows, hidden_states, cached)
+        num_entries = (rows.positions + 1) // self._compressor.rate
+        if self._indexer is None:
+            return torch.arange(int(num_entries.max())).expand(len(num_entries), -1), num_entries
+        self._indexer.update(rows, hidden_states, cached)
+        return self._chosen(rows, hidden_states, residual, cached, angles), num_entries.clamp(
+            max=int(self._indexer.module.index_topk)
+        )
+
+    def _chosen(
+        self,
+        rows: _Rows,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor,
+        cached: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """The entries that the indexer scores highest, the earlier ones of those with one score: [T, top_k]."""
+        assert self._indexer is not None
+        indexer = self._indexer.module
+        query = turned(indexer.q_b_proj(residual).view(len(rows.positions), -1, self._indexer.dim), *angles)
+        weights = indexer.scorer.weights_proj(hidden_states)[0] * indexer.scorer.weights_scaling
+        top_k = int(indexer.index_topk)
+        chosen = rows.positions.new_zeros(len(rows.positions), top_k)
+        columns = slice(self._indexer.entry, self._indexer.entry + self._indexer.dim)
+        for of_sequence in rows.sequences():
+            for part in torch.split(of_sequence, _ROWS_SCORED):
+                counts = (rows.positions[part] + 1) // self._indexer.rate
+                total = int(counts.max())
+                if not total:
+                    continue
+                ends = (torch.arange(total) + 1) * self._indexer.rate - 1
+                entries = cached[rows.slots(ends[None], part[:1])[0], columns]
+                scores = self._scores(query[part], weights[part], entries)
+                scores = scores.masked_fill(torch.arange(total) >= counts[:, None], float("-inf"))
+                best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+                best = best.masked_fill(best >= counts[:, None], total).sort(dim=-1).values  # the first ones count
+                chosen[part, : best.shape[1]] = best
+        return chosen
+
+    def _scores(self, query: torch.Tensor, weights: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+        """[T, E] of queries [T, heads, D] and their weights [T, heads]; added up head by head."""
+        assert self._indexer is not None
+        num_rows, num_heads, dim = query.shape
+        raw = RawTensor.from_tensor(entries.contiguous())
+        products = cpu.linear(query.reshape(-1, dim), raw, self.config.require_pool()).view(num_rows, num_heads, -1)
+        products = products.relu_() * self._indexer.module.scorer.softmax_scale
+        scores = torch.zeros_like(products[:, 0])
+        for head in range(num_heads):
+            scores = scores + products[:, head] * weights[:, head, None]
+        return scores
+
+    def _attend(
+        self, rows: _Rows, query: torch.Tensor, keys: torch.Tensor, entries: torch.Tensor, num_entries: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, heads, D]. Every row has a table of its own: first entries, then the tokens of its window."""
+        inner: Any = self.inner
+        units = self.cached_dim // self.head_dim
+        if keys.shape[0] * units > _MAX_INDEX:
+            raise UnsupportedError(f"a cache of {keys.shape[0]} tokens is too large for {self.key}; lower --cache_lens")
+        lens = num_entries + (rows.positions + 1).clamp(max=self.window)
+        at = torch.arange(int(lens.max()))
+        is_entry = at < num_entries[:, None]
+        token = rows.positions[:, None] + 1 + at - lens[:, None]
+        table = rows.slots(token.clamp(min=0).minimum(rows.positions[:, None])) * units
+        if self._compressor is not None and entries.shape[1]:
+            entry = entries.gather(1, at.clamp(max=entries.shape[1] - 1).expand(len(lens), -1))
+            ends = ((entry + 1) * self._compressor.rate - 1).minimum(rows.positions[:, None])
+            table = torch.where(is_entry, rows.slots(ends) * units + 1, table)
+        flat = keys.view(-1, 1, self.head_dim)
+        seqs = torch.arange(len(lens), dtype=torch.int32)
+        return cpu.attention(
+            query.contiguous(),
+            flat,
+            flat,
+            table.to(torch.int32).contiguous(),
+            1,
+            seqs,
+            lens.to(torch.int32),
+            float(inner.scaling),
+            self.config.require_pool(),
+            sinks=inner.sinks.detach(),
+        )
