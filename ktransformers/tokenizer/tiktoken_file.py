@@ -127,8 +127,8 @@ def load_kimi_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     module = _module(config)
     if module not in _KIMI_MODULES:
         raise UnsupportedError(
-            f"{folder / TIKTOKEN_FILE} is not known to be Kimi's ({path.name} names {module!r:.60} as its code), and the "
-            "file does not say how text is cut into words; copy tokenizer.json there from the original model"
+            f"{folder / TIKTOKEN_FILE} is not known to be Kimi's ({path.name} names {module!r:.60} as its code), and "
+            "the file does not say how text is cut into words; copy tokenizer.json there from the original model"
         )
     ranks = read_ranks(folder / TIKTOKEN_FILE)
     tokenizer = _byte_level_bpe(ranks)

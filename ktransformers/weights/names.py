@@ -17,6 +17,7 @@ import gguf
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
+from ktransformers.models.gguf_refused import check_architecture
 
 __all__ = ["ARCHITECTURES", "ArchFacts", "Change", "GGUFNames", "Stored", "ignorable_gguf"]
 
@@ -58,30 +59,25 @@ _LLAMA = ArchFacts(permuted_qk=True)
 ARCHITECTURES: dict[str, ArchFacts] = {
     "llama": _LLAMA,  # llama, mistral, mixtral
     "arcee": _LLAMA,
+    "minicpm": _LLAMA,
+    "mistral3": _LLAMA,
+    "olmo": _LLAMA,
     "granite": _LLAMA,
     "granitemoe": _LLAMA,
     "smollm3": _LLAMA,
+    "gemma": ArchFacts(norm_plus_one=True),
     "gemma2": ArchFacts(norm_plus_one=True),
     "gemma3": ArchFacts(norm_plus_one=True),
     # Their rotary embeddings are either of the half-split kind in both worlds or interleaved in both.
-    "deepseek2": _PLAIN,
-    "dots1": _PLAIN,
-    "ernie4_5": _PLAIN,
-    "ernie4_5-moe": _PLAIN,
-    "glm4": _PLAIN,
-    "glm4moe": _PLAIN,
-    "gpt-oss": _PLAIN,
-    "hunyuan-dense": _PLAIN,
-    "hunyuan-moe": _PLAIN,
-    "minimax-m2": _PLAIN,
-    "olmo2": _PLAIN,
-    "olmoe": _PLAIN,
-    "phimoe": _PLAIN,
-    "qwen2": _PLAIN,
-    "qwen2moe": _PLAIN,
-    "qwen3": _PLAIN,
-    "qwen3moe": _PLAIN,
-    "seed_oss": _PLAIN,
+    **dict.fromkeys(
+        (
+            *("afmoe", "cohere2", "command-r", "deepseek2", "dots1", "ernie4_5", "ernie4_5-moe", "exaone-moe"),
+            *("exaone4", "glm-dsa", "glm4", "glm4moe", "gpt-oss", "hunyuan-dense", "hunyuan-moe", "jais2", "llama4"),
+            *("minimax-m2", "olmo2", "olmoe", "phi2", "phi3", "phimoe", "qwen2", "qwen2moe", "qwen2vl", "qwen3"),
+            *("qwen3moe", "qwen3vl", "qwen3vlmoe", "seed_oss", "starcoder", "starcoder2"),
+        ),
+        _PLAIN,
+    ),
 }
 
 _ARCH_IDS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -91,6 +87,7 @@ _SUFFIXES = (".weight", ".bias")
 _BLOCK_NAMES = (
     # gguf maps these from older module names only, or not at all.
     (re.compile(r"\.e_score_correction_bias$"), "exp_probs_b.bias"),
+    (re.compile(r"\.mlp\.expert_bias$"), "exp_probs_b.bias"),  # afmoe
     (re.compile(r"\.block_sparse_moe\.router\.weight$"), "ffn_gate_inp.weight"),  # granitemoe
     (re.compile(r"\.mlp\.gate\.wg\.weight$"), "ffn_gate_inp.weight"),  # hunyuan
 )
@@ -123,12 +120,9 @@ class GGUFNames:
     """The names of one model: `arch` is the file's `general.architecture`, `facts` are the model's."""
 
     def __init__(self, arch: str, facts: ModelFacts, stored: Container[str]):
-        if arch not in ARCHITECTURES or arch not in _ARCH_IDS:
-            raise UnsupportedError(
-                f"GGUF files of architecture {arch!r:.60} are not supported: how their tensors differ from the "
-                f"Hugging Face model is not known here. Known are {', '.join(sorted(ARCHITECTURES))}. "
-                "The model's safetensors files may work."
-            )
+        check_architecture(arch, ARCHITECTURES)
+        if arch not in _ARCH_IDS:
+            raise UnsupportedError(f"the installed gguf package does not know architecture {arch!r}; update it")
         self._arch = ARCHITECTURES[arch]
         self._stored = stored
         self._facts = facts
