@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ktransformers.errors import FormatError
 from ktransformers.models.gguf_dense import LAYER_NORM_FAMILIES
-from ktransformers.models.gguf_families import FAMILIES
+from ktransformers.models.gguf_families import BY_LAYER_FAMILIES, FAMILIES
 from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
 from ktransformers.models.gguf_refused import check_architecture
 
@@ -43,7 +43,9 @@ def config_from_gguf(
     family = FAMILIES[gguf.arch]
     common = _common(gguf)  # first: it holds the number of layers against the tensors
     model_type, specific = family(gguf)
-    values: Values = {**common, "rope_parameters": rope_parameters(gguf), **specific}
+    values: Values = {**common, **specific}
+    if "rope_parameters" not in values:
+        values["rope_parameters"] = rope_parameters(gguf)
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     try:
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
@@ -72,13 +74,17 @@ def _common(gguf: Metadata) -> Values:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": gguf.find_int("attention.head_count_kv", 1) or heads,
         "max_position_embeddings": gguf.int("context_length"),
         "tie_word_embeddings": "output.weight" not in gguf.shapes,
         **_token_ids(gguf.metadata, embedding[0]),
     }
+    if (prediction := gguf.find_int("nextn_predict_layers")) is not None:
+        values["num_nextn_predict_layers"] = prediction
     if gguf.arch not in LAYER_NORM_FAMILIES:
         values["rms_norm_eps"] = gguf.float("attention.layer_norm_rms_epsilon")
+    if gguf.arch in BY_LAYER_FAMILIES:
+        return values
+    values["num_key_value_heads"] = gguf.find_int("attention.head_count_kv", 1) or heads
     if (inner := gguf.find_int("feed_forward_length", 1)) is not None:
         values["intermediate_size"] = inner
     return values

@@ -26,7 +26,7 @@ from ktransformers.models.gguf_fields import (
 )
 from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
 
-__all__ = ["FAMILIES"]
+__all__ = ["BY_LAYER_FAMILIES", "FAMILIES"]
 
 logger = logging.getLogger(__name__)
 
@@ -311,6 +311,84 @@ def _glm_dsa(gguf: Metadata) -> tuple[str, Values]:
     return "glm_moe_dsa", values
 
 
+_MIMO2_WINDOW = 128  # as published and as files have it, without the token itself, which transformers counts
+
+
+def _mimo2(gguf: Metadata) -> tuple[str, Values]:
+    """Layers with a window have twice the heads of keys; all rotate as much of a head, with a base of their own."""
+    expect_gating(gguf, SIGMOID)
+    values = {**experts(gguf, "n_routed_experts"), **windows(gguf, 6)}
+    kinds, kv_heads = values["layer_types"], gguf.ints("attention.head_count_kv")
+    assert isinstance(kinds, list)
+    full = min(kv_heads)
+    if any(heads != full * (1 + (kind != "full_attention")) for heads, kind in zip(kv_heads, kinds, strict=True)):
+        raise UnsupportedError("a mimo2 file whose heads of keys are not doubled by windows is no known model")
+    if values["sliding_window"] == _MIMO2_WINDOW:
+        values["sliding_window"] = _MIMO2_WINDOW + 1
+    rope = rope_parameters(gguf)
+    rope["partial_rotary_factor"] = gguf.int("rope.dimension_count", 2) / gguf.int("attention.key_length")
+    local = {**rope, "rope_theta": gguf.float("rope.freq_base_swa", 10000.0)}
+    sparse = [f"blk.{layer}.ffn_gate_inp.weight" in gguf.shapes for layer in range(gguf.layers)]
+    return "mimo_v2_flash", {
+        **values,
+        **head_dim(gguf),
+        "num_key_value_heads": full,
+        "intermediate_size": gguf.int("feed_forward_length"),
+        "v_head_dim": gguf.int("attention.value_length"),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        "mlp_layer_types": ["sparse" if one else "dense" for one in sparse],
+        "attention_value_scale": gguf.float("attention.value_scale", 0.707),  # not in older files
+        "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
+        "norm_topk_prob": gguf.bool("expert_weights_norm", True),
+        "n_group": gguf.find_int("expert_group_count") or 1,
+        "topk_group": gguf.find_int("expert_group_used_count") or 1,
+        "attention_bias": gguf.has(r"attn_q\.bias"),
+    }
+
+
+def _gemma4(gguf: Metadata) -> tuple[str, Values]:
+    """Full layers have heads of another size, and rotate the first elements of them only."""
+    values: Values = windows(gguf, 6)
+    kinds, kv_heads = values["layer_types"], gguf.ints("attention.head_count_kv")
+    assert isinstance(kinds, list)
+    by_kind = {kind: [i for i, one in enumerate(kinds) if one == kind] for kind in dict.fromkeys(kinds)}
+    several = [kind for kind, layers in by_kind.items() if len({kv_heads[i] for i in layers}) > 1]
+    if several or "full_attention" not in by_kind:
+        raise UnsupportedError("a gemma4 file whose heads of keys do not follow its windows is no known model")
+    full = by_kind["full_attention"]
+    shares = [f"blk.{i}.attn_v.weight" not in gguf.shapes and f"blk.{i}.attn_k.weight" in gguf.shapes for i in full]
+    size = gguf.int("attention.key_length")
+    factors = gguf.factors.get("rope_freqs.weight", [1.0] * (size // 2))
+    theta, local = gguf.float("rope.freq_base", 1e6), gguf.float("rope.freq_base_swa", 10000.0)
+    turning = sum(one == 1.0 for one in factors) / len(factors)
+    inner = gguf.ints("feed_forward_length")
+    values |= {
+        "head_dim": gguf.int("attention.key_length_swa"),
+        "global_head_dim": size,
+        "num_key_value_heads": kv_heads[next((i for i, one in enumerate(kinds) if one != "full_attention"), 0)],
+        "num_global_key_value_heads": kv_heads[full[0]],
+        "attention_k_eq_v": any(shares),
+        "num_kv_shared_layers": gguf.find_int("attention.shared_kv_layers") or 0,
+        "hidden_size_per_layer_input": gguf.find_int("embedding_length_per_layer_input") or 0,
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] == 2 * inner[0],
+        "final_logit_softcapping": gguf.find_float("final_logit_softcapping"),
+        "enable_moe_block": bool(gguf.find_int("expert_count")),
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": turning},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    }
+    if values["enable_moe_block"]:
+        values |= experts(gguf, "num_experts", "top_k_experts")
+    if (table := gguf.shapes.get("per_layer_token_embd.weight")) is not None:
+        values["vocab_size_per_layer_input"] = table[0]
+    return "gemma4_text", values
+
+
+BY_LAYER_FAMILIES = ("gemma4", "mimo2")
+"""Those whose heads of keys or widths differ from layer to layer; they read them themselves."""
+
 FAMILIES: dict[str, Family] = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -331,6 +409,8 @@ FAMILIES: dict[str, Family] = {
     "afmoe": _afmoe,
     "llama4": _llama4,
     "glm-dsa": _glm_dsa,
+    "mimo2": _mimo2,
+    "gemma4": _gemma4,
     # The language models of those that read images: positions of text are the same on all axes.
     "qwen2vl": _qwen2,
     "qwen3vl": _qwen3,

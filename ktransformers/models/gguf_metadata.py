@@ -75,6 +75,18 @@ class Metadata:
             raise FormatError(f"the GGUF file lacks {self.arch}.{key}; pass --model_path with the model's config.json")
         return value
 
+    def ints(self, key: str, least: int = 1) -> tuple[int, ...]:
+        """A count for each layer, which the file must have: one for all, or a list."""
+        value = self.raw(key)
+        if not isinstance(value, np.ndarray | list):
+            return (self.int(key, least),) * self.layers
+        counts = tuple(int(one) for one in value[: self.layers])
+        if len(counts) < self.layers or not all(least <= one <= MAX_COUNT for one in counts):
+            raise FormatError(
+                f"{self.arch}.{key} is {value!r:.40}; {self.layers} counts of at least {least} are needed"
+            )
+        return counts
+
     def find_float(self, key: str) -> float | None:
         """A finite number, or None when the file does not say."""
         value = self.raw(key)

@@ -56,8 +56,6 @@ REFUSED: dict[str, str] = {
     "bitnet": "its converter rounds weights to three values, and transformers rounds while it computes",
     "apertus": "its activations' numbers are metadata, not tensors",
     "gemma3n": "its converter merges and pads tensors of inputs by layer",
-    "gemma4": "its tensors of heads and inputs by layer are not read from GGUF files",
-    "mimo2": "its numbers of heads differ from layer to layer",
 }
 """Architecture -> why. Its safetensors may run, where the reason is about GGUF files."""
 

@@ -72,8 +72,31 @@ ARCHITECTURES: dict[str, ArchFacts] = {
     **dict.fromkeys(
         (
             *("afmoe", "cohere2", "command-r", "deepseek2", "dots1", "ernie4_5", "ernie4_5-moe", "exaone-moe"),
-            *("exaone4", "glm-dsa", "glm4", "glm4moe", "gpt-oss", "hunyuan-dense", "hunyuan-moe", "jais2", "llama4"),
-            *("minimax-m2", "olmo2", "olmoe", "phi2", "phi3", "phimoe", "qwen2", "qwen2moe", "qwen2vl", "qwen3"),
+            *(
+                "exaone4",
+                "gemma4",
+                "glm-dsa",
+                "glm4",
+                "glm4moe",
+                "gpt-oss",
+                "hunyuan-dense",
+                "hunyuan-moe",
+                "jais2",
+                "llama4",
+            ),
+            *(
+                "mimo2",
+                "minimax-m2",
+                "olmo2",
+                "olmoe",
+                "phi2",
+                "phi3",
+                "phimoe",
+                "qwen2",
+                "qwen2moe",
+                "qwen2vl",
+                "qwen3",
+            ),
             *("qwen3moe", "qwen3vl", "qwen3vlmoe", "seed_oss", "starcoder", "starcoder2"),
         ),
         _PLAIN,
@@ -88,6 +111,8 @@ _BLOCK_NAMES = (
     # gguf maps these from older module names only, or not at all.
     (re.compile(r"\.e_score_correction_bias$"), "exp_probs_b.bias"),
     (re.compile(r"\.mlp\.expert_bias$"), "exp_probs_b.bias"),  # afmoe
+    (re.compile(r"\.router\.scale$"), "ffn_gate_inp.scale"),  # gemma4, as the next
+    (re.compile(r"\.router\.per_expert_scale$"), "ffn_down_exps.scale"),
     (re.compile(r"\.block_sparse_moe\.router\.weight$"), "ffn_gate_inp.weight"),  # granitemoe
     (re.compile(r"\.mlp\.gate\.wg\.weight$"), "ffn_gate_inp.weight"),  # hunyuan
 )

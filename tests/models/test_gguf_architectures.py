@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ktransformers.engine.opened import config_of_model
 from ktransformers.errors import UnsupportedError
@@ -19,7 +19,7 @@ from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.names import ARCHITECTURES
 from tests.support.gguf_writer import ARCH_OF, write_gguf
 from tests.support.source_checks import check_whole_model
-from tests.support.tiny_models import MODEL_TYPES, NUM_EXPERTS, tiny_model
+from tests.support.tiny_models import MODEL_TYPES, NUM_EXPERTS, tiny_config, tiny_model
 
 _SLIDING = {"sliding_window": 16}
 _NO_WINDOW = {"sliding_window": None}
@@ -82,10 +82,53 @@ MORE_TYPES: dict[str, dict[str, object]] = {
         "index_head_dim": 32,
         "index_topk": 8,
     },
+    "mimo_v2_flash": {
+        "layers": 3,
+        "head_dim": 32,
+        "v_head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "n_routed_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "attention_value_scale": 0.75,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+            for kind, theta in (("full_attention", 50000.0), ("sliding_attention", 10000.0))
+        },
+    },
+    "gemma4_text": {
+        "layers": 6,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 16,
+        "rope_parameters": None,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": NUM_EXPERTS,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
 }
 """Families beyond MODEL_TYPES, which test_gguf_config.py reads: config values with which every feature is on."""
 SAME_AS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe", "minicpm": "granite"}
 """Architectures whose text part is a family of another name."""
+_GEMMA4_E4B: dict[str, object] = {
+    **MORE_TYPES["gemma4_text"],
+    "layers": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 160,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "enable_moe_block": False,
+    "num_experts": None,
+}
 _MINICPM = {**MORE_TYPES["granite"], "attention_multiplier": 16**-0.5}
 
 
@@ -95,9 +138,8 @@ def models() -> list[tuple[str, str]]:
     return [*own, *SAME_AS.items()]
 
 
-def built(arch: str, model_type: str) -> PreTrainedModel:
-    values = _MINICPM if arch == "minicpm" else MORE_TYPES.get(model_type, {})
-    model = tiny_model(model_type, **dict(values))
+def built(model_type: str, values: dict[str, object]) -> PreTrainedModel:
+    model = tiny_model(model_type, **values)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if name.endswith("norm.weight"):  # 1 is added to some in the file: they must not lose bits by that
@@ -121,13 +163,25 @@ def test_refusals_say_why(arch: str) -> None:
         check_architecture(arch, FAMILIES)
 
 
-@pytest.mark.parametrize(("arch", "model_type"), models())
-def test_a_file_is_its_model(arch: str, model_type: str, tmp_path: Path) -> None:
+def values_of(arch: str, model_type: str) -> dict[str, object]:
+    return _MINICPM if arch == "minicpm" else MORE_TYPES.get(model_type, {})
+
+
+def facts_of(config: PretrainedConfig) -> ModelFacts:
+    """Of a plain model with as many layers and heads where those of `config` cannot run yet: names need no more."""
+    try:
+        return ModelFacts.of(config)
+    except UnsupportedError:
+        layers, tied = config.num_hidden_layers, config.tie_word_embeddings
+        return ModelFacts.of(tiny_config("llama", layers=layers, tie_word_embeddings=tied))
+
+
+def check_file(model: PreTrainedModel, path: Path, arch: str) -> PretrainedConfig:
     """The config from metadata alone computes the same logits, and every tensor comes back as it was."""
-    model = built(arch, model_type)
-    opened = open_gguf(write_gguf(model, tmp_path / "m.gguf", arch=arch))
+    experts = "gate_up" if arch == "gemma4" else "merged"
+    opened = open_gguf(write_gguf(model, path, arch=arch, experts=experts))
     config = config_of_model(opened)
-    assert config.model_type == model_type
+    assert config.model_type == model.config.model_type
     rebuilt = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     assert {n: p.shape for n, p in rebuilt.state_dict().items()} == {n: p.shape for n, p in model.state_dict().items()}
     rebuilt.load_state_dict(model.state_dict())
@@ -137,4 +191,15 @@ def test_a_file_is_its_model(arch: str, model_type: str, tmp_path: Path) -> None
     for module in rebuilt.modules():
         if type(module).__name__ == "Llama4TextExperts":  # says nothing of its layout, [E, in, out]
             module.is_transposed = True
-    check_whole_model(GGUFSource(opened, ModelFacts.of(config)), rebuilt)
+    check_whole_model(GGUFSource(opened, facts_of(config)), rebuilt)
+    return config
+
+
+@pytest.mark.parametrize(("arch", "model_type"), models())
+def test_a_file_is_its_model(arch: str, model_type: str, tmp_path: Path) -> None:
+    check_file(built(model_type, values_of(arch, model_type)), tmp_path / "m.gguf", arch)
+
+
+def test_gemma4_with_inputs_by_layer(tmp_path: Path) -> None:
+    """As E2B and E4B: shared keys and values, wider MLPs above them, embeddings for each layer."""
+    check_file(built("gemma4_text", _GEMMA4_E4B), tmp_path / "m.gguf", "gemma4")

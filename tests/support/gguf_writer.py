@@ -63,6 +63,8 @@ ARCH_OF = {
     "afmoe": "afmoe",
     "llama4_text": "llama4",
     "glm_moe_dsa": "glm-dsa",
+    "mimo_v2_flash": "mimo2",
+    "gemma4_text": "gemma4",
 }
 PERMUTED_ARCHS = ("llama", "arcee", "granite", "granitemoe", "smollm3", "olmo", "mistral3", "minicpm")
 NORM_PLUS_ONE_ARCHS = ("gemma", "gemma2", "gemma3")
@@ -166,6 +168,12 @@ def _renamed(name: str, block: str, name_map: gguf.TensorNameMap) -> str:
         return block + "exp_probs_b.bias"
     if name.endswith("mlp.expert_bias"):
         return block + "exp_probs_b.bias"
+    if name.endswith("router.scale"):
+        return block + "ffn_gate_inp.scale"
+    if name.endswith("router.per_expert_scale"):
+        return block + "ffn_down_exps.scale"
+    if name.endswith("layer_scalar"):
+        return block + "layer_output_scale.weight"
     if name.endswith(("router.weight", "mlp.gate.weight", "mlp.gate.wg.weight")):
         return block + "ffn_gate_inp.weight"
     if name.endswith("self_attn.sinks"):
@@ -213,11 +221,13 @@ def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
     local = rope.get("sliding_attention")
     rope = rope.get("full_attention", rope)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layer = config if kind != "gemma4_text" else config.per_layer_config[0]  # whose layers differ
+    head_dim = getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(_feed_forward_length(config))
+    if kind != "gemma4_text":
+        writer.add_feed_forward_length(_feed_forward_length(config))
     writer.add_head_count(config.num_attention_heads)
     if getattr(config, "rms_norm_eps", None) is not None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -234,6 +244,15 @@ def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_eos_token_id(config.eos_token_id)
     if kind in ("deepseek_v2", "deepseek_v3", "glm_moe_dsa"):
         _add_mla(writer, config)
+    elif kind == "gemma4_text":
+        _add_gemma4(writer, config)
+    elif kind == "mimo_v2_flash":
+        slides = [one == "sliding_attention" for one in config.layer_types]
+        writer.add_head_count_kv([config.num_key_value_heads * (2 if one else 1) for one in slides])
+        writer.add_sliding_window_pattern(slides)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(config.v_head_dim)
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     else:
         writer.add_head_count_kv(1 if kind == "gpt_bigcode" else config.num_key_value_heads)
         if getattr(config, "head_dim", None) is not None:
@@ -290,7 +309,7 @@ def _add_scales(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_logit_scale(config.logit_scale)
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-    if kind in ("gemma2", "gemma3_text") and config.final_logit_softcapping:
+    if kind in ("gemma2", "gemma3_text", "gemma4_text") and config.final_logit_softcapping:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if kind == "olmo" and config.clip_qkv is not None:
         writer.add_clamp_kqv(config.clip_qkv)
@@ -308,6 +327,29 @@ def _add_mla(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_q_lora_rank(config.q_lora_rank)
 
 
+def _add_gemma4(writer: gguf.GGUFWriter, config: object) -> None:
+    layers = list(config.per_layer_config)
+    slides = [one == "sliding_attention" for one in config.layer_types]
+    full, local = layers[slides.index(False)].head_dim, layers[slides.index(True)].head_dim
+    writer.add_head_count_kv([layer.num_key_value_heads for layer in layers])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(local)
+    writer.add_value_length_swa(local)
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(local)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    first_shared = config.num_hidden_layers - config.num_kv_shared_layers
+    factor = 2 if config.use_double_wide_mlp else 1
+    widths = [config.intermediate_size * (1 if i < first_shared else factor) for i in range(config.num_hidden_layers)]
+    writer.add_feed_forward_length(widths)
+    turning = int(full * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+    factors = np.array([1.0] * turning + [1e30] * (full // 2 - turning), dtype=np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+
+
 def _add_experts(writer: gguf.GGUFWriter, config: object) -> None:
     kind = config.model_type
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -315,7 +357,9 @@ def _add_experts(writer: gguf.GGUFWriter, config: object) -> None:
     if count is None:
         return
     writer.add_expert_count(count)
-    used = getattr(config, "moe_topk", None) or getattr(config, "moe_k", None) or config.num_experts_per_tok
+    used = next(
+        getattr(config, n) for n in ("moe_topk", "moe_k", "top_k_experts", "num_experts_per_tok") if n in vars(config)
+    )
     writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
     width = getattr(config, "moe_intermediate_size", None)
     if isinstance(width, int):
@@ -346,6 +390,9 @@ def _add_experts(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_expert_shared_feed_forward_length(config.moe_intermediate_size)
     if kind == "llama4_text":
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+    if kind == "mimo_v2_flash":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_float32("mimo2.attention.value_scale", config.attention_value_scale)
     if kind == "glm_moe_dsa":
         writer.add_indexer_head_count(config.index_n_heads)
         writer.add_indexer_key_length(config.index_head_dim)
