@@ -153,6 +153,18 @@ def _glm4moe(gguf: Metadata) -> tuple[str, Values]:
     }
 
 
+def _bailingmoe2(gguf: Metadata) -> tuple[str, Values]:
+    """Ling 2.0, which computes what GLM-4.5 does; transformers has no class of its name."""
+    expect_gating(gguf, SIGMOID)
+    return "glm4_moe", {
+        **experts(gguf, "n_routed_experts"),
+        **routing(gguf),
+        **partial_rotary(gguf),
+        "attention_bias": gguf.has(r"attn_qkv\.bias"),
+        "use_qk_norm": gguf.has(r"attn_q_norm\.weight"),
+    }
+
+
 def _dots1(gguf: Metadata) -> tuple[str, Values]:
     expect_gating(gguf, SIGMOID)
     return "dots1", {
@@ -398,6 +410,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek2": _deepseek2,
     "olmoe": _olmoe,
     "glm4moe": _glm4moe,
+    "bailingmoe2": _bailingmoe2,
     "dots1": _dots1,
     "gpt-oss": _gpt_oss,
     "granitemoe": _granitemoe,

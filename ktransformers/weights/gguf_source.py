@@ -104,7 +104,7 @@ class GGUFSource:
         raw = self._model.raw(stored.names[0])
         if stored.change is Change.UNPERMUTE_ROWS:
             raw = _unpermute(raw, stored.heads)
-        raw = transcode(raw, stored.names[0])
+        raw = _reordered(transcode(raw, stored.names[0]), stored)
         return RawTensor(raw.data, raw.qtype, shape)
 
     def fp8(self, name: str) -> Fp8Matrix:
@@ -123,7 +123,10 @@ class GGUFSource:
         if stored.change is Change.KV_B_FROM_PARTS:
             return self._kv_b(stored, dtype)
         values = [dequantize(raw, part, dtype) for raw, part in zip(parts, stored.names, strict=True)]
-        return (values[0] if len(values) == 1 else torch.cat(values)).reshape(shape)
+        joined = values[0] if len(values) == 1 else torch.cat(values)
+        if stored.rows is not None:
+            joined = joined[torch.tensor(stored.rows)]
+        return joined.reshape(shape)
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
         """Facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
@@ -181,6 +184,13 @@ class GGUFSource:
         """
         shapes = [self._tensors[part].shape for part in stored.names]
         shape = shapes[0]
+        if stored.rows is not None:
+            if max(stored.rows) >= shape[0]:
+                raise TensorMismatchError(
+                    f"tensor {stored.names[0]!r} has {shape[0]} rows; the heads of the model's config need "
+                    f"{max(stored.rows) + 1}"
+                )
+            return (len(stored.rows), *shape[1:])
         if stored.change is Change.CONCAT_ROWS:
             if any(other[1:] != shape[1:] for other in shapes) or len(set(self._types_of(stored.names))) > 1:
                 raise TensorMismatchError(
@@ -297,6 +307,15 @@ class GGUFSource:
             logger.warning(
                 "%d tensors of type %s are held as %s (same values, more bytes)", count, stored, resident_name
             )
+
+
+def _reordered(raw: RawTensor, stored: Stored) -> RawTensor:
+    """The rows that the module has, on blocks as they are."""
+    if stored.rows is None:
+        return raw
+    data = raw.data.reshape(raw.shape[0], -1)[torch.tensor(stored.rows)]
+    page_out([raw.data])
+    return RawTensor(data.reshape(-1), raw.qtype, (data.shape[0], *raw.shape[1:]))
 
 
 def _unpermute(raw: RawTensor, heads: int) -> RawTensor:

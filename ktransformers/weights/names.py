@@ -34,11 +34,15 @@ class Change(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The file's tensors that one parameter is made of. heads: for UNPERMUTE_ROWS and KV_B_FROM_PARTS."""
+    """The file's tensors that one parameter is made of. heads: for UNPERMUTE_ROWS and KV_B_FROM_PARTS.
+
+    rows: the file's row for each of the parameter's; None: all, in order.
+    """
 
     names: tuple[str, ...]
     change: Change = Change.NONE
     heads: int = 0
+    rows: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,17 @@ ARCHITECTURES: dict[str, ArchFacts] = {
     # Their rotary embeddings are either of the half-split kind in both worlds or interleaved in both.
     **dict.fromkeys(
         (
-            *("afmoe", "cohere2", "command-r", "deepseek2", "dots1", "ernie4_5", "ernie4_5-moe", "exaone-moe"),
+            *(
+                "afmoe",
+                "cohere2",
+                "bailingmoe2",
+                "command-r",
+                "deepseek2",
+                "dots1",
+                "ernie4_5",
+                "ernie4_5-moe",
+                "exaone-moe",
+            ),
             *(
                 "exaone4",
                 "gemma4",
@@ -106,6 +120,7 @@ ARCHITECTURES: dict[str, ArchFacts] = {
 _ARCH_IDS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SUFFIXES = (".weight", ".bias")
+_QKV = re.compile(r"\.self_attn\.([qkv])_proj(\.weight|\.bias)$")
 
 _BLOCK_NAMES = (
     # gguf maps these from older module names only, or not at all.
@@ -167,9 +182,26 @@ class GGUFNames:
             names = tuple(f"{block}ffn_{part}_shexp.weight" for part in ("gate", "up"))
             if all(part in self._stored for part in names):
                 return Stored(names, Change.CONCAT_ROWS)
+        joined = _QKV.search(name)
+        if joined is not None:
+            return self._part_of_qkv(name, joined[1], joined[2])
         if name == "lm_head.weight" and self._facts.is_tied:
             return self.find("model.embed_tokens.weight")
         return None
+
+    def _part_of_qkv(self, name: str, part: str, suffix: str) -> Stored | None:
+        """Queries, keys and values, which some files keep in one tensor, in this order."""
+        stored = f"{self.block(name)}attn_qkv{suffix}"
+        if stored not in self._stored:
+            return None
+        layer = self._facts.layers[int(_LAYER.findall(name)[0])]
+        counts = {
+            "q": layer.num_heads * layer.head_dim,
+            "k": layer.num_kv_heads * layer.head_dim,
+            "v": layer.num_kv_heads * layer.v_head_dim,
+        }
+        first = sum(counts[before] for before in "qkv"[: "qkv".index(part)])
+        return Stored((stored,), rows=tuple(range(first, first + counts[part])))
 
     def block(self, name: str) -> str | None:
         """The prefix ("blk.3.") of the layer that a module or parameter belongs to."""

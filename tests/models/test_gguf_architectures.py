@@ -115,8 +115,14 @@ MORE_TYPES: dict[str, dict[str, object]] = {
     },
 }
 """Families beyond MODEL_TYPES, which test_gguf_config.py reads: config values with which every feature is on."""
-SAME_AS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe", "minicpm": "granite"}
-"""Architectures whose text part is a family of another name."""
+SAME_AS = {
+    "qwen2vl": "qwen2",
+    "qwen3vl": "qwen3",
+    "qwen3vlmoe": "qwen3_moe",
+    "minicpm": "granite",
+    "bailingmoe2": "glm4_moe",
+}
+"""Architectures that compute what a family of another name does."""
 _GEMMA4_E4B: dict[str, object] = {
     **MORE_TYPES["gemma4_text"],
     "layers": 8,
@@ -164,7 +170,8 @@ def test_refusals_say_why(arch: str) -> None:
 
 
 def values_of(arch: str, model_type: str) -> dict[str, object]:
-    return _MINICPM if arch == "minicpm" else MORE_TYPES.get(model_type, {})
+    special = {"minicpm": _MINICPM, "bailingmoe2": {"attention_bias": False, "n_group": 4, "topk_group": 2}}
+    return special.get(arch) or MORE_TYPES.get(model_type, {})
 
 
 def facts_of(config: PretrainedConfig) -> ModelFacts:
@@ -203,3 +210,31 @@ def test_a_file_is_its_model(arch: str, model_type: str, tmp_path: Path) -> None
 def test_gemma4_with_inputs_by_layer(tmp_path: Path) -> None:
     """As E2B and E4B: shared keys and values, wider MLPs above them, embeddings for each layer."""
     check_file(built("gemma4_text", _GEMMA4_E4B), tmp_path / "m.gguf", "gemma4")
+
+
+@pytest.mark.parametrize("qtype", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.BF16])
+def test_rows_of_fused_tensors_stay_in_their_type(qtype: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    model = built("glm4_moe", {"attention_bias": True})
+    path = write_gguf(model, tmp_path / "m.gguf", dense_qtype=qtype, arch="bailingmoe2")
+    opened = open_gguf(path)
+    source = GGUFSource(opened, ModelFacts.of(config_of_model(opened)))
+    whole = source.stored_bytes("blk.0.attn_qkv.weight")
+    assert whole is not None
+    parts = [source.tensor(f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv"]
+    assert torch.equal(torch.cat([part.data for part in parts]), whole.flatten())
+    assert {part.qtype for part in parts} == {opened.tensors["blk.0.attn_qkv.weight"].qtype}
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3", "exaone_moe", "mimo_v2_flash"])
+def test_blocks_of_prediction_are_left_aside(model_type: str, tmp_path: Path) -> None:
+    """Written by the converter behind the model's own blocks and counted in block_count."""
+    model = built(model_type, values_of(ARCH_OF[model_type], model_type))
+    config = check_file(model, tmp_path / "plain.gguf", ARCH_OF[model_type])
+    opened = open_gguf(write_gguf(model, tmp_path / "m.gguf", prediction_blocks=1))
+    again = config_of_model(opened)
+    assert again.num_hidden_layers == config.num_hidden_layers
+    facts = ModelFacts.of(again)
+    assert (facts.num_layers, facts.num_prediction_layers) == (config.num_hidden_layers, 1)
+    extra = [name for name in opened.tensors if name.startswith(f"blk.{config.num_hidden_layers}.")]
+    assert len(extra) == 3
+    check_whole_model(GGUFSource(opened, facts), model)

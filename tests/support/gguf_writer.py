@@ -67,6 +67,7 @@ ARCH_OF = {
     "gemma4_text": "gemma4",
 }
 PERMUTED_ARCHS = ("llama", "arcee", "granite", "granitemoe", "smollm3", "olmo", "mistral3", "minicpm")
+FUSED_QKV_ARCHS = ("bailingmoe2",)
 NORM_PLUS_ONE_ARCHS = ("gemma", "gemma2", "gemma3")
 
 
@@ -81,13 +82,14 @@ def write_gguf(
     shard_max_tensors: int = 0,
     pooling_type: gguf.PoolingType | None = None,
     arch: str | None = None,
+    prediction_blocks: int = 0,
 ) -> Path:
     """Write `model` (config and weights, no tokenizer) to `path` and return the path of the file to open.
 
     Matrices get the types asked for where their rows allow it, else Q8_0 or F16; routers, norms and biases stay F32.
     experts: "merged" (one tensor per projection), "single" (one per expert), "gate_up" (gate and up in one tensor).
     kv_b: "split" (attn_k_b, attn_v_b) or "whole" (attn_kv_b, as old files have it). arch: where several have the same
-    model type.
+    model type. prediction_blocks: for multi-token prediction, behind the model's own.
     """
     config = model.config
     arch = arch or ARCH_OF[config.model_type]
@@ -101,6 +103,8 @@ def write_gguf(
         if values.ndim < 2 or "ffn_gate_inp" in name or name.endswith("bias"):
             qtype = QuantType.F32
         add_tensor(writer, name, values, qtype)
+    if prediction_blocks:
+        _add_prediction(writer, config, prediction_blocks)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -108,6 +112,24 @@ def write_gguf(
     if shard_max_tensors:
         return sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))[0]
     return path
+
+
+def _add_prediction(writer: gguf.GGUFWriter, config: object, count: int) -> None:
+    """Some of what such blocks hold; lists by layer count them, too."""
+    writer.add_nextn_predict_layers(count)
+    for values in writer.kv_data:
+        block_count, kv_heads, slides = (f"{writer.arch}.{key}" for key in _COUNTED)
+        if block_count in values:
+            values[block_count].value += count
+        for key in (kv_heads, slides):
+            if key in values and isinstance(values[key].value, list):
+                values[key].value.extend(values[key].value[-1:] * count)
+    for block in range(config.num_hidden_layers, config.num_hidden_layers + count):
+        for name in ("nextn.eh_proj", "nextn.enorm", "attn_norm"):
+            writer.add_tensor(f"blk.{block}.{name}.weight", np.ones(config.hidden_size, dtype=np.float32))
+
+
+_COUNTED = ("block_count", "attention.head_count_kv", "attention.sliding_window_pattern")
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, qtype: QuantType) -> None:
@@ -138,6 +160,11 @@ def gguf_tensors(
             continue
         if name.endswith("kv_b_proj.weight") and kv_b == "split":
             yield from _split_kv_b(block, values, config)
+            continue
+        if arch in FUSED_QKV_ARCHS and "_proj." in name and ".self_attn." in name and ".o_proj." not in name:
+            if ".q_proj." in name:
+                parts = [state[name.replace(".q_proj.", f".{part}_proj.")].float().numpy() for part in "qkv"]
+                yield block + "attn_qkv." + name.rsplit(".", 1)[1], np.concatenate(parts)
             continue
         if arch in PERMUTED_ARCHS and ".q_proj." in name:
             values = permute(values, config.num_attention_heads)
