@@ -68,13 +68,6 @@ class Metadata:
             raise FormatError(f"{self.arch}.{key} is {value!r:.40}; a count of at least {least} is needed")
         return value
 
-    def int(self, key: str, least: int = 1) -> int:
-        """A count that the file must have."""
-        value = self.find_int(key, least)
-        if value is None:
-            raise FormatError(f"the GGUF file lacks {self.arch}.{key}; pass --model_path with the model's config.json")
-        return value
-
     def ints(self, key: str, least: int = 1) -> tuple[int, ...]:
         """A count for each layer, which the file must have: one for all, or a list."""
         value = self.raw(key)
@@ -86,6 +79,13 @@ class Metadata:
                 f"{self.arch}.{key} is {value!r:.40}; {self.layers} counts of at least {least} are needed"
             )
         return counts
+
+    def int(self, key: str, least: int = 1) -> int:
+        """A count that the file must have."""
+        value = self.find_int(key, least)
+        if value is None:
+            raise FormatError(f"the GGUF file lacks {self.arch}.{key}; pass --model_path with the model's config.json")
+        return value
 
     def find_float(self, key: str) -> float | None:
         """A finite number, or None when the file does not say."""
@@ -160,13 +160,16 @@ def _longrope(gguf: Metadata) -> Values:
     found = {kind: gguf.factors.get(f"rope_factors_{kind}.weight") for kind in ("long", "short")}
     if found["long"] is None or found["short"] is None:
         raise FormatError("the GGUF file has a longrope without rope_factors_long.weight and rope_factors_short.weight")
+    original = gguf.int("rope.scaling.original_context_length", 2)
     rope: Values = {
         "rope_type": "longrope",
         "long_factor": [float(f"{one:.7g}") for one in found["long"]],
         "short_factor": [float(f"{one:.7g}") for one in found["short"]],
-        "original_max_position_embeddings": gguf.int("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": original,
     }
-    if (attention := gguf.find_float("rope.scaling.attn_factor")) is not None:
+    attention = gguf.find_float("rope.scaling.attn_factor")
+    usual = math.sqrt(1 + math.log(max(gguf.int("context_length") / original, 1.0)) / math.log(original))
+    if attention is not None and not math.isclose(attention, usual, rel_tol=1e-6):  # else transformers computes it
         rope["attention_factor"] = attention
     return rope
 

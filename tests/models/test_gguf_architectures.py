@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ktransformers.engine.opened import config_of_model
-from ktransformers.errors import UnsupportedError
+from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
+from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.models.gguf_families import FAMILIES
 from ktransformers.models.gguf_refused import REFUSED, check_architecture
 from ktransformers.weights.gguf import open_gguf
@@ -163,6 +166,12 @@ def test_every_architecture_has_an_entry() -> None:
     assert tested == set(FAMILIES)
 
 
+def test_the_page_lists_them() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    listed = page.split("These architectures are read:")[1].split(".\n")[0]
+    assert listed.replace("`", "").replace("\n", " ").strip().split(", ") == sorted(FAMILIES)
+
+
 @pytest.mark.parametrize("arch", sorted(REFUSED))
 def test_refusals_say_why(arch: str) -> None:
     with pytest.raises(UnsupportedError, match=f"'{arch}' are not supported: {REFUSED[arch]}"):
@@ -238,3 +247,79 @@ def test_blocks_of_prediction_are_left_aside(model_type: str, tmp_path: Path) ->
     extra = [name for name in opened.tensors if name.startswith(f"blk.{config.num_hidden_layers}.")]
     assert len(extra) == 3
     check_whole_model(GGUFSource(opened, facts), model)
+
+
+def test_longrope_of_phi3(tmp_path: Path) -> None:
+    """128k models: factors are tensors, and the file's context length is the longer one."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+        "original_max_position_embeddings": 24,
+        "partial_rotary_factor": 1.0,
+    }
+    values = {"rope_parameters": rope, "max_position_embeddings": 96, "original_max_position_embeddings": 24}
+    model = built("phi3", {**values, "sliding_window": None})
+    config = check_file(model, tmp_path / "m.gguf", "phi3")
+    assert config.rope_parameters["long_factor"] == rope["long_factor"]
+
+
+def test_longrope_of_phimoe_needs_the_config(tmp_path: Path) -> None:
+    model = built("phi3", {"sliding_window": None})
+    opened = open_gguf(write_gguf(model, tmp_path / "m.gguf"))
+    metadata = {name.replace("phi3.", "phimoe."): value for name, value in opened.metadata.items()}
+    metadata |= {"general.architecture": "phimoe", "phimoe.expert_count": 4, "phimoe.expert_used_count": 2}
+    shapes = {name: tensor.shape for name, tensor in opened.tensors.items()} | {"rope_factors_long.weight": (8,)}
+    with pytest.raises(UnsupportedError, match=r"short_mscale.*--model_path"):
+        config_from_gguf(metadata, shapes)
+
+
+def test_rotation_of_llama4_scout(tmp_path: Path) -> None:
+    """Wavelengths beyond 8192 positions are divided by 16, with no transition."""
+    model = built("llama4_text", values_of("llama4", "llama4_text"))
+    opened = open_gguf(write_gguf(model, tmp_path / "m.gguf"))
+    shapes = {name: tensor.shape for name, tensor in opened.tensors.items()} | {"rope_freqs.weight": (16,)}
+    wavelengths = [2 * math.pi * 10000.0 ** (i / 16) for i in range(16)]
+    factors = [16.0 if length > 8192 else 1.0 for length in wavelengths]
+    assert set(factors) == {1.0, 16.0}
+    rope = config_from_gguf(opened.metadata, shapes, {"rope_freqs.weight": factors}).rope_parameters
+    wanted = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    assert rope == {**wanted, "rope_theta": 10000.0, "original_max_position_embeddings": 8192}
+
+
+CHANGES: list[tuple[str, str, dict[str, object], str]] = [
+    ("afmoe", "afmoe", {"expert_weights_norm": False}, "does not normalize"),
+    ("exaone-moe", "exaone_moe", {"expert_gating_func": 1}, "no known model"),
+    ("exaone-moe", "exaone_moe", {"attention.sliding_window_pattern": np.array([True])}, "of 1 layers of 3"),
+    ("starcoder", "gpt_bigcode", {"attention.head_count_kv": 4}, "more than one head"),
+    ("minicpm", "granite", {"expert_count": 8}, "MiniCPM-MoE"),
+    ("mistral3", "ministral3", {"expert_count": 8}, "mistral3 with experts"),
+    ("glm4", "glm4", {"rope.dimension_sections": np.array([8, 12, 12, 0])}, "GLM-4V"),
+    ("mimo2", "mimo_v2_flash", {"attention.head_count_kv": np.array([2, 3, 2])}, "not doubled"),
+    ("mimo2", "mimo_v2_flash", {"attention.head_count_kv": np.array([2, 0, 2])}, "at least 1"),
+    ("gemma4", "gemma4_text", {"attention.head_count_kv": np.array([2, 1, 2, 2, 2, 1])}, "do not follow"),
+    ("gemma2", "gemma2", {"attention.layer_norm_rms_epsilon": None}, "lacks gemma2.attention.layer_norm_rms_epsilon"),
+    ("phi2", "phi", {"attention.layer_norm_epsilon": None}, "lacks phi2.attention.layer_norm_epsilon"),
+]
+
+
+@pytest.mark.parametrize(("arch", "model_type", "change", "message"), CHANGES, ids=lambda value: str(value)[:40])
+def test_what_is_no_known_model_is_refused(
+    arch: str, model_type: str, change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    model = built(model_type, values_of(arch, model_type))
+    opened = open_gguf(write_gguf(model, tmp_path / "m.gguf", arch=arch))
+    metadata = opened.metadata | {f"{arch}.{key}": value for key, value in change.items()}
+    shapes = {name: tensor.shape for name, tensor in opened.tensors.items()}
+    with pytest.raises(KTransformersError, match=message):
+        config_from_gguf({key: value for key, value in metadata.items() if value is not None}, shapes)
+
+
+def test_a_period_of_windows(tmp_path: Path) -> None:
+    """Some files give the pattern by one number: every so many layers one sees all positions."""
+    model = built("exaone4", values_of("exaone4", "exaone4"))
+    opened = open_gguf(write_gguf(model, tmp_path / "m.gguf"))
+    shapes = {name: tensor.shape for name, tensor in opened.tensors.items()}
+    config = config_from_gguf(opened.metadata | {"exaone4.attention.sliding_window_pattern": 2}, shapes)
+    assert config.layer_types == ["sliding_attention", "full_attention"] * 2

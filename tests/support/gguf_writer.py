@@ -7,6 +7,7 @@ dimensions of size 1 dropped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -286,7 +287,7 @@ def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    _add_rope_scaling(writer, rope)
+    _add_rope_scaling(writer, config, rope)
     _add_windows(writer, config)
     _add_scales(writer, config)
     _add_experts(writer, config)
@@ -297,7 +298,7 @@ def _feed_forward_length(config: object) -> int:
     return next(getattr(config, name) for name in names if getattr(config, name, None))
 
 
-def _add_rope_scaling(writer: gguf.GGUFWriter, rope: dict[str, object]) -> None:
+def _add_rope_scaling(writer: gguf.GGUFWriter, config: object, rope: dict[str, object]) -> None:
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -311,6 +312,9 @@ def _add_rope_scaling(writer: gguf.GGUFWriter, rope: dict[str, object]) -> None:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "longrope":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        scale = config.max_position_embeddings / rope["original_max_position_embeddings"]
+        attention = math.sqrt(1 + math.log(scale) / math.log(rope["original_max_position_embeddings"]))
+        writer.add_rope_scaling_attn_factors(attention)
         for length in ("long", "short"):
             factors = np.array(rope[f"{length}_factor"], dtype=np.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", factors)
