@@ -26,7 +26,7 @@ def _query_scale(gguf: Metadata, layers_of_27b: int) -> Values:
     """query_pre_attn_scalar: no key of the format. It is head_dim in all published models but those of 27B."""
     size = gguf.int("attention.key_length")
     if gguf.layers == layers_of_27b:
-        size = gguf.int("embedding_length") // gguf.int("attention.head_count")
+        size = gguf.head_size
     return {"query_pre_attn_scalar": size}
 
 
@@ -52,14 +52,13 @@ def _gemma3(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _phi2(gguf: Metadata) -> tuple[str, Values]:
-    heads = gguf.int("embedding_length") // gguf.int("attention.head_count")
-    share = gguf.int("rope.dimension_count", 2) / heads
+    share = gguf.int("rope.dimension_count", 2) / gguf.head_size
     return "phi", {**layer_norm(gguf), "rope_parameters": {**rope_parameters(gguf), "partial_rotary_factor": share}}
 
 
 def _phi3(gguf: Metadata) -> tuple[str, Values]:
-    heads = gguf.int("embedding_length") // gguf.int("attention.head_count")
-    rope = {**rope_parameters(gguf), "partial_rotary_factor": gguf.int("rope.dimension_count", 2) / heads}
+    share = gguf.int("rope.dimension_count", 2) / gguf.head_size
+    rope = {**rope_parameters(gguf), "partial_rotary_factor": share}
     values: Values = {"sliding_window": gguf.find_int("attention.sliding_window") or None, "rope_parameters": rope}
     if (original := gguf.find_int("rope.scaling.original_context_length", 1)) is not None:
         values["original_max_position_embeddings"] = original
@@ -116,8 +115,7 @@ def _olmo2(gguf: Metadata) -> tuple[str, Values]:
 def _glm4(gguf: Metadata) -> tuple[str, Values]:
     if gguf.raw("rope.dimension_sections") is not None:
         raise UnsupportedError("the language model of GLM-4V: its rows of queries and keys are in another order")
-    size = gguf.find_int("attention.key_length", 1)
-    size = size or gguf.int("embedding_length") // gguf.int("attention.head_count")
+    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
     share = gguf.int("rope.dimension_count", 2) / size
     rope = {**rope_parameters(gguf), "partial_rotary_factor": share}
     return "glm4", {**_bias(gguf), "head_dim": size, "rope_parameters": rope}
@@ -154,8 +152,7 @@ def _minicpm(gguf: Metadata) -> tuple[str, Values]:
     """MiniCPM is Granite with the usual scale of attention; transformers has no class of its name."""
     if gguf.find_int("expert_count"):
         raise UnsupportedError("MiniCPM-MoE has no class in transformers")
-    size = gguf.find_int("attention.key_length", 1)
-    size = size or gguf.int("embedding_length") // gguf.int("attention.head_count")
+    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
     return "granite", {**granite_multipliers(gguf), "attention_multiplier": size**-0.5}
 
 

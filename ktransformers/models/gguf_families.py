@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
-
 from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf_dense import DENSE_FAMILIES, granite_multipliers
 from ktransformers.models.gguf_fields import (
@@ -317,9 +315,8 @@ def _glm_dsa(gguf: Metadata) -> tuple[str, Values]:
         "index_head_dim": gguf.int("attention.indexer.key_length"),
         "index_topk": gguf.int("attention.indexer.top_k"),
     }
-    full = gguf.raw("attention.indexer.types")
-    if isinstance(full, np.ndarray | list):
-        values["indexer_types"] = ["full" if one else "shared" for one in full[: gguf.layers]]
+    if (full := gguf.by_layer("attention.indexer.types")) is not None:
+        values["indexer_types"] = ["full" if one else "shared" for one in full]
     return "glm_moe_dsa", values
 
 
@@ -372,7 +369,7 @@ def _gemma4(gguf: Metadata) -> tuple[str, Values]:
     size = gguf.int("attention.key_length")
     factors = gguf.factors.get("rope_freqs.weight", [1.0] * (size // 2))
     theta, local = gguf.float("rope.freq_base", 1e6), gguf.float("rope.freq_base_swa", 10000.0)
-    turning = sum(one == 1.0 for one in factors) / len(factors)
+    turning = sum(one == 1.0 for one in factors) / max(len(factors), 1)
     inner = gguf.ints("feed_forward_length")
     values |= {
         "head_dim": gguf.int("attention.key_length_swa"),

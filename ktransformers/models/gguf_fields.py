@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections.abc import Callable
 
 from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
@@ -96,13 +94,11 @@ def layer_norm(gguf: Metadata, name: str = "layer_norm_eps") -> Values:
 def windows(gguf: Metadata, period: int) -> Values:
     """sliding_window and layer_types: as the file says by layer, else every `period`-th layer sees all positions."""
     window = gguf.find_int("attention.sliding_window", 1)
-    said = gguf.raw("attention.sliding_window_pattern")
+    said = gguf.by_layer("attention.sliding_window_pattern")
     if window is None:
         slides = [False] * gguf.layers
-    elif isinstance(said, np.ndarray | Sequence) and not isinstance(said, str):
-        if len(said) < gguf.layers:
-            raise FormatError(f"{gguf.arch}.attention.sliding_window_pattern is of {len(said)} layers of {gguf.layers}")
-        slides = [bool(one) for one in said[: gguf.layers]]
+    elif said is not None:
+        slides = [bool(one) for one in said]
     else:
         period = gguf.find_int("attention.sliding_window_pattern", 1) or period
         slides = [(layer + 1) % period != 0 for layer in range(gguf.layers)]

@@ -68,17 +68,34 @@ class Metadata:
             raise FormatError(f"{self.arch}.{key} is {value!r:.40}; a count of at least {least} is needed")
         return value
 
-    def ints(self, key: str, least: int = 1) -> tuple[int, ...]:
-        """A count for each layer, which the file must have: one for all, or a list."""
+    def by_layer(self, key: str) -> list[bool | int] | None:
+        """An array of counts or flags with one for each layer; None when the file has no array there."""
         value = self.raw(key)
         if not isinstance(value, np.ndarray | list):
-            return (self.int(key, least),) * self.layers
-        counts = tuple(int(one) for one in value[: self.layers])
-        if len(counts) < self.layers or not all(least <= one <= MAX_COUNT for one in counts):
+            return None
+        array = np.asarray(value)
+        if array.ndim != 1 or array.dtype.kind not in "iub" or len(array) < self.layers:
             raise FormatError(
-                f"{self.arch}.{key} is {value!r:.40}; {self.layers} counts of at least {least} are needed"
+                f"{self.arch}.{key} is {value!r:.40}; {self.layers} counts are needed, one for each layer"
             )
-        return counts
+        return array[: self.layers].tolist()  # type: ignore[no-any-return]
+
+    def ints(self, key: str, least: int = 1) -> tuple[int, ...]:
+        """A count for each layer, which the file must have: one for all, or a list."""
+        counts = self.by_layer(key)
+        if counts is None:
+            return (self.int(key, least),) * self.layers
+        if not all(type(one) is int and least <= one <= MAX_COUNT for one in counts):
+            raise FormatError(f"{self.arch}.{key} is {counts!r:.40}; counts of at least {least} are needed")
+        return tuple(counts)
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a head, where the file has no key for it."""
+        size = self.int("embedding_length") // self.int("attention.head_count")
+        if size == 0:
+            raise FormatError(f"{self.arch}.attention.head_count is more than {self.arch}.embedding_length")
+        return size
 
     def int(self, key: str, least: int = 1) -> int:
         """A count that the file must have."""
@@ -118,6 +135,8 @@ class Metadata:
 def rope_parameters(gguf: Metadata) -> Values:
     """The `rope_parameters` of transformers 5."""
     rope: Values = {"rope_type": "default", "rope_theta": gguf.float("rope.freq_base", 10000.0)}
+    if not float(str(rope["rope_theta"])) > 0:
+        raise FormatError(f"{gguf.arch}.rope.freq_base is {rope['rope_theta']}; a positive number is needed")
     kind = gguf.raw("rope.scaling.type")
     if kind is not None and not isinstance(kind, str):
         raise FormatError(f"{gguf.arch}.rope.scaling.type is no text but {type(kind).__name__}")
