@@ -151,6 +151,19 @@ def _glm4moe(gguf: Metadata) -> tuple[str, Values]:
     }
 
 
+def _bailingmoe(gguf: Metadata) -> tuple[str, Values]:
+    """Ling 1.x, which computes what GraniteMoE with a shared expert does; transformers has no class of its name."""
+    expect_gating(gguf, SOFTMAX)
+    is_usual = gguf.bool("expert_weights_norm", False) and gguf.float("expert_weights_scale", 1.0) == 1.0
+    if gguf.find_int("leading_dense_block_count") or not is_usual:
+        raise UnsupportedError(f"a {gguf.arch} file with dense layers or another router has no class in transformers")
+    model_type, values = _granitemoe(gguf)
+    if model_type != "granitemoeshared":
+        raise UnsupportedError(f"a {gguf.arch} file without shared experts has no class in transformers")
+    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
+    return model_type, {**values, "head_dim": size, "attention_multiplier": size**-0.5}
+
+
 def _bailingmoe2(gguf: Metadata) -> tuple[str, Values]:
     """Ling 2.0, which computes what GLM-4.5 does; transformers has no class of its name."""
     expect_gating(gguf, SIGMOID)
@@ -407,6 +420,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek2": _deepseek2,
     "olmoe": _olmoe,
     "glm4moe": _glm4moe,
+    "bailingmoe": _bailingmoe,
     "bailingmoe2": _bailingmoe2,
     "dots1": _dots1,
     "gpt-oss": _gpt_oss,

@@ -23,7 +23,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
             *("grok", "baichuan", "refact", "qwen", "plamo", "plamo3", "codeshell", "orion", "internlm2", "xverse"),
-            *("arctic", "deepseek", "chatglm", "jais", "exaone", "bailingmoe", "plm", "smallthinker"),
+            *("arctic", "deepseek", "chatglm", "jais", "exaone", "plm", "smallthinker"),
             *("grovemoe", "pangu-embedded", "maincoder", "openelm"),
         ),
         _NO_CLASS,

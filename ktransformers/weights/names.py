@@ -63,6 +63,7 @@ _LLAMA = ArchFacts(permuted_qk=True)
 ARCHITECTURES: dict[str, ArchFacts] = {
     "llama": _LLAMA,  # llama, mistral, mixtral
     "arcee": _LLAMA,
+    "bailingmoe": _LLAMA,
     "minicpm": _LLAMA,
     "mistral3": _LLAMA,
     "olmo": _LLAMA,

@@ -127,6 +127,7 @@ SAME_AS = {
     "qwen3vl": "qwen3",
     "qwen3vlmoe": "qwen3_moe",
     "minicpm": "granite",
+    "bailingmoe": "granitemoeshared",
     "bailingmoe2": "glm4_moe",
 }
 """Architectures that compute what a family of another name does."""
@@ -183,7 +184,17 @@ def test_refusals_say_why(arch: str) -> None:
 
 
 def values_of(arch: str, model_type: str) -> dict[str, object]:
-    special = {"minicpm": _MINICPM, "bailingmoe2": {"attention_bias": False, "n_group": 4, "topk_group": 2}}
+    ling = {
+        **MORE_TYPES["granitemoeshared"],
+        "head_dim": 32,
+        "attention_multiplier": 32**-0.5,
+        "embedding_multiplier": 1.0,
+    }
+    special = {
+        "minicpm": _MINICPM,
+        "bailingmoe": ling,
+        "bailingmoe2": {"attention_bias": False, "n_group": 4, "topk_group": 2},
+    }
     return special.get(arch) or MORE_TYPES.get(model_type, {})
 
 
@@ -308,6 +319,8 @@ CHANGES: list[tuple[str, str, dict[str, object], str]] = [
     ("afmoe", "afmoe", {"expert_weights_norm": False}, "does not normalize"),
     ("exaone-moe", "exaone_moe", {"expert_gating_func": 1}, "no known model"),
     ("exaone-moe", "exaone_moe", {"attention.sliding_window_pattern": np.array([True])}, "3 counts are needed"),
+    ("bailingmoe", "granitemoeshared", {"expert_weights_norm": False}, "another router"),
+    ("bailingmoe", "granitemoeshared", {"leading_dense_block_count": 1}, "dense layers"),
     ("starcoder", "gpt_bigcode", {"attention.head_count_kv": 4}, "more than one head"),
     ("minicpm", "granite", {"expert_count": 8}, "MiniCPM-MoE"),
     ("mistral3", "ministral3", {"expert_count": 8}, "mistral3 with experts"),
@@ -341,7 +354,7 @@ def test_a_period_of_windows(tmp_path: Path) -> None:
     assert config.layer_types == ["sliding_attention", "full_attention"] * 2
 
 
-RUN = ("gemma3", "phi3", "starcoder", "olmo", "mistral3", "cohere2", "exaone-moe", "afmoe", "bailingmoe2")
+RUN = ("gemma3", "phi3", "starcoder", "olmo", "mistral3", "cohere2", "exaone-moe", "afmoe", "bailingmoe", "bailingmoe2")
 """What converters change most, and windows: those that this program computes from their file."""
 
 

@@ -67,7 +67,7 @@ ARCH_OF = {
     "mimo_v2_flash": "mimo2",
     "gemma4_text": "gemma4",
 }
-PERMUTED_ARCHS = ("llama", "arcee", "granite", "granitemoe", "smollm3", "olmo", "mistral3", "minicpm")
+PERMUTED_ARCHS = ("llama", "arcee", "granite", "granitemoe", "smollm3", "olmo", "mistral3", "minicpm", "bailingmoe")
 FUSED_QKV_ARCHS = ("bailingmoe2",)
 NORM_PLUS_ONE_ARCHS = ("gemma", "gemma2", "gemma3")
 
@@ -331,7 +331,7 @@ def _add_windows(writer: gguf.GGUFWriter, config: object) -> None:
 
 def _add_scales(writer: gguf.GGUFWriter, config: object) -> None:
     kind = config.model_type
-    if kind in ("granite", "granitemoe", "granitemoeshared"):
+    if kind in ("granite", "granitemoe", "granitemoeshared") and writer.arch != "bailingmoe":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -433,6 +433,10 @@ def _add_experts(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
+    if writer.arch == "bailingmoe":
+        writer.add_leading_dense_block_count(0)
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(1.0)
     if kind == "afmoe":
         _add_sigmoid_router(writer, config, config.num_dense_layers, config.route_scale)
         writer.add_expert_weights_norm(True)
