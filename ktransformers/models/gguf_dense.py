@@ -8,7 +8,9 @@ from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
 
 __all__ = ["DENSE_FAMILIES", "LAYER_NORM_FAMILIES", "granite_multipliers"]
 
-LAYER_NORM_FAMILIES = ("cohere2", "command-r", "jais2", "olmo", "phi2", "starcoder", "starcoder2")
+LAYER_NORM_FAMILIES = (
+    *("cohere2", "command-r", "gptneox", "jais2", "nemotron", "olmo", "phi2", "stablelm", "starcoder", "starcoder2"),
+)
 """Those whose norms subtract the mean; they name their epsilon themselves."""
 
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
@@ -51,15 +53,43 @@ def _gemma3(gguf: Metadata) -> tuple[str, Values]:
     }
 
 
-def _phi2(gguf: Metadata) -> tuple[str, Values]:
+def _partly_rotated(gguf: Metadata) -> Values:
+    """rope_parameters of families whose head_dim has no key of its own."""
     share = gguf.int("rope.dimension_count", 2) / gguf.head_size
-    return "phi", {**layer_norm(gguf), "rope_parameters": {**rope_parameters(gguf), "partial_rotary_factor": share}}
+    return {"rope_parameters": {**rope_parameters(gguf), "partial_rotary_factor": share}}
+
+
+def _phi2(gguf: Metadata) -> tuple[str, Values]:
+    return "phi", {**layer_norm(gguf), **_partly_rotated(gguf)}
+
+
+def _stablelm(gguf: Metadata) -> tuple[str, Values]:
+    if gguf.has(r"attn_q_norm\.weight"):
+        raise UnsupportedError("stablelm with a norm for each head: its converter joins them")
+    return "stablelm", {
+        **layer_norm(gguf),
+        **_partly_rotated(gguf),
+        "use_qkv_bias": gguf.has(r"attn_q\.bias"),
+        "use_parallel_residual": gguf.bool("use_parallel_residual", True),
+    }
+
+
+def _nemotron(gguf: Metadata) -> tuple[str, Values]:
+    bias = {**_bias(gguf), "mlp_bias": gguf.has(r"ffn_up\.bias")}
+    return "nemotron", {**layer_norm(gguf, "norm_eps"), **_partly_rotated(gguf), **bias, "head_dim": gguf.head_size}
+
+
+def _gptneox(gguf: Metadata) -> tuple[str, Values]:
+    return "gpt_neox", {
+        **layer_norm(gguf),
+        **_partly_rotated(gguf),
+        "attention_bias": gguf.has(r"attn_qkv\.bias"),
+        "use_parallel_residual": gguf.bool("use_parallel_residual", True),
+    }
 
 
 def _phi3(gguf: Metadata) -> tuple[str, Values]:
-    share = gguf.int("rope.dimension_count", 2) / gguf.head_size
-    rope = {**rope_parameters(gguf), "partial_rotary_factor": share}
-    values: Values = {"sliding_window": gguf.find_int("attention.sliding_window") or None, "rope_parameters": rope}
+    values: Values = {"sliding_window": gguf.find_int("attention.sliding_window") or None, **_partly_rotated(gguf)}
     if (original := gguf.find_int("rope.scaling.original_context_length", 1)) is not None:
         values["original_max_position_embeddings"] = original
     return "phi3", values
@@ -197,6 +227,9 @@ DENSE_FAMILIES: dict[str, Family] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "stablelm": _stablelm,
+    "nemotron": _nemotron,
+    "gptneox": _gptneox,
     "phi2": _phi2,
     "phi3": _phi3,
     "starcoder": _starcoder,

@@ -43,9 +43,7 @@ REFUSED: dict[str, str] = {
         ),
         _RECURRENT,
     ),
-    **dict.fromkeys(
-        ("falcon", "gpt2", "gptj", "gptneox", "mpt", "bloom", "stablelm", "nemotron", "minicpm3"), _OWN_ATTENTION
-    ),
+    **dict.fromkeys(("falcon", "gpt2", "gptj", "mpt", "bloom", "minicpm3"), _OWN_ATTENTION),
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
     **dict.fromkeys(("clip", "cogvlm", "chameleon"), _IMAGES),
     **dict.fromkeys(("mistral4", "step35", "deepseek2-ocr", "hunyuan_vl", "paddleocr"), _COMPOSITE),

@@ -51,10 +51,12 @@ class ArchFacts:
 
     permuted_qk: q_proj and k_proj rows (and biases) are reordered for interleaved rotary embedding.
     norm_plus_one: norms are stored as 1 + weight.
+    qkv_by_part: queries, keys and values of one matrix stand one after the other, not head by head.
     """
 
     permuted_qk: bool = False
     norm_plus_one: bool = False
+    qkv_by_part: bool = False
 
 
 _PLAIN = ArchFacts()
@@ -73,6 +75,8 @@ ARCHITECTURES: dict[str, ArchFacts] = {
     "gemma": ArchFacts(norm_plus_one=True),
     "gemma2": ArchFacts(norm_plus_one=True),
     "gemma3": ArchFacts(norm_plus_one=True),
+    "nemotron": ArchFacts(norm_plus_one=True),
+    "gptneox": ArchFacts(qkv_by_part=True),
     # Their rotary embeddings are either of the half-split kind in both worlds or interleaved in both.
     **dict.fromkeys(
         (
@@ -112,7 +116,7 @@ ARCHITECTURES: dict[str, ArchFacts] = {
                 "qwen2vl",
                 "qwen3",
             ),
-            *("qwen3moe", "qwen3vl", "qwen3vlmoe", "seed_oss", "starcoder", "starcoder2"),
+            *("qwen3moe", "qwen3vl", "qwen3vlmoe", "seed_oss", "stablelm", "starcoder", "starcoder2"),
         ),
         _PLAIN,
     ),
@@ -226,6 +230,13 @@ class GGUFNames:
             layer = self._facts.layers[int(_LAYER.findall(name)[0])]
             heads = layer.num_kv_heads if ".k_proj." in name else layer.num_heads
             return Stored((stored,), Change.UNPERMUTE_ROWS, heads)
+        if self._arch.qkv_by_part and ".query_key_value." in name:
+            layer = self._facts.layers[int(_LAYER.findall(name)[0])]
+            heads, size = layer.num_heads, layer.head_dim
+            rows = (
+                part * heads * size + head * size + i for head in range(heads) for part in range(3) for i in range(size)
+            )
+            return Stored((stored,), rows=tuple(rows))
         if self._arch.norm_plus_one and name.endswith("norm.weight"):
             return Stored((stored,), Change.SUBTRACT_ONE)
         return Stored((stored,))

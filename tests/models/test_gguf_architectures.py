@@ -28,13 +28,17 @@ from tests.support.gguf_writer import ARCH_OF, write_gguf
 from tests.support.source_checks import check_whole_model
 from tests.support.tiny_models import MODEL_TYPES, NUM_EXPERTS, tiny_config, tiny_model
 
+_HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _SLIDING = {"sliding_window": 16}
 _NO_WINDOW = {"sliding_window": None}
 MORE_TYPES: dict[str, dict[str, object]] = {
     "gemma": {"head_dim": 32, "tie_word_embeddings": True},
     "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
     "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "layers": 6, "layer_types": None},
-    "phi": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "stablelm": {"rope_parameters": _HALF_ROTATED, "use_qkv_bias": True, "use_parallel_residual": False},
+    "nemotron": {"rope_parameters": _HALF_ROTATED, "mlp_bias": True},
+    "gpt_neox": {"rope_parameters": _HALF_ROTATED, "use_parallel_residual": True},
+    "phi": {"rope_parameters": _HALF_ROTATED},
     "phi3": _SLIDING,
     "gpt_bigcode": {"n_inner": 96, "tie_word_embeddings": True},
     "starcoder2": {},
@@ -46,7 +50,7 @@ MORE_TYPES: dict[str, dict[str, object]] = {
     "glm4": {
         "head_dim": 32,
         "attention_bias": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "rope_parameters": _HALF_ROTATED,
     },
     "jais2": {},
     "exaone4": {**_SLIDING, "layers": 4, "head_dim": 32},

@@ -64,12 +64,15 @@ ARCH_OF = {
     "afmoe": "afmoe",
     "llama4_text": "llama4",
     "glm_moe_dsa": "glm-dsa",
+    "stablelm": "stablelm",
+    "nemotron": "nemotron",
+    "gpt_neox": "gptneox",
     "mimo_v2_flash": "mimo2",
     "gemma4_text": "gemma4",
 }
 PERMUTED_ARCHS = ("llama", "arcee", "granite", "granitemoe", "smollm3", "olmo", "mistral3", "minicpm", "bailingmoe")
 FUSED_QKV_ARCHS = ("bailingmoe2",)
-NORM_PLUS_ONE_ARCHS = ("gemma", "gemma2", "gemma3")
+NORM_PLUS_ONE_ARCHS = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
 def write_gguf(
@@ -167,6 +170,9 @@ def gguf_tensors(
                 parts = [state[name.replace(".q_proj.", f".{part}_proj.")].float().numpy() for part in "qkv"]
                 yield block + "attn_qkv." + name.rsplit(".", 1)[1], np.concatenate(parts)
             continue
+        if ".query_key_value." in name:  # [heads, 3, size] -> [3, heads, size]
+            by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
+            values = by_head.swapaxes(0, 1).reshape(values.shape)
         if arch in PERMUTED_ARCHS and ".q_proj." in name:
             values = permute(values, config.num_attention_heads)
         if arch in PERMUTED_ARCHS and ".k_proj." in name:
@@ -260,7 +266,7 @@ def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     if getattr(config, "rms_norm_eps", None) is not None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
-        names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+        names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
         writer.add_layer_norm_eps(next((getattr(config, n) for n in names if hasattr(config, n)), 1e-5))
     if "rope_theta" in rope:
         writer.add_rope_freq_base(rope["rope_theta"])
@@ -282,7 +288,7 @@ def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         writer.add_value_length(config.v_head_dim)
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     else:
-        writer.add_head_count_kv(1 if kind == "gpt_bigcode" else config.num_key_value_heads)
+        writer.add_head_count_kv(1 if kind == "gpt_bigcode" else _kv_heads(config))
         if getattr(config, "head_dim", None) is not None:
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
@@ -291,6 +297,10 @@ def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     _add_windows(writer, config)
     _add_scales(writer, config)
     _add_experts(writer, config)
+
+
+def _kv_heads(config: object) -> int:
+    return config.num_attention_heads if config.model_type == "gpt_neox" else config.num_key_value_heads
 
 
 def _feed_forward_length(config: object) -> int:
@@ -336,6 +346,8 @@ def _add_scales(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if kind in ("stablelm", "gpt_neox"):
+        writer.add_parallel_residual(config.use_parallel_residual)
     if kind in ("cohere", "cohere2"):
         writer.add_logit_scale(config.logit_scale)
     if kind == "gemma2":
