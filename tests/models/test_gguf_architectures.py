@@ -150,6 +150,10 @@ _GEMMA4_E4B: dict[str, object] = {
 _MINICPM = {**MORE_TYPES["granite"], "attention_multiplier": 16**-0.5}
 
 
+TESTED_ELSEWHERE: set[str] = set()
+"""Architectures whose files another module of tests writes."""
+
+
 def models() -> list[tuple[str, str]]:
     """(architecture, model type) of all files that are written here."""
     own = [(ARCH_OF[model_type], model_type) for model_type in MORE_TYPES]
@@ -172,7 +176,7 @@ def test_every_architecture_has_an_entry() -> None:
     assert set(FAMILIES) & set(REFUSED) == set()
     assert set(FAMILIES) == set(ARCHITECTURES)
     tested = {arch for arch, _ in models()} | {ARCH_OF[model_type] for model_type in MODEL_TYPES}
-    assert tested == set(FAMILIES)
+    assert tested | TESTED_ELSEWHERE == set(FAMILIES)
 
 
 def test_the_page_lists_them() -> None:
