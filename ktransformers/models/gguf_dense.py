@@ -9,7 +9,19 @@ from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
 __all__ = ["DENSE_FAMILIES", "LAYER_NORM_FAMILIES", "granite_multipliers"]
 
 LAYER_NORM_FAMILIES = (
-    *("cohere2", "command-r", "gptneox", "jais2", "nemotron", "olmo", "phi2", "stablelm", "starcoder", "starcoder2"),
+    *(
+        "cohere2",
+        "command-r",
+        "gpt2",
+        "gptneox",
+        "jais2",
+        "nemotron",
+        "olmo",
+        "phi2",
+        "stablelm",
+        "starcoder",
+        "starcoder2",
+    ),
 )
 """Those whose norms subtract the mean; they name their epsilon themselves."""
 
@@ -93,6 +105,11 @@ def _phi3(gguf: Metadata) -> tuple[str, Values]:
     if (original := gguf.find_int("rope.scaling.original_context_length", 1)) is not None:
         values["original_max_position_embeddings"] = original
     return "phi3", values
+
+
+def _gpt2(gguf: Metadata) -> tuple[str, Values]:
+    common = {"n_inner": gguf.int("feed_forward_length"), "n_positions": gguf.int("context_length")}
+    return "gpt2", {**layer_norm(gguf, "layer_norm_epsilon"), **common}
 
 
 def _starcoder(gguf: Metadata) -> tuple[str, Values]:
@@ -232,6 +249,7 @@ DENSE_FAMILIES: dict[str, Family] = {
     "gptneox": _gptneox,
     "phi2": _phi2,
     "phi3": _phi3,
+    "gpt2": _gpt2,
     "starcoder": _starcoder,
     "starcoder2": _starcoder2,
     "command-r": _command_r,

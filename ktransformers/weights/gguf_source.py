@@ -24,6 +24,8 @@ __all__ = ["GGUFSource"]
 
 logger = logging.getLogger(__name__)
 
+_COMPUTED = (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS, Change.TRANSPOSE)  # of numbers: they cannot stay in blocks
+
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
@@ -82,10 +84,7 @@ class GGUFSource:
             return None
         shape = self._shape(name, stored)
         first = self._tensors[stored.names[0]]
-        if stored.change in (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS):
-            resident = QuantType.F32
-        else:
-            resident = resident_type(first.qtype, stored.names[0])
+        resident = QuantType.F32 if stored.change in _COMPUTED else resident_type(first.qtype, stored.names[0])
         nbytes = math.prod(shape[:-1]) * row_bytes(resident, shape[-1])
         types = "+".join(dict.fromkeys(self._tensors[part].qtype.name for part in stored.names))
         return TensorInfo(name, shape, types, resident, nbytes, stored.names)
@@ -93,7 +92,7 @@ class GGUFSource:
     def tensor(self, name: str) -> RawTensor:
         """The tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
         stored = self._found(name)
-        if stored.change in (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS):
+        if stored.change in _COMPUTED:
             return RawTensor.from_tensor(self.dense(name))
         shape = self._shape(name, stored)
         if stored.change is Change.CONCAT_ROWS:
@@ -120,6 +119,8 @@ class GGUFSource:
             parts = [_unpermute(parts[0], stored.heads)]
         if stored.change is Change.SUBTRACT_ONE:
             return dequantize(parts[0], stored.names[0]).sub_(1.0).to(dtype)
+        if stored.change is Change.TRANSPOSE:
+            return dequantize(parts[0], stored.names[0]).T.to(dtype, memory_format=torch.contiguous_format)
         if stored.change is Change.KV_B_FROM_PARTS:
             return self._kv_b(stored, dtype)
         values = [dequantize(raw, part, dtype) for raw, part in zip(parts, stored.names, strict=True)]
@@ -184,6 +185,8 @@ class GGUFSource:
         """
         shapes = [self._tensors[part].shape for part in stored.names]
         shape = shapes[0]
+        if stored.change is Change.TRANSPOSE:
+            return shape[::-1]
         if stored.rows is not None:
             if max(stored.rows) >= shape[0]:
                 raise TensorMismatchError(

@@ -29,6 +29,7 @@ class Change(Enum):
     UNPERMUTE_ROWS = auto()  # rows of each head alternate between the two rotary halves; put the halves back
     SUBTRACT_ONE = auto()  # the file holds 1 + weight
     CONCAT_ROWS = auto()  # one tensor per part, all of one width
+    TRANSPOSE = auto()  # the module has [in, out]
     KV_B_FROM_PARTS = auto()  # (k_b [H, R, nope], v_b [H, V, R]) -> [H * (nope + V), R]
 
 
@@ -51,12 +52,14 @@ class ArchFacts:
 
     permuted_qk: q_proj and k_proj rows (and biases) are reordered for interleaved rotary embedding.
     norm_plus_one: norms are stored as 1 + weight.
+    is_conv1d: matrices of modules of class Conv1D are turned to [out, in].
     qkv_by_part: queries, keys and values of one matrix stand one after the other, not head by head.
     """
 
     permuted_qk: bool = False
     norm_plus_one: bool = False
     qkv_by_part: bool = False
+    is_conv1d: bool = False
 
 
 _PLAIN = ArchFacts()
@@ -76,6 +79,7 @@ ARCHITECTURES: dict[str, ArchFacts] = {
     "gemma2": ArchFacts(norm_plus_one=True),
     "gemma3": ArchFacts(norm_plus_one=True),
     "nemotron": ArchFacts(norm_plus_one=True),
+    "gpt2": ArchFacts(is_conv1d=True),
     "gptneox": ArchFacts(qkv_by_part=True),
     # Their rotary embeddings are either of the half-split kind in both worlds or interleaved in both.
     **dict.fromkeys(
@@ -237,9 +241,12 @@ class GGUFNames:
                 part * heads * size + head * size + i for head in range(heads) for part in range(3) for i in range(size)
             )
             return Stored((stored,), rows=tuple(rows))
+        if self._arch.is_conv1d and name.endswith(_CONV1D):
+            return Stored((stored,), Change.TRANSPOSE)
         if self._arch.norm_plus_one and name.endswith("norm.weight"):
             return Stored((stored,), Change.SUBTRACT_ONE)
         return Stored((stored,))
 
 
+_CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 _PERMUTED = tuple(f"self_attn.{proj}.{kind}" for proj in ("q_proj", "k_proj") for kind in ("weight", "bias"))

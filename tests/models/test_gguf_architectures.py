@@ -40,6 +40,7 @@ MORE_TYPES: dict[str, dict[str, object]] = {
     "gpt_neox": {"rope_parameters": _HALF_ROTATED, "use_parallel_residual": True},
     "phi": {"rope_parameters": _HALF_ROTATED},
     "phi3": _SLIDING,
+    "gpt2": {"n_inner": 96, "tie_word_embeddings": True, "num_key_value_heads": 4},
     "gpt_bigcode": {"n_inner": 96, "tie_word_embeddings": True},
     "starcoder2": {},
     "cohere": {"logit_scale": 0.25, "tie_word_embeddings": True, "use_qk_norm": True},
@@ -362,7 +363,19 @@ def test_a_period_of_windows(tmp_path: Path) -> None:
     assert config.layer_types == ["sliding_attention", "full_attention"] * 2
 
 
-RUN = ("gemma3", "phi3", "starcoder", "olmo", "mistral3", "cohere2", "exaone-moe", "afmoe", "bailingmoe", "bailingmoe2")
+RUN = (
+    "gemma3",
+    "phi3",
+    "gpt2",
+    "starcoder",
+    "olmo",
+    "mistral3",
+    "cohere2",
+    "exaone-moe",
+    "afmoe",
+    "bailingmoe",
+    "bailingmoe2",
+)
 """What converters change most, and windows: those that this program computes from their file."""
 
 

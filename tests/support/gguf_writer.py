@@ -67,6 +67,7 @@ ARCH_OF = {
     "stablelm": "stablelm",
     "nemotron": "nemotron",
     "gpt_neox": "gptneox",
+    "gpt2": "gpt2",
     "mimo_v2_flash": "mimo2",
     "gemma4_text": "gemma4",
 }
@@ -170,6 +171,8 @@ def gguf_tensors(
                 parts = [state[name.replace(".q_proj.", f".{part}_proj.")].float().numpy() for part in "qkv"]
                 yield block + "attn_qkv." + name.rsplit(".", 1)[1], np.concatenate(parts)
             continue
+        if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            values = values.T
         if ".query_key_value." in name:  # [heads, 3, size] -> [3, heads, size]
             by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
             values = by_head.swapaxes(0, 1).reshape(values.shape)
@@ -300,7 +303,8 @@ def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
 
 
 def _kv_heads(config: object) -> int:
-    return config.num_attention_heads if config.model_type == "gpt_neox" else config.num_key_value_heads
+    has_own = config.model_type not in ("gpt_neox", "gpt2")
+    return config.num_key_value_heads if has_own else config.num_attention_heads
 
 
 def _feed_forward_length(config: object) -> int:
