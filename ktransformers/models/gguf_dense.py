@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.gguf_fields import Family, head_dim, layer_norm, windows
+from ktransformers.models.gguf_fields import Family, head_dim, layer_norm, rotary_share, windows
 from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
 
 __all__ = ["DENSE_FAMILIES", "LAYER_NORM_FAMILIES", "granite_multipliers"]
@@ -67,7 +67,7 @@ def _gemma3(gguf: Metadata) -> tuple[str, Values]:
 
 def _partly_rotated(gguf: Metadata) -> Values:
     """rope_parameters of families whose head_dim has no key of its own."""
-    share = gguf.int("rope.dimension_count", 2) / gguf.head_size
+    share = rotary_share(gguf, gguf.head_size)
     return {"rope_parameters": {**rope_parameters(gguf), "partial_rotary_factor": share}}
 
 
@@ -163,7 +163,7 @@ def _glm4(gguf: Metadata) -> tuple[str, Values]:
     if gguf.raw("rope.dimension_sections") is not None:
         raise UnsupportedError("the language model of GLM-4V: its rows of queries and keys are in another order")
     size = gguf.find_int("attention.key_length", 1) or gguf.head_size
-    share = gguf.int("rope.dimension_count", 2) / size
+    share = rotary_share(gguf, size)
     rope = {**rope_parameters(gguf), "partial_rotary_factor": share}
     return "glm4", {**_bias(gguf), "head_dim": size, "rope_parameters": rope}
 

@@ -19,6 +19,7 @@ from ktransformers.models.gguf_fields import (
     gating,
     head_dim,
     partial_rotary,
+    rotary_share,
     routing,
     windows,
 )
@@ -348,7 +349,7 @@ def _mimo2(gguf: Metadata) -> tuple[str, Values]:
     if values["sliding_window"] == _MIMO2_WINDOW:
         values["sliding_window"] = _MIMO2_WINDOW + 1
     rope = rope_parameters(gguf)
-    rope["partial_rotary_factor"] = gguf.int("rope.dimension_count", 2) / gguf.int("attention.key_length")
+    rope["partial_rotary_factor"] = rotary_share(gguf, gguf.int("attention.key_length"))
     local = {**rope, "rope_theta": gguf.float("rope.freq_base_swa", 10000.0)}
     sparse = [f"blk.{layer}.ffn_gate_inp.weight" in gguf.shapes for layer in range(gguf.layers)]
     return "mimo_v2_flash", {

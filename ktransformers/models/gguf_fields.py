@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from ktransformers.errors import FormatError, UnsupportedError
@@ -17,6 +18,7 @@ __all__ = [
     "head_dim",
     "layer_norm",
     "partial_rotary",
+    "rotary_share",
     "routing",
     "windows",
 ]
@@ -33,10 +35,17 @@ def head_dim(gguf: Metadata) -> Values:
     return {} if value is None else {"head_dim": value}
 
 
+def rotary_share(gguf: Metadata, head_size: int) -> float:
+    """The share of a head's elements that rotates; transformers multiplies it by their number and rounds down."""
+    turning = gguf.int("rope.dimension_count", 2)
+    share = turning / head_size
+    return share if int(share * head_size) == turning else math.nextafter(share, math.inf)
+
+
 def partial_rotary(gguf: Metadata) -> Values:
     """rope_parameters with the share of head_dim that rotates; only for families that rotate a part."""
     size = gguf.int("attention.key_length")
-    share = gguf.int("rope.dimension_count", 2) / size
+    share = rotary_share(gguf, size)
     return {"head_dim": size, "rope_parameters": {**rope_parameters(gguf), "partial_rotary_factor": share}}
 
 

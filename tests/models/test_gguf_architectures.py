@@ -19,6 +19,8 @@ from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_families import FAMILIES
+from ktransformers.models.gguf_fields import rotary_share
+from ktransformers.models.gguf_metadata import Metadata
 from ktransformers.models.gguf_refused import REFUSED, check_architecture
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
@@ -387,3 +389,11 @@ def test_an_engine_of_the_file_agrees(arch: str, model_type: str, tmp_path: Path
     ids = prompt(model.config.vocab_size, 48)  # longer than the windows
     want, got = logits_of(model, ids), engine.runner.forward(ids, 0, range(len(ids)))
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+def test_shares_of_rotation_come_back() -> None:
+    """Of heads of any size: what transformers computes from the share is what the file says."""
+    for size in range(2, 520, 2):
+        for turning in range(2, size + 1, 2):
+            share = rotary_share(Metadata({"general.architecture": "x", "x.rope.dimension_count": turning}, {}), size)
+            assert int(size * share) == turning
