@@ -18,7 +18,7 @@ from ktransformers.engine.skeleton import build_skeleton, check_kinds, check_mod
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
 from ktransformers.file_kinds import wrong_start
 from ktransformers.models.facts import ModelFacts, token_ids
-from ktransformers.models.gguf_config import config_from_gguf
+from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
@@ -151,9 +151,8 @@ def _facts_of(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> M
 
 def config_of_model(model: GGUFModel) -> PretrainedConfig:
     """The config of an opened GGUF model. Raises FormatError or UnsupportedError."""
-    factors = None
-    if "rope_freqs.weight" in model.tensors:
-        factors = dequantize(model.raw("rope_freqs.weight"), "rope_freqs.weight").flatten().tolist()
+    stored = [name for name in FACTOR_TENSORS if name in model.tensors]
+    factors = {name: dequantize(model.raw(name), name).flatten().tolist() for name in stored}
     shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
     return config_from_gguf(model.metadata, shapes, factors)
 

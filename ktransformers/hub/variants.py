@@ -27,7 +27,9 @@ _QUANT = re.compile(
 )
 _FULL = {"F32", "FP32", "F16", "FP16", "BF16"}
 _SIDE_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json", "chat_template.jinja")
-_TOKENIZER_FILES = re.compile(r"(tokenizer|special_tokens|added_tokens|vocab|merges|chat_template).*\.(json|model|txt)")
+_TOKENIZER_FILES = re.compile(
+    r"(tokenizer|tiktoken|special_tokens|added_tokens|vocab|merges|chat_template).*\.(json|model|txt)"
+)
 
 
 @dataclass(frozen=True, slots=True)

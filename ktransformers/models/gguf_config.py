@@ -13,11 +13,16 @@ from collections.abc import Mapping, Sequence
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf_families import FAMILIES
+from ktransformers.errors import FormatError
+from ktransformers.models.gguf_dense import LAYER_NORM_FAMILIES
+from ktransformers.models.gguf_families import BY_LAYER_FAMILIES, FAMILIES
 from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
+from ktransformers.models.gguf_refused import check_architecture
 
-__all__ = ["GGUF_CONFIG_ARCHITECTURES", "config_from_gguf"]
+__all__ = ["FACTOR_TENSORS", "GGUF_CONFIG_ARCHITECTURES", "config_from_gguf"]
+
+FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors of factors that divide rotary frequencies: their values are part of a config."""
 
 GGUF_CONFIG_ARCHITECTURES: tuple[str, ...] = tuple(FAMILIES)
 """Architectures for which `--gguf_path` alone is enough."""
@@ -26,23 +31,21 @@ GGUF_CONFIG_ARCHITECTURES: tuple[str, ...] = tuple(FAMILIES)
 def config_from_gguf(
     metadata: Mapping[str, object],
     tensor_shapes: Mapping[str, tuple[int, ...]],
-    rope_factors: Sequence[float] | None = None,
+    factors: Mapping[str, Sequence[float]] | None = None,
 ) -> PretrainedConfig:
     """The config that `metadata` and `tensor_shapes` (torch order, by stored name) describe.
 
-    rope_factors: the values of `rope_freqs.weight`, where the file has it. Raises FormatError for values that are
-    missing, absurd or contradict the tensors, UnsupportedError for architectures and features that are not known here.
+    factors: the values of those FACTOR_TENSORS that the file has. Raises FormatError for values that are missing,
+    absurd or contradict the tensors, UnsupportedError for architectures and features that are not known here.
     """
-    gguf = Metadata(metadata, tensor_shapes)
-    family = FAMILIES.get(gguf.arch)
-    if family is None:
-        raise UnsupportedError(
-            f"no config can be made from GGUF files of architecture {gguf.arch!r:.60} "
-            f"(only of {', '.join(FAMILIES)}); pass --model_path, a folder with the model's original config.json"
-        )
+    gguf = Metadata(metadata, tensor_shapes, factors)
+    check_architecture(gguf.arch, FAMILIES)
+    family = FAMILIES[gguf.arch]
     common = _common(gguf)  # first: it holds the number of layers against the tensors
     model_type, specific = family(gguf)
-    values: Values = {**common, "rope_parameters": rope_parameters(gguf, rope_factors), **specific}
+    values: Values = {**common, **specific}
+    if "rope_parameters" not in values:
+        values["rope_parameters"] = rope_parameters(gguf)
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     try:
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
@@ -71,12 +74,17 @@ def _common(gguf: Metadata) -> Values:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": gguf.find_int("attention.head_count_kv", 1) or heads,
         "max_position_embeddings": gguf.int("context_length"),
-        "rms_norm_eps": gguf.float("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in gguf.shapes,
         **_token_ids(gguf.metadata, embedding[0]),
     }
+    if (prediction := gguf.find_int("nextn_predict_layers")) is not None:
+        values["num_nextn_predict_layers"] = prediction
+    if gguf.arch not in LAYER_NORM_FAMILIES:
+        values["rms_norm_eps"] = gguf.float("attention.layer_norm_rms_epsilon")
+    if gguf.arch in BY_LAYER_FAMILIES:
+        return values
+    values["num_key_value_heads"] = gguf.find_int("attention.head_count_kv", 1) or heads
     if (inner := gguf.find_int("feed_forward_length", 1)) is not None:
         values["intermediate_size"] = inner
     return values

@@ -7,71 +7,27 @@ from the published models of the family. Each entry is tested against the config
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from ktransformers.errors import FormatError, UnsupportedError
+from ktransformers.models.gguf_dense import DENSE_FAMILIES, granite_multipliers
+from ktransformers.models.gguf_fields import (
+    SIGMOID,
+    SOFTMAX,
+    Family,
+    expect_gating,
+    experts,
+    gating,
+    head_dim,
+    partial_rotary,
+    rotary_share,
+    routing,
+    windows,
+)
 from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
 
-__all__ = ["FAMILIES"]
+__all__ = ["BY_LAYER_FAMILIES", "FAMILIES"]
 
 logger = logging.getLogger(__name__)
-
-SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
-
-
-def _head_dim(gguf: Metadata) -> Values:
-    value = gguf.find_int("attention.key_length", 1) or gguf.find_int("rope.dimension_count", 2)
-    return {} if value is None else {"head_dim": value}
-
-
-def _partial_rotary(gguf: Metadata) -> Values:
-    """rope_parameters with the share of head_dim that rotates; only for families that rotate a part."""
-    head_dim = gguf.int("attention.key_length")
-    share = gguf.int("rope.dimension_count", 2) / head_dim
-    return {"head_dim": head_dim, "rope_parameters": {**rope_parameters(gguf, None), "partial_rotary_factor": share}}
-
-
-def _experts(gguf: Metadata, count: str, used: str = "num_experts_per_tok") -> Values:
-    experts, chosen = gguf.int("expert_count"), gguf.int("expert_used_count")
-    router = gguf.shape("ffn_gate_inp.weight")
-    if router is not None and router[0] != experts:
-        raise FormatError(f"{gguf.arch}.expert_count is {experts}, but ffn_gate_inp.weight has {router[0]} rows")
-    if chosen > experts:
-        raise FormatError(f"{gguf.arch}.expert_used_count is {chosen}, but there are {experts} experts")
-    values: Values = {count: experts, used: chosen}
-    gate = gguf.shape("ffn_gate_exps.weight") or gguf.shape("ffn_up_exps.weight")
-    if gate is not None and len(gate) < 2:
-        raise FormatError(f"the experts' tensors are no matrices: their shape is {gate}")
-    width = gguf.find_int("expert_feed_forward_length", 1)
-    if width is None and gate is not None:
-        width = gate[-2]
-    if width is not None:
-        values["moe_intermediate_size"] = width
-    return values
-
-
-def _gating(gguf: Metadata, default: int) -> int:
-    value = gguf.find_int("expert_gating_func") or default
-    if value not in (SOFTMAX, SIGMOID):
-        raise UnsupportedError(f"{gguf.arch}.expert_gating_func {value} is not supported (softmax and sigmoid are)")
-    return value
-
-
-def _expect_gating(gguf: Metadata, wanted: int) -> None:
-    if _gating(gguf, wanted) != wanted:
-        raise UnsupportedError(f"{gguf.arch} with this expert_gating_func is no known model; pass --model_path")
-
-
-def _routing(gguf: Metadata) -> Values:
-    """What the DeepSeek-like routers share."""
-    return {
-        "n_shared_experts": gguf.int("expert_shared_count"),
-        "first_k_dense_replace": gguf.int("leading_dense_block_count", 0),
-        "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
-        "norm_topk_prob": gguf.bool("expert_weights_norm", False),
-        "n_group": gguf.find_int("expert_group_count") or 1,
-        "topk_group": gguf.find_int("expert_group_used_count") or 1,
-    }
 
 
 def _llama(gguf: Metadata) -> tuple[str, Values]:
@@ -82,12 +38,12 @@ def _llama(gguf: Metadata) -> tuple[str, Values]:
     if gguf.find_int("expert_count"):
         if has_bias:
             raise UnsupportedError("a mixtral file with attention biases is no known model; pass --model_path")
-        mixtral = _experts(gguf, "num_local_experts")
+        mixtral = experts(gguf, "num_local_experts")
         inner = mixtral.pop("moe_intermediate_size", None)
-        return "mixtral", {**mixtral, **_head_dim(gguf), "intermediate_size": inner, "sliding_window": window}
+        return "mixtral", {**mixtral, **head_dim(gguf), "intermediate_size": inner, "sliding_window": window}
     if window and not has_bias:
-        return "mistral", {**_head_dim(gguf), "sliding_window": window}
-    return "llama", {**_head_dim(gguf), "attention_bias": has_bias, "mlp_bias": gguf.has(r"ffn_down\.bias")}
+        return "mistral", {**head_dim(gguf), "sliding_window": window}
+    return "llama", {**head_dim(gguf), "attention_bias": has_bias, "mlp_bias": gguf.has(r"ffn_down\.bias")}
 
 
 def _qwen2(gguf: Metadata) -> tuple[str, Values]:
@@ -95,7 +51,7 @@ def _qwen2(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _qwen3(gguf: Metadata) -> tuple[str, Values]:
-    return "qwen3", {**_head_dim(gguf), "use_sliding_window": False, "attention_bias": gguf.has(r"attn_q\.bias")}
+    return "qwen3", {**head_dim(gguf), "use_sliding_window": False, "attention_bias": gguf.has(r"attn_q\.bias")}
 
 
 def _qwen2moe(gguf: Metadata) -> tuple[str, Values]:
@@ -105,7 +61,7 @@ def _qwen2moe(gguf: Metadata) -> tuple[str, Values]:
         shared = shape[0]
     # Qwen's converter does not write norm_topk_prob; every published Qwen2-MoE has it false, every Qwen3-MoE true.
     return "qwen2_moe", {
-        **_experts(gguf, "num_experts"),
+        **experts(gguf, "num_experts"),
         "shared_expert_intermediate_size": shared,
         "norm_topk_prob": gguf.bool("expert_weights_norm", False),
         "use_sliding_window": False,
@@ -115,8 +71,8 @@ def _qwen2moe(gguf: Metadata) -> tuple[str, Values]:
 
 def _qwen3moe(gguf: Metadata) -> tuple[str, Values]:
     return "qwen3_moe", {
-        **_experts(gguf, "num_experts"),
-        **_head_dim(gguf),
+        **experts(gguf, "num_experts"),
+        **head_dim(gguf),
         "norm_topk_prob": gguf.bool("expert_weights_norm", True),
         "use_sliding_window": False,
         "attention_bias": gguf.has(r"attn_q\.bias"),
@@ -126,16 +82,15 @@ def _qwen3moe(gguf: Metadata) -> tuple[str, Values]:
     }
 
 
-def _deepseek2(gguf: Metadata) -> tuple[str, Values]:
+def _latent(gguf: Metadata) -> Values:
+    """Sizes of DeepSeek's attention over latents."""
     rope_dim = gguf.int("rope.dimension_count", 2)
     # Files made since absorbed MLA describe the cached latent by key_length, and the heads by key_length_mla.
     key = gguf.find_int("attention.key_length_mla", 1) or gguf.int("attention.key_length")
     value = gguf.find_int("attention.value_length_mla", 1) or gguf.int("attention.value_length")
     if key <= rope_dim:
-        raise FormatError(f"deepseek2: heads of {key} cannot hold a rotary part of {rope_dim}")
-    values: Values = {
-        **_experts(gguf, "n_routed_experts"),
-        **_routing(gguf),
+        raise FormatError(f"{gguf.arch}: heads of {key} cannot hold a rotary part of {rope_dim}")
+    return {
         "num_key_value_heads": gguf.int("attention.head_count"),
         "q_lora_rank": gguf.find_int("attention.q_lora_rank") or None,
         "kv_lora_rank": gguf.int("attention.kv_lora_rank"),
@@ -144,8 +99,16 @@ def _deepseek2(gguf: Metadata) -> tuple[str, Values]:
         "v_head_dim": value,
         "attention_bias": gguf.has(r"attn_kv_a_mqa\.bias"),
     }
+
+
+def _deepseek2(gguf: Metadata) -> tuple[str, Values]:
+    values: Values = {
+        **experts(gguf, "n_routed_experts"),
+        **routing(gguf),
+        **_latent(gguf),
+    }
     has_bias = gguf.has(r"exp_probs_b(\.bias)?")
-    is_v3 = _gating(gguf, SIGMOID if has_bias else SOFTMAX) == SIGMOID
+    is_v3 = gating(gguf, SIGMOID if has_bias else SOFTMAX) == SIGMOID
     if is_v3 != has_bias:
         raise UnsupportedError("a deepseek2 file is neither DeepSeek-V2 (softmax) nor V3 (sigmoid and exp_probs_b)")
     if gguf.raw("expert_group_count") is None:
@@ -168,7 +131,7 @@ def _unwritten_groups(is_v3: bool, experts: int) -> Values:
 
 
 def _olmoe(gguf: Metadata) -> tuple[str, Values]:
-    values = _experts(gguf, "num_experts")
+    values = experts(gguf, "num_experts")
     values["intermediate_size"] = values.pop("moe_intermediate_size", None)
     return "olmoe", {
         **values,
@@ -179,22 +142,47 @@ def _olmoe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _glm4moe(gguf: Metadata) -> tuple[str, Values]:
-    _expect_gating(gguf, SIGMOID)
+    expect_gating(gguf, SIGMOID)
     return "glm4_moe", {
-        **_experts(gguf, "n_routed_experts"),
-        **_routing(gguf),
-        **_partial_rotary(gguf),
+        **experts(gguf, "n_routed_experts"),
+        **routing(gguf),
+        **partial_rotary(gguf),
         "attention_bias": gguf.has(r"attn_q\.bias"),
         "use_qk_norm": gguf.has(r"attn_q_norm\.weight"),
     }
 
 
+def _bailingmoe(gguf: Metadata) -> tuple[str, Values]:
+    """Ling 1.x, which computes what GraniteMoE with a shared expert does; transformers has no class of its name."""
+    expect_gating(gguf, SOFTMAX)
+    is_usual = gguf.bool("expert_weights_norm", False) and gguf.float("expert_weights_scale", 1.0) == 1.0
+    if gguf.find_int("leading_dense_block_count") or not is_usual:
+        raise UnsupportedError(f"a {gguf.arch} file with dense layers or another router has no class in transformers")
+    model_type, values = _granitemoe(gguf)
+    if model_type != "granitemoeshared":
+        raise UnsupportedError(f"a {gguf.arch} file without shared experts has no class in transformers")
+    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
+    return model_type, {**values, "head_dim": size, "attention_multiplier": size**-0.5}
+
+
+def _bailingmoe2(gguf: Metadata) -> tuple[str, Values]:
+    """Ling 2.0, which computes what GLM-4.5 does; transformers has no class of its name."""
+    expect_gating(gguf, SIGMOID)
+    return "glm4_moe", {
+        **experts(gguf, "n_routed_experts"),
+        **routing(gguf),
+        **partial_rotary(gguf),
+        "attention_bias": gguf.has(r"attn_qkv\.bias"),
+        "use_qk_norm": gguf.has(r"attn_q_norm\.weight"),
+    }
+
+
 def _dots1(gguf: Metadata) -> tuple[str, Values]:
-    _expect_gating(gguf, SIGMOID)
+    expect_gating(gguf, SIGMOID)
     return "dots1", {
-        **_experts(gguf, "n_routed_experts"),
-        **_routing(gguf),
-        **_head_dim(gguf),
+        **experts(gguf, "n_routed_experts"),
+        **routing(gguf),
+        **head_dim(gguf),
         "attention_bias": gguf.has(r"attn_q\.bias"),
         "sliding_window": None,
         "layer_types": ["full_attention"] * gguf.layers,
@@ -202,14 +190,14 @@ def _dots1(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _gpt_oss(gguf: Metadata) -> tuple[str, Values]:
-    values = _experts(gguf, "num_local_experts")
+    values = experts(gguf, "num_local_experts")
     inner = values.pop("moe_intermediate_size", None)
-    rope = rope_parameters(gguf, None)
+    rope = rope_parameters(gguf)
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False  # of every gpt-oss; the format has no key for it
     return "gpt_oss", {
         **values,
-        **_head_dim(gguf),
+        **head_dim(gguf),
         "intermediate_size": inner,
         "sliding_window": gguf.int("attention.sliding_window"),
         "rope_parameters": rope,
@@ -217,14 +205,11 @@ def _gpt_oss(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _granitemoe(gguf: Metadata) -> tuple[str, Values]:
-    values = _experts(gguf, "num_local_experts")
+    values = experts(gguf, "num_local_experts")
     inner = values.pop("moe_intermediate_size", None)
     values |= {
         "intermediate_size": inner,
-        "attention_multiplier": gguf.float("attention.scale", 1.0),
-        "embedding_multiplier": gguf.float("embedding_scale", 1.0),
-        "residual_multiplier": gguf.float("residual_scale", 1.0),
-        "logits_scaling": gguf.float("logit_scale", 1.0),
+        **granite_multipliers(gguf),
         "attention_bias": gguf.has(r"attn_q\.bias"),
     }
     shared = gguf.shape("ffn_up_shexp.weight")
@@ -234,9 +219,9 @@ def _granitemoe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _ernie(gguf: Metadata) -> tuple[str, Values]:
-    _expect_gating(gguf, SOFTMAX)
+    expect_gating(gguf, SOFTMAX)
     return "ernie4_5_moe", {
-        **_experts(gguf, "moe_num_experts", "moe_k"),
+        **experts(gguf, "moe_num_experts", "moe_k"),
         "moe_num_shared_experts": gguf.find_int("expert_shared_count") or 0,
         "moe_layer_start_index": gguf.int("leading_dense_block_count", 0),
         "moe_layer_end_index": -1,
@@ -246,7 +231,12 @@ def _ernie(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _phimoe(gguf: Metadata) -> tuple[str, Values]:
-    values = _experts(gguf, "num_local_experts")
+    if gguf.has(r"rope_factors_(long|short)\.weight"):
+        raise UnsupportedError(
+            "phimoe with longrope: the format has no keys for its short_mscale and long_mscale; pass --model_path with "
+            "the model's config.json"
+        )
+    values = experts(gguf, "num_local_experts")
     values["intermediate_size"] = values.pop("moe_intermediate_size", None)
     return "phimoe", {
         **values,
@@ -257,14 +247,14 @@ def _phimoe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _minimax(gguf: Metadata) -> tuple[str, Values]:
-    _expect_gating(gguf, SIGMOID)
-    values = _experts(gguf, "num_local_experts")
+    expect_gating(gguf, SIGMOID)
+    values = experts(gguf, "num_local_experts")
     values["intermediate_size"] = values.pop("moe_intermediate_size", None)
-    return "minimax_m2", {**values, **_partial_rotary(gguf)}
+    return "minimax_m2", {**values, **partial_rotary(gguf)}
 
 
 def _hunyuan(gguf: Metadata) -> tuple[str, Values]:
-    values = _experts(gguf, "num_experts", "moe_topk")
+    values = experts(gguf, "num_experts", "moe_topk")
     layers = gguf.layers
     inner = values.pop("moe_intermediate_size", None)
     shared = gguf.shape("ffn_up_shexp.weight")
@@ -274,14 +264,155 @@ def _hunyuan(gguf: Metadata) -> tuple[str, Values]:
         )
     return "hunyuan_v1_moe", {
         **values,
-        **_head_dim(gguf),
+        **head_dim(gguf),
         "intermediate_size": inner,
         "moe_topk": [values["moe_topk"]] * layers,
         "attention_bias": gguf.has(r"attn_q\.bias"),
     }
 
 
-FAMILIES: dict[str, Callable[[Metadata], tuple[str, Values]]] = {
+def _shared_of_groups(gguf: Metadata) -> Values:
+    """A sigmoid router's values in families that count num_shared_experts."""
+    values = routing(gguf)
+    values["num_shared_experts"] = values.pop("n_shared_experts")
+    return values
+
+
+def _exaone_moe(gguf: Metadata) -> tuple[str, Values]:
+    expect_gating(gguf, SIGMOID)
+    values = {**experts(gguf, "num_experts"), **_shared_of_groups(gguf), **head_dim(gguf), **windows(gguf, 4)}
+    dense = gguf.int("leading_dense_block_count", 0)
+    values["mlp_layer_types"] = ["dense" if layer < dense else "sparse" for layer in range(gguf.layers)]
+    return "exaone_moe", values
+
+
+def _afmoe(gguf: Metadata) -> tuple[str, Values]:
+    expect_gating(gguf, SIGMOID)
+    if not gguf.bool("expert_weights_norm", True):
+        raise UnsupportedError("an afmoe file whose router does not normalize is no known model; pass --model_path")
+    return "afmoe", {
+        **experts(gguf, "num_experts"),
+        **head_dim(gguf),
+        **windows(gguf, 4),
+        "num_shared_experts": gguf.find_int("expert_shared_count") or 0,
+        "num_dense_layers": gguf.int("leading_dense_block_count", 0),
+        "route_scale": gguf.float("expert_weights_scale", 1.0),
+        "attention_bias": gguf.has(r"attn_q\.bias"),
+        "mup_enabled": True,  # llama.cpp always scales embeddings by the root of their width
+    }
+
+
+_LLAMA4_WITHOUT_NORM = 128  # experts of Maverick, which does not normalize queries and keys
+
+
+def _llama4(gguf: Metadata) -> tuple[str, Values]:
+    values = experts(gguf, "num_local_experts")
+    inner = values.pop("moe_intermediate_size", None)
+    return "llama4_text", {
+        **values,
+        **head_dim(gguf),
+        "intermediate_size": inner,
+        "intermediate_size_mlp": gguf.int("feed_forward_length"),
+        "interleave_moe_layer_step": gguf.int("interleave_moe_layer_step"),
+        "use_qk_norm": values["num_local_experts"] != _LLAMA4_WITHOUT_NORM,
+        "attention_bias": gguf.has(r"attn_q\.bias"),
+    }
+
+
+def _glm_dsa(gguf: Metadata) -> tuple[str, Values]:
+    expect_gating(gguf, SIGMOID)
+    values: Values = {
+        **experts(gguf, "n_routed_experts"),
+        **routing(gguf),
+        **_latent(gguf),
+        "index_n_heads": gguf.int("attention.indexer.head_count"),
+        "index_head_dim": gguf.int("attention.indexer.key_length"),
+        "index_topk": gguf.int("attention.indexer.top_k"),
+    }
+    if (full := gguf.by_layer("attention.indexer.types")) is not None:
+        values["indexer_types"] = ["full" if one else "shared" for one in full]
+    return "glm_moe_dsa", values
+
+
+_MIMO2_WINDOW = 128  # as published and as files have it, without the token itself, which transformers counts
+
+
+def _mimo2(gguf: Metadata) -> tuple[str, Values]:
+    """Layers with a window have twice the heads of keys; all rotate as much of a head, with a base of their own."""
+    expect_gating(gguf, SIGMOID)
+    values = {**experts(gguf, "n_routed_experts"), **windows(gguf, 6)}
+    kinds, kv_heads = values["layer_types"], gguf.ints("attention.head_count_kv")
+    assert isinstance(kinds, list)
+    full = min(kv_heads)
+    if any(heads != full * (1 + (kind != "full_attention")) for heads, kind in zip(kv_heads, kinds, strict=True)):
+        raise UnsupportedError("a mimo2 file whose heads of keys are not doubled by windows is no known model")
+    if values["sliding_window"] == _MIMO2_WINDOW:
+        values["sliding_window"] = _MIMO2_WINDOW + 1
+    rope = rope_parameters(gguf)
+    rope["partial_rotary_factor"] = rotary_share(gguf, gguf.int("attention.key_length"))
+    local = {**rope, "rope_theta": gguf.float("rope.freq_base_swa", 10000.0)}
+    sparse = [f"blk.{layer}.ffn_gate_inp.weight" in gguf.shapes for layer in range(gguf.layers)]
+    return "mimo_v2_flash", {
+        **values,
+        **head_dim(gguf),
+        "num_key_value_heads": full,
+        "intermediate_size": gguf.int("feed_forward_length"),
+        "v_head_dim": gguf.int("attention.value_length"),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        "mlp_layer_types": ["sparse" if one else "dense" for one in sparse],
+        "attention_value_scale": gguf.float("attention.value_scale", 0.707),  # not in older files
+        "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
+        "norm_topk_prob": gguf.bool("expert_weights_norm", True),
+        "n_group": gguf.find_int("expert_group_count") or 1,
+        "topk_group": gguf.find_int("expert_group_used_count") or 1,
+        "attention_bias": gguf.has(r"attn_q\.bias"),
+    }
+
+
+def _gemma4(gguf: Metadata) -> tuple[str, Values]:
+    """Full layers have heads of another size, and rotate the first elements of them only."""
+    values: Values = windows(gguf, 6)
+    kinds, kv_heads = values["layer_types"], gguf.ints("attention.head_count_kv")
+    assert isinstance(kinds, list)
+    by_kind = {kind: [i for i, one in enumerate(kinds) if one == kind] for kind in dict.fromkeys(kinds)}
+    several = [kind for kind, layers in by_kind.items() if len({kv_heads[i] for i in layers}) > 1]
+    if several or "full_attention" not in by_kind:
+        raise UnsupportedError("a gemma4 file whose heads of keys do not follow its windows is no known model")
+    full = by_kind["full_attention"]
+    shares = [f"blk.{i}.attn_v.weight" not in gguf.shapes and f"blk.{i}.attn_k.weight" in gguf.shapes for i in full]
+    size = gguf.int("attention.key_length")
+    factors = gguf.factors.get("rope_freqs.weight", [1.0] * (size // 2))
+    theta, local = gguf.float("rope.freq_base", 1e6), gguf.float("rope.freq_base_swa", 10000.0)
+    turning = sum(one == 1.0 for one in factors) / max(len(factors), 1)
+    inner = gguf.ints("feed_forward_length")
+    values |= {
+        "head_dim": gguf.int("attention.key_length_swa"),
+        "global_head_dim": size,
+        "num_key_value_heads": kv_heads[next((i for i, one in enumerate(kinds) if one != "full_attention"), 0)],
+        "num_global_key_value_heads": kv_heads[full[0]],
+        "attention_k_eq_v": any(shares),
+        "num_kv_shared_layers": gguf.find_int("attention.shared_kv_layers") or 0,
+        "hidden_size_per_layer_input": gguf.find_int("embedding_length_per_layer_input") or 0,
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] == 2 * inner[0],
+        "final_logit_softcapping": gguf.find_float("final_logit_softcapping"),
+        "enable_moe_block": bool(gguf.find_int("expert_count")),
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": turning},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    }
+    if values["enable_moe_block"]:
+        values |= experts(gguf, "num_experts", "top_k_experts")
+    if (table := gguf.shapes.get("per_layer_token_embd.weight")) is not None:
+        values["vocab_size_per_layer_input"] = table[0]
+    return "gemma4_text", values
+
+
+BY_LAYER_FAMILIES = ("gemma4", "mimo2")
+"""Those whose heads of keys or widths differ from layer to layer; they read them themselves."""
+
+FAMILIES: dict[str, Family] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -290,6 +421,8 @@ FAMILIES: dict[str, Callable[[Metadata], tuple[str, Values]]] = {
     "deepseek2": _deepseek2,
     "olmoe": _olmoe,
     "glm4moe": _glm4moe,
+    "bailingmoe": _bailingmoe,
+    "bailingmoe2": _bailingmoe2,
     "dots1": _dots1,
     "gpt-oss": _gpt_oss,
     "granitemoe": _granitemoe,
@@ -297,4 +430,15 @@ FAMILIES: dict[str, Callable[[Metadata], tuple[str, Values]]] = {
     "phimoe": _phimoe,
     "minimax-m2": _minimax,
     "hunyuan-moe": _hunyuan,
+    "exaone-moe": _exaone_moe,
+    "afmoe": _afmoe,
+    "llama4": _llama4,
+    "glm-dsa": _glm_dsa,
+    "mimo2": _mimo2,
+    "gemma4": _gemma4,
+    # The language models of those that read images: positions of text are the same on all axes.
+    "qwen2vl": _qwen2,
+    "qwen3vl": _qwen3,
+    "qwen3vlmoe": _qwen3moe,
+    **DENSE_FAMILIES,
 }

@@ -17,15 +17,24 @@ Values = dict[str, object]
 
 
 class Metadata:
-    """Checked access to one file's metadata (keys of the architecture without its prefix) and tensor shapes."""
+    """Checked access to one file's metadata (keys of the architecture without its prefix) and tensor shapes.
 
-    def __init__(self, metadata: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]):
+    factors: the values of the tensors that belong to the rotary embedding, by their names.
+    """
+
+    def __init__(
+        self,
+        metadata: Mapping[str, object],
+        shapes: Mapping[str, tuple[int, ...]],
+        factors: Mapping[str, Sequence[float]] | None = None,
+    ):
         arch = metadata.get("general.architecture")
         if not isinstance(arch, str):
             raise FormatError("the GGUF file does not say its general.architecture; it holds no language model")
         self.arch = arch
         self.metadata = metadata
         self.shapes = shapes
+        self.factors = factors or {}
 
     def raw(self, key: str) -> object:
         """What the file says, unchecked; None when it does not."""
@@ -58,6 +67,35 @@ class Metadata:
         if type(value) is not int or not least <= value <= MAX_COUNT:
             raise FormatError(f"{self.arch}.{key} is {value!r:.40}; a count of at least {least} is needed")
         return value
+
+    def by_layer(self, key: str) -> list[bool | int] | None:
+        """An array of counts or flags with one for each layer; None when the file has no array there."""
+        value = self.raw(key)
+        if not isinstance(value, np.ndarray | list):
+            return None
+        array = np.asarray(value)
+        if array.ndim != 1 or array.dtype.kind not in "iub" or len(array) < self.layers:
+            raise FormatError(
+                f"{self.arch}.{key} is {value!r:.40}; {self.layers} counts are needed, one for each layer"
+            )
+        return array[: self.layers].tolist()  # type: ignore[no-any-return]
+
+    def ints(self, key: str, least: int = 1) -> tuple[int, ...]:
+        """A count for each layer, which the file must have: one for all, or a list."""
+        counts = self.by_layer(key)
+        if counts is None:
+            return (self.int(key, least),) * self.layers
+        if not all(type(one) is int and least <= one <= MAX_COUNT for one in counts):
+            raise FormatError(f"{self.arch}.{key} is {counts!r:.40}; counts of at least {least} are needed")
+        return tuple(counts)
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a head, where the file has no key for it."""
+        size = self.int("embedding_length") // self.int("attention.head_count")
+        if size == 0:
+            raise FormatError(f"{self.arch}.attention.head_count is more than {self.arch}.embedding_length")
+        return size
 
     def int(self, key: str, least: int = 1) -> int:
         """A count that the file must have."""
@@ -94,13 +132,11 @@ class Metadata:
         return value
 
 
-def rope_parameters(gguf: Metadata, factors: Sequence[float] | None) -> Values:
+def rope_parameters(gguf: Metadata) -> Values:
     """The `rope_parameters` of transformers 5."""
-    if gguf.has(r"rope_factors_(long|short)\.weight"):
-        raise UnsupportedError(
-            "longrope from a GGUF file is not supported; pass --model_path with the model's config.json"
-        )
     rope: Values = {"rope_type": "default", "rope_theta": gguf.float("rope.freq_base", 10000.0)}
+    if not float(str(rope["rope_theta"])) > 0:
+        raise FormatError(f"{gguf.arch}.rope.freq_base is {rope['rope_theta']}; a positive number is needed")
     kind = gguf.raw("rope.scaling.type")
     if kind is not None and not isinstance(kind, str):
         raise FormatError(f"{gguf.arch}.rope.scaling.type is no text but {type(kind).__name__}")
@@ -108,9 +144,12 @@ def rope_parameters(gguf: Metadata, factors: Sequence[float] | None) -> Values:
         rope |= {"rope_type": "linear", "factor": gguf.float("rope.scaling.factor")}
     elif kind == "yarn":
         rope |= _yarn(gguf)
+    elif kind == "longrope" or gguf.has(r"rope_factors_(long|short)\.weight"):
+        rope |= _longrope(gguf)
     elif kind not in (None, "none"):
         raise UnsupportedError(f"rope scaling {kind!r:.40} is not supported; pass --model_path with the config")
     if "rope_freqs.weight" in gguf.shapes:
+        factors = gguf.factors.get("rope_freqs.weight")
         if rope["rope_type"] != "default" or factors is None:
             raise UnsupportedError("rope_freqs.weight beside rope scaling is not supported; pass --model_path")
         rope |= _llama3_rope(factors, float(str(rope["rope_theta"])))
@@ -135,18 +174,52 @@ def _yarn(gguf: Metadata) -> Values:
     return rope
 
 
+def _longrope(gguf: Metadata) -> Values:
+    """Two lists of factors, for sequences up to the original context length and beyond."""
+    found = {kind: gguf.factors.get(f"rope_factors_{kind}.weight") for kind in ("long", "short")}
+    if found["long"] is None or found["short"] is None:
+        raise FormatError("the GGUF file has a longrope without rope_factors_long.weight and rope_factors_short.weight")
+    original = gguf.int("rope.scaling.original_context_length", 2)
+    rope: Values = {
+        "rope_type": "longrope",
+        "long_factor": [float(f"{one:.7g}") for one in found["long"]],
+        "short_factor": [float(f"{one:.7g}") for one in found["short"]],
+        "original_max_position_embeddings": original,
+    }
+    attention = gguf.find_float("rope.scaling.attn_factor")
+    usual = math.sqrt(1 + math.log(max(gguf.int("context_length") / original, 1.0)) / math.log(original))
+    if attention is not None and not math.isclose(attention, usual, rel_tol=1e-6):  # else transformers computes it
+        rope["attention_factor"] = attention
+    return rope
+
+
 def _llama3_rope(factors: Sequence[float], theta: float) -> Values:
     """Llama 3's parameters, inferred from the factors and accepted only when they give back the same factors."""
-    rope: Values = {"rope_type": "llama3", "factor": float(f"{max(factors, default=0.0):.6g}")}
-    low, high, original = 1.0, 4.0, 8192
-    rope |= {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
     factor = max(factors, default=0.0)
-    for index, given in enumerate(factors):
-        wavelength = 2 * math.pi * theta ** (index / len(factors))
-        smooth = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
-        wanted = 1 / ((1 - smooth) / factor + smooth) if factor > 0 else 0.0
-        if not math.isclose(given, wanted, rel_tol=1e-3):  # the converter computed wavelengths in fp32
-            raise UnsupportedError(
-                "rope_freqs.weight is not that of Llama 3; pass --model_path with the model's config.json"
-            )
-    return rope
+    for low, high in ((1.0, 4.0), (1.0, 1.0)):  # of Llama 3, and of Llama 4 Scout
+        if _is_llama3(factors, theta, low, high):
+            return {
+                "rope_type": "llama3",
+                "factor": float(f"{factor:.6g}"),
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": _LLAMA3_CONTEXT,
+            }
+    raise UnsupportedError("rope_freqs.weight is not that of Llama 3; pass --model_path with the model's config.json")
+
+
+_LLAMA3_CONTEXT = 8192
+
+
+def _is_llama3(given: Sequence[float], theta: float, low: float, high: float) -> bool:
+    """Whether the factors are those of Llama 3 between wavelengths of 8192 / high and 8192 / low positions."""
+    factor = max(given, default=0.0)
+    if factor <= 0:
+        return False
+    for index, one in enumerate(given):
+        turns = _LLAMA3_CONTEXT * theta ** (-index / len(given)) / (2 * math.pi)
+        smooth = float(turns >= low) if high == low else min(max((turns - low) / (high - low), 0.0), 1.0)
+        wanted = 1 / ((1 - smooth) / factor + smooth)
+        if not math.isclose(one, wanted, rel_tol=1e-3):  # the converter computed wavelengths in fp32
+            return False
+    return True

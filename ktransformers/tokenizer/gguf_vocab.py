@@ -1,25 +1,26 @@
 """A fast tokenizer from the `tokenizer.*` metadata of a GGUF file.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md#tokenizer. Two kinds are built: "gpt2" (byte-level BPE,
-the pre-tokenizer given by name) and "llama" (SentencePiece BPE: scores instead of merges, bytes as fallback).
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md#tokenizer. Four kinds are built: "gpt2" (byte-level BPE,
+the pre-tokenizer given by name), "llama" (SentencePiece BPE: scores instead of merges, bytes as fallback), "gemma4"
+(the same with merges) and "t5" (SentencePiece unigram: the sequence of tokens whose scores have the largest sum).
 Everything in the metadata is checked before it is used: a file is not to be trusted. Does not read files.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
+from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import generate_merges
 
-from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.tokenizer.pretokenizers import find_pre_tokenizer
+from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError
+from ktransformers.tokenizer.pretokenizers import SPACE_PATTERNS, find_pre_tokenizer
 
 __all__ = ["END_OF_TURN_TOKENS", "GgufVocab", "build_gguf_tokenizer", "read_gguf_vocab"]
 
@@ -27,8 +28,15 @@ _log = logging.getLogger(__name__)
 
 _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6  # gguf.TokenType
 _UNKNOWN = 2
+_SPACE = "\u2581"  # how SentencePiece spells a space
 
-END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|eot|>", "<|return|>")
+_MODELS = ("gpt2", "llama", "t5", "gemma4")
+_DEFAULT_ROLES = {"llama": {"unknown": 0, "bos": 1, "eos": 2}, "t5": {"padding": 0, "eos": 1, "unknown": 2}}
+
+END_OF_TURN_TOKENS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|return|>"),
+    "[EOT]",
+)
 """Control tokens that end an answer although a file may name another token as its end-of-sequence."""
 
 
@@ -46,6 +54,8 @@ class GgufVocab:
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
+    remove_extra_whitespaces: bool
+    charsmap: bytes | None  # SentencePiece's compiled normalization
     chat_template: str | dict[str, str] | None
 
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -125,12 +135,35 @@ def _read_chat_template(metadata: Mapping[str, object]) -> str | dict[str, str] 
     return {"default": default, **named} if default is not None else named
 
 
+def _read_roles(metadata: Mapping[str, object], model: str, num_tokens: int) -> dict[str, int]:
+    roles = {}
+    for role in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        token_id = _get(metadata, f"tokenizer.ggml.{role}_token_id", int)
+        if token_id is not None:
+            if not 0 <= token_id < num_tokens:
+                raise ConfigError(
+                    f"GGUF metadata tokenizer.ggml.{role}_token_id {token_id}: the vocabulary has {num_tokens} tokens"
+                )
+            roles[role] = token_id
+    return _DEFAULT_ROLES.get(model, {}) | roles if num_tokens > 2 else roles
+
+
+def _read_charsmap(metadata: Mapping[str, object]) -> bytes | None:
+    key = "tokenizer.ggml.precompiled_charsmap"
+    values = _array(metadata, key, None)
+    if not values:
+        return None
+    if not all(isinstance(value, int) and -128 <= value < 256 for value in values):
+        raise ConfigError(f"GGUF metadata {key} must be an array of bytes")
+    return bytes(value & 0xFF for value in values)
+
+
 def read_gguf_vocab(metadata: Mapping[str, object]) -> GgufVocab:
     """Check the `tokenizer.*` keys of a GGUF file. Raises ConfigError or UnsupportedError naming the key."""
     model = _get(metadata, "tokenizer.ggml.model", str, "")
-    if model not in ("gpt2", "llama"):
+    if model not in _MODELS:
         raise UnsupportedError(
-            f"the GGUF file's tokenizer model {model!r} is not one of gpt2, llama; "
+            f"the GGUF file's tokenizer model {model!r:.60} is not one of {', '.join(_MODELS)}; "
             "pass --model_path with a folder that holds the model's tokenizer.json"
         )
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
@@ -139,24 +172,17 @@ def read_gguf_vocab(metadata: Mapping[str, object]) -> GgufVocab:
     # An empty token can be the result of no merge; it needs a name of its own to keep its id.
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
     types = _numbers(metadata, "tokenizer.ggml.token_type", len(tokens), int) or [1] * len(tokens)
-    roles = {}
-    for role in ("bos", "eos", "eot", "eom", "unknown", "padding"):
-        token_id = _get(metadata, f"tokenizer.ggml.{role}_token_id", int)
-        if token_id is not None:
-            if not 0 <= token_id < len(tokens):
-                raise ConfigError(
-                    f"GGUF metadata tokenizer.ggml.{role}_token_id {token_id}: the vocabulary has {len(tokens)} tokens"
-                )
-            roles[role] = token_id
-    is_spm = model == "llama"
-    if is_spm:
-        roles = {"unknown": 0, "bos": 1, "eos": 2} | roles if len(tokens) > 2 else roles
     pre = _get(metadata, "tokenizer.ggml.pre", str)
-    if pre is None and not is_spm:
+    if model == "gemma4":
+        pre = "gemma4"
+    if pre is None and model == "gpt2":
         _log.warning(
             "the GGUF file names no pre-tokenizer (tokenizer.ggml.pre); using 'default', text may be split badly"
         )
-    adds_bos = is_spm or find_pre_tokenizer(pre or "default").ignore_merges  # as llama.cpp does
+    roles = _read_roles(metadata, model, len(tokens))
+    is_spm = model == "llama"
+    # As llama.cpp does for files that do not say.
+    adds_bos = is_spm or (model != "t5" and find_pre_tokenizer(pre or "default").adds_bos)
     return GgufVocab(
         model=model,
         pre=pre or "default",
@@ -166,8 +192,10 @@ def read_gguf_vocab(metadata: Mapping[str, object]) -> GgufVocab:
         merges=_read_merges(metadata, tokens),
         roles=roles,
         add_bos=_get(metadata, "tokenizer.ggml.add_bos_token", bool, adds_bos) and "bos" in roles,
-        add_eos=_get(metadata, "tokenizer.ggml.add_eos_token", bool, False) and "eos" in roles,
+        add_eos=_get(metadata, "tokenizer.ggml.add_eos_token", bool, model == "t5") and "eos" in roles,
         add_space_prefix=_get(metadata, "tokenizer.ggml.add_space_prefix", bool, is_spm),
+        remove_extra_whitespaces=_get(metadata, "tokenizer.ggml.remove_extra_whitespaces", bool, False),
+        charsmap=_read_charsmap(metadata),
         chat_template=_read_chat_template(metadata),
     )
 
@@ -203,6 +231,10 @@ def _sentencepiece(vocab: GgufVocab) -> Tokenizer:
     ids = _token_ids(vocab.tokens)
     merges = vocab.merges
     if merges is None:
+        if vocab.model != "llama":
+            raise ConfigError(
+                "the GGUF file has no tokenizer.ggml.merges; pass --model_path with the model's tokenizer"
+            )
         if vocab.scores is None:
             raise ConfigError("the GGUF file has neither tokenizer.ggml.scores nor tokenizer.ggml.merges")
         skip = {_CONTROL, _USER_DEFINED, _BYTE, _UNKNOWN, _UNUSED}
@@ -215,15 +247,39 @@ def _sentencepiece(vocab: GgufVocab) -> Tokenizer:
     unknown = vocab.tokens[vocab.roles["unknown"]] if "unknown" in vocab.roles else None
     model = BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
-    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "\u2581")]
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
     if vocab.add_space_prefix:
-        steps.insert(0, normalizers.Prepend("\u2581"))
+        steps.insert(0, normalizers.Prepend(_SPACE))
     tokenizer.normalizer = normalizers.Sequence(steps)
-    decoding: list[decoders.Decoder] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocab.add_space_prefix:
-        decoding.append(decoders.Strip(content=" ", left=1, right=0))
-    tokenizer.decoder = decoders.Sequence(decoding)
+    tokenizer.decoder = _text_decoder(vocab)
     return tokenizer
+
+
+def _unigram(vocab: GgufVocab) -> Tokenizer:
+    """SentencePiece's unigram model; what its normalizer does to spaces is done here in the same order."""
+    if vocab.scores is None:
+        raise ConfigError("the GGUF file has no tokenizer.ggml.scores, which a unigram vocabulary needs")
+    pieces = list(zip(vocab.tokens, vocab.scores, strict=True))
+    has_bytes = _BYTE in vocab.types
+    tokenizer = Tokenizer(Unigram(pieces, unk_id=vocab.roles.get("unknown"), byte_fallback=has_bytes))
+    steps: list[normalizers.Normalizer] = []
+    if vocab.charsmap is not None:
+        steps.append(normalizers.Precompiled(vocab.charsmap))
+    if vocab.remove_extra_whitespaces:
+        runs, ends = SPACE_PATTERNS
+        steps += [normalizers.Replace(Regex(runs), " "), normalizers.Replace(Regex(ends), "")]
+    if vocab.add_space_prefix:
+        steps.append(normalizers.Prepend(_SPACE))
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    tokenizer.decoder = _text_decoder(vocab)
+    return tokenizer
+
+
+def _text_decoder(vocab: GgufVocab) -> decoders.Decoder:
+    steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocab.add_space_prefix:
+        steps.append(decoders.Strip(content=" ", left=1, right=0))
+    return decoders.Sequence(steps)
 
 
 def _add_tokens(tokenizer: Tokenizer, vocab: GgufVocab) -> None:
@@ -248,13 +304,22 @@ def _set_post_processor(tokenizer: Tokenizer, vocab: GgufVocab) -> None:
     )
 
 
+def _builder(vocab: GgufVocab) -> Callable[[GgufVocab], Tokenizer]:
+    if vocab.model == "t5":
+        return _unigram
+    is_text = vocab.model == "llama" or not find_pre_tokenizer(vocab.pre).byte_level
+    return _sentencepiece if is_text else _byte_level
+
+
 def build_gguf_tokenizer(vocab: GgufVocab) -> PreTrainedTokenizerFast:
     """The Hugging Face fast tokenizer that `vocab` describes. Raises ConfigError when it cannot be built."""
     try:
-        tokenizer = _sentencepiece(vocab) if vocab.model == "llama" else _byte_level(vocab)
+        tokenizer = _builder(vocab)(vocab)
         _add_tokens(tokenizer, vocab)
         _set_post_processor(tokenizer, vocab)
-    except (ValueError, TypeError, OverflowError) as error:
+    except KTransformersError:
+        raise
+    except Exception as error:  # the tokenizers library raises no narrower one
         raise ConfigError(f"the GGUF file's tokenizer cannot be built: {error}") from error
     roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     named = {roles[role]: vocab.tokens[token_id] for role, token_id in vocab.roles.items() if role in roles}

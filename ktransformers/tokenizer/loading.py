@@ -12,16 +12,26 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.tokenizer.gguf_vocab import build_gguf_tokenizer, read_gguf_vocab
+from ktransformers.tokenizer.tiktoken_file import TIKTOKEN_FILE, load_kimi_tokenizer
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["has_tokenizer_files", "load_tokenizer"]
 
 _log = logging.getLogger(__name__)
 
-_FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+_FOLDER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "spiece.model",
+    TIKTOKEN_FILE,
+)
 
 
 def _load_folder(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerFast:
+    if (path / TIKTOKEN_FILE).is_file() and not (path / "tokenizer.json").is_file():
+        return load_kimi_tokenizer(path)
     try:
         backend = AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True

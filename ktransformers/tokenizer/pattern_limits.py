@@ -2,7 +2,8 @@
 
 A tokenizer.json may hold any pattern. Its engine gives up after ten million steps at one place of a text, but not after
 as many places as a text has: `(a*)(a*)c|.` takes 7 s for 2,000 letters. Nothing interrupts it, so tokenizers with
-patterns of their own work in a process that can be ended. The patterns of the usual models are known and need none.
+patterns of their own work in a process that can be ended. The patterns of the usual models are known and need none,
+the few excepted that look at all digits which follow.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import ConfigError
-from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS
+from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS, QUADRATIC_PATTERNS, SPACE_PATTERNS
 
 __all__ = ["PatternTimeout", "TimedEncoder", "unknown_patterns"]
 
@@ -32,7 +33,8 @@ SECONDS, CHARS_PER_SECOND = 10.0, 100_000.0
 """What a text may take: so long, and more where it is long. A slow machine tokenizes ten times as much in a second."""
 
 _START_SECONDS = 60.0
-_KNOWN = {pattern for rule in PRE_TOKENIZERS.values() for pattern in rule.patterns}
+_KNOWN = {pattern for rule in PRE_TOKENIZERS.values() for pattern in rule.patterns}.difference(QUADRATIC_PATTERNS)
+_KNOWN.update(SPACE_PATTERNS)
 
 
 class PatternTimeout(Exception):

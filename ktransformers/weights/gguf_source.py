@@ -24,6 +24,8 @@ __all__ = ["GGUFSource"]
 
 logger = logging.getLogger(__name__)
 
+_COMPUTED = (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS, Change.TRANSPOSE)  # of numbers: they cannot stay in blocks
+
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
@@ -82,10 +84,7 @@ class GGUFSource:
             return None
         shape = self._shape(name, stored)
         first = self._tensors[stored.names[0]]
-        if stored.change in (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS):
-            resident = QuantType.F32
-        else:
-            resident = resident_type(first.qtype, stored.names[0])
+        resident = QuantType.F32 if stored.change in _COMPUTED else resident_type(first.qtype, stored.names[0])
         nbytes = math.prod(shape[:-1]) * row_bytes(resident, shape[-1])
         types = "+".join(dict.fromkeys(self._tensors[part].qtype.name for part in stored.names))
         return TensorInfo(name, shape, types, resident, nbytes, stored.names)
@@ -93,7 +92,7 @@ class GGUFSource:
     def tensor(self, name: str) -> RawTensor:
         """The tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
         stored = self._found(name)
-        if stored.change in (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS):
+        if stored.change in _COMPUTED:
             return RawTensor.from_tensor(self.dense(name))
         shape = self._shape(name, stored)
         if stored.change is Change.CONCAT_ROWS:
@@ -104,7 +103,7 @@ class GGUFSource:
         raw = self._model.raw(stored.names[0])
         if stored.change is Change.UNPERMUTE_ROWS:
             raw = _unpermute(raw, stored.heads)
-        raw = transcode(raw, stored.names[0])
+        raw = _reordered(transcode(raw, stored.names[0]), stored)
         return RawTensor(raw.data, raw.qtype, shape)
 
     def fp8(self, name: str) -> Fp8Matrix:
@@ -120,10 +119,15 @@ class GGUFSource:
             parts = [_unpermute(parts[0], stored.heads)]
         if stored.change is Change.SUBTRACT_ONE:
             return dequantize(parts[0], stored.names[0]).sub_(1.0).to(dtype)
+        if stored.change is Change.TRANSPOSE:
+            return dequantize(parts[0], stored.names[0]).T.to(dtype, memory_format=torch.contiguous_format)
         if stored.change is Change.KV_B_FROM_PARTS:
             return self._kv_b(stored, dtype)
         values = [dequantize(raw, part, dtype) for raw, part in zip(parts, stored.names, strict=True)]
-        return (values[0] if len(values) == 1 else torch.cat(values)).reshape(shape)
+        joined = values[0] if len(values) == 1 else torch.cat(values)
+        if stored.rows is not None:
+            joined = joined[torch.tensor(stored.rows)]
+        return joined.reshape(shape)
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
         """Facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
@@ -181,6 +185,15 @@ class GGUFSource:
         """
         shapes = [self._tensors[part].shape for part in stored.names]
         shape = shapes[0]
+        if stored.change is Change.TRANSPOSE:
+            return shape[::-1]
+        if stored.rows is not None:
+            if max(stored.rows) >= shape[0]:
+                raise TensorMismatchError(
+                    f"tensor {stored.names[0]!r} has {shape[0]} rows; the heads of the model's config need "
+                    f"{max(stored.rows) + 1}"
+                )
+            return (len(stored.rows), *shape[1:])
         if stored.change is Change.CONCAT_ROWS:
             if any(other[1:] != shape[1:] for other in shapes) or len(set(self._types_of(stored.names))) > 1:
                 raise TensorMismatchError(
@@ -297,6 +310,15 @@ class GGUFSource:
             logger.warning(
                 "%d tensors of type %s are held as %s (same values, more bytes)", count, stored, resident_name
             )
+
+
+def _reordered(raw: RawTensor, stored: Stored) -> RawTensor:
+    """The rows that the module has, on blocks as they are."""
+    if stored.rows is None:
+        return raw
+    data = raw.data.reshape(raw.shape[0], -1)[torch.tensor(stored.rows)]
+    page_out([raw.data])
+    return RawTensor(data.reshape(-1), raw.qtype, (data.shape[0], *raw.shape[1:]))
 
 
 def _unpermute(raw: RawTensor, heads: int) -> RawTensor:

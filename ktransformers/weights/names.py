@@ -17,6 +17,7 @@ import gguf
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
+from ktransformers.models.gguf_refused import check_architecture
 
 __all__ = ["ARCHITECTURES", "ArchFacts", "Change", "GGUFNames", "Stored", "ignorable_gguf"]
 
@@ -28,16 +29,21 @@ class Change(Enum):
     UNPERMUTE_ROWS = auto()  # rows of each head alternate between the two rotary halves; put the halves back
     SUBTRACT_ONE = auto()  # the file holds 1 + weight
     CONCAT_ROWS = auto()  # one tensor per part, all of one width
+    TRANSPOSE = auto()  # the module has [in, out]
     KV_B_FROM_PARTS = auto()  # (k_b [H, R, nope], v_b [H, V, R]) -> [H * (nope + V), R]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The file's tensors that one parameter is made of. heads: for UNPERMUTE_ROWS and KV_B_FROM_PARTS."""
+    """The file's tensors that one parameter is made of. heads: for UNPERMUTE_ROWS and KV_B_FROM_PARTS.
+
+    rows: the file's row for each of the parameter's; None: all, in order.
+    """
 
     names: tuple[str, ...]
     change: Change = Change.NONE
     heads: int = 0
+    rows: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +52,14 @@ class ArchFacts:
 
     permuted_qk: q_proj and k_proj rows (and biases) are reordered for interleaved rotary embedding.
     norm_plus_one: norms are stored as 1 + weight.
+    is_conv1d: matrices of modules of class Conv1D are turned to [out, in].
+    qkv_by_part: queries, keys and values of one matrix stand one after the other, not head by head.
     """
 
     permuted_qk: bool = False
     norm_plus_one: bool = False
+    qkv_by_part: bool = False
+    is_conv1d: bool = False
 
 
 _PLAIN = ArchFacts()
@@ -58,39 +68,75 @@ _LLAMA = ArchFacts(permuted_qk=True)
 ARCHITECTURES: dict[str, ArchFacts] = {
     "llama": _LLAMA,  # llama, mistral, mixtral
     "arcee": _LLAMA,
+    "bailingmoe": _LLAMA,
+    "minicpm": _LLAMA,
+    "mistral3": _LLAMA,
+    "olmo": _LLAMA,
     "granite": _LLAMA,
     "granitemoe": _LLAMA,
     "smollm3": _LLAMA,
+    "gemma": ArchFacts(norm_plus_one=True),
     "gemma2": ArchFacts(norm_plus_one=True),
     "gemma3": ArchFacts(norm_plus_one=True),
+    "nemotron": ArchFacts(norm_plus_one=True),
+    "gpt2": ArchFacts(is_conv1d=True),
+    "gptneox": ArchFacts(qkv_by_part=True),
     # Their rotary embeddings are either of the half-split kind in both worlds or interleaved in both.
-    "deepseek2": _PLAIN,
-    "dots1": _PLAIN,
-    "ernie4_5": _PLAIN,
-    "ernie4_5-moe": _PLAIN,
-    "glm4": _PLAIN,
-    "glm4moe": _PLAIN,
-    "gpt-oss": _PLAIN,
-    "hunyuan-dense": _PLAIN,
-    "hunyuan-moe": _PLAIN,
-    "minimax-m2": _PLAIN,
-    "olmo2": _PLAIN,
-    "olmoe": _PLAIN,
-    "phimoe": _PLAIN,
-    "qwen2": _PLAIN,
-    "qwen2moe": _PLAIN,
-    "qwen3": _PLAIN,
-    "qwen3moe": _PLAIN,
-    "seed_oss": _PLAIN,
+    **dict.fromkeys(
+        (
+            *(
+                "afmoe",
+                "cohere2",
+                "bailingmoe2",
+                "command-r",
+                "deepseek2",
+                "dots1",
+                "ernie4_5",
+                "ernie4_5-moe",
+                "exaone-moe",
+            ),
+            *(
+                "exaone4",
+                "gemma4",
+                "glm-dsa",
+                "glm4",
+                "glm4moe",
+                "gpt-oss",
+                "hunyuan-dense",
+                "hunyuan-moe",
+                "jais2",
+                "llama4",
+            ),
+            *(
+                "mimo2",
+                "minimax-m2",
+                "olmo2",
+                "olmoe",
+                "phi2",
+                "phi3",
+                "phimoe",
+                "qwen2",
+                "qwen2moe",
+                "qwen2vl",
+                "qwen3",
+            ),
+            *("qwen3moe", "qwen3vl", "qwen3vlmoe", "seed_oss", "stablelm", "starcoder", "starcoder2"),
+        ),
+        _PLAIN,
+    ),
 }
 
 _ARCH_IDS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SUFFIXES = (".weight", ".bias")
+_QKV = re.compile(r"\.self_attn\.([qkv])_proj(\.weight|\.bias)$")
 
 _BLOCK_NAMES = (
     # gguf maps these from older module names only, or not at all.
     (re.compile(r"\.e_score_correction_bias$"), "exp_probs_b.bias"),
+    (re.compile(r"\.mlp\.expert_bias$"), "exp_probs_b.bias"),  # afmoe
+    (re.compile(r"\.router\.scale$"), "ffn_gate_inp.scale"),  # gemma4, as the next
+    (re.compile(r"\.router\.per_expert_scale$"), "ffn_down_exps.scale"),
     (re.compile(r"\.block_sparse_moe\.router\.weight$"), "ffn_gate_inp.weight"),  # granitemoe
     (re.compile(r"\.mlp\.gate\.wg\.weight$"), "ffn_gate_inp.weight"),  # hunyuan
 )
@@ -123,12 +169,9 @@ class GGUFNames:
     """The names of one model: `arch` is the file's `general.architecture`, `facts` are the model's."""
 
     def __init__(self, arch: str, facts: ModelFacts, stored: Container[str]):
-        if arch not in ARCHITECTURES or arch not in _ARCH_IDS:
-            raise UnsupportedError(
-                f"GGUF files of architecture {arch!r:.60} are not supported: how their tensors differ from the "
-                f"Hugging Face model is not known here. Known are {', '.join(sorted(ARCHITECTURES))}. "
-                "The model's safetensors files may work."
-            )
+        check_architecture(arch, ARCHITECTURES)
+        if arch not in _ARCH_IDS:
+            raise UnsupportedError(f"the installed gguf package does not know architecture {arch!r}; update it")
         self._arch = ARCHITECTURES[arch]
         self._stored = stored
         self._facts = facts
@@ -148,9 +191,26 @@ class GGUFNames:
             names = tuple(f"{block}ffn_{part}_shexp.weight" for part in ("gate", "up"))
             if all(part in self._stored for part in names):
                 return Stored(names, Change.CONCAT_ROWS)
+        joined = _QKV.search(name)
+        if joined is not None:
+            return self._part_of_qkv(name, joined[1], joined[2])
         if name == "lm_head.weight" and self._facts.is_tied:
             return self.find("model.embed_tokens.weight")
         return None
+
+    def _part_of_qkv(self, name: str, part: str, suffix: str) -> Stored | None:
+        """Queries, keys and values, which some files keep in one tensor, in this order."""
+        stored = f"{self.block(name)}attn_qkv{suffix}"
+        if stored not in self._stored:
+            return None
+        layer = self._facts.layers[int(_LAYER.findall(name)[0])]
+        counts = {
+            "q": layer.num_heads * layer.head_dim,
+            "k": layer.num_kv_heads * layer.head_dim,
+            "v": layer.num_kv_heads * layer.v_head_dim,
+        }
+        first = sum(counts[before] for before in "qkv"[: "qkv".index(part)])
+        return Stored((stored,), rows=tuple(range(first, first + counts[part])))
 
     def block(self, name: str) -> str | None:
         """The prefix ("blk.3.") of the layer that a module or parameter belongs to."""
@@ -174,9 +234,19 @@ class GGUFNames:
             layer = self._facts.layers[int(_LAYER.findall(name)[0])]
             heads = layer.num_kv_heads if ".k_proj." in name else layer.num_heads
             return Stored((stored,), Change.UNPERMUTE_ROWS, heads)
+        if self._arch.qkv_by_part and ".query_key_value." in name:
+            layer = self._facts.layers[int(_LAYER.findall(name)[0])]
+            heads, size = layer.num_heads, layer.head_dim
+            rows = (
+                part * heads * size + head * size + i for head in range(heads) for part in range(3) for i in range(size)
+            )
+            return Stored((stored,), rows=tuple(rows))
+        if self._arch.is_conv1d and name.endswith(_CONV1D):
+            return Stored((stored,), Change.TRANSPOSE)
         if self._arch.norm_plus_one and name.endswith("norm.weight"):
             return Stored((stored,), Change.SUBTRACT_ONE)
         return Stored((stored,))
 
 
+_CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 _PERMUTED = tuple(f"self_attn.{proj}.{kind}" for proj in ("q_proj", "k_proj") for kind in ("weight", "bias"))

@@ -95,11 +95,18 @@ def test_safetensors_bring_what_they_need_and_no_code() -> None:
     files = [
         *("config.json", "generation_config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"),
         *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-        *("special_tokens_map.json", "modeling_x.py", "pytorch_model.bin", "README.md", "onnx/model.safetensors"),
+        *(
+            "tiktoken.model",
+            "special_tokens_map.json",
+            "modeling_x.py",
+            "pytorch_model.bin",
+            "README.md",
+            "onnx/model.safetensors",
+        ),
         *("training_args.bin", "figure.png"),
     ]
     (variant,) = find_variants(files)
-    assert sorted(variant.files) == sorted(set(files[:10]))
+    assert sorted(variant.files) == sorted(set(files[:11]))
     (with_code,) = find_variants(files, with_code=True)
     assert set(with_code.files) - set(variant.files) == {"modeling_x.py"}
     assert find_variants([name for name in files if name != "config.json"]) == []

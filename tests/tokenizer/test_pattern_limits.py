@@ -14,7 +14,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.tokenizer import Tokenizer as OurTokenizer
 from ktransformers.tokenizer import pattern_limits
 from ktransformers.tokenizer.pattern_limits import unknown_patterns
-from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS
+from ktransformers.tokenizer.pretokenizers import PRE_TOKENIZERS, QUADRATIC_PATTERNS
 from tests.support.vocabularies import STRINGS, train_byte_level
 
 SLOW = r"(a*)(a*)c|."  # cubic
@@ -46,7 +46,8 @@ def loaded(tokenizer: Tokenizer) -> OurTokenizer:
 def test_patterns_of_gguf_files_are_known(name: str) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[name].build()
-    assert unknown_patterns(tokenizer) == []
+    quadratic = [pattern for pattern in PRE_TOKENIZERS[name].patterns if pattern in QUADRATIC_PATTERNS]
+    assert unknown_patterns(tokenizer) == quadratic
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

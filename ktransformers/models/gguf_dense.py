@@ -1,0 +1,270 @@
+"""GGUF architectures without experts: model type and config values. Those with experts are in gguf_families.py."""
+
+from __future__ import annotations
+
+from ktransformers.errors import UnsupportedError
+from ktransformers.models.gguf_fields import Family, head_dim, layer_norm, rotary_share, windows
+from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
+
+__all__ = ["DENSE_FAMILIES", "LAYER_NORM_FAMILIES", "granite_multipliers"]
+
+LAYER_NORM_FAMILIES = (
+    *(
+        "cohere2",
+        "command-r",
+        "gpt2",
+        "gptneox",
+        "jais2",
+        "nemotron",
+        "olmo",
+        "phi2",
+        "stablelm",
+        "starcoder",
+        "starcoder2",
+    ),
+)
+"""Those whose norms subtract the mean; they name their epsilon themselves."""
+
+_GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
+
+
+def _bias(gguf: Metadata) -> Values:
+    return {"attention_bias": gguf.has(r"attn_q\.bias")}
+
+
+def _gemma(gguf: Metadata) -> tuple[str, Values]:
+    return "gemma", head_dim(gguf)
+
+
+def _query_scale(gguf: Metadata, layers_of_27b: int) -> Values:
+    """query_pre_attn_scalar: no key of the format. It is head_dim in all published models but those of 27B."""
+    size = gguf.int("attention.key_length")
+    if gguf.layers == layers_of_27b:
+        size = gguf.head_size
+    return {"query_pre_attn_scalar": size}
+
+
+def _gemma2(gguf: Metadata) -> tuple[str, Values]:
+    return "gemma2", {
+        **head_dim(gguf),
+        **windows(gguf, 2),
+        **_query_scale(gguf, _GEMMA2_27B_LAYERS),
+        "attn_logit_softcapping": gguf.find_float("attn_logit_softcapping"),
+        "final_logit_softcapping": gguf.find_float("final_logit_softcapping"),
+    }
+
+
+def _gemma3(gguf: Metadata) -> tuple[str, Values]:
+    local = {"rope_type": "default", "rope_theta": gguf.float("rope.freq_base_swa", 10000.0)}
+    return "gemma3_text", {
+        **head_dim(gguf),
+        **windows(gguf, 6),
+        **_query_scale(gguf, _GEMMA3_27B_LAYERS),
+        "rope_parameters": {"sliding_attention": local, "full_attention": rope_parameters(gguf)},
+        "final_logit_softcapping": gguf.find_float("final_logit_softcapping"),
+    }
+
+
+def _partly_rotated(gguf: Metadata) -> Values:
+    """rope_parameters of families whose head_dim has no key of its own."""
+    share = rotary_share(gguf, gguf.head_size)
+    return {"rope_parameters": {**rope_parameters(gguf), "partial_rotary_factor": share}}
+
+
+def _phi2(gguf: Metadata) -> tuple[str, Values]:
+    return "phi", {**layer_norm(gguf), **_partly_rotated(gguf)}
+
+
+def _stablelm(gguf: Metadata) -> tuple[str, Values]:
+    if gguf.has(r"attn_q_norm\.weight"):
+        raise UnsupportedError("stablelm with a norm for each head: its converter joins them")
+    return "stablelm", {
+        **layer_norm(gguf),
+        **_partly_rotated(gguf),
+        "use_qkv_bias": gguf.has(r"attn_q\.bias"),
+        "use_parallel_residual": gguf.bool("use_parallel_residual", True),
+    }
+
+
+def _nemotron(gguf: Metadata) -> tuple[str, Values]:
+    bias = {**_bias(gguf), "mlp_bias": gguf.has(r"ffn_up\.bias")}
+    return "nemotron", {**layer_norm(gguf, "norm_eps"), **_partly_rotated(gguf), **bias, "head_dim": gguf.head_size}
+
+
+def _gptneox(gguf: Metadata) -> tuple[str, Values]:
+    return "gpt_neox", {
+        **layer_norm(gguf),
+        **_partly_rotated(gguf),
+        "attention_bias": gguf.has(r"attn_qkv\.bias"),
+        "use_parallel_residual": gguf.bool("use_parallel_residual", True),
+    }
+
+
+def _phi3(gguf: Metadata) -> tuple[str, Values]:
+    values: Values = {"sliding_window": gguf.find_int("attention.sliding_window") or None, **_partly_rotated(gguf)}
+    if (original := gguf.find_int("rope.scaling.original_context_length", 1)) is not None:
+        values["original_max_position_embeddings"] = original
+    return "phi3", values
+
+
+def _gpt2(gguf: Metadata) -> tuple[str, Values]:
+    common = {"n_inner": gguf.int("feed_forward_length"), "n_positions": gguf.int("context_length")}
+    return "gpt2", {**layer_norm(gguf, "layer_norm_epsilon"), **common}
+
+
+def _starcoder(gguf: Metadata) -> tuple[str, Values]:
+    common = {"n_inner": gguf.int("feed_forward_length"), "n_positions": gguf.int("context_length")}
+    if gguf.find_int("attention.head_count_kv", 1) != 1:
+        raise UnsupportedError("a starcoder file with more than one head of keys is no known model; pass --model_path")
+    return "gpt_bigcode", {**layer_norm(gguf, "layer_norm_epsilon"), **common, "multi_query": True}
+
+
+def _starcoder2(gguf: Metadata) -> tuple[str, Values]:
+    return "starcoder2", {
+        **layer_norm(gguf, "norm_epsilon"),
+        "use_bias": gguf.has(r"attn_q\.bias"),
+        "sliding_window": gguf.find_int("attention.sliding_window", 1),  # llama.cpp's converter writes none
+    }
+
+
+def _command_r(gguf: Metadata) -> tuple[str, Values]:
+    return "cohere", {
+        **layer_norm(gguf),
+        **_bias(gguf),
+        "logit_scale": gguf.float("logit_scale"),
+        "use_qk_norm": gguf.has(r"attn_q_norm\.weight"),
+    }
+
+
+def _cohere2(gguf: Metadata) -> tuple[str, Values]:
+    return "cohere2", {
+        **layer_norm(gguf),
+        **windows(gguf, 4),
+        **_bias(gguf),
+        **head_dim(gguf),
+        "logit_scale": gguf.float("logit_scale"),
+    }
+
+
+def _olmo(gguf: Metadata) -> tuple[str, Values]:
+    return "olmo", {**_bias(gguf), "clip_qkv": gguf.find_float("attention.clamp_kqv")}
+
+
+def _olmo2(gguf: Metadata) -> tuple[str, Values]:
+    if gguf.find_int("attention.sliding_window", 1) is None:
+        return "olmo2", _bias(gguf)
+    rope = rope_parameters(gguf)  # scaled in layers without window only
+    local = {"rope_type": "default", "rope_theta": gguf.find_float("rope.freq_base_swa") or rope["rope_theta"]}
+    both = {"sliding_attention": local, "full_attention": rope}
+    return "olmo3", {**_bias(gguf), **windows(gguf, 4), "rope_parameters": both}
+
+
+def _glm4(gguf: Metadata) -> tuple[str, Values]:
+    if gguf.raw("rope.dimension_sections") is not None:
+        raise UnsupportedError("the language model of GLM-4V: its rows of queries and keys are in another order")
+    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
+    share = rotary_share(gguf, size)
+    rope = {**rope_parameters(gguf), "partial_rotary_factor": share}
+    return "glm4", {**_bias(gguf), "head_dim": size, "rope_parameters": rope}
+
+
+def _jais2(gguf: Metadata) -> tuple[str, Values]:
+    return "jais2", {
+        **layer_norm(gguf),
+        **head_dim(gguf),
+        **_bias(gguf),
+        "mlp_bias": gguf.has(r"ffn_up\.bias"),
+    }
+
+
+def _exaone4(gguf: Metadata) -> tuple[str, Values]:
+    return "exaone4", {**head_dim(gguf), **windows(gguf, 4)}
+
+
+def granite_multipliers(gguf: Metadata) -> Values:
+    """What scales embeddings, attention, residuals and logits."""
+    return {
+        "attention_multiplier": gguf.float("attention.scale", 1.0),
+        "embedding_multiplier": gguf.float("embedding_scale", 1.0),
+        "residual_multiplier": gguf.float("residual_scale", 1.0),
+        "logits_scaling": gguf.float("logit_scale", 1.0),
+    }
+
+
+def _granite(gguf: Metadata) -> tuple[str, Values]:
+    return "granite", {**granite_multipliers(gguf), **_bias(gguf), "mlp_bias": gguf.has(r"ffn_down\.bias")}
+
+
+def _minicpm(gguf: Metadata) -> tuple[str, Values]:
+    """MiniCPM is Granite with the usual scale of attention; transformers has no class of its name."""
+    if gguf.find_int("expert_count"):
+        raise UnsupportedError("MiniCPM-MoE has no class in transformers")
+    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
+    return "granite", {**granite_multipliers(gguf), "attention_multiplier": size**-0.5}
+
+
+def _arcee(gguf: Metadata) -> tuple[str, Values]:
+    return "arcee", {**head_dim(gguf), **_bias(gguf), "mlp_bias": gguf.has(r"ffn_down\.bias")}
+
+
+def _ernie4_5(gguf: Metadata) -> tuple[str, Values]:
+    return "ernie4_5", {**head_dim(gguf), "use_bias": gguf.has(r"attn_q\.bias")}
+
+
+def _hunyuan_dense(gguf: Metadata) -> tuple[str, Values]:
+    return "hunyuan_v1_dense", {**head_dim(gguf), **_bias(gguf)}
+
+
+def _smollm3(gguf: Metadata) -> tuple[str, Values]:
+    # Every fourth layer does not rotate: no key of the format, and so in all published models.
+    bias = {**_bias(gguf), "mlp_bias": gguf.has(r"ffn_down\.bias")}
+    return "smollm3", {**bias, "no_rope_layers": None, "no_rope_layer_interval": 4, "use_sliding_window": False}
+
+
+def _seed_oss(gguf: Metadata) -> tuple[str, Values]:
+    return "seed_oss", {
+        **head_dim(gguf),
+        **_bias(gguf),
+        "attention_out_bias": gguf.has(r"attn_output\.bias"),
+        "mlp_bias": gguf.has(r"ffn_down\.bias"),
+    }
+
+
+def _mistral3(gguf: Metadata) -> tuple[str, Values]:
+    if gguf.find_int("expert_count"):
+        raise UnsupportedError("mistral3 with experts has no class in transformers")
+    rope = rope_parameters(gguf)
+    if (beta := gguf.find_float("attention.temperature_scale")) is None:
+        return "mistral", {**head_dim(gguf), "sliding_window": None}
+    rope["llama_4_scaling_beta"] = beta
+    return "ministral3", {**head_dim(gguf), "sliding_window": None, "rope_parameters": rope}
+
+
+DENSE_FAMILIES: dict[str, Family] = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "stablelm": _stablelm,
+    "nemotron": _nemotron,
+    "gptneox": _gptneox,
+    "phi2": _phi2,
+    "phi3": _phi3,
+    "gpt2": _gpt2,
+    "starcoder": _starcoder,
+    "starcoder2": _starcoder2,
+    "command-r": _command_r,
+    "cohere2": _cohere2,
+    "olmo": _olmo,
+    "olmo2": _olmo2,
+    "glm4": _glm4,
+    "jais2": _jais2,
+    "exaone4": _exaone4,
+    "granite": _granite,
+    "minicpm": _minicpm,
+    "arcee": _arcee,
+    "ernie4_5": _ernie4_5,
+    "hunyuan-dense": _hunyuan_dense,
+    "smollm3": _smollm3,
+    "seed_oss": _seed_oss,
+    "mistral3": _mistral3,
+}

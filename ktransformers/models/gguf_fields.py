@@ -1,0 +1,115 @@
+"""Config values that GGUF architectures share: heads, windows, experts and their router. Knows no family by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ktransformers.errors import FormatError, UnsupportedError
+from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
+
+__all__ = [
+    "SIGMOID",
+    "SOFTMAX",
+    "Family",
+    "expect_gating",
+    "experts",
+    "gating",
+    "head_dim",
+    "layer_norm",
+    "partial_rotary",
+    "rotary_share",
+    "routing",
+    "windows",
+]
+
+Family = Callable[[Metadata], tuple[str, Values]]
+"""The model type of transformers, and the config values beyond those of all models."""
+
+SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
+
+
+def head_dim(gguf: Metadata) -> Values:
+    """head_dim, where the file says it."""
+    value = gguf.find_int("attention.key_length", 1) or gguf.find_int("rope.dimension_count", 2)
+    return {} if value is None else {"head_dim": value}
+
+
+def rotary_share(gguf: Metadata, head_size: int) -> float:
+    """The share of a head's elements that rotates; transformers multiplies it by their number and rounds down."""
+    turning = gguf.int("rope.dimension_count", 2)
+    share = turning / head_size
+    return share if int(share * head_size) == turning else math.nextafter(share, math.inf)
+
+
+def partial_rotary(gguf: Metadata) -> Values:
+    """rope_parameters with the share of head_dim that rotates; only for families that rotate a part."""
+    size = gguf.int("attention.key_length")
+    share = rotary_share(gguf, size)
+    return {"head_dim": size, "rope_parameters": {**rope_parameters(gguf), "partial_rotary_factor": share}}
+
+
+def experts(gguf: Metadata, count: str, used: str = "num_experts_per_tok") -> Values:
+    """The number of experts as `count`, how many a token takes as `used`, and moe_intermediate_size."""
+    num_experts, chosen = gguf.int("expert_count"), gguf.int("expert_used_count")
+    router = gguf.shape("ffn_gate_inp.weight")
+    if router is not None and router[0] != num_experts:
+        raise FormatError(f"{gguf.arch}.expert_count is {num_experts}, but ffn_gate_inp.weight has {router[0]} rows")
+    if chosen > num_experts:
+        raise FormatError(f"{gguf.arch}.expert_used_count is {chosen}, but there are {num_experts} experts")
+    values: Values = {count: num_experts, used: chosen}
+    gate = gguf.shape("ffn_gate_exps.weight") or gguf.shape("ffn_up_exps.weight")
+    if gate is not None and len(gate) < 2:
+        raise FormatError(f"the experts' tensors are no matrices: their shape is {gate}")
+    width = gguf.find_int("expert_feed_forward_length", 1)
+    if width is None and gate is not None:
+        width = gate[-2]
+    if width is not None:
+        values["moe_intermediate_size"] = width
+    return values
+
+
+def gating(gguf: Metadata, default: int) -> int:
+    """What makes weights of a router's scores: SOFTMAX or SIGMOID."""
+    value = gguf.find_int("expert_gating_func") or default
+    if value not in (SOFTMAX, SIGMOID):
+        raise UnsupportedError(f"{gguf.arch}.expert_gating_func {value} is not supported (softmax and sigmoid are)")
+    return value
+
+
+def expect_gating(gguf: Metadata, wanted: int) -> None:
+    """Raises UnsupportedError for a router of the other kind."""
+    if gating(gguf, wanted) != wanted:
+        raise UnsupportedError(f"{gguf.arch} with this expert_gating_func is no known model; pass --model_path")
+
+
+def routing(gguf: Metadata) -> Values:
+    """What the DeepSeek-like routers share."""
+    return {
+        "n_shared_experts": gguf.int("expert_shared_count"),
+        "first_k_dense_replace": gguf.int("leading_dense_block_count", 0),
+        "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
+        "norm_topk_prob": gguf.bool("expert_weights_norm", False),
+        "n_group": gguf.find_int("expert_group_count") or 1,
+        "topk_group": gguf.find_int("expert_group_used_count") or 1,
+    }
+
+
+def layer_norm(gguf: Metadata, name: str = "layer_norm_eps") -> Values:
+    """The epsilon of norms that subtract the mean, under the family's name for it."""
+    return {name: gguf.float("attention.layer_norm_epsilon")}
+
+
+def windows(gguf: Metadata, period: int) -> Values:
+    """sliding_window and layer_types: as the file says by layer, else every `period`-th layer sees all positions."""
+    window = gguf.find_int("attention.sliding_window", 1)
+    said = gguf.by_layer("attention.sliding_window_pattern")
+    if window is None:
+        slides = [False] * gguf.layers
+    elif said is not None:
+        slides = [bool(one) for one in said]
+    else:
+        period = gguf.find_int("attention.sliding_window_pattern", 1) or period
+        slides = [(layer + 1) % period != 0 for layer in range(gguf.layers)]
+    kinds = ["sliding_attention" if one else "full_attention" for one in slides]
+    return {"sliding_window": window, "layer_types": kinds}
