@@ -37,7 +37,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_SUPPORTED_KINDS = frozenset({LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT})
+_SUPPORTED_KINDS = frozenset({LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.LATENT})
 
 
 def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -186,12 +186,21 @@ def cache_shapes(
         else:
             num_kv_heads = facts.layers[layer_idx].num_kv_heads if layer_idx < facts.num_layers else 0
             shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)
+            if layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.CHUNKED:
+                shapes[layer_idx] = replace(shapes[layer_idx], chunk=facts.layers[layer_idx].window or 0)
     if sorted(shapes) != list(range(facts.num_layers)):
         raise UnsupportedError(f"model type {facts.model_type}: attention found for layers {sorted(shapes)} only")
     places = [CPU] * len(shapes) if homes is None else homes
-    return [
+    placed = [
         replace(shapes[i], place=home.name, device=home.torch_device, dtype=home.dtype) for i, home in enumerate(places)
     ]
+    return [_shared(placed, i, layer.shares) for i, layer in enumerate(facts.layers)]
+
+
+def _shared(shapes: Sequence[LayerShape], index: int, source: int | None) -> LayerShape:
+    """The shape of a layer that shares an earlier one's cache, if that is of the same shape and on the same device."""
+    is_same = source is not None and shapes[source] == shapes[index]
+    return replace(shapes[index], shares=source) if is_same else shapes[index]
 
 
 def _expanded_shape(module: Any, key: str, num_kv_heads: int) -> LayerShape:
@@ -201,7 +210,8 @@ def _expanded_shape(module: Any, key: str, num_kv_heads: int) -> LayerShape:
     if not isinstance(head_dim, int):
         raise UnsupportedError(f"{key} ({type(module).__name__}) does not say its head_dim")
     k_proj, v_proj = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
-    if isinstance(k_proj, nn.Linear) and isinstance(v_proj, nn.Linear):
+    if isinstance(k_proj, nn.Linear):
         kv_heads = k_proj.out_features // head_dim
-        return LayerShape(kv_heads, head_dim, v_proj.out_features // kv_heads)
+        value_dim = v_proj.out_features // kv_heads if isinstance(v_proj, nn.Linear) else head_dim
+        return LayerShape(kv_heads, head_dim, value_dim)
     return LayerShape(num_kv_heads, head_dim, head_dim)  # projections are fused: the config's words count

@@ -75,8 +75,14 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     assert isinstance(layer_idx, int)
     keys, values = forward_context.cache.layer(layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    shape = forward_context.cache.shape(layer_idx)
+    if shape.chunk and sliding_window:
+        raise UnsupportedError(
+            f"{type(module).__name__} has a window within chunks of positions, which is not supported"
+        )
     options: dict[str, Any] = {
-        "window": sliding_window or 0,
+        "window": shape.chunk or sliding_window or 0,
+        "is_chunked": bool(shape.chunk),
         "sinks": None if s_aux is None else s_aux.float().contiguous(),
         "softcap": softcap or 0.0,
     }
@@ -84,8 +90,9 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, D]
     if context.cache.is_on_gpu(layer_idx):
         return _gpu_attention(rows, keys, values, context, scale, options)[None], None
-    keys[context.slot_mapping] = rows[1]
-    values[context.slot_mapping] = rows[2]
+    if shape.shares is None:
+        keys[context.slot_mapping] = rows[1]
+        values[context.slot_mapping] = rows[2]
     out = cpu.attention(
         rows[0].contiguous(),
         keys,

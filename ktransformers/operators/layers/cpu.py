@@ -236,7 +236,7 @@ def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerP
     past = min(window + 2, _PROBE_BYTES // shape.nbytes(1))
     results = []
     for way in (layer, fused):
-        context = probe_context([shape], pool, PROBE_ROWS, past)
+        context = probe_context([replace(shape, shares=None)], pool, PROBE_ROWS, past)
         context = replace(context, cache=_OneLayer(context.cache))
         results.append(way(rows.clone(), *call.args, **{**call.kwargs, "forward_context": context}))
     want, got = results
@@ -254,6 +254,9 @@ class _OneLayer:
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.layer(0)
+
+    def shape(self, layer_idx: int) -> LayerShape:
+        return self._cache.shape(0)
 
     def is_on_gpu(self, layer_idx: int) -> bool:
         return self._cache.is_on_gpu(0)
