@@ -318,7 +318,7 @@ def _arrange_layers(loaded: _Loaded) -> None:
         stacks = StackCheck(opened.model, shapes, pool, loaded.layout, opened.facts.vocab_size)
         if is_checked(opened):
             stacks.begin()
-        stack_gpu_layers(opened.model, homes, move_into)
+        stack_gpu_layers(opened.model, homes, move_into, calls)
         stacks.compare()
 
 

@@ -149,7 +149,7 @@ def restore_buffers(model: PreTrainedModel) -> None:
             assert buffer is not None
             module._buffers[name] = torch.empty_like(buffer, device="cpu").fill_(float("nan"))
         try:
-            model._init_weights(module)
+            _owner(model, key)._init_weights(module)
         except (AttributeError, RuntimeError, TypeError) as error:
             raise UnsupportedError(
                 f"{key} ({type(module).__name__}): its buffers cannot be computed: {error}"
@@ -159,6 +159,13 @@ def restore_buffers(model: PreTrainedModel) -> None:
             assert buffer is not None
             if buffer.is_floating_point() and bool(buffer.isnan().any()):
                 raise UnsupportedError(f"{key}.{name} ({type(module).__name__}) is computed in a way we do not know")
+
+
+def _owner(model: PreTrainedModel, key: str) -> Any:
+    """The innermost model of transformers that holds a module: each initializes its own."""
+    parts = key.split(".") if key else []
+    inside = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
+    return next((module for module in inside if hasattr(module, "_init_weights")), model)
 
 
 def _is_meta(tensor: torch.Tensor | None) -> bool:

@@ -21,6 +21,7 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import Shape
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
+from ktransformers.models.facts import LayerKind
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GqaParts, gqa_forward
 from ktransformers.operators.base import Site
@@ -87,7 +88,8 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
         "softcap": softcap or 0.0,
     }
     context = forward_context.on(keys.device)
-    rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, D]
+    # [T, heads, D]; keys and values that another layer made may be on that one's device
+    rows = query[0].transpose(0, 1), _here(key, query), _here(value, query)
     if context.cache.is_on_gpu(layer_idx):
         return _gpu_attention(rows, keys, values, context, scale, options)[None], None
     if shape.shares is None:
@@ -106,6 +108,10 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
         **options,
     )
     return out[None], None
+
+
+def _here(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    return states[0].transpose(0, 1).to(query.device, query.dtype)
 
 
 @functools.cache
@@ -183,8 +189,13 @@ class KAttention(WrapperOperator):
         super().__init__(*args, **kwargs)
         if getattr(self.inner, "kv_lora_rank", None) is not None:
             _say_expanded(type(self.inner).__name__)
-        self.spec = recognize_attention(self.inner) if self.device.is_gpu else None
+        self.spec = recognize_attention(self.inner) if self.device.is_gpu and not self._has_chunks() else None
         self._parts: GqaParts | None = None  # on a GPU, once attached
+
+    def _has_chunks(self) -> bool:
+        layers, layer_idx = self.config.facts.layers, getattr(self.inner, "layer_idx", None)
+        is_layer = isinstance(layer_idx, int) and layer_idx < len(layers)
+        return is_layer and layers[layer_idx].kind is LayerKind.CHUNKED
 
     def attention_shape(self) -> Shape | None:
         """What FlashInfer is asked about; None where another kernel has to attend."""

@@ -180,6 +180,8 @@ def _twin(module: nn.Module, head_dim: int, norm_names: tuple[str, ...]) -> tupl
     children: dict[str, nn.Module] = {"o_proj": nn.Identity()}
     for name in ("q_proj", "k_proj", "v_proj"):
         value = draws.normal(1, _ROWS, _width(module, name), scale=_SIZE)
+        if value.shape[-1] % head_dim:
+            raise Unlike(f"{name} gives {value.shape[-1]} columns, which are no heads of {head_dim}")
         children[name], parts[name] = _Fixed(value), value.view(_ROWS, -1, head_dim)
     for name in norm_names:
         norm = module.get_submodule(name)
