@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class StepInputs:
     """A step on the devices of the layers.
 
-    hidden_states: [1, T, width], what the layout's embedding gave, and positions int64 [1, T], on the first layer's device; keep:
-    int64 [N] rows, on the last layer's. context: replicated on all of them.
+    hidden_states: [1, T, width], what the layout's embedding gave, and positions int64 [1, T], on the first layer's
+    device; keep: int64 [N] rows, on the last layer's. context: replicated on all of them.
     """
 
     hidden_states: Tensor

@@ -27,7 +27,7 @@ from ktransformers.operators.attention.gqa_gpu import GqaParts, gqa_forward
 from ktransformers.operators.base import Site
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
-from ktransformers.operators.recognize.attention import recognize_attention
+from ktransformers.operators.recognize.attention import recognize_attention, recognize_temperature
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]
@@ -54,14 +54,15 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    query_factors: torch.Tensor | None = None,
     forward_context: ForwardContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the step's keys and values, then attend.
 
     query [1, Hq, T, D]; key, value [1, Hkv, T, D]; returns [1, T, Hq, D]; all fp32, or of a GPU's type. s_aux [Hq] are
-    attention sinks; softcap bounds the logits (Gemma 2). Raises UnsupportedError for an argument that would change
-    the result.
+    attention sinks; softcap bounds the logits (Gemma 2); query_factors [T] multiply queries (Llama 4). Raises
+    UnsupportedError for an argument that would change the result.
     """
     if forward_context is None:
         raise UnsupportedError(
@@ -72,6 +73,13 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     if unknown or attention_mask is not None or dropout:
         what = ", ".join(unknown) or ("attention_mask" if attention_mask is not None else "dropout")
         raise UnsupportedError(f"{type(module).__name__} passes {what} to attention, which is not supported")
+    if _is_tempered(module):
+        raise UnsupportedError(
+            f"{type(module).__name__} scales queries by positions that it counts from 0 in every step; a rule with "
+            "KAttention for it counts them right"
+        )
+    if query_factors is not None:
+        query = query * query_factors[:, None]
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
     keys, values = forward_context.cache.layer(layer_idx)
@@ -162,6 +170,10 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
 
+def _is_tempered(module: nn.Module) -> bool:
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
 @functools.cache
 def _say_expanded(kind: str) -> None:
     """Once for a kind of module, not for every layer."""
@@ -191,6 +203,11 @@ class KAttention(WrapperOperator):
             _say_expanded(type(self.inner).__name__)
         self.spec = recognize_attention(self.inner) if self.device.is_gpu and not self._has_chunks() else None
         self._parts: GqaParts | None = None  # on a GPU, once attached
+        self._temperature = recognize_temperature(self.inner) if _is_tempered(self.inner) else None
+        self._factors: torch.Tensor | None = None  # by position, once attached
+        if self._temperature is not None:
+            self.spec = None
+            self.inner.attn_temperature_tuning = False  # type: ignore[assignment]  # it is done here
 
     def _has_chunks(self) -> bool:
         layers, layer_idx = self.config.facts.layers, getattr(self.inner, "layer_idx", None)
@@ -203,6 +220,8 @@ class KAttention(WrapperOperator):
 
     @override
     def settle(self, site: Site) -> None:
+        if self._temperature is not None:
+            self._factors = self.device.move(self._temperature.factors(site.max_len))
         if self.spec is not None:
             self._parts = GqaParts.of(self.inner, self.spec, self.device, site.find(FlashLayer))
 
@@ -215,6 +234,9 @@ class KAttention(WrapperOperator):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context, angles = kwargs.get("forward_context"), kwargs.get("position_embeddings")
+        if self._factors is not None and isinstance(context, ForwardContext):
+            positions = context.on(self._factors.device).kv_lens.to(torch.int64) - 1
+            kwargs["query_factors"] = self._factors[positions]
         if self._parts is None or context is None or not isinstance(angles, tuple) or args:
             return self.inner(*args, **kwargs)
         if kwargs.get("attention_mask") is not None:

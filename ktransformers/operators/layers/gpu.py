@@ -157,8 +157,8 @@ def stack_gpu_layers(
     """Put LayerStacks in the places of a loaded model's decoder layers on GPUs; returns how many layers they compute.
 
     homes: devices of the layers by name, in order. calls: of the layers in one step; neighbours that are handed
-    different things, the angles of their kind of attention say, are not joined. watch: what else has to be done to a module that takes a layer's
-    place on a device (hidden states are brought there).
+    different things, the angles of their kind of attention say, are not joined. watch: what else has to be done to a
+    module that takes a layer's place on a device (hidden states are brought there).
     """
     layers = layer_list(model)
     if layers is None or len(layers) != len(homes):

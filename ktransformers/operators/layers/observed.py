@@ -51,7 +51,8 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class AttentionCall:
     """What a module asks of attention. window: positions that a row sees, itself included; 0: all.
 
-    chunk: positions come in chunks of so many, and a row sees those of its own; 0: they do not.
+    chunk: positions come in chunks of so many, and a row sees those of its own; 0: they do not. has_factors: queries
+    are multiplied by what follows from their positions.
     """
 
     scale: float
@@ -59,6 +60,7 @@ class AttentionCall:
     chunk: int
     softcap: float
     has_sinks: bool
+    has_factors: bool = False
 
 
 @dataclass(slots=True)
@@ -196,6 +198,7 @@ def _asked(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> At
         chunk=context.cache.shape(layer_idx).chunk if has_shape else 0,
         softcap=float(kwargs.get("softcap") or 0.0),
         has_sinks=kwargs.get("s_aux") is not None,
+        has_factors=kwargs.get("query_factors") is not None,
     )
 
 

@@ -54,7 +54,7 @@ def expert_activation(module: nn.Module, layout: ExpertsLayout) -> Callable[[Ten
     """An experts module's own: [..., 2 I] -> [..., I] with a gate, else of [..., I]. Does not make it a child."""
     if not layout.has_gate or hasattr(module, "_apply_gate"):
         return lambda rows: getattr(module, "_apply_gate" if layout.has_gate else "act_fn")(rows)
-    return lambda rows: getattr(module, "act_fn")(rows[..., : rows.shape[-1] // 2]) * rows[..., rows.shape[-1] // 2 :]
+    return lambda rows: module.act_fn(rows[..., : rows.shape[-1] // 2]) * rows[..., rows.shape[-1] // 2 :]  # type: ignore[operator]
 
 
 class _Product(nn.Module):
