@@ -196,7 +196,11 @@ def cache_shapes(
             if layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.CHUNKED:
                 shapes[layer_idx] = replace(shapes[layer_idx], chunk=facts.layers[layer_idx].window or 0)
     if sorted(shapes) != list(range(facts.num_layers)):
-        raise UnsupportedError(f"model type {facts.model_type}: attention found for layers {sorted(shapes)} only")
+        what = f"of layers {sorted(shapes)} only" if shapes else "in none of its layers"
+        raise UnsupportedError(
+            f"model type {facts.model_type} attends by code of its own: modules that go through transformers' attention "
+            f"interface were found {what}"
+        )
     places = [CPU] * len(shapes) if homes is None else homes
     placed = [
         replace(shapes[i], place=home.name, device=home.torch_device, dtype=home.dtype) for i, home in enumerate(places)
@@ -213,7 +217,7 @@ def _shared(shapes: Sequence[LayerShape], index: int, source: int | None) -> Lay
 def _expanded_shape(module: Any, key: str, num_kv_heads: int) -> LayerShape:
     if hasattr(module, "qk_head_dim"):  # latent attention in its expanded form
         return LayerShape(module.num_heads, module.qk_head_dim, module.v_head_dim)
-    head_dim = getattr(module, "head_dim", None)
+    head_dim = getattr(module, "head_dim", getattr(module, "head_size", None))
     if not isinstance(head_dim, int):
         raise UnsupportedError(f"{key} ({type(module).__name__}) does not say its head_dim")
     k_proj, v_proj = getattr(module, "k_proj", None), getattr(module, "v_proj", None)

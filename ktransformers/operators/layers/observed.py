@@ -24,6 +24,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, KAttention, attention_forward
 from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.recognize.layer import keeps_keywords
 
 __all__ = [
     "PROBE_ROWS",
@@ -32,6 +33,7 @@ __all__ = [
     "check_calls",
     "decoder_layers",
     "failing_module",
+    "hand_contexts_on",
     "keep_attention_type",
     "layer_list",
     "observe_step",
@@ -116,6 +118,30 @@ def keep_attention_type(stand_in: nn.Module, layer: nn.Module) -> None:
     """Let what stands in for a layer name its kind of attention: some models choose a mask by it."""
     if hasattr(layer, "attention_type"):
         stand_in.attention_type = layer.attention_type
+
+
+def hand_contexts_on(model: nn.Module) -> int:
+    """Give attention the step's context in layers that keep their keywords to themselves; how many layers do.
+
+    model: with its operators in place.
+    """
+    layers = [layer for layer in decoder_layers(model) if keeps_keywords(layer)]
+    for layer in layers:
+        _hand_on(layer, layer.get_submodule("self_attn"))
+    return len(layers)
+
+
+def _hand_on(layer: nn.Module, attention: nn.Module) -> None:
+    given: list[ForwardContext] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given[:] = [kwargs["forward_context"]] if "forward_context" in kwargs else []
+
+    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {**kwargs, "forward_context": given[0]} if given else kwargs
+
+    layer.register_forward_pre_hook(note, with_kwargs=True)
+    attention.register_forward_pre_hook(add, with_kwargs=True)
 
 
 def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: int = 0) -> ForwardContext:
