@@ -198,8 +198,8 @@ def cache_shapes(
     if sorted(shapes) != list(range(facts.num_layers)):
         what = f"of layers {sorted(shapes)} only" if shapes else "in none of its layers"
         raise UnsupportedError(
-            f"model type {facts.model_type} attends by code of its own: modules that go through transformers' attention "
-            f"interface were found {what}"
+            f"model type {facts.model_type} attends by code of its own: modules that go through transformers' "
+            f"attention interface were found {what}"
         )
     places = [CPU] * len(shapes) if homes is None else homes
     placed = [
