@@ -59,7 +59,7 @@ class StepLayout:
         if not columns:
             return {"inputs_embeds": embedded}
         hidden = embedded.shape[-1] - layers * columns
-        inputs = embedded[..., hidden:].unflatten(-1, (layers, columns))
+        inputs = embedded[..., hidden:].reshape(*embedded.shape[:-1], layers, columns)
         return {"inputs_embeds": embedded[..., :hidden], "per_layer_inputs": inputs}
 
     def settle(self) -> None:

@@ -229,7 +229,7 @@ def test_what_is_no_decoder_of_one_config() -> None:
     with pytest.raises(UnsupportedError, match="is an encoder-decoder"):
         ModelFacts.of(CONFIG_MAPPING["bart"]())
     config = CONFIG_MAPPING["llama"](num_hidden_layers=3, per_layer_config={1: {"skip": ["mlp"]}})
-    with pytest.raises(UnsupportedError, match="layers that lack some of their parts|without some of their parts"):
+    with pytest.raises(UnsupportedError, match="without some of their parts"):
         ModelFacts.of(config)
 
 

@@ -71,6 +71,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         {**_LLAMA4, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "use_qk_norm": False,
          "attention_bias": True, "intermediate_size_mlp": 100, "num_key_value_heads": 4, "hidden_size": 76},
     ),
+    "llama4-narrow": (
+        "llama4_text", {**_LLAMA4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    ),
     "laguna": (
         "laguna",
         {**_EXPERTS, "head_dim": 16, "sliding_window": WINDOW, "layer_types": [F, S, S, F],

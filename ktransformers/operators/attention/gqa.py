@@ -211,8 +211,9 @@ class KAttention(WrapperOperator):
 
     def _has_chunks(self) -> bool:
         layers, layer_idx = self.config.facts.layers, getattr(self.inner, "layer_idx", None)
-        is_layer = isinstance(layer_idx, int) and layer_idx < len(layers)
-        return is_layer and layers[layer_idx].kind is LayerKind.CHUNKED
+        if not isinstance(layer_idx, int) or layer_idx >= len(layers):
+            return False
+        return layers[layer_idx].kind is LayerKind.CHUNKED
 
     def attention_shape(self) -> Shape | None:
         """What FlashInfer is asked about; None where another kernel has to attend."""

@@ -217,11 +217,13 @@ def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]
 def _asked(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionCall:
     scaling, context = kwargs.get("scaling"), kwargs.get("forward_context")
     layer_idx = getattr(module, "layer_idx", None)
-    has_shape = isinstance(context, ForwardContext) and isinstance(layer_idx, int)
+    chunk = 0
+    if isinstance(context, ForwardContext) and isinstance(layer_idx, int):
+        chunk = context.cache.shape(layer_idx).chunk
     return AttentionCall(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(kwargs.get("sliding_window") or 0),
-        chunk=context.cache.shape(layer_idx).chunk if has_shape else 0,
+        chunk=chunk,
         softcap=float(kwargs.get("softcap") or 0.0),
         has_sinks=kwargs.get("s_aux") is not None,
         has_factors=kwargs.get("query_factors") is not None,

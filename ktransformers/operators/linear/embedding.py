@@ -76,6 +76,6 @@ class KEmbedding(Operator):
             return self.inner(self.device.move(input_ids))  # type: ignore[no-any-return]
         assert self._table is not None, f"{self.key} is not loaded"
         rows = cpu.dequantize_rows(self._table, input_ids.reshape(-1), self.config.require_pool())
-        if self.scale != 1.0:
+        if self.scale is not None and self.scale != 1.0:
             rows *= self.scale
         return rows.view(*input_ids.shape, self.embedding_dim)
