@@ -13,7 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
+from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import Engine, build_engine
+from ktransformers.engine.llm import LLM
 from tests.support.attention_families import CASES, config_of
 from tests.support.tiny_models import WINDOW, random_model, write_safetensors
 
@@ -69,3 +71,18 @@ def test_layers_that_share_keys_and_values_take_no_memory(tmp_path: Path) -> Non
     # 96 positions; a sliding layer has 2 heads of 16, a full one 2 of 44; keys and values in fp32.
     assert planned == {"cpu": 96 * 2 * (16 + 44) * 2 * 4}
     assert cache.nbytes == planned["cpu"]
+
+
+@pytest.mark.parametrize("name", ["gemma4-shared", "gemma4-moe", "llama4", "laguna", "nemotron"])
+def test_a_batch_on_pages_is_what_each_prompt_gives_alone(name: str, tmp_path: Path) -> None:
+    """Steps of 12 tokens on pages of 8, so that prompts, chunks of positions and pages have other borders."""
+    write_safetensors(model_of(name), tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 160, (length,), generator=generator).tolist() for length in (41, 9, 30)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    settings = {"cache_lens": 192, "cpu_infer": 2, "self_check": False}
+    with LLM.from_engine(build_engine(EngineConfig(model_path=tmp_path, **settings))) as alone:  # type: ignore[arg-type]
+        want = [alone.generate([prompt], params)[0].token_ids for prompt in prompts]
+    with LLM(tmp_path, max_batch_size=3, chunk_size=12, page_size=8, **settings) as llm:  # type: ignore[arg-type]
+        got = [output.token_ids for output in llm.generate(prompts, params)]
+    assert got == want
