@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+from transformers.models.step3p7.modeling_step3p7 import Step3p7MLP
 
 from ktransformers.kernels.types import Activation
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
@@ -69,6 +71,16 @@ def test_blocks_of_gate_up_and_down(gemma3n: nn.Module) -> None:
     dense = recognize_gated_mlp(gemma3n.get_submodule("model.layers.4.mlp"))
     assert dense is not None
     assert dense.kind is Activation.GELU_TANH
+
+
+def test_a_block_that_clamps_is_another() -> None:
+    config = Step3p7TextConfig(hidden_size=16, intermediate_size=24, swiglu_limits_shared=[0.0, 16.0])
+    with torch.device("meta"):
+        free, clamped = (Step3p7MLP(config, layer) for layer in (0, 1))
+    spec = recognize_gated_mlp(free)
+    assert spec is not None
+    assert spec.kind is Activation.SILU
+    assert recognize_gated_mlp(clamped) is None
 
 
 @pytest.mark.parametrize(("name", "keeps"), [("stablelm", True), ("nemotron", True), ("laguna", False)])
