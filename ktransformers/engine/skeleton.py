@@ -128,6 +128,11 @@ def build_skeleton(hf_config: PretrainedConfig, trust_remote_code: bool = False)
                 trust_remote_code=trust_remote_code,
             )
     except Exception as error:  # whatever the modules of any family do with values that do not fit each other
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            raise UnsupportedError(
+                f"model type {hf_config.model_type} attends by classes of its own, not through transformers' attention "
+                "interface"
+            ) from error
         raise UnsupportedError(
             f"transformers cannot build model type {hf_config.model_type} from its config: {reason_of(error)}"
         ) from error
