@@ -88,7 +88,17 @@ Such configs name Python files of the model's own, which are not needed then."""
 TESTED_TYPES = frozenset(
     {"afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma2", "gemma3_text", "glm4_moe"}
     | {"gpt_oss", "granitemoe", "hunyuan_v1_moe", "llama", "mellum", "minimax_m2", "ministral3", "mistral", "mixtral"}
-    | {"cohere2_moe", "flex_olmo", "gemma3n_text", "gemma4_text", "gpt_neox", "granitemoeshared", "hy_v3", "laguna"}
+    | {
+        "cohere2_moe",
+        "cohere_compass_text",
+        "flex_olmo",
+        "gemma3n_text",
+        "gemma4_text",
+        "gpt_neox",
+        "granitemoeshared",
+        "hy_v3",
+        "laguna",
+    }
     | {"llama4_text", "mimo_v2_flash", "nemotron", "solar_open", "stablelm"}
     | {"olmo3", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
 )

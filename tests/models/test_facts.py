@@ -22,7 +22,15 @@ from tests.support.fake_operators import meta_model
 from tests.support.tiny_models import MODEL_TYPES, UNROTATED_TYPES, WINDOWED_TYPES, tiny_config
 
 # Shapes that the config says by layer, or not at all: their caches are of the sizes of their modules.
-OF_THEIR_OWN = {"gemma3n_text", "gemma4_text", "gpt_neox", "laguna", "llama4_text", "mimo_v2_flash"}
+OF_THEIR_OWN = {
+    "cohere_compass_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gpt_neox",
+    "laguna",
+    "llama4_text",
+    "mimo_v2_flash",
+}
 FAMILIES = sorted({*MODEL_TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *TESTED_TYPES} - OF_THEIR_OWN)
 FULL, SLIDING, LATENT = LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT
 

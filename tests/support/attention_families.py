@@ -106,6 +106,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "granitemoeshared",
         {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "shared_intermediate_size": 96},
     ),
+    "cohere_compass": (  # positions by time, height and width
+        "cohere_compass_text",
+        {"head_dim": 16, "sliding_window": WINDOW, "layer_types": [S, S, S, F],
+         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1000.0} for kind in (S, F)}},
+    ),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "nemotron": ("nemotron", {}),
     "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}),

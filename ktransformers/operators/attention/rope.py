@@ -151,6 +151,8 @@ class KRotaryEmbedding(WrapperOperator):
         if not is_known or (x.dtype is not torch.float32 and not self.device.is_gpu):
             asked = kwargs if layer_type is None else {**kwargs, "layer_type": layer_type}
             return self._inner_forward(x, position_ids, **asked)
+        if position_ids.dim() == 3:  # time, height and width [3, 1, T], which are one for text
+            position_ids = position_ids[0]
         if not self.device.is_gpu:
             needed = int(position_ids.max()) + 1 if position_ids.numel() else 0
             if not self._tables or self._tables[layer_type][0].shape[0] < needed:
