@@ -39,9 +39,11 @@ class LayerShape:
     chunk: int = 0
 
     def nbytes(self, num_slots: int) -> int:
-        """Of one layer's keys and values at `num_slots` positions."""
-        if self.shares is not None:
-            return 0
+        """That one layer's keys and values at `num_slots` positions take."""
+        return 0 if self.shares is not None else self.read_nbytes(num_slots)
+
+    def read_nbytes(self, num_slots: int) -> int:
+        """Of the keys and values at `num_slots` positions, which attention reads, whosever they are."""
         values = 0 if self.is_latent else self.value_dim
         return self.dtype.itemsize * num_slots * self.kv_heads * (self.key_dim + values)
 

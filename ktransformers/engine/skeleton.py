@@ -188,11 +188,14 @@ def cache_shapes(
     attention function.
     """
     shapes: dict[int, LayerShape] = {}
+    projecting = set[int]()  # layers that make keys of their own
     for key, module in model.named_modules():
         layer_idx = getattr(module, "layer_idx", None)
         if not isinstance(layer_idx, int) or not hasattr(module, "scaling"):
             continue
         operator = operators.get(key)
+        if getattr(module, "k_proj", None) is not None:
+            projecting.add(layer_idx)
         if isinstance(operator, KMLAAttention):
             shapes[layer_idx] = LayerShape(1, operator.rank + operator.rope_dim, operator.rank, is_latent=True)
         else:
@@ -210,7 +213,8 @@ def cache_shapes(
     placed = [
         replace(shapes[i], place=home.name, device=home.torch_device, dtype=home.dtype) for i, home in enumerate(places)
     ]
-    return [_shared(placed, i, layer.shares) for i, layer in enumerate(facts.layers)]
+    sources = [None if i in projecting else layer.shares for i, layer in enumerate(facts.layers)]
+    return [_shared(placed, i, source) for i, source in enumerate(sources)]
 
 
 def _shared(shapes: Sequence[LayerShape], index: int, source: int | None) -> LayerShape:

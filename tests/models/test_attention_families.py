@@ -71,6 +71,8 @@ def test_layers_that_share_keys_and_values_take_no_memory(tmp_path: Path) -> Non
     # 96 positions; a sliding layer has 2 heads of 16, a full one 2 of 44; keys and values in fp32.
     assert planned == {"cpu": 96 * 2 * (16 + 44) * 2 * 4}
     assert cache.nbytes == planned["cpu"]
+    assert [shape.nbytes(1) for shape in shapes] == [2 * 16 * 2 * 4, 2 * 44 * 2 * 4, 0, 0, 0]
+    assert [shape.read_nbytes(1) for shape in shapes[2:]] == [2 * 16 * 2 * 4, 2 * 16 * 2 * 4, 2 * 44 * 2 * 4]
 
 
 @pytest.mark.parametrize("name", ["gemma4-shared", "gemma4-moe", "llama4", "laguna", "nemotron"])

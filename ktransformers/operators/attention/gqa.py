@@ -79,7 +79,7 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
             "KAttention for it counts them right"
         )
     if query_factors is not None:
-        query = query * query_factors[:, None]
+        query = (query * query_factors[:, None]).to(query.dtype)
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
     keys, values = forward_context.cache.layer(layer_idx)

@@ -234,7 +234,7 @@ def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerP
     hidden = layer.get_parameter("input_layernorm.weight").shape[0]
     rows = Draws().normal(1, PROBE_ROWS, hidden)
     window = max((asked.window for asked in call.attention), default=0)
-    past = min(window + 2, _PROBE_BYTES // shape.nbytes(1))
+    past = min(window + 2, _PROBE_BYTES // shape.read_nbytes(1))
     results = []
     for way in (layer, fused):
         context = probe_context([replace(shape, shares=None)], pool, PROBE_ROWS, past)
