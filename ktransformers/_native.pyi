@@ -108,6 +108,7 @@ def attention(
     scale: float,
     softcap: float,
     window: int,
+    is_chunked: bool,
     sinks: int,
 ) -> None: ...
 

@@ -296,7 +296,7 @@ void bind_attention(nb::module_& m) {
       "attention",
       [](kt::WorkerPool& pool, Address q, Address k, Address v, Address out, const std::array<int64_t, 6>& sizes,
          const std::array<int64_t, 6>& strides, Address block_table, const std::array<int64_t, 4>& table,
-         Address seq_ids, Address kv_lens, float scale, float softcap, int64_t window, Address sinks) {
+         Address seq_ids, Address kv_lens, float scale, float softcap, int64_t window, bool is_chunked, Address sinks) {
         kt::AttentionArgs a{};
         a.q = at<const float>(q);
         a.k = at<const float>(k);
@@ -324,12 +324,14 @@ void bind_attention(nb::module_& m) {
         a.scale = scale;
         a.softcap = softcap;
         a.window = window;
+        a.is_chunked = is_chunked;
         a.sinks = at<const float>(sinks);
         kt::attention(pool, a);
       },
       nb::arg("pool"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"), nb::arg("sizes"), nb::arg("strides"),
       nb::arg("block_table"), nb::arg("table"), nb::arg("seq_ids"), nb::arg("kv_lens"), nb::arg("scale"),
-      nb::arg("softcap"), nb::arg("window"), nb::arg("sinks"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("softcap"), nb::arg("window"), nb::arg("is_chunked"), nb::arg("sinks"),
+      nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace

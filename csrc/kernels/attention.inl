@@ -41,7 +41,7 @@ inline float exp1(float x) {
 
 inline QueryRange visible(const AttentionArgs& a, int64_t row, int64_t begin, int64_t end) {
   const int64_t len = a.kv_lens[row];
-  const int64_t oldest = a.window > 0 && len > a.window ? len - a.window : 0;
+  const int64_t oldest = a.oldest(len);
   return {oldest > begin ? oldest : begin, len < end ? len : end};
 }
 

@@ -26,8 +26,8 @@ Span<Unit> make_units(WorkerPool::Session& session, const AttentionArgs& a) {
     const int64_t limit = std::min(a.num_rows, row + kMaxQueries / heads);
     int64_t next = row, begin = INT64_MAX, end = 0;
     for (; next < limit && a.seq_ids[next] == a.seq_ids[row]; ++next) {
-      const int64_t len = a.kv_lens[next], oldest = a.window > 0 ? std::max<int64_t>(0, len - a.window) : 0;
-      begin = std::min(begin, oldest / kPositionSplit * kPositionSplit);
+      const int64_t len = a.kv_lens[next];
+      begin = std::min(begin, a.oldest(len) / kPositionSplit * kPositionSplit);
       end = std::max(end, len);
     }
     for (int kv = 0; kv < a.num_kv_heads; ++kv)
@@ -52,8 +52,7 @@ void check_pages(const AttentionArgs& a) {
       fail(row, "seq_id " + std::to_string(a.seq_ids[row]) + " is no row of block_table");
     if (len < 0 || len > a.max_pages * a.page_size)
       fail(row, "kv_len " + std::to_string(len) + " does not fit in block_table");
-    const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, len - a.window) : 0;
-    const int64_t first = oldest / a.page_size, last = (len + a.page_size - 1) / a.page_size;
+    const int64_t first = a.oldest(len) / a.page_size, last = (len + a.page_size - 1) / a.page_size;
     if (a.seq_ids[row] != seq || first < from || first > to) {
       seq = a.seq_ids[row];
       from = to = first;

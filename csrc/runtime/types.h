@@ -118,8 +118,15 @@ struct AttentionArgs {
   int64_t num_rows;
   int num_heads, num_kv_heads, dim_k, dim_v;
   float scale, softcap;  // softcap 0: none
-  int64_t window;        // 0: none
+  int64_t window;        // positions that a row sees, itself included; 0: all
+  bool is_chunked;       // positions come in chunks of `window`, and a row sees those of its own chunk
   const float* sinks;    // [Hq] or nullptr
+
+  // The first position that a row of `len` positions sees.
+  int64_t oldest(int64_t len) const {
+    if (window <= 0 || len <= window) return 0;
+    return is_chunked ? (len - 1) / window * window : len - window;
+  }
 };
 
 // Queries of neighbouring rows of one sequence and neighbouring heads of one KV head, over positions [begin, end).

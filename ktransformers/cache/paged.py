@@ -3,6 +3,7 @@
 L layers; per layer, on its device: keys [num_pages * page_size, kv_heads, key_dim], values [..., kv_heads, value_dim]
 slot of position p of a sequence: block_table[p // page_size] * page_size + p % page_size
 latent attention (MLA): kv_heads is 1, and values is a view of the first value_dim columns of keys
+a layer that shares another's keys and values: the same tensors
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class LayerShape:
     """Shape of one layer's cache. is_latent: values are part of the keys and take no bytes of their own.
 
     place: the device as plans name it; device, dtype: where its tensors are and what they hold.
+    shares: the earlier layer whose keys and values these are, which takes no bytes; None for tensors of its own.
+    chunk: positions come in chunks of so many, and attention sees those of a row's own; 0: it has no such borders.
     """
 
     kv_heads: int
@@ -32,9 +35,15 @@ class LayerShape:
     place: str = "cpu"
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
+    shares: int | None = None
+    chunk: int = 0
 
     def nbytes(self, num_slots: int) -> int:
-        """Of one layer's keys and values at `num_slots` positions."""
+        """That one layer's keys and values at `num_slots` positions take."""
+        return 0 if self.shares is not None else self.read_nbytes(num_slots)
+
+    def read_nbytes(self, num_slots: int) -> int:
+        """Of the keys and values at `num_slots` positions, which attention reads, whosever they are."""
         values = 0 if self.is_latent else self.value_dim
         return self.dtype.itemsize * num_slots * self.kv_heads * (self.key_dim + values)
 
@@ -44,7 +53,9 @@ class PagedCache:
 
     def __init__(self, shapes: Sequence[LayerShape], num_pages: int, page_size: int):
         self.shapes, self.num_pages, self.page_size = tuple(shapes), num_pages, page_size
-        self._layers = [self._allocate(shape) for shape in self.shapes]
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for shape in self.shapes:
+            self._layers.append(self._allocate(shape) if shape.shares is None else self._layers[shape.shares])
 
     @staticmethod
     def size(shapes: Sequence[LayerShape], num_slots: int) -> int:
@@ -77,6 +88,10 @@ class PagedCache:
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of layer `layer_idx`; the attention operator writes to them in place."""
         return self._layers[layer_idx]
+
+    def shape(self, layer_idx: int) -> LayerShape:
+        """What layer `layer_idx` caches."""
+        return self.shapes[layer_idx]
 
     def is_on_gpu(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` lives on a GPU, where other kernels read it."""

@@ -55,6 +55,7 @@ from ktransformers.operators.layers.observed import (
     LayerCall,
     check_calls,
     failing_module,
+    hand_contexts_on,
     observe_step,
     probe_context,
 )
@@ -297,6 +298,7 @@ def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | No
         load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
     settle_buffers(modules, plan)
     install_moves(modules, plan)
+    hand_contexts_on(opened.model)
     return StepLayout.of(plan, modules, embedding)
 
 
@@ -318,7 +320,7 @@ def _arrange_layers(loaded: _Loaded) -> None:
         stacks = StackCheck(opened.model, shapes, pool, loaded.layout, opened.facts.vocab_size)
         if is_checked(opened):
             stacks.begin()
-        stack_gpu_layers(opened.model, homes, move_into)
+        stack_gpu_layers(opened.model, homes, move_into, calls)
         stacks.compare()
 
 

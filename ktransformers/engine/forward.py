@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class StepInputs:
     """A step on the devices of the layers.
 
-    hidden_states: [1, T, H], what the embedding gave, and positions int64 [1, T], on the first layer's device; keep:
-    int64 [N] rows, on the last layer's. context: replicated on all of them.
+    hidden_states: [1, T, width], what the layout's embedding gave, and positions int64 [1, T], on the first layer's
+    device; keep: int64 [N] rows, on the last layer's. context: replicated on all of them.
     """
 
     hidden_states: Tensor
@@ -75,9 +75,8 @@ class ForwardPass:
             if device.is_gpu:
                 device.begin_step(inputs.context.on(device.torch_device).slot_mapping)
                 device.mark("other", -1)
-        return self._logits(
-            inputs_embeds=inputs.hidden_states, positions=inputs.positions, keep=inputs.keep, context=inputs.context
-        )
+        tokens = self.layout.split(inputs.hidden_states)
+        return self._logits(positions=inputs.positions, keep=inputs.keep, context=inputs.context, **tokens)
 
     def _logits(self, *, positions: Tensor, keep: Tensor, context: ForwardContext, **tokens: Tensor) -> Tensor:
         with self._math:

@@ -26,7 +26,8 @@ class StepLayout:
     """The devices of a step.
 
     entry, last: where hidden states begin and end. devices: of all layers, each once. embedding: ids to hidden states,
-    of so many columns (width).
+    and behind them what the model looks up for its layers, `width` columns together. layer_inputs: of these, layers and
+    columns for each of them; (0, 0) for a model without.
     """
 
     entry: Device
@@ -34,6 +35,7 @@ class StepLayout:
     devices: tuple[Device, ...]
     embedding: nn.Module
     width: int
+    layer_inputs: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, plan: Plan, modules: Mapping[str, nn.Module], embedding: nn.Module) -> StepLayout:
@@ -41,10 +43,24 @@ class StepLayout:
 
         modules: the model's modules by name, and embedding one of them, as they were before the plan was applied.
         """
+        base: Any = next((module for module in modules.values() if _has_layer_inputs(module)), None)
         key = next(name for name, module in modules.items() if module is embedding)
         width = int(embedding.weight.shape[-1])  # type: ignore[index]
         homes = [plan.devices[home.device] for home in plan.homes] or [plan.devices["cpu"]]
-        return cls(homes[0], homes[-1], tuple(distinct(homes)), plan.operators.get(key, embedding), width)
+        ends, table = (homes[0], homes[-1], tuple(distinct(homes))), plan.operators.get(key, embedding)
+        if base is None:
+            return cls(*ends, table, width)
+        layers = len(base.layers), int(base.hidden_size_per_layer_input)
+        return cls(*ends, _WithLayerInputs(table, base), width + layers[0] * layers[1], layers)
+
+    def split(self, embedded: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the embedding gave, [1, T, width], as the model's forward takes it."""
+        layers, columns = self.layer_inputs
+        if not columns:
+            return {"inputs_embeds": embedded}
+        hidden = embedded.shape[-1] - layers * columns
+        inputs = embedded[..., hidden:].reshape(*embedded.shape[:-1], layers, columns)
+        return {"inputs_embeds": embedded[..., :hidden], "per_layer_inputs": inputs}
 
     def settle(self) -> None:
         """A step's results are here: wait for what other GPUs still have on the way to the host, which is little."""
@@ -64,6 +80,23 @@ class StepLayout:
     def is_cpu(self) -> bool:
         """Whether no layer lives on a GPU, so that nothing moves at the edges of a step."""
         return not any(device.is_gpu for device in self.devices)
+
+
+class _WithLayerInputs(nn.Module):
+    """Ids [1, T] to hidden states, and behind them what each layer gets of its own for a token (Gemma 3n)."""
+
+    def __init__(self, embedding: nn.Module, base: Any):
+        super().__init__()
+        self.embedding, self._base = embedding, (base,)  # not its parent
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        (base,) = self._base
+        return torch.cat((self.embedding(ids), base.get_per_layer_inputs(ids).flatten(2)), dim=-1)
+
+
+def _has_layer_inputs(module: nn.Module) -> bool:
+    """Whether a model's layers get something that is looked up by token, besides hidden states."""
+    return hasattr(module, "get_per_layer_inputs") and bool(getattr(module, "hidden_size_per_layer_input", 0))
 
 
 def install_moves(modules: Mapping[str, nn.Module], plan: Plan) -> None:
@@ -95,7 +128,9 @@ def move_into(layer: nn.Module, home: Device) -> None:
         if not isinstance(context, ForwardContext):
             return args, kwargs
         if args:
-            args = (home.take(args[0]), *args[1:])
+            args = tuple(
+                home.take(arg) if isinstance(arg, torch.Tensor) else _shared(arg, home, context) for arg in args
+            )
         moved = {name: _shared(value, home, context) for name, value in kwargs.items() if name in _SHARED}
         if "hidden_states" in kwargs:
             moved["hidden_states"] = home.take(kwargs["hidden_states"])

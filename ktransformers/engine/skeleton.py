@@ -38,7 +38,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_SUPPORTED_KINDS = frozenset({LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT, LayerKind.COMPRESSED})
+_SUPPORTED_KINDS = frozenset(
+    {LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.LATENT, LayerKind.COMPRESSED}
+)
 
 
 def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -129,6 +131,11 @@ def build_skeleton(hf_config: PretrainedConfig, trust_remote_code: bool = False)
                 trust_remote_code=trust_remote_code,
             )
     except Exception as error:  # whatever the modules of any family do with values that do not fit each other
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            raise UnsupportedError(
+                f"model type {hf_config.model_type} attends by classes of its own, not through transformers' attention "
+                "interface"
+            ) from error
         raise UnsupportedError(
             f"transformers cannot build model type {hf_config.model_type} from its config: {reason_of(error)}"
         ) from error
@@ -150,7 +157,7 @@ def restore_buffers(model: PreTrainedModel) -> None:
             assert buffer is not None
             module._buffers[name] = torch.empty_like(buffer, device="cpu").fill_(_unset(buffer.dtype))
         try:
-            model._init_weights(module)
+            _owner(model, key)._init_weights(module)
         except (AttributeError, RuntimeError, TypeError) as error:
             raise UnsupportedError(
                 f"{key} ({type(module).__name__}): its buffers cannot be computed: {error}"
@@ -170,6 +177,13 @@ def _unset(dtype: torch.dtype) -> float | int:
     return 0 if dtype is torch.bool else int(torch.iinfo(dtype).max)
 
 
+def _owner(model: PreTrainedModel, key: str) -> Any:
+    """The innermost model of transformers that holds a module: each initializes its own."""
+    parts = key.split(".") if key else []
+    inside = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
+    return next((module for module in inside if hasattr(module, "_init_weights")), model)
+
+
 def _is_meta(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.is_meta
 
@@ -185,11 +199,14 @@ def cache_shapes(
     attention function.
     """
     shapes: dict[int, LayerShape] = {}
+    projecting = set[int]()  # layers that make keys of their own
     for key, module in model.named_modules():
         layer_idx = getattr(module, "layer_idx", None)
         if not isinstance(layer_idx, int) or not hasattr(module, "scaling"):
             continue
         operator = operators.get(key)
+        if getattr(module, "k_proj", None) is not None:
+            projecting.add(layer_idx)
         if isinstance(operator, KMLAAttention):
             shapes[layer_idx] = LayerShape(1, operator.rank + operator.rope_dim, operator.rank, is_latent=True)
         elif isinstance(operator, KCompressedAttention):
@@ -199,22 +216,37 @@ def cache_shapes(
         else:
             num_kv_heads = facts.layers[layer_idx].num_kv_heads if layer_idx < facts.num_layers else 0
             shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)
+            if layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.CHUNKED:
+                shapes[layer_idx] = replace(shapes[layer_idx], chunk=facts.layers[layer_idx].window or 0)
     if sorted(shapes) != list(range(facts.num_layers)):
-        raise UnsupportedError(f"model type {facts.model_type}: attention found for layers {sorted(shapes)} only")
+        what = f"of layers {sorted(shapes)} only" if shapes else "in none of its layers"
+        raise UnsupportedError(
+            f"model type {facts.model_type} attends by code of its own: modules that go through transformers' "
+            f"attention interface were found {what}"
+        )
     places = [CPU] * len(shapes) if homes is None else homes
-    return [
+    placed = [
         replace(shapes[i], place=home.name, device=home.torch_device, dtype=home.dtype) for i, home in enumerate(places)
     ]
+    sources = [None if i in projecting else layer.shares for i, layer in enumerate(facts.layers)]
+    return [_shared(placed, i, source) for i, source in enumerate(sources)]
+
+
+def _shared(shapes: Sequence[LayerShape], index: int, source: int | None) -> LayerShape:
+    """The shape of a layer that shares an earlier one's cache, if that is of the same shape and on the same device."""
+    is_same = source is not None and shapes[source] == shapes[index]
+    return replace(shapes[index], shares=source) if is_same else shapes[index]
 
 
 def _expanded_shape(module: Any, key: str, num_kv_heads: int) -> LayerShape:
     if hasattr(module, "qk_head_dim"):  # latent attention in its expanded form
         return LayerShape(module.num_heads, module.qk_head_dim, module.v_head_dim)
-    head_dim = getattr(module, "head_dim", None)
+    head_dim = getattr(module, "head_dim", getattr(module, "head_size", None))
     if not isinstance(head_dim, int):
         raise UnsupportedError(f"{key} ({type(module).__name__}) does not say its head_dim")
     k_proj, v_proj = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
-    if isinstance(k_proj, nn.Linear) and isinstance(v_proj, nn.Linear):
+    if isinstance(k_proj, nn.Linear):
         kv_heads = k_proj.out_features // head_dim
-        return LayerShape(kv_heads, head_dim, v_proj.out_features // kv_heads)
+        value_dim = v_proj.out_features // kv_heads if isinstance(v_proj, nn.Linear) else head_dim
+        return LayerShape(kv_heads, head_dim, value_dim)
     return LayerShape(num_kv_heads, head_dim, head_dim)  # projections are fused: the config's words count

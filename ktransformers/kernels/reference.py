@@ -84,6 +84,7 @@ def attention(  # noqa: PLR0913 - as the kernel
     scale: float,
     *,
     window: int = 0,
+    is_chunked: bool = False,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
@@ -92,7 +93,10 @@ def attention(  # noqa: PLR0913 - as the kernel
     out = torch.zeros(q.shape[0], heads, v_cache.shape[2])
     for row in range(q.shape[0]):
         length = int(kv_lens[row])
-        positions = torch.arange(max(0, length - window) if window else 0, length)
+        oldest = 0
+        if window:
+            oldest = (length - 1) // window * window if is_chunked else length - window
+        positions = torch.arange(max(0, oldest), length)
         if positions.numel() == 0:
             continue
         pages = block_table[int(seq_ids[row])][positions // page_size].long()

@@ -7,7 +7,7 @@ wrongly typed values are refused, by the name of their field. Knows no files and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ MAX_LAYERS = 1 << 16
 MAX_NUMBER = (1 << 31) - 1
 MAX_POSITIONS = 1 << 40
 
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
@@ -65,6 +65,7 @@ class LayerFacts:
     """One decoder layer. word: what the config calls its kind. window: most positions it looks back, None for all.
 
     head_dim, v_head_dim: of a key and of a value, as the attention function gets them.
+    shares: the earlier layer whose keys and values it attends to, None for its own.
     """
 
     kind: LayerKind
@@ -75,6 +76,7 @@ class LayerFacts:
     v_head_dim: int
     window: int | None = None
     has_experts: bool = False
+    shares: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +196,20 @@ class ModelFacts:
 
 
 class _Fields:
-    """Checked access to one config. `of` may be any class: configs come with their model's own code, too."""
+    """Checked access to one config. `of` may be any class: configs come with their model's own code, too.
+
+    Some configs of transformers have configs of their own for single layers (`is_heterogeneous`): a field in which
+    those differ reads as a list with one value for each layer.
+    """
 
     def __init__(self, of: PretrainedConfig):
         self.of = of
 
     def raw(self, name: str) -> object:
-        return getattr(self.of, name, None)
+        try:
+            return getattr(self.of, name, None)
+        except RuntimeError:  # what transformers raises for a field that has no value of all layers
+            return [getattr(layer, name, None) for layer in self.of.per_layer_config]
 
     def first(self, names: Sequence[str]) -> str | None:
         """The first of these fields that says something."""
@@ -220,15 +229,15 @@ class _Fields:
         name = self.first(names)
         return None if name is None else _count(name, self.raw(name), most)
 
-    def numbers(self, num_layers: int, *names: str) -> tuple[int, ...] | None:
+    def numbers(self, num_layers: int, *names: str, most: int = MAX_NUMBER) -> tuple[int, ...] | None:
         """By layer, from a field with one number for all or a list with one for each; none of a layer is 0."""
         name = self.first(names)
         if name is None:
             return None
         value = self.raw(name)
         if not isinstance(value, list | tuple):
-            return (_count(name, value, MAX_NUMBER),) * num_layers
-        return tuple(_count(name, one or 0, MAX_NUMBER) for one in self._of_layers(name, value, num_layers))
+            return (_count(name, value, most),) * num_layers
+        return tuple(_count(name, one or 0, most) for one in self._of_layers(name, value, num_layers))
 
     def words(self, num_layers: int, *names: str) -> tuple[str, ...] | None:
         """By layer, from a list of names."""
@@ -270,9 +279,9 @@ def token_ids(value: object) -> tuple[int, ...]:
 
 def _check_supported(config: _Fields) -> None:
     model_type = config.raw("model_type")
-    if config.raw("is_heterogeneous"):  # of transformers: configs of its own for some layers
+    if config.raw("is_heterogeneous") and any(getattr(layer, "skip", None) for layer in config.of.per_layer_config):
         raise UnsupportedError(
-            f"model type {model_type} has layers of different shapes (a config for each layer), which is not supported"
+            f"model type {model_type} has layers without some of their parts, which is not supported"
         )
     if config.raw("is_encoder_decoder"):
         raise UnsupportedError(f"model type {model_type} is an encoder-decoder, only decoders are supported")
@@ -290,26 +299,37 @@ def _layers(
     elif not any(heads):
         raise _absurd("num_attention_heads", 0)
     kv_heads = config.numbers(num_layers, "num_key_value_heads") or heads
-    given, values = config.find("head_dim"), config.find("v_head_dim")
-    hidden, window = config.number("hidden_size"), config.find("sliding_window", most=MAX_POSITIONS) or None
-    if config.raw("use_sliding_window") is False:
-        window = None
+    none = (0,) * num_layers
+    given, values = config.numbers(num_layers, "head_dim") or none, config.numbers(num_layers, "v_head_dim") or none
+    hidden, windows = config.number("hidden_size"), config.numbers(num_layers, "sliding_window", most=MAX_POSITIONS)
+    if windows is None or config.raw("use_sliding_window") is False:
+        windows = none
+    chunks = config.numbers(num_layers, "attention_chunk_size", most=MAX_POSITIONS) or none
     words = config.words(num_layers, "layer_types", "layers_block_type")
     if words is None:
-        words = ("full_attention" if window is None else "sliding_attention",) * num_layers
+        words = tuple("sliding_attention" if window else "full_attention" for window in windows)
     sparse = _with_experts(config, num_layers) if experts is not None else (False,) * num_layers
     layers = []
     for index, word in enumerate(words):
         kind = _KINDS.get(word, LayerKind.OTHER)
-        looks_back = window if kind is LayerKind.SLIDING else None
+        looks_back = {LayerKind.SLIDING: windows[index], LayerKind.CHUNKED: chunks[index]}.get(kind) or None
         num_heads, num_kv_heads = heads[index], kv_heads[index] or heads[index]
-        head_dim = given or hidden // max(num_heads, 1)
-        v_head_dim = values or head_dim
+        head_dim = given[index] or hidden // max(num_heads, 1)
+        v_head_dim = values[index] or head_dim
         if latent is not None and kind is not LayerKind.RECURRENT:
             kind = LayerKind.LATENT if kind in (LayerKind.FULL, LayerKind.SLIDING) else kind
             num_kv_heads, head_dim, v_head_dim = num_heads, latent.nope_dim + latent.rope_dim, latent.v_dim
         layers.append(LayerFacts(kind, word, num_heads, num_kv_heads, head_dim, v_head_dim, looks_back, sparse[index]))
-    return tuple(layers)
+    return _with_shares(config, layers)
+
+
+def _with_shares(config: _Fields, layers: list[LayerFacts]) -> tuple[LayerFacts, ...]:
+    """The last layers may attend to what the last layer of their kind before them has cached."""
+    first = len(layers) - (config.find("num_kv_shared_layers") or 0)
+    last = {layer.word: index for index, layer in enumerate(layers[: max(first, 0)])}
+    return tuple(
+        layer if index < first else replace(layer, shares=last.get(layer.word)) for index, layer in enumerate(layers)
+    )
 
 
 def _latent(config: _Fields) -> LatentFacts | None:

@@ -74,6 +74,7 @@ FAMILIES: Mapping[str, Family] = {
     "hunyuan_v1_moe": Family(
         "Hunyuan-A13B.yaml", upstream=UpstreamNames("hunyuan", prefixes=("HunYuan", "HunYuanMoEV1"))
     ),
+    "llama4_text": Family("Llama4.yaml"),
     "minimax_m2": Family(old_segments=_SPARSE_BLOCK),
     "mixtral": Family("Mixtral.yaml", old_segments=_SPARSE_BLOCK),
     "phimoe": Family(old_segments=_SPARSE_BLOCK),

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ktransformers.cache.paged import LayerShape
 from ktransformers.core import Phase
 from ktransformers.kernels.cpu import WorkerPool
 
@@ -36,6 +37,10 @@ class LayerCache(Protocol):
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer."""
+        ...
+
+    def shape(self, layer_idx: int) -> LayerShape:
+        """What a layer caches, and whose it is."""
         ...
 
     def is_on_gpu(self, layer_idx: int) -> bool:

@@ -37,6 +37,9 @@ _TRANSCENDENTAL: frozenset[Any] = frozenset(
 )
 """What torch computes with one code in whole vectors, and with another in what is left at the end."""
 
+_PRODUCTS: frozenset[Any] = frozenset({torch.mul, torch.Tensor.mul, torch.Tensor.__mul__})
+"""Of complex numbers, as some rotations are computed: fused additions in whole vectors, none in what is left."""
+
 _VECTOR = 64  # elements; a multiple of every vector's and every unrolled loop's
 _BLOCK = 32768  # elements; torch shares more than these among threads, at borders of its own
 
@@ -47,7 +50,7 @@ def _is_plain(*tensors: torch.Tensor | None) -> bool:
 
 class NativeMathMode(TorchFunctionMode):
     """While active, linear, addmm with a bias, sigmoid, silu and gelu of torch on fp32 CPU tensors run on native
-    kernels; exponentials and their kin are computed in whole vectors."""
+    kernels; exponentials and their kin are computed in whole vectors, complex products part by part."""
 
     def __init__(self, pool: cpu.WorkerPool):
         super().__init__()
@@ -65,6 +68,8 @@ class NativeMathMode(TorchFunctionMode):
             return self._elementwise(func, *args, **kwargs)
         if func in _TRANSCENDENTAL and args and kwargs.get("out") is None and _is_plain(args[0]):
             return _in_whole_vectors(func, *args, **kwargs)
+        if func in _PRODUCTS and len(args) == 2 and not kwargs and all(map(_is_complex, args)):
+            return _complex_product(*args)
         return func(*args, **kwargs)
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -89,6 +94,15 @@ class NativeMathMode(TorchFunctionMode):
         if out or not _is_plain(input):
             return func(input, *args, **kwargs)
         return cpu.activate(ActivationSpec(kind), None, input.contiguous(), self.pool)
+
+
+def _is_complex(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.complex64 and value.device.type == "cpu"
+
+
+def _complex_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Each product and sum rounded on its own."""
+    return torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
 
 
 def _in_whole_vectors(func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

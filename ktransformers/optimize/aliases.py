@@ -49,6 +49,7 @@ OPERATORS_PREFIX = "ktransformers.operators."
 _LINEAR = "linear.KTransformersLinear"
 _EXPERTS = "experts.KTransformersExperts"
 _MOE = "moe.KMoEBlock"
+_SCALED_MOE = "moe.KScaledMoEBlock"
 _ROUTER = "router.KRouter"
 _GQA = "attention.KAttention"
 _MLA = "mla.KMLAAttention"
@@ -70,6 +71,7 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
         # of the first releases; the second one is spelt like that
         "DeepseekV2MoEInjected KMisrtalSparseMoEBlock Qwen2MoeSparseMoeBlockInjected"
     },
+    _SCALED_MOE: {},
     _ROUTER: {"gate": "KMoEGate KMoEGateQwen2Moe KMoEGateDeepSeekV3"},
     _GQA: {
         "attention": "KLlamaAttention KHunYuanAttention",
@@ -104,6 +106,7 @@ _HOMES = {
     _LINEAR: "linear.linear",
     _EXPERTS: "experts.routed",
     _MOE: "experts.block",
+    _SCALED_MOE: "experts.scaled",
     _ROUTER: "experts.router",
     _GQA: "attention.gqa",
     _MLA: "attention.mla",

@@ -63,7 +63,7 @@ class DecodeReads:
         """Bytes of keys and values by device, with `context` tokens in the cache."""
         total: dict[str, int] = {}
         for shape, window in zip(self.shapes, self.windows, strict=True):
-            nbytes = shape.nbytes(context if window is None else min(context, window))
+            nbytes = shape.read_nbytes(context if window is None else min(context, window))
             total[shape.place] = total.get(shape.place, 0) + nbytes
         return {place: nbytes for place, nbytes in total.items() if nbytes}
 

@@ -148,8 +148,8 @@ def _experts(entry: PlanEntry, count: int, top_k: int) -> list[ExpertLoad]:
 
 def _attention(shape: LayerShape, layer: LayerFacts, facts: ModelFacts) -> AttentionLoad | None:
     """None for layers whose state does not grow with the sequence."""
-    if layer.kind is LayerKind.RECURRENT or not shape.nbytes(1):
+    if layer.kind is LayerKind.RECURRENT or not shape.read_nbytes(1):
         return None
     kind = "latent" if shape.is_latent else "grouped"
     width = layer.num_heads * (shape.key_dim + shape.value_dim)
-    return AttentionLoad(shape.place, kind, width, shape.nbytes(1), layer.window)
+    return AttentionLoad(shape.place, kind, width, shape.read_nbytes(1), layer.window)

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 __all__ = ["CheckpointNames", "Origin"]
 
@@ -46,7 +47,9 @@ class CheckpointNames:
     """
 
     def __init__(self, model_type: str, stored: Iterable[str]):
-        transforms: list[Any] = get_checkpoint_conversion_mapping(model_type) or []
+        kinds = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type), model_type)  # a class's own come first
+        found = (get_checkpoint_conversion_mapping(kind) for kind in kinds if kind is not None)
+        transforms: list[Any] = next((mapping for mapping in found if mapping is not None), [])
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         converters = [t for t in transforms if not isinstance(t, WeightRenaming)]
         self.plain: dict[str, str] = {}

@@ -328,17 +328,17 @@ def test_upstreams_files_for_several_gpus_spread_layers(tmp_path: Path, caplog: 
     assert {home.device for home in one.homes} == {"cuda:0"}
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v2", "gemma3_text"])
 def test_rotary_tables_on_a_gpu_are_planned(model_type: str, tmp_path: Path) -> None:
     """They are filled for the longest sequence before the first step."""
-    path = write_gguf(tiny_model(model_type, seed=1), tmp_path / "m.gguf")
-    engine = gpu_engine(path)
+    write_safetensors(tiny_model(model_type, seed=1), tmp_path)
+    engine = gpu_engine(tmp_path)
     rotary = [op for op in engine.plan.operators.values() if isinstance(op, KRotaryEmbedding)]
-    tables = [part for operator in rotary for part in operator._table]
+    tables = [part for operator in rotary for table in operator._tables.values() for part in table]
     held = sum(part.numel() * part.element_size() for part in tables)
     planned = engine.plan.extra_bytes["rope table"]["cuda:0"]
     assert held <= planned <= 2 * held
-    on_cpu = plan_model(EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=1), hardware=fake_hardware(0))
+    on_cpu = plan_model(EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1), hardware=fake_hardware(0))
     assert "rope table" not in on_cpu.extra_bytes
 
 

@@ -24,6 +24,7 @@ from ktransformers.operators.attention.gqa_gpu import gqa_forward
 from ktransformers.operators.layers import cpu as fused
 from ktransformers.operators.layers import gpu
 from tests.support.agreement import TYPES
+from tests.support.attention_families import CASES
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
 from tests.support.tiny_models import (
@@ -52,6 +53,7 @@ def _all_untested(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
 
 def test_the_list_is_what_the_tests_of_models_cover() -> None:
     covered = {*TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *SCALED_ROPES}
+    covered |= {model_type for model_type, _ in CASES.values()}
     assert covered == registry.TESTED_TYPES
 
 

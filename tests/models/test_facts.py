@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,21 @@ from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.models.facts import ExpertFacts, LatentFacts, LayerFacts, LayerKind, ModelFacts, Quantization
 from ktransformers.models.registry import TESTED_TYPES
 from ktransformers.models.synthetic_shapes import find_shape
+from tests.support.attention_families import config_of
 from tests.support.fake_operators import meta_model
 from tests.support.tiny_models import MODEL_TYPES, UNROTATED_TYPES, WINDOWED_TYPES, tiny_config
 
-FAMILIES = sorted({*MODEL_TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *TESTED_TYPES})
+# Shapes that the config says by layer, or not at all: their caches are of the sizes of their modules.
+OF_THEIR_OWN = {
+    "cohere_compass_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gpt_neox",
+    "laguna",
+    "llama4_text",
+    "mimo_v2_flash",
+}
+FAMILIES = sorted({*MODEL_TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *TESTED_TYPES} - OF_THEIR_OWN)
 FULL, SLIDING, LATENT = LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT
 
 
@@ -231,8 +243,31 @@ def test_hostile_values_are_refused_by_name(values: dict[str, object], why: str)
 def test_what_is_no_decoder_of_one_config() -> None:
     with pytest.raises(UnsupportedError, match="is an encoder-decoder"):
         ModelFacts.of(CONFIG_MAPPING["bart"]())
-    with pytest.raises(UnsupportedError, match="layers of different shapes"):
-        ModelFacts.of(CONFIG_MAPPING["gemma4_text"]())
+    config = CONFIG_MAPPING["llama"](num_hidden_layers=3, per_layer_config={1: {"skip": ["mlp"]}})
+    with pytest.raises(UnsupportedError, match="without some of their parts"):
+        ModelFacts.of(config)
+
+
+def test_layers_of_different_shapes_and_layers_that_share() -> None:
+    facts = ModelFacts.of(config_of("gemma4-shared"))
+    sliding = LayerFacts(SLIDING, "sliding_attention", 4, 2, 16, 16, 16)
+    full = LayerFacts(FULL, "full_attention", 4, 2, 44, 44)
+    assert facts.layers == (
+        sliding,
+        full,
+        replace(sliding, shares=0),
+        replace(sliding, shares=0),
+        replace(full, shares=1),
+    )
+    facts = ModelFacts.of(config_of("gemma4-moe"))
+    assert [layer.num_kv_heads for layer in facts.layers] == [2, 1, 2, 2, 1]
+    assert facts.experts == ExpertFacts(8, (2,) * 5, 96)
+
+
+def test_chunks() -> None:
+    facts = ModelFacts.of(config_of("llama4"))
+    assert [(layer.kind, layer.window) for layer in facts.layers] == [(LayerKind.CHUNKED, 16), (FULL, None)] * 2
+    assert facts.experts == ExpertFacts(8, (1,) * 4, 96)
 
 
 CONFIG_FIELDS = re.compile(

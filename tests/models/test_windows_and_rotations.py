@@ -116,25 +116,10 @@ def test_a_window_that_only_the_mask_knows_is_refused(tmp_path: Path) -> None:
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
-_GEMMA3N = {
-    "head_dim": 16,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 160,
-    "laurel_rank": 8,
-    "altup_num_inputs": 2,
-    "activation_sparsity_pattern": [0.0, 0.0],
-}
-
-
 @pytest.mark.parametrize(
     ("model_type", "values", "reason"),
     [
-        ("gemma3n_text", _GEMMA3N, "Gemma3nTextModel.*: its buffers cannot be computed"),
         ("diffllama", {}, "calls attention 2 times"),
-        ("stablelm", {}, "StableLmAttention is given no forward_context"),
-        ("nemotron", {}, "NemotronAttention is given no forward_context"),
         (
             "jetmoe",
             {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16},

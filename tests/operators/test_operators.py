@@ -220,6 +220,20 @@ def test_rotary_table_equals_the_module(config: OperatorConfig) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=1.2e-7 * 2)
 
 
+def test_rotary_tables_by_kind_of_layer(config: OperatorConfig) -> None:
+    module = tiny_model("mellum", seed=0).get_submodule("model.rotary_emb")
+    operator = KRotaryEmbedding(module, "r", config)
+    assert operator.has_table
+    x, positions = rows(1, 3, 64), torch.tensor([[0, 17, 4999]])
+    found = []
+    for kind in ("sliding_attention", "full_attention"):
+        got, want = operator(x, positions, kind), module(x, positions, kind)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1.2e-7 * 2)  # as above
+        found.append(got[0])
+    assert not torch.equal(*found)
+
+
 def test_model_checks_its_transfer_map(config: OperatorConfig) -> None:
     with pytest.raises(UnsupportedError, match="transfer_map"):
         KModel(nn.Linear(1, 1), "model", config, transfer_map={"ten": "cuda:1"})  # type: ignore[dict-item]

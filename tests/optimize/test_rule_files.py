@@ -14,6 +14,7 @@ from ktransformers.models.registry import RULES_DIR
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.rules import load_rules
+from tests.support.attention_families import CASES as CASES_OF_ATTENTION
 from tests.support.fake_operators import GIB, meta_model, plan_with
 from tests.support.products import product
 from tests.support.tiny_models import DENSE_TYPES, MOE_TYPES
@@ -32,6 +33,7 @@ SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "Dots1.yaml": [("dots1", {})],
     "Ernie4_5_Moe.yaml": [("ernie4_5_moe", {})],
     "Hunyuan-A13B.yaml": [("hunyuan_v1_moe", {})],
+    "Llama4.yaml": [("llama4_text", CASES_OF_ATTENTION["llama4"][1] | {"no_rope_layers": None})],
     "default-moe.yaml": [(model_type, {}) for model_type in MOE_TYPES],
     "default-dense.yaml": [(model_type, {}) for model_type in DENSE_TYPES],
     "DeepSeek-V4.yaml": [("deepseek_v4", {})],  # all on the CPU

@@ -56,6 +56,7 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     pool: WorkerPool,
     *,
     window: int = 0,
+    is_chunked: bool = False,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     out: Tensor | None = None,
@@ -67,7 +68,8 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     block_table: int32 [num_seqs, max_pages]; position p of sequence s is in slot
     block_table[s, p // page_size] * page_size + p % page_size. seq_ids: int32 or int64 [T].
     kv_lens: int32 or int64 [T]: row t sees positions 0 .. kv_lens[t] - 1 (its own included), with window > 0 only the
-    last `window` of them; a row that sees nothing gives zeros. sinks: fp32 [Hq], a virtual logit per head (gpt_oss).
+    last `window` of them, or, is_chunked, those from the last multiple of `window` up to its own; a row that sees
+    nothing gives zeros. sinks: fp32 [Hq], a virtual logit per head (gpt_oss).
     softcap > 0: scores become softcap * tanh(score / softcap) (gemma2).
     Raises ValueError when a page that a row sees lies outside the cache or the table.
     """
@@ -97,6 +99,7 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
         float(scale),
         float(softcap),
         window,
+        is_chunked,
         0 if sinks is None else sinks.data_ptr(),
     )
     return result

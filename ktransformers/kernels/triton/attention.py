@@ -27,6 +27,7 @@ def attention(
     scale: float,
     *,
     window: int = 0,
+    is_chunked: bool = False,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     out: Tensor | None = None,
@@ -49,7 +50,7 @@ def attention(
     result = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device) if out is None else out
     call = Call(
         q, k_cache, v_cache, block_table, page_size, seq_ids, kv_lens, scale, result, window, sinks, float(softcap),
-        counters=counters,
+        counters=counters, is_chunked=is_chunked,
     )  # fmt: skip
     check_call(call)
     if q.shape[0] == 0:

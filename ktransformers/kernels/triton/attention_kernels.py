@@ -109,9 +109,18 @@ def _attend(
 
 
 @jit
+def _oldest(length, window):
+    """The first position that a row of `length` positions sees: of its last `window`; of its chunk of -window positions
+    where that is negative; 0 where it is 0."""
+    size = tl.maximum(-window, 1)
+    in_chunk = tl.maximum(length - 1, 0) // size * size
+    return tl.where(window > 0, tl.maximum(length - window, 0), tl.where(window < 0, in_chunk, 0))
+
+
+@jit
 def _chunk(length, window, MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
     """First position to read (a multiple of BLOCK_N) and positions per split, for a row that sees `length`."""
-    first = tl.where(window > 0, tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N, 0)
+    first = _oldest(length, window) // BLOCK_N * BLOCK_N
     share = tl.cdiv(tl.cdiv(length - first, MAX_SPLITS), BLOCK_N) * BLOCK_N
     return first, tl.maximum(share, MIN_CHUNK)
 
@@ -187,7 +196,7 @@ def decode_kernel(
     table = table_ptr + tl.load(seq_ptr + row).to(tl.int64) * table_row
     m, total, acc0, acc1 = _attend(
         m, total, acc0, acc1, q0, q1, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, k_slot, v_slot, table,
-        row_hi - window, row_hi, start, stop, length, scale, softcap,
+        _oldest(row_hi, window), row_hi, start, stop, length, scale, softcap,
         DK, DK0, DK1, DV, DV0, DV1, SHARED, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, COMPUTE,
     )  # fmt: skip
     slot = (row * NUM_HEADS + heads) * MAX_SPLITS + split
@@ -288,9 +297,9 @@ def _prefill_run(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32)
-    row_lo = row_hi - window
+    row_lo = _oldest(row_hi, window)
     if HAS_WINDOW:
-        start = tl.maximum(shortest - window, 0) // BLOCK_N * BLOCK_N
+        start = _oldest(shortest, window) // BLOCK_N * BLOCK_N
     else:
         start = shortest // BLOCK_N * BLOCK_N  # before it every row sees every position
         m, total, acc0, acc1 = _attend(

@@ -75,6 +75,13 @@ class Call:
     """Values are the first columns of the keys."""
     counters: Tensor | None = None
     """int32, all 0 between calls: with them a decode step's splits are weighed in the launch that computes them."""
+    is_chunked: bool = False
+    """Positions come in chunks of `window`, and a row sees those of its own chunk."""
+
+    @property
+    def signed_window(self) -> int:
+        """As the kernels take it: below 0 for chunks."""
+        return -self.window if self.is_chunked else self.window
 
     @property
     def group(self) -> int:
@@ -319,7 +326,7 @@ def _launch_splits(call: Call, tile: Tile, splits: int, workspace: Tensor) -> No
     decode_kernel[(num_rows, tiles, splits)](
         call.q, call.k_cache, call.v_cache, call.block_table, call.seq_ids, call.kv_lens, parts, lse,
         out if call.sinks is None else call.sinks, out, counters if is_folded else call.kv_lens,
-        *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.window,
+        *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.signed_window,
         NUM_HEADS=num_heads, MAX_SPLITS=splits, MIN_CHUNK=tile.min_chunk, FOLDED=is_folded,
         SPLITS_P2=power_of_two(splits), HAS_SINKS=call.sinks is not None, **constants, **_constants(call),
     )  # fmt: skip
@@ -327,7 +334,7 @@ def _launch_splits(call: Call, tile: Tile, splits: int, workspace: Tensor) -> No
         return
     block_d = min(128, power_of_two(call.dim_v))
     reduce_kernel[(num_rows, num_heads, -(-call.dim_v // block_d))](
-        parts, lse, call.kv_lens, call.sinks, call.out, call.out.stride(0), call.out.stride(1), call.window,
+        parts, lse, call.kv_lens, call.sinks, call.out, call.out.stride(0), call.out.stride(1), call.signed_window,
         NUM_HEADS=num_heads, DV=call.dim_v, BLOCK_D=block_d, BLOCK_N=tile.block_n, MAX_SPLITS=splits,
         SPLITS_P2=power_of_two(splits), MIN_CHUNK=tile.min_chunk, HAS_SINKS=call.sinks is not None,
         num_warps=4,
@@ -353,6 +360,6 @@ def launch_prefill(call: Call, tile: Tile | None = None) -> None:
     out = call.out
     prefill_kernel[(-(-num_rows // tokens), num_kv_heads * constants["HEAD_BLOCKS"], shares)](
         call.q, call.k_cache, call.v_cache, call.block_table, call.seq_ids, call.kv_lens, call.sinks, out,
-        *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.window, num_rows,
+        *_strides(call), out.stride(0), out.stride(1), *_scales(call), call.signed_window, num_rows,
         TOKENS=tokens, SHARES=shares, HAS_SINKS=call.sinks is not None, **constants, **_constants(call),
     )  # fmt: skip

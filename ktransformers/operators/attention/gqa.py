@@ -21,12 +21,13 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import Shape
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
+from ktransformers.models.facts import LayerKind
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GqaParts, gqa_forward
 from ktransformers.operators.base import Site
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
-from ktransformers.operators.recognize.attention import recognize_attention
+from ktransformers.operators.recognize.attention import recognize_attention, recognize_temperature
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]
@@ -53,14 +54,15 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    query_factors: torch.Tensor | None = None,
     forward_context: ForwardContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the step's keys and values, then attend.
 
     query [1, Hq, T, D]; key, value [1, Hkv, T, D]; returns [1, T, Hq, D]; all fp32, or of a GPU's type. s_aux [Hq] are
-    attention sinks; softcap bounds the logits (Gemma 2). Raises UnsupportedError for an argument that would change
-    the result.
+    attention sinks; softcap bounds the logits (Gemma 2); query_factors [T] multiply queries (Llama 4). Raises
+    UnsupportedError for an argument that would change the result.
     """
     if forward_context is None:
         raise UnsupportedError(
@@ -71,21 +73,36 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     if unknown or attention_mask is not None or dropout:
         what = ", ".join(unknown) or ("attention_mask" if attention_mask is not None else "dropout")
         raise UnsupportedError(f"{type(module).__name__} passes {what} to attention, which is not supported")
+    if _is_tempered(module):
+        raise UnsupportedError(
+            f"{type(module).__name__} scales queries by positions that it counts from 0 in every step; a rule with "
+            "KAttention for it counts them right"
+        )
+    if query_factors is not None:
+        query = (query * query_factors[:, None]).to(query.dtype)
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
     keys, values = forward_context.cache.layer(layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    shape = forward_context.cache.shape(layer_idx)
+    if shape.chunk and sliding_window:
+        raise UnsupportedError(
+            f"{type(module).__name__} has a window within chunks of positions, which is not supported"
+        )
     options: dict[str, Any] = {
-        "window": sliding_window or 0,
+        "window": shape.chunk or sliding_window or 0,
+        "is_chunked": bool(shape.chunk),
         "sinks": None if s_aux is None else s_aux.float().contiguous(),
         "softcap": softcap or 0.0,
     }
     context = forward_context.on(keys.device)
-    rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, D]
+    # [T, heads, D]; keys and values that another layer made may be on that one's device
+    rows = query[0].transpose(0, 1), _here(key, query), _here(value, query)
     if context.cache.is_on_gpu(layer_idx):
         return _gpu_attention(rows, keys, values, context, scale, options)[None], None
-    keys[context.slot_mapping] = rows[1]
-    values[context.slot_mapping] = rows[2]
+    if shape.shares is None:
+        keys[context.slot_mapping] = rows[1]
+        values[context.slot_mapping] = rows[2]
     out = cpu.attention(
         rows[0].contiguous(),
         keys,
@@ -99,6 +116,10 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
         **options,
     )
     return out[None], None
+
+
+def _here(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    return states[0].transpose(0, 1).to(query.device, query.dtype)
 
 
 @functools.cache
@@ -149,6 +170,10 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
 
+def _is_tempered(module: nn.Module) -> bool:
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
 @functools.cache
 def _say_expanded(kind: str) -> None:
     """Once for a kind of module, not for every layer."""
@@ -176,8 +201,19 @@ class KAttention(WrapperOperator):
         super().__init__(*args, **kwargs)
         if getattr(self.inner, "kv_lora_rank", None) is not None:
             _say_expanded(type(self.inner).__name__)
-        self.spec = recognize_attention(self.inner) if self.device.is_gpu else None
+        self.spec = recognize_attention(self.inner) if self.device.is_gpu and not self._has_chunks() else None
         self._parts: GqaParts | None = None  # on a GPU, once attached
+        self._temperature = recognize_temperature(self.inner) if _is_tempered(self.inner) else None
+        self._factors: torch.Tensor | None = None  # by position, once attached
+        if self._temperature is not None:
+            self.spec = None
+            self.inner.attn_temperature_tuning = False  # type: ignore[assignment]  # it is done here
+
+    def _has_chunks(self) -> bool:
+        layers, layer_idx = self.config.facts.layers, getattr(self.inner, "layer_idx", None)
+        if not isinstance(layer_idx, int) or layer_idx >= len(layers):
+            return False
+        return layers[layer_idx].kind is LayerKind.CHUNKED
 
     def attention_shape(self) -> Shape | None:
         """What FlashInfer is asked about; None where another kernel has to attend."""
@@ -185,6 +221,8 @@ class KAttention(WrapperOperator):
 
     @override
     def settle(self, site: Site) -> None:
+        if self._temperature is not None:
+            self._factors = self.device.move(self._temperature.factors(site.max_len))
         if self.spec is not None:
             self._parts = GqaParts.of(self.inner, self.spec, self.device, site.find(FlashLayer))
 
@@ -197,6 +235,9 @@ class KAttention(WrapperOperator):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context, angles = kwargs.get("forward_context"), kwargs.get("position_embeddings")
+        if self._factors is not None and isinstance(context, ForwardContext):
+            positions = context.on(self._factors.device).kv_lens.to(torch.int64) - 1
+            kwargs["query_factors"] = self._factors[positions]
         if self._parts is None or context is None or not isinstance(angles, tuple) or args:
             return self.inner(*args, **kwargs)
         if kwargs.get("attention_mask") is not None:

@@ -19,7 +19,7 @@ __all__ = ["KRotaryEmbedding", "SettledRotation", "settle_rotations"]
 
 logger = logging.getLogger(__name__)
 
-STATIC_ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3"})
+STATIC_ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 """RoPE types whose angles depend on the position alone; others ("dynamic", "longrope") look at the step's longest."""
 
 TABLE_STEP = 4096  # positions by which the table grows
@@ -83,7 +83,8 @@ class KRotaryEmbedding(WrapperOperator):
     """A rotary embedding module of `transformers`: (x, position_ids [1, T]) in; what the module returns, out.
 
     The table is filled by the module itself, so every scaling it does is kept: one row per position of (cos, sin)
-    [positions, D] or, for DeepSeek-V2, of complex [positions, D / 2].
+    [positions, D] or, for DeepSeek-V2, of complex [positions, D / 2]. A module that turns kinds of layers by other
+    angles (layer_type) has a table for each.
     """
 
     KEEPS_BUFFERS: ClassVar[bool] = True  # the table is filled on the CPU
@@ -94,10 +95,12 @@ class KRotaryEmbedding(WrapperOperator):
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        parameters = list(inspect.signature(module.forward).parameters)
-        self._is_plain = parameters[:2] == ["x", "position_ids"] and len(parameters) == 2
-        self._is_static = isinstance(getattr(module, "rope_type", None), str) and not _depends_on_sequence(module)
-        self._table: tuple[torch.Tensor, ...] = ()
+        parameters, kinds = list(inspect.signature(module.forward).parameters), getattr(module, "rope_type", None)
+        self._kinds = tuple(kinds) if isinstance(kinds, dict) else (None,)
+        wanted = ["x", "position_ids", *(["layer_type"] if isinstance(kinds, dict) else [])]
+        self._is_plain = parameters == wanted
+        self._is_static = isinstance(kinds, str | dict) and not _depends_on_sequence(module)
+        self._tables: dict[str | None, tuple[torch.Tensor, ...]] = {}  # by kind of layer, where they differ
 
     @property
     def has_table(self) -> bool:
@@ -118,15 +121,17 @@ class KRotaryEmbedding(WrapperOperator):
 
     def table_nbytes(self, max_len: int) -> int:
         """Bytes that `settle` will take on the operator's GPU: cosines and sines, fp32, of every position."""
-        frequencies = getattr(self.inner, "inv_freq", None)
-        if not self.device.is_gpu or not self._is_plain or not isinstance(frequencies, torch.Tensor):
+        names = ["inv_freq" if kind is None else f"{kind}_inv_freq" for kind in self._kinds]
+        found = [getattr(self.inner, name, None) for name in names]
+        if not self.device.is_gpu or not self._is_plain:
             return 0
-        return _table_rows(max_len) * 2 * frequencies.shape[-1] * 2 * 4
+        columns = sum(2 * frequencies.shape[-1] for frequencies in found if isinstance(frequencies, torch.Tensor))
+        return _table_rows(max_len) * columns * 2 * 4
 
     def forget(self) -> None:
         """Give the table's memory back; the next step fills it as far as it needs."""
         if not self.device.is_gpu:
-            self._table = ()
+            self._tables = {}
 
     def _grow(self, x: torch.Tensor, needed: int) -> None:
         if not self.has_table:
@@ -134,19 +139,26 @@ class KRotaryEmbedding(WrapperOperator):
         size = _table_rows(needed)
         if isinstance(self.inner, SettledRotation):  # a position beyond would become the longest of the step
             size = self.inner.longest + 1
-        rows = self.inner(x[:1, :1], torch.arange(size, device=x.device)[None])
-        self._table = tuple(self.device.move(part[0]) for part in (rows if isinstance(rows, tuple) else (rows,)))
+        positions = torch.arange(size, device=x.device)[None]
+        for kind in self._kinds:
+            rows = self.inner(x[:1, :1], positions, **({} if kind is None else {"layer_type": kind}))
+            parts = rows if isinstance(rows, tuple) else (rows,)
+            self._tables[kind] = tuple(self.device.move(part[0]) for part in parts)
 
     @override
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.has_table or (x.dtype is not torch.float32 and not self.device.is_gpu):
-            return self._inner_forward(x, position_ids, *args, **kwargs)
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None, **kwargs: Any) -> Any:
+        is_known = self.has_table and layer_type in self._kinds and not kwargs
+        if not is_known or (x.dtype is not torch.float32 and not self.device.is_gpu):
+            asked = kwargs if layer_type is None else {**kwargs, "layer_type": layer_type}
+            return self._inner_forward(x, position_ids, **asked)
+        if position_ids.dim() == 3:  # time, height and width [3, 1, T], which are one for text
+            position_ids = position_ids[0]
         if not self.device.is_gpu:
             needed = int(position_ids.max()) + 1 if position_ids.numel() else 0
-            if not self._table or self._table[0].shape[0] < needed:
+            if not self._tables or self._tables[layer_type][0].shape[0] < needed:
                 self._grow(x, needed)
         at = self.device.move(position_ids)
-        parts = tuple(part[at].to(position_ids.device) for part in self._table)
+        parts = tuple(part[at].to(position_ids.device) for part in self._tables[layer_type])
         return parts if len(parts) > 1 else parts[0]
 
     def _inner_forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from ktransformers.operators.experts.resident import (
 )
 from ktransformers.operators.experts.streamed import PrefillLayer, PrefillTicket
 from ktransformers.operators.linear.packed import CpuProducts, pack_experts, resident_nbytes
-from ktransformers.operators.recognize.activation import recognize_expert_activation
+from ktransformers.operators.recognize.activation import expert_activation, recognize_expert_activation
 from ktransformers.operators.usage import ExpertUsage
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
@@ -71,7 +71,7 @@ def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
         )
     if getattr(module, "has_post_expert_norm", False):
         raise UnsupportedError(f"{key} ({type(module).__name__}): a norm after each expert is not supported")
-    is_transposed = bool(getattr(module, "is_transposed", False))
+    is_transposed = bool(getattr(module, "is_transposed", first.shape[1] == down.shape[2]))
     num_experts, rows, cols = down.shape
     hidden, intermediate = (cols, rows) if is_transposed else (rows, cols)
     fused = 2 * intermediate if has_gate else intermediate
@@ -87,11 +87,6 @@ def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
         is_transposed=is_transposed,
         is_concatenated=bool(getattr(module, "is_concatenated", True)),
     )
-
-
-def _own_activation(module: Any, layout: ExpertsLayout) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The module's: [..., 2 I] -> [..., I] with a gate, else of [..., I]. Holds it without being its parent."""
-    return lambda rows: module._apply_gate(rows) if layout.has_gate else module.act_fn(rows)
 
 
 class KTransformersExperts(Operator):
@@ -137,7 +132,7 @@ class KTransformersExperts(Operator):
             logger.warning(
                 "%s: no native kernel for its activation, runs as KExpertsTorch (slow)", type(module).__name__
             )
-        self._act = _own_activation(module, self.layout)
+        self._act = expert_activation(module, self.layout)
         self.gate_up_proj = empty_parameter((self.num_experts, 0, 0))
         self._gpu: GpuExperts | None = None
         self._kernel: cpu.MoeKernel | None = None

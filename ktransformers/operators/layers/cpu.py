@@ -99,7 +99,8 @@ def _attention(layer: nn.Module, call: LayerCall) -> AttentionLayer:
     head_norms = [_child(module, name) for name in ("q_norm", "k_norm")]
     heads = [None if norm is None else _norm(norm) for norm in head_norms]
     q, k, v, o = (_projection(_child(module, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-    if len(call.attention) != 1 or call.attention[0].has_sinks or call.attention[0].softcap:
+    asked = call.attention[0] if len(call.attention) == 1 else None
+    if asked is None or asked.has_sinks or asked.softcap or asked.chunk or asked.has_factors:
         raise _DoesNotFit("another kind of attention")
     angles, head_dim = call.kwargs.get("position_embeddings"), getattr(module, "head_dim", None)
     if not isinstance(head_dim, int):
@@ -233,10 +234,10 @@ def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerP
     hidden = layer.get_parameter("input_layernorm.weight").shape[0]
     rows = Draws().normal(1, PROBE_ROWS, hidden)
     window = max((asked.window for asked in call.attention), default=0)
-    past = min(window + 2, _PROBE_BYTES // shape.nbytes(1))
+    past = min(window + 2, _PROBE_BYTES // shape.read_nbytes(1))
     results = []
     for way in (layer, fused):
-        context = probe_context([shape], pool, PROBE_ROWS, past)
+        context = probe_context([replace(shape, shares=None)], pool, PROBE_ROWS, past)
         context = replace(context, cache=_OneLayer(context.cache))
         results.append(way(rows.clone(), *call.args, **{**call.kwargs, "forward_context": context}))
     want, got = results
@@ -254,6 +255,9 @@ class _OneLayer:
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.layer(0)
+
+    def shape(self, layer_idx: int) -> LayerShape:
+        return self._cache.shape(0)
 
     def is_on_gpu(self, layer_idx: int) -> bool:
         return self._cache.is_on_gpu(0)

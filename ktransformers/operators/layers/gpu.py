@@ -8,7 +8,7 @@ a layer is arranged so is found by asking it (`recognize/layer.py`). Knows modul
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -20,7 +20,7 @@ from typing_extensions import override
 from ktransformers.kernels.triton.elementwise import add_rms_norm, rms_norm
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.experts.block import Addends, KMoEBlock
-from ktransformers.operators.layers.observed import keep_attention_type, layer_list
+from ktransformers.operators.layers.observed import LayerCall, keep_attention_type, layer_list
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.layer import LAYER_NORMS, recognize_layer
 
@@ -126,18 +126,47 @@ def _feed_forward(parts: _Parts, rows: torch.Tensor) -> Addends:
     return Addends(routed.reshape(rows.shape))
 
 
-def stack_gpu_layers(model: nn.Module, homes: Mapping[str, Device], watch: Callable[[nn.Module, Device], None]) -> int:
+def _handed(calls: Sequence[LayerCall]) -> list[int]:
+    """By layer, the first one that was handed the same."""
+    return [next(first for first in range(i + 1) if _is_same(calls[first], calls[i])) for i in range(len(calls))]
+
+
+def _is_same(one: LayerCall, other: LayerCall) -> bool:
+    if one.kwargs.keys() != other.kwargs.keys():
+        return False
+    return all(_is_alike(value, other.kwargs[name]) for name, value in one.kwargs.items()) and _is_alike(
+        one.args, other.args
+    )
+
+
+def _is_alike(one: object, other: object) -> bool:
+    """Models hand on the same tensors, or parts of the same one."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_alike, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.data_ptr() == other.data_ptr()
+    return one is other or (isinstance(one, int | float | str) and one == other)
+
+
+def stack_gpu_layers(
+    model: nn.Module,
+    homes: Mapping[str, Device],
+    watch: Callable[[nn.Module, Device], None],
+    calls: Sequence[LayerCall],
+) -> int:
     """Put LayerStacks in the places of a loaded model's decoder layers on GPUs; returns how many layers they compute.
 
-    homes: devices of the layers by name, in order. watch: what else has to be done to a module that takes a layer's
-    place on a device (hidden states are brought there).
+    homes: devices of the layers by name, in order. calls: of the layers in one step; neighbours that are handed
+    different things, the angles of their kind of attention say, are not joined. watch: what else has to be done to a
+    module that takes a layer's place on a device (hidden states are brought there).
     """
     layers = layer_list(model)
     if layers is None or len(layers) != len(homes):
         return 0
     devices, count = list(homes.values()), 0
     parts = [_parts(layer, i, devices[i]) if devices[i].is_gpu else None for i, layer in enumerate(layers)]
-    for _, run in groupby(range(len(layers)), key=lambda i: (parts[i] is None, devices[i].name)):
+    handed = _handed(calls)
+    for _, run in groupby(range(len(layers)), key=lambda i: (parts[i] is None, devices[i].name, handed[i])):
         first, *others = run
         usual = [part for i in (first, *others) if (part := parts[i]) is not None]
         if not usual:

@@ -25,6 +25,7 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, KAttention, attention_forward
 from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.recognize.layer import keeps_keywords
 
 __all__ = [
     "PROBE_ROWS",
@@ -33,6 +34,7 @@ __all__ = [
     "check_calls",
     "decoder_layers",
     "failing_module",
+    "hand_contexts_on",
     "keep_attention_type",
     "layer_list",
     "observe_step",
@@ -50,12 +52,18 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What a module asks of attention. window: positions that a row sees, itself included; 0: all."""
+    """What a module asks of attention. window: positions that a row sees, itself included; 0: all.
+
+    chunk: positions come in chunks of so many, and a row sees those of its own; 0: they do not. has_factors: queries
+    are multiplied by what follows from their positions.
+    """
 
     scale: float
     window: int
+    chunk: int
     softcap: float
     has_sinks: bool
+    has_factors: bool = False
 
 
 @dataclass(slots=True)
@@ -113,6 +121,30 @@ def keep_attention_type(stand_in: nn.Module, layer: nn.Module) -> None:
         stand_in.attention_type = layer.attention_type
 
 
+def hand_contexts_on(model: nn.Module) -> int:
+    """Give attention the step's context in layers that keep their keywords to themselves; how many layers do.
+
+    model: with its operators in place.
+    """
+    layers = [layer for layer in decoder_layers(model) if keeps_keywords(layer)]
+    for layer in layers:
+        _hand_on(layer, layer.get_submodule("self_attn"))
+    return len(layers)
+
+
+def _hand_on(layer: nn.Module, attention: nn.Module) -> None:
+    given: list[ForwardContext] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given[:] = [kwargs["forward_context"]] if "forward_context" in kwargs else []
+
+    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {**kwargs, "forward_context": given[0]} if given else kwargs
+
+    layer.register_forward_pre_hook(note, with_kwargs=True)
+    attention.register_forward_pre_hook(add, with_kwargs=True)
+
+
 def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: int = 0) -> ForwardContext:
     """A step of `rows` tokens of one sequence behind `past` random keys and values, on a cache of its own."""
     cache = _ProbeCache(shapes, 1, past + rows)
@@ -160,7 +192,7 @@ def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]
         if isinstance(mask, _MaskStandIn):
             args = (*args[:2], None, *args[3:])
         if current:
-            current[0].attention.append(_asked(query, kwargs))
+            current[0].attention.append(_asked(module, query, kwargs))
         return attention_forward(module, query, *args, **kwargs)
 
     handles = [
@@ -183,13 +215,19 @@ def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]
     return [found[0] for found in calls.values()]
 
 
-def _asked(query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionCall:
-    scaling = kwargs.get("scaling")
+def _asked(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionCall:
+    scaling, context = kwargs.get("scaling"), kwargs.get("forward_context")
+    layer_idx = getattr(module, "layer_idx", None)
+    chunk = 0
+    if isinstance(context, ForwardContext) and isinstance(layer_idx, int):
+        chunk = context.cache.shape(layer_idx).chunk
     return AttentionCall(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(kwargs.get("sliding_window") or 0),
+        chunk=chunk,
         softcap=float(kwargs.get("softcap") or 0.0),
         has_sinks=kwargs.get("s_aux") is not None,
+        has_factors=kwargs.get("query_factors") is not None,
     )
 
 
@@ -229,7 +267,7 @@ def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int) -> None:
 
     max_len: most positions of a sequence. Raises UnsupportedError that names the layer.
     """
-    compared = set[tuple[int, int]]()  # masks, which many layers share, and windows: one look is enough
+    compared = set[tuple[int, int, int]]()  # masks, which many layers share, and bounds: one look is enough
     for index, (layer, call) in enumerate(zip(decoder_layers(model), calls, strict=True)):
         attention = getattr(layer, "self_attn", None)
         if len(call.attention) > 1:
@@ -242,10 +280,11 @@ def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int) -> None:
                 f"layer {index} ({type(layer).__name__}) attends by code of its own, which no cache and no sequence's "
                 "bounds reach, so its answers would be wrong; its model has to call transformers' attention interface"
             )
-        window = call.attention[0].window if call.attention else _window_of(attention)
-        if call.mask is not None and (id(call.mask), window) not in compared:
-            compared.add((id(call.mask), window))
-            _check_mask(f"layer {index} ({type(layer).__name__})", call.mask, window, max_len)
+        asked = call.attention[0] if call.attention else None
+        window, chunk = (_window_of(attention), 0) if asked is None else (asked.window, asked.chunk)
+        if call.mask is not None and (id(call.mask), window, chunk) not in compared:
+            compared.add((id(call.mask), window, chunk))
+            _check_mask(f"layer {index} ({type(layer).__name__})", call.mask, (window, chunk), max_len)
 
 
 def _window_of(attention: object) -> int:
@@ -256,14 +295,20 @@ def _window_of(attention: object) -> int:
     return 0 if spec is None else spec.window
 
 
-def _check_mask(what: str, mask: MaskFunction, window: int, max_len: int) -> None:
-    """Compare the mask with causal attention over `window` positions, seen from the last two of `max_len`."""
+def _check_mask(what: str, mask: MaskFunction, bounds: tuple[int, int], max_len: int) -> None:
+    """Compare the mask with causal attention within `bounds`, seen from the last two of `max_len` positions.
+
+    bounds: window and chunk, as an AttentionCall has them.
+    """
+    window, chunk = bounds
     zero = torch.zeros((), dtype=torch.int64)
     for last in {max_len - 1, max(max_len - 2, 0)}:
         keys = torch.arange(max_len)
         seen = torch.as_tensor(mask(zero, zero, torch.tensor(last), keys)).expand(max_len)
         back = last - keys
         expected = (back >= 0) & ((back < window) if window else True)
+        if chunk:
+            expected &= keys // chunk == last // chunk
         if torch.equal(seen.bool(), expected):
             continue
         wrong = back[seen.bool() != expected]

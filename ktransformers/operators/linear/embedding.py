@@ -17,9 +17,9 @@ from ktransformers.operators.base import (
     OperatorConfig,
     Placement,
     Requirements,
-    empty_parameter,
     expect_shape,
 )
+from ktransformers.operators.recognize.embedding import recognize_embedding
 from ktransformers.operators.wrapper import DenseState
 from ktransformers.weights.source import WeightSource
 
@@ -27,7 +27,8 @@ __all__ = ["KEmbedding"]
 
 
 class KEmbedding(Operator):
-    """`nn.Embedding`: int64 [...] in, [..., H] out on its device. Subclasses of nn.Embedding run their own forward.
+    """`nn.Embedding`: int64 [...] in, [..., H] out on its device. Subclasses of nn.Embedding that do more than to
+    multiply what they look up run their own forward.
 
     On a GPU the table is dense.
     """
@@ -42,9 +43,11 @@ class KEmbedding(Operator):
         if not isinstance(module, nn.Embedding):
             raise UnsupportedError(f"KEmbedding cannot replace {key}: {type(module).__name__} is not nn.Embedding")
         self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
-        # A subclass may scale or normalize what it looks up, so its own forward has to run.
-        self.inner = None if type(module) is nn.Embedding and not self.device.is_gpu else module
-        self.weight = empty_parameter((self.num_embeddings, self.embedding_dim))
+        self.scale = recognize_embedding(module)
+        # A subclass may normalize what it looks up, so its own forward has to run.
+        self.inner = module if self.scale is None or self.device.is_gpu else None
+        # A placeholder without memory, on the device where ids are wanted: some models bring them to the table's.
+        self.weight = torch.empty(1).expand(self.num_embeddings, self.embedding_dim)
         self._table: RawTensor | None = None
 
     @override
@@ -73,4 +76,6 @@ class KEmbedding(Operator):
             return self.inner(self.device.move(input_ids))  # type: ignore[no-any-return]
         assert self._table is not None, f"{self.key} is not loaded"
         rows = cpu.dequantize_rows(self._table, input_ids.reshape(-1), self.config.require_pool())
+        if self.scale is not None and self.scale != 1.0:
+            rows *= self.scale
         return rows.view(*input_ids.shape, self.embedding_dim)

@@ -15,7 +15,7 @@ from ktransformers.operators.activation import activate
 from ktransformers.operators.base import OperatorConfig, Placement, Site
 from ktransformers.operators.device import give_back
 from ktransformers.operators.linear.joined import GatedLinears
-from ktransformers.operators.recognize.activation import recognize_activation
+from ktransformers.operators.recognize.activation import recognize_gated_mlp
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["KMLP"]
@@ -33,10 +33,7 @@ class KMLP(WrapperOperator):
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        self.spec: ActivationSpec | None = None
-        children = dict(module.named_children())
-        if children.keys() == self.PARTS:
-            self.spec = recognize_activation(children["act_fn"])
+        self.spec: ActivationSpec | None = recognize_gated_mlp(module)
         self._gated: GatedLinears | None = None
 
     @override

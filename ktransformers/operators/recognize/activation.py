@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktransformers.kernels.types import Activation, ActivationSpec
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, matching, recognizer
+from ktransformers.operators.recognize.probe import Draws, Unlike, answer, matching, recognizer, twin_of
 from ktransformers.weights.source import ExpertsLayout
 
-__all__ = ["recognize_activation", "recognize_expert_activation"]
+__all__ = ["expert_activation", "recognize_activation", "recognize_expert_activation", "recognize_gated_mlp"]
 
 _FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: functional.silu,
@@ -25,6 +25,7 @@ _FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 _PLAIN = tuple(ActivationSpec(kind) for kind in _FORMULAS)  # of one argument
 _COLS = 32
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def _rows(cols: int) -> Tensor:
@@ -51,11 +52,48 @@ def recognize_activation(module: nn.Module) -> ActivationSpec:
     return matching(answer(lambda: module(rows)), _PLAIN, lambda spec: _FORMULAS[spec.kind](rows))
 
 
+def expert_activation(module: nn.Module, layout: ExpertsLayout) -> Callable[[Tensor], Tensor]:
+    """An experts module's own: [..., 2 I] -> [..., I] with a gate, else of [..., I]. Does not make it a child."""
+    if not layout.has_gate or hasattr(module, "_apply_gate"):
+        return lambda rows: getattr(module, "_apply_gate" if layout.has_gate else "act_fn")(rows)
+    return lambda rows: module.act_fn(rows[..., : rows.shape[-1] // 2]) * rows[..., rows.shape[-1] // 2 :]  # type: ignore[operator]
+
+
+class _Product(nn.Module):
+    """In the place of a projection: a product with a number of its own, large enough that clamping shows."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+@recognizer("a feed-forward block of gate, up and down")
+def recognize_gated_mlp(module: nn.Module) -> ActivationSpec:
+    """The activation of a block that computes down(act(gate(x)) * up(x)); None for others.
+
+    Its projections are gate_proj, up_proj and down_proj, and its activation act_fn.
+    """
+    parts: dict[str, nn.Module] = {name: _Product(2.0 + i) for i, name in enumerate(_PROJECTIONS)}
+    children = {name: child for name, child in module.named_children() if child is not None}
+    if children.keys() != {*_PROJECTIONS, "act_fn"}:
+        raise Unlike(f"it is made of {', '.join(sorted(children))}")
+    spec = recognize_activation(children["act_fn"])
+    if spec is None:
+        raise Unlike("no kernel computes its activation")
+    rows = _rows(_COLS)
+    got = answer(lambda: twin_of(module, modules={**parts, "act_fn": children["act_fn"]})(rows))
+    gate, up, down = parts.values()
+    return matching(got, [spec], lambda found: down(_gated(found, gate(rows), up(rows))))
+
+
 @recognizer("an experts module whose activation kernels compute", logging.DEBUG)  # the operator warns
 def recognize_expert_activation(module: nn.Module, layout: ExpertsLayout) -> ActivationSpec:
     """What an experts module of `transformers` computes between its projections; None where no kernel does."""
     rows = _rows(2 * _COLS if layout.has_gate else _COLS)
-    want = answer(lambda: getattr(module, "_apply_gate" if layout.has_gate else "act_fn")(rows))
+    want = answer(lambda: expert_activation(module, layout)(rows))
     if not layout.has_gate:
         return matching(want, _PLAIN, lambda spec: _FORMULAS[spec.kind](rows))
     gate, up = rows.chunk(2, dim=-1) if layout.is_concatenated else (rows[..., ::2], rows[..., 1::2])

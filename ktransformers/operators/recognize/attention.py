@@ -27,7 +27,7 @@ from ktransformers.operators.recognize.probe import (
     twin_of,
 )
 
-__all__ = ["GqaSpec", "NormPlace", "QueryNorms", "recognize_attention"]
+__all__ = ["GqaSpec", "NormPlace", "QueryNorms", "TemperatureSpec", "recognize_attention", "recognize_temperature"]
 
 _PROBE = "ktransformers_probe"
 _ROWS = 3
@@ -81,6 +81,32 @@ class GqaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TemperatureSpec:
+    """Queries at position p are multiplied by 1 + scale log(1 + floor((p + 1) / step)) (arXiv 2501.19399)."""
+
+    step: float
+    scale: float
+
+    def factors(self, count: int, first: int = 0) -> Tensor:
+        """Of `count` positions from `first` on, fp32."""
+        positions = torch.arange(first, first + count, dtype=torch.float64)
+        return (1 + self.scale * torch.log1p(torch.floor((positions + 1) / self.step))).float()
+
+
+class _Past:
+    """A cache of transformers that says how much it holds, and holds nothing."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+@dataclass(frozen=True, slots=True)
 class _Call:
     """What attention was given, [1, heads, T, D] and by name, and the result that it gave."""
 
@@ -125,6 +151,25 @@ def recognize_attention(module: nn.Module) -> GqaSpec:
         raise Unlike(f"it is made of {', '.join(sorted(children | own))}")
     # Angles are given twice side by side, or once: both are usual.
     return first_of(partial(_asked, module, head_dim, names, copies) for copies in (2, 1))
+
+
+@recognizer("attention with queries scaled by position as operators compute it")
+def recognize_temperature(module: nn.Module) -> TemperatureSpec:
+    """How a module that does not rotate scales its queries by their positions; None for another way."""
+    head_dim, names = getattr(module, "head_dim", None), {name for name, _ in module.named_children()}
+    step, scale = getattr(module, "floor_scale", None), getattr(module, "attn_scale", None)
+    if not isinstance(head_dim, int) or names != _PROJECTIONS:
+        raise Unlike(f"it is made of {', '.join(sorted(names))}")
+    if not isinstance(step, int | float) or not isinstance(scale, int | float) or step <= 0:
+        raise Unlike("it does not say by how much")
+    spec = TemperatureSpec(float(step), float(scale))
+    twin, parts = _twin(module, head_dim, ())
+    for first in (0, int(step) - 2, int(5 * step)):
+        call = _answer(twin, torch.zeros(_ROWS, head_dim), past_key_values=_Past(first))
+        want = parts["q_proj"] * spec.factors(_ROWS, first)[:, None, None]
+        if not close(call.query[0].transpose(0, 1), want) or not close(call.key[0].transpose(0, 1), parts["k_proj"]):
+            raise Unlike("it scales them in its own way")
+    return spec
 
 
 def _asked(module: nn.Module, head_dim: int, names: tuple[str, ...], copies: int) -> GqaSpec:
@@ -180,6 +225,8 @@ def _twin(module: nn.Module, head_dim: int, norm_names: tuple[str, ...]) -> tupl
     children: dict[str, nn.Module] = {"o_proj": nn.Identity()}
     for name in ("q_proj", "k_proj", "v_proj"):
         value = draws.normal(1, _ROWS, _width(module, name), scale=_SIZE)
+        if value.shape[-1] % head_dim:
+            raise Unlike(f"{name} gives {value.shape[-1]} columns, which are no heads of {head_dim}")
         children[name], parts[name] = _Fixed(value), value.view(_ROWS, -1, head_dim)
     for name in norm_names:
         norm = module.get_submodule(name)
@@ -191,14 +238,14 @@ def _twin(module: nn.Module, head_dim: int, norm_names: tuple[str, ...]) -> tupl
     return twin_of(module, parameters=sinks, modules=children, config=config), parts | sinks
 
 
-def _answer(twin: nn.Module, angles: Tensor) -> _Call:
+def _answer(twin: nn.Module, angles: Tensor, **given: object) -> _Call:
     """What the twin hands to attention. Raises Unlike unless it hands on what attention gives, and calls it once."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_PROBE, _record)
     calls, embeddings = list[_Call](), (angles.cos()[None], angles.sin()[None])
     rows = torch.zeros(1, _ROWS, 8)
-    output = answer(lambda: twin(rows, position_embeddings=embeddings, attention_mask=None, calls=calls)[0])
+    output = answer(lambda: twin(rows, position_embeddings=embeddings, attention_mask=None, calls=calls, **given)[0])
     if len(calls) != 1 or not close(output, calls[0].result.reshape(1, _ROWS, -1)):
         raise Unlike("it calls attention otherwise than once, or changes its result")
     return calls[0]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, first_of, recognizer, twin_of
 
-__all__ = ["LAYER_NORMS", "LayerSpec", "recognize_layer"]
+__all__ = ["LAYER_NORMS", "LayerSpec", "keeps_keywords", "recognize_layer"]
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -51,6 +51,21 @@ def recognize_layer(layer: nn.Module) -> LayerSpec:
     if len(others) != 1 or len(names) != 4 or any(True for _ in layer.parameters(recurse=False)):
         raise Unlike(f"it is made of {', '.join(sorted(names))}")
     return first_of(partial(_asked, layer, others[0], in_tuple) for in_tuple in (False, True))
+
+
+def keeps_keywords(layer: nn.Module) -> bool:
+    """Whether `layer` runs its attention, the child `self_attn`, without the keywords that it is given itself."""
+    children = {name: child for name, child in layer.named_children() if child is not None}
+    if "self_attn" not in children:
+        return False
+    attention, probe = _StandIn(1.3, in_tuple=True), object()
+    twin = twin_of(layer, modules={name: _StandIn(0.7) for name in children} | {"self_attn": attention})
+    x, given = Draws().normal(1, 3, 8), {"attention_mask": None, "position_embeddings": object(), "probe": probe}
+    try:
+        answer(lambda: twin(x, past_key_values=None, use_cache=False, position_ids=object(), **given))
+    except Unlike:
+        return False  # a layer of another make, which the first step shows
+    return bool(attention.seen) and attention.seen.get("probe") is not probe
 
 
 def _asked(layer: nn.Module, feed_forward: str, in_tuple: bool) -> LayerSpec:

@@ -24,7 +24,14 @@ def case(heads, kv_heads, dim_k, dim_v, seed=0):
     return q, cache, values, table, seq_ids, kv_lens
 
 
-OPTIONS = [{}, {"window": 100}, {"softcap": 3.0}, {"sinks": True}, {"window": 7, "sinks": True, "softcap": 5.0}]
+OPTIONS = [
+    {},
+    {"window": 100},
+    {"window": 100, "is_chunked": True},
+    {"softcap": 3.0},
+    {"sinks": True},
+    {"window": 7, "sinks": True, "softcap": 5.0},
+]
 
 
 @product(strength=1, shape=[(8, 2, 64, 64), (6, 6, 40, 24), (20, 1, 48, 40)], options=OPTIONS)

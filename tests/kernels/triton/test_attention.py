@@ -48,7 +48,14 @@ def check(arguments, scale, **options):
 DECODE = [(0, 300), (1, 1), (2, 0), (3, 129)]
 # Two chunks of different sequences, a decode row, a padding row; tiles hold the ends of several of them.
 PREFILL = [(0, n) for n in range(180, 205)] + [(1, n) for n in range(1, 9)] + [(2, 70), (3, 0)]
-OPTIONS = [{}, {"window": 50}, {"softcap": 3.0}, {"sinks": True}, {"window": 7, "sinks": True, "softcap": 5.0}]
+OPTIONS = [
+    {},
+    {"window": 50},
+    {"window": 50, "is_chunked": True},
+    {"softcap": 3.0},
+    {"sinks": True},
+    {"window": 7, "sinks": True, "softcap": 5.0},
+]
 HEADS = [(4, 2, 64), (3, 1, 80), (2, 2, 96), (8, 1, 128), (2, 1, 192), (2, 1, 256), (20, 1, 40), (4, 2, 33)]
 
 
