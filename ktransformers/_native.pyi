@@ -111,6 +111,36 @@ def attention(
     sinks: int,
 ) -> None: ...
 
+MAX_CONV_WIDTH: int
+_Step = tuple[int, int, int, int, int, int, int]
+
+def causal_conv(
+    pool: WorkerPool, step: _Step, addresses: Sequence[int], sizes: tuple[int, int, int], is_silu: bool
+) -> None: ...
+def scan_heads(
+    pool: WorkerPool,
+    step: _Step,
+    addresses: Sequence[int],
+    strides: Sequence[int],
+    sizes: tuple[int, int, int, int],
+    kind: int,
+    eps: float,
+    scale: float,
+) -> None: ...
+def selective_scan(
+    pool: WorkerPool, step: _Step, addresses: Sequence[int], strides: Sequence[int], sizes: tuple[int, int]
+) -> None: ...
+def gated_norm(
+    pool: WorkerPool,
+    addresses: Sequence[int],
+    sizes: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    eps: float,
+    gate_first: bool,
+    kind: int,
+) -> None: ...
+def delta_gates(pool: WorkerPool, addresses: Sequence[int], rows: int, heads: int) -> None: ...
+
 _Weight = tuple[int, int, int, int, int]
 _Norm = tuple[int, float]
 _Router = tuple[int, bool, int, int, bool, bool, float]
