@@ -183,7 +183,7 @@ struct KernelTable {
   void (*weight_sums)(const float* x, int64_t n, const float* maxima, const WeightSpec& spec, double* sums);
   int64_t (*tokens_from)(const float* x, int64_t n, const float* maxima, float least, int32_t* ids);
   uint64_t (*read_lines)(const uint8_t* p, int64_t bytes);
-  int64_t (*multiply_registers)(int64_t rounds, int32_t* out);  // out: 32 numbers
+  int64_t (*multiply_registers)(int64_t rounds, int32_t* out);  // out: 32 numbers, zeros
   int64_t (*multiply_fp32)(int64_t rounds, int32_t* out);       // as multiply_registers
   // `count` tiles of re-laid weights of any types, which share k, tokens and blocks->bf16 (bf16.inl); nullptr: the tier
   // has no products of bf16.
