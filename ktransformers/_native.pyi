@@ -115,7 +115,7 @@ MAX_CONV_WIDTH: int
 _Step = tuple[int, int, int, int, int, int, int]
 
 def causal_conv(
-    pool: WorkerPool, step: _Step, addresses: Sequence[int], sizes: tuple[int, int, int], is_silu: bool
+    pool: WorkerPool, step: _Step, addresses: Sequence[int], sizes: Sequence[int], is_silu: bool
 ) -> None: ...
 def scan_heads(
     pool: WorkerPool,

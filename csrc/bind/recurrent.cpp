@@ -18,11 +18,11 @@ using kt::at;
 // addresses: of the arguments in the order in which kernels/cpu/recurrent.py says; 0: none.
 void bind_recurrent(nb::module_& m) {
   m.attr("MAX_CONV_WIDTH") = kt::kMaxConvWidth;
-  // addresses: x, weight, bias, out, states; sizes: stride of x, channels, width
+  // addresses: x, weight, bias, out, states; sizes: stride of x, channels, width, strides of the weight
   m.def(
       "causal_conv",
       [](kt::WorkerPool& pool, const StepTuple& step, const std::array<Address, 5>& addresses,
-         const std::array<int64_t, 3>& sizes, bool is_silu) {
+         const std::array<int64_t, 5>& sizes, bool is_silu) {
         kt::ConvArgs a{};
         a.x = at<const float>(addresses[0]);
         a.weight = at<const float>(addresses[1]);
@@ -32,6 +32,8 @@ void bind_recurrent(nb::module_& m) {
         a.ldx = sizes[0];
         a.channels = sizes[1];
         a.width = static_cast<int>(sizes[2]);
+        a.weight_channel = sizes[3];
+        a.weight_tap = sizes[4];
         a.is_silu = is_silu;
         kt::causal_conv(pool, step_of(step), a);
       },

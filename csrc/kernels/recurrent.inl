@@ -16,7 +16,6 @@
 namespace {
 
 constexpr int kScanCols = 16 * kScanVectors;  // columns of a state that are advanced at a time
-constexpr int kScanRows = 16;                 // rows whose keys and queries are made ready at a time
 constexpr int kSelectiveChannels = 64;
 
 inline int64_t padded16(int64_t n) { return (n + 15) / 16 * 16; }
@@ -36,46 +35,47 @@ inline void store_part(float* p, vf x, int c, int64_t count) {
 
 // ---- causal_conv ----
 
+// weight: [W], `stride` apart, of 16 channels side by side.
 template <int W>
-void conv_row(const ConvArgs& a, const float* weight, const float* const* rows, int64_t first, int64_t count,
-              float* out) {
-  const int64_t stride = padded16(count);
+void conv_row(const ConvArgs& a, const float* weight, int64_t stride, const float* const* rows, int64_t first,
+              int64_t count, float* out) {
   for (int64_t c = 0; c < count; c += 16) {
     const int n = clipped16(count - c);
     vf sum = a.bias != nullptr ? load_n(a.bias + first + c, n) : zero();
 #pragma GCC unroll 8
-    for (int w = 0; w < W; ++w) sum = fma_(load(weight + w * stride + c), load_n(rows[w] + c, n), sum);
+    for (int w = 0; w < W; ++w) sum = fma_(load_n(weight + w * stride + c, n), load_n(rows[w] + c, n), sum);
     store_n(out + c, a.is_silu ? activation(ActKind::Silu, sum) : sum, n);
   }
 }
 
 template <int W> void conv_rows(const ConvArgs& a, const RecurrentTask& task, float* memory) {
-  const int64_t stride = padded16(task.count);
-  float *weight = memory, *history = memory + W * stride;
-  const float* rows[W];
-  const int64_t slot_size = (W - 1) * a.channels;
-  for (int w = 0; w < W; ++w) {
-    for (int64_t c = 0; c < stride; ++c)
-      weight[w * stride + c] = c < task.count ? a.weight[(task.first + c) * W + w] : 0.0f;
+  const int64_t stride = padded16(task.count), slot_size = (W - 1) * a.channels;
+  float *side_by_side = memory, *history = memory + W * stride;
+  const bool is_copied = a.weight_channel != 1;
+  for (int64_t c = 0; is_copied && c < task.count; ++c)
+    for (int w = 0; w < W; ++w)
+      side_by_side[w * stride + c] = a.weight[(task.first + c) * a.weight_channel + w * a.weight_tap];
+  const float* weight = is_copied ? side_by_side : a.weight + task.first;
+  const size_t bytes = static_cast<size_t>(task.count) * sizeof(float);
+  const float* rows[W] = {};
+  for (int w = 0; w + 1 < W; ++w) {
     rows[w] = history + w * stride;
-    if (w == W - 1) break;
     if (task.read_slot < 0)
-      std::memset(history + w * stride, 0, static_cast<size_t>(stride) * sizeof(float));
+      std::memset(history + w * stride, 0, bytes);
     else
-      std::memcpy(history + w * stride, a.states + task.read_slot * slot_size + w * a.channels + task.first,
-                  static_cast<size_t>(task.count) * sizeof(float));
+      std::memcpy(history + w * stride, a.states + task.read_slot * slot_size + w * a.channels + task.first, bytes);
   }
   const auto keep = [&](int64_t slot) {  // the inputs that the next row will want, oldest first
     for (int w = 0; slot >= 0 && w + 1 < W; ++w)
-      std::memcpy(a.states + slot * slot_size + w * a.channels + task.first, rows[w + 1],
-                  static_cast<size_t>(task.count) * sizeof(float));
+      std::memcpy(a.states + slot * slot_size + w * a.channels + task.first, rows[w + 1], bytes);
   };
   for (int64_t t = task.first_row; t < task.first_row + task.num_rows; ++t) {
+    if (t > task.first_row)
+      for (int w = 0; w + 1 < W; ++w) rows[w] = rows[w + 1];
     rows[W - 1] = a.x + t * a.ldx + task.first;
-    conv_row<W>(a, weight, rows, task.first, task.count, a.out + t * a.channels + task.first);
+    conv_row<W>(a, weight, is_copied ? stride : a.weight_tap, rows, task.first, task.count,
+                a.out + t * a.channels + task.first);
     keep(a.save_slots[t]);
-    if (t + 1 == task.first_row + task.num_rows) break;
-    for (int w = 0; w + 1 < W; ++w) rows[w] = rows[w + 1];
   }
   keep(task.write_slot);
 }
@@ -307,11 +307,12 @@ void linear_rows(const ScanArgs& a, int head, int64_t row, const float* decays, 
 }
 
 void linear_scan(const ScanArgs& a, const RecurrentTask& task, float* memory) {
-  alignas(64) float decays[kScanRows];
+  alignas(64) float decays[16] = {};
+  static_assert(kScanRows <= 16, "their decays are one vector");
   scan_columns(
       a, task, memory,
       [&](int64_t row, int count) {
-        for (int i = 0; i < kScanRows; ++i) decays[i] = i < count ? a.decay[(row + i) * a.decay_row + task.head] : 0.0f;
+        for (int i = 0; i < count; ++i) decays[i] = a.decay[(row + i) * a.decay_row + task.head];
         store(decays, exp_(load(decays)));
       },
       [&](int64_t row, int count, const StateColumns& state) {
@@ -331,11 +332,18 @@ void linear_scan(const ScanArgs& a, const RecurrentTask& task, float* memory) {
 // ---- selective_scan ----
 
 // [count channels][size] to [size][16] and back; lanes without a channel are zeros.
-inline void channels_to_lanes(const float* from, int count, int64_t size, float* to) {
+void channels_to_lanes(const float* from, int count, int64_t size, float* to) {
+  if (count == 16 && size % 16 == 0) {
+    const uint8_t* rows[16];
+    for (int c = 0; c < 16; ++c) rows[c] = reinterpret_cast<const uint8_t*>(from + c * size);
+    for (int64_t n = 0; n < size; n += 16) store_columns16(rows, n * 4, to + n * 16);
+    return;
+  }
   for (int64_t n = 0; n < size; ++n)
     for (int c = 0; c < 16; ++c) to[n * 16 + c] = c < count ? from[c * size + n] : 0.0f;
 }
-inline void lanes_to_channels(const float* from, int count, int64_t size, float* to) {
+void lanes_to_channels(const float* from, int count, int64_t size, float* to) {
+  if (count == 16 && size == 16) return channels_to_lanes(from, 16, 16, to);
   for (int c = 0; c < count; ++c)
     for (int64_t n = 0; n < size; ++n) to[c * size + n] = from[n * 16 + c];
 }

@@ -10,10 +10,9 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kConvChannels = 256;    // of a task, at most
-constexpr int64_t kConvElements = 4096;   // rows times channels that are worth a task
-constexpr int64_t kSelectiveTask = 64;    // channels of a task, as kernels/recurrent.inl keeps them
-constexpr int64_t kReadyFloats = 4 * 16;  // times the padded K: keys and queries that delta_scan makes ready
+constexpr int64_t kConvChannels = 256;           // of a task, at most
+constexpr int64_t kSelectiveTask = 64;           // channels of a task, as kernels/recurrent.inl keeps them
+constexpr int64_t kReadyFloats = 4 * kScanRows;  // times the padded K: keys and queries that delta_scan makes ready
 
 [[noreturn]] void refuse(const std::string& what, int64_t index, const std::string& why) {
   throw std::invalid_argument(what + "[" + std::to_string(index) + "] " + why);
@@ -114,10 +113,8 @@ void causal_conv(WorkerPool& pool, const RecurrentStep& step, ConvArgs args) {
   op.add_bytes((seqs.count * (args.width - 1) + args.width) * args.channels * static_cast<int64_t>(sizeof(float)));
   args.save_slots = step.save_slots;
   clear_rest(step, args.out, args.channels);
-  // Few rows: more channels to a task, up to all that make an equal part for each thread.
-  const int64_t rows = std::max<int64_t>(step.num_rows / std::max<int64_t>(seqs.count, 1), 1);
-  const int64_t equal = divided(divided(args.channels, session.num_threads()), 16) * 16;
-  const int64_t width = std::min(kConvChannels, std::max<int64_t>(16, std::min(equal, kConvElements / rows / 16 * 16)));
+  const int64_t per_thread = divided(seqs.count * args.channels, session.num_threads());
+  const int64_t width = std::min(kConvChannels, divided(std::max<int64_t>(per_thread, 1), 16) * 16);
   const int64_t parts = divided(args.channels, width), memory = 2 * args.width * width;
   float* of_threads = session.scratch<float>(session.num_threads() * memory);
   session.run(seqs.count * parts, [&](int64_t i, int thread) {

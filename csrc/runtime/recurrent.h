@@ -25,14 +25,16 @@ struct RecurrentTask {
 };
 
 constexpr int kMaxConvWidth = 8;
+constexpr int kScanRows = 8;  // whose keys and queries delta_scan makes ready at a time
 
 struct ConvArgs {
   const float* x;  // [T, channels], rows `ldx` apart
   int64_t ldx;
-  const float* weight;  // [channels, width]
-  const float* bias;    // [channels] or nullptr
-  float* out;           // [T, channels]
-  float* states;        // [slots, width - 1, channels]
+  const float* weight;                 // [channels, width]; fastest where channels lie side by side
+  int64_t weight_channel, weight_tap;  // strides
+  const float* bias;                   // [channels] or nullptr
+  float* out;                          // [T, channels]
+  float* states;                       // [slots, width - 1, channels]
   int64_t channels;
   int width;
   bool is_silu;

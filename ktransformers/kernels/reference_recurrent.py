@@ -107,13 +107,21 @@ def selective_scan(
 
 
 def gated_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool = False, is_sigmoid: bool = False
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    group_size: int | None = None,
+    is_gate_first: bool = False,
+    activation: str = "silu",
 ) -> Tensor:
-    """RMSNorm of each group, times the gate's SiLU or sigmoid."""
-    factor = torch.sigmoid(gate.double()) if is_sigmoid else functional.silu(gate.double())
-    wide = x.double() * factor if gate_first else x.double()
-    normed = weight.double() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed if gate_first else normed * factor).float()
+    """RMSNorm of groups of columns, times the gate's SiLU or sigmoid."""
+    factor = functional.silu(gate.double()) if activation == "silu" else torch.sigmoid(gate.double())
+    wide = x.double() * factor if is_gate_first else x.double()
+    groups = wide.unflatten(1, (-1, group_size or x.shape[1]))
+    normed = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(1)
+    result = weight.double().repeat(x.shape[1] // len(weight)) * normed
+    return (result if is_gate_first else result * factor).float()
 
 
 def delta_gates(a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from ktransformers.kernels import reference_recurrent as reference
 from ktransformers.kernels.cpu import recurrent
-from ktransformers.kernels.types import Activation, StateStep
+from ktransformers.kernels.types import StateStep
 
 ROWS = 70
 SLOTS = 6
@@ -58,6 +58,7 @@ def _numbers(seed=0):
 def conv(channels, width, activation, has_bias):
     normal = _numbers(width)
     x, weight = normal(ROWS, channels + 5)[:, 2 : channels + 2], normal(channels, width)
+    weight = weight.t().contiguous().t() if has_bias else weight
     bias = normal(channels) if has_bias else None
     return Case(
         lambda s, step, pool, rows=slice(None): recurrent.causal_conv(x[rows], weight, bias, s, step, activation, pool),
@@ -201,7 +202,7 @@ def test_inputs_that_end_at_a_page(pools, guarded):
         assert recurrent.linear_scan(q, k, v, decay, states, step, each).isfinite().all()
         assert recurrent.selective_scan(x, dt, rates, b, c, skip, torch.zeros(1, 17, 3), step, each).isfinite().all()
         assert recurrent.causal_conv(x, weight, skip, torch.zeros(1, 3, 17), step, "silu", each).isfinite().all()
-        assert recurrent.gated_norm(v, v, v[0], 1e-6, each).isfinite().all()
+        assert recurrent.gated_norm(v[:, 0], v[:, 0], v[0, 0], 1e-6, each).isfinite().all()
         assert recurrent.delta_gates(*gates[:2], gates[2][0], gates[3][0], each)[0].isfinite().all()
 
 
@@ -266,7 +267,7 @@ def test_conv_and_norm_oracles_against_transformers():
     out = reference.causal_conv(x, weight, bias, states, step_of([6]), "silu")
     want = qwen3_next.causal_conv1d_fn(x.T[None], weight, bias, activation="silu")
     torch.testing.assert_close(out, want[0].T)
-    x, gate = normal(6, 3, 10), normal(6, 3, 10)
+    x, gate = normal(6, 10), normal(6, 10)
     module = qwen3_next.Qwen3NextRMSNormGated(10, eps=1e-5)
     torch.nn.init.uniform_(module.weight)
     torch.testing.assert_close(reference.gated_norm(x, gate, module.weight, 1e-5), module(x, gate))
@@ -276,22 +277,22 @@ def test_conv_and_norm_oracles_against_transformers():
 
 
 @pytest.mark.parametrize("size", [1, 40, 128])
-@pytest.mark.parametrize("gate_first", [False, True])
-@pytest.mark.parametrize("activation", [Activation.SILU, Activation.SIGMOID])
-def test_gated_norm(size, gate_first, activation, pools):
+@pytest.mark.parametrize("is_gate_first", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gated_norm(size, is_gate_first, activation, pools):
     normal = _numbers(size)
-    x, gates = normal(5, 3, size), normal(5, 3, 2 * size)
-    gate = gates[..., size:]
-    for weight in (normal(size), normal(3, size)):
-        options = {"gate_first": gate_first, "activation": activation}
+    x, gate = normal(5, 3 * size), normal(5, 4 * size)[:, size:]
+    options = {"group_size": size, "is_gate_first": is_gate_first, "activation": activation}
+    for weight in (normal(size), normal(3 * size)):
         out = recurrent.gated_norm(x, gate, weight, 1e-6, pools[0], **options)
-        want = reference.gated_norm(x, gate, weight, 1e-6, gate_first, activation is Activation.SIGMOID)
-        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out, reference.gated_norm(x, gate, weight, 1e-6, **options), rtol=1e-5, atol=1e-6)
         for each in pools[1:]:
             assert torch.equal(recurrent.gated_norm(x, gate, weight, 1e-6, each, **options), out)
         inplace = x.clone()
         assert recurrent.gated_norm(inplace, gate, weight, 1e-6, pools[-1], out=inplace, **options) is inplace
         assert torch.equal(inplace, out)
+    with pytest.raises(ValueError, match=r"group_size must divide"):
+        recurrent.gated_norm(x, gate, weight, 1e-6, pools[0], group_size=2 * size)
 
 
 def test_delta_gates(pools):

@@ -20,6 +20,7 @@ from ktransformers.kernels.types import Activation, StateStep
 
 __all__ = ["causal_conv", "delta_gates", "delta_scan", "gated_norm", "linear_scan", "native_step", "selective_scan"]
 
+_GATES = {"silu": Activation.SILU, "sigmoid": Activation.SIGMOID}
 _LINEAR, _DELTA_HEADS, _DELTA_KEYS = range(3)
 _NativeStep = tuple[int, int, int, int, int, int, int]
 
@@ -65,12 +66,13 @@ def causal_conv(
 ) -> Tensor:
     """Depthwise causal convolution over each sequence: y[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 + w]).
 
-    x: [T, C], rows may lie apart. weight: [C, W], W <= 8. bias: [C] or None. states: [slots, W - 1, C], the inputs
+    x: [T, C], rows may lie apart. weight: [C, W], W <= 8; fastest as the transpose of a
+    contiguous [W, C]. bias: [C] or None. states: [slots, W - 1, C], the inputs
     before, oldest first. activation: "silu" or "none". Returns [T, C].
     """
     if activation not in ("silu", "none"):
         raise ValueError(f'activation must be "silu" or "none", got {activation!r}')
-    check_tensor("weight", weight, (None, None))
+    check_tensor("weight", weight if weight.is_contiguous() else weight.t(), (None, None))
     channels, width = weight.shape
     if not 1 <= width <= extension.MAX_CONV_WIDTH:
         raise ValueError(f"a convolution must be 1 to {extension.MAX_CONV_WIDTH} wide, got {width}")
@@ -83,7 +85,7 @@ def causal_conv(
         pool.handle,
         native_step(step, x.shape[0], states.shape[0]),
         (x.data_ptr(), weight.data_ptr(), _address(bias), result.data_ptr(), states.data_ptr()),
-        (x.stride(0), channels, width),
+        (x.stride(0), channels, width, *weight.stride()),
         activation == "silu",
     )
     return result
@@ -209,37 +211,42 @@ def selective_scan(  # noqa: PLR0913 - what a call of the kernel takes
     return result
 
 
-def gated_norm(
+def gated_norm(  # noqa: PLR0913 - what a call of the kernel takes
     x: Tensor,
     gate: Tensor,
     weight: Tensor,
     eps: float,
     pool: WorkerPool,
     *,
-    gate_first: bool = False,
-    activation: Activation = Activation.SILU,
+    group_size: int | None = None,
+    is_gate_first: bool = False,
+    activation: str = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """RMSNorm of each group, times act(gate): weight * norm(x) * act(gate), or weight * norm(x * act(gate)).
+    """RMSNorm of groups of columns, times act(gate): weight * norm(x) * act(gate), or weight * norm(x * act(gate)).
 
-    x: [T, G, D], G groups of D columns. gate: [T, G, D], groups may lie apart. weight: [D] for all groups or [G, D].
-    gate_first: the second form. out: [T, G, D], made when None, may be x.
+    x: [T, D]. gate: [T, D], rows may lie apart. weight: [D], or [group_size] for all groups. group_size: columns that
+    share a mean; None: all. is_gate_first: the second form. activation: "silu" or "sigmoid". Returns [T, D]; out: made
+    when None, may be x.
     """
-    check_tensor("x", x, (None, None, None))
-    rows, groups, size = x.shape
-    if rows and groups:
-        _check_rows("gate", gate[0], (groups, size))
-    check_tensor("gate", gate[:, :0], (rows, 0, size))
-    check_tensor("weight", weight, (groups, size) if weight.dim() == 2 else (size,))
-    result = x if out is x else output(out, (rows, groups, size), gate)
+    if activation not in _GATES:
+        raise ValueError(f'activation must be "silu" or "sigmoid", got {activation!r}')
+    check_tensor("x", x, (None, None))
+    rows, cols = x.shape
+    size = cols if group_size is None else group_size
+    if size < 1 or cols % size:
+        raise ValueError(f"group_size must divide {cols} columns, got {size}")
+    _check_rows("gate", gate, (rows, cols))
+    check_tensor("weight", weight, (size,) if weight.shape == (size,) else (cols,))
+    result = x if out is x else output(out, (rows, cols), gate)
     extension.gated_norm(
         pool.handle,
         (x.data_ptr(), gate.data_ptr(), weight.data_ptr(), result.data_ptr()),
-        (rows, groups, size),
-        (gate.stride(0), gate.stride(1), size if weight.dim() == 2 else 0),
+        (rows, cols // size, size),
+        (gate.stride(0), size, size if weight.shape == (cols,) else 0),
         float(eps),
-        gate_first,
-        int(activation),
+        is_gate_first,
+        int(_GATES[activation]),
     )
     return result
 
