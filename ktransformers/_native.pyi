@@ -172,6 +172,19 @@ class AttentionBlock:
         sizes: tuple[int, int, int, int, int, int],
     ) -> None: ...
 
+class DeltaNetBlock:
+    def __init__(
+        self,
+        norms: list[_Norm],
+        weights: list[_Weight],
+        addresses: list[int],
+        sizes: list[int],
+        l2norm_eps: float,
+        gate: int,
+        layer: int,
+    ) -> None: ...
+    def forward(self, pool: WorkerPool, buffers: LayerBuffers, step: _Step, x: int, conv: int, states: int) -> None: ...
+
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]: ...
 def uniform_at(seed: int, position: int) -> float: ...
 def sample_rows(

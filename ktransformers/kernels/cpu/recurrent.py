@@ -18,9 +18,20 @@ from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, output
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import Activation, StateStep
 
-__all__ = ["causal_conv", "delta_gates", "delta_scan", "gated_norm", "linear_scan", "native_step", "selective_scan"]
+__all__ = [
+    "GATES",
+    "causal_conv",
+    "delta_gates",
+    "delta_scan",
+    "gated_norm",
+    "linear_scan",
+    "native_step",
+    "selective_scan",
+]
 
-_GATES = {"silu": Activation.SILU, "sigmoid": Activation.SIGMOID}
+GATES = {"silu": Activation.SILU, "sigmoid": Activation.SIGMOID}
+"""Activations of gates behind a norm."""
+
 _LINEAR, _DELTA_HEADS, _DELTA_KEYS = range(3)
 _NativeStep = tuple[int, int, int, int, int, int, int]
 
@@ -229,7 +240,7 @@ def gated_norm(  # noqa: PLR0913 - what a call of the kernel takes
     share a mean; None: all. is_gate_first: the second form. activation: "silu" or "sigmoid". Returns [T, D]; out: made
     when None, may be x.
     """
-    if activation not in _GATES:
+    if activation not in GATES:
         raise ValueError(f'activation must be "silu" or "sigmoid", got {activation!r}')
     check_tensor("x", x, (None, None))
     rows, cols = x.shape
@@ -246,7 +257,7 @@ def gated_norm(  # noqa: PLR0913 - what a call of the kernel takes
         (gate.stride(0), size, size if weight.shape == (cols,) else 0),
         float(eps),
         is_gate_first,
-        int(_GATES[activation]),
+        int(GATES[activation]),
     )
     return result
 
