@@ -118,10 +118,11 @@ def gated_norm(
     """RMSNorm of groups of columns, times the gate's SiLU or sigmoid."""
     factor = functional.silu(gate.double()) if activation == "silu" else torch.sigmoid(gate.double())
     wide = x.double() * factor if is_gate_first else x.double()
-    groups = wide.unflatten(1, (-1, group_size or x.shape[1]))
+    groups = wide.view(len(x), -1, group_size or x.shape[1])
     normed = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(1)
     result = weight.double().repeat(x.shape[1] // len(weight)) * normed
-    return (result if is_gate_first else result * factor).float()
+    gated: Tensor = result if is_gate_first else result * factor
+    return gated.float()
 
 
 def delta_gates(a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
