@@ -92,7 +92,7 @@ void scan(WorkerPool& pool, const RecurrentStep& step, ScanArgs args, ScanKernel
   const int64_t cols = session.kernels().scan_cols, blocks = divided(args.dim_v, cols);
   const int64_t units = std::max<int64_t>(seqs.count * args.heads, 1);
   const int64_t wanted = session.num_threads() > 1 ? divided(2 * session.num_threads(), units) : 1;
-  const int64_t parts = std::min(blocks, wanted), width = divided(blocks, parts) * cols;
+  const int64_t parts = std::max<int64_t>(1, std::min(blocks, wanted)), width = divided(blocks, parts) * cols;
   const int64_t memory = kReadyFloats * ((args.dim_k + 15) / 16 * 16) + args.dim_k * width;
   float* of_threads = session.scratch<float>(session.num_threads() * memory);
   session.run(seqs.count * args.heads * parts, [&](int64_t i, int thread) {

@@ -333,6 +333,8 @@ def test_nothing_to_do(pool):
     assert recurrent.causal_conv(torch.empty(0, 4), torch.ones(4, 1), None, torch.zeros(1, 0, 4), step_of([]), "none",
                                  pool).shape == (0, 4)  # fmt: skip
     assert torch.equal(states, CASES["delta"].states())
+    narrow = [torch.ones(2, *shape) for shape in ((1, 3), (1, 3), (1, 0), (1,), (1,))]
+    assert recurrent.delta_scan(*narrow, torch.zeros(1, 1, 3, 0), step_of([2]), None, 1.0, pool).shape == (2, 1, 0)
 
 
 def test_steps_that_do_not_fit(pool):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.cpu import linear, pack, recurrent, rms_norm
+from ktransformers.kernels.cpu import WorkerPool, linear, pack, recurrent, rms_norm
 from ktransformers.kernels.cpu.layer import DeltaNet, LayerBuffers, Norm, Projection, RecurrentLayer
+from ktransformers.kernels.cpu.profile import PoolProfile
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import QuantType, StateStep
+from tests.support.native_records import records_in
 
 HIDDEN, KEY_HEADS, HEADS, KEY, VALUE, WIDTH = 64, 2, 4, 24, 32, 4
 SHARE = HEADS // KEY_HEADS
@@ -98,6 +100,19 @@ def test_a_warm_step_takes_no_memory(net, make_weight, pool):
     before = extension.num_allocations()
     layer.forward(x, *states, step, pool, buffers)
     assert extension.num_allocations() == before
+
+
+def test_a_profile_tells_its_parts_apart(net, make_weight):
+    pool = WorkerPool(2)
+    weights, o = weights_of(net, True, make_weight, pool)
+    layer = RecurrentLayer(Norm(torch.ones(HIDDEN), 1e-6), tuple(map(Projection, weights)), Projection(o), net, 7)
+    profile = PoolProfile(pool)
+    layer.forward(torch.randn(3, HIDDEN), *states_of(net), step_of([3], [0], [0]), pool, LayerBuffers())
+    ops = records_in(profile.drain())
+    pool.close()
+    parts = ["norm", "linear", *["recurrent"] * 4, "linear", "norm"]  # gates, convolution, scan, norm
+    assert [(op.layer, op.part) for op in ops] == [(7, part) for part in parts]
+    assert ops[4].bytes == HEADS * KEY * VALUE * 4
 
 
 def test_what_does_not_fit(net, make_weight, pool):
