@@ -59,11 +59,16 @@ template <int W> void conv_rows(const ConvArgs& a, const RecurrentTask& task, fl
   const size_t bytes = static_cast<size_t>(task.count) * sizeof(float);
   const float* rows[W] = {};
   for (int w = 0; w + 1 < W; ++w) {
+    const int64_t row = task.first_row + w - (W - 1), behind = row - task.seq_row;
+    if (behind >= 0) {
+      rows[w] = a.x + row * a.ldx + task.first;
+      continue;
+    }
     rows[w] = history + w * stride;
-    if (task.read_slot < 0)
+    if (task.before == nullptr)
       std::memset(history + w * stride, 0, bytes);
     else
-      std::memcpy(history + w * stride, a.states + task.read_slot * slot_size + w * a.channels + task.first, bytes);
+      std::memcpy(history + w * stride, task.before + (behind + W - 1) * a.channels + task.first, bytes);
   }
   const auto keep = [&](int64_t slot) {  // the inputs that the next row will want, oldest first
     for (int w = 0; slot >= 0 && w + 1 < W; ++w)
@@ -96,11 +101,30 @@ void causal_conv(const ConvArgs& a, const RecurrentTask& task, float* memory) {
 
 // ---- scans over heads ----
 
-// Columns first .. first + count - 1 of a head's state, [K][kScanCols], zeros behind them.
+// Columns first .. first + count - 1 of a head's state, [K][kScanCols], zeros behind them. end: of the task's rows.
 struct StateColumns {
   float* s;
   int64_t first, count;
+  int64_t end;
+  bool is_first;  // of the columns of the task
 };
+
+inline void prefetch(const float* p, int64_t count) {
+  for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(p + i);
+}
+
+// What the row kScanRows behind this one reads and writes. Rows lie pages apart, which no processor foresees.
+inline void prefetch_ahead(const ScanArgs& a, int head, int64_t row, const StateColumns& state) {
+  const int64_t t = row + kScanRows;
+  if (t >= state.end) return;
+  prefetch(a.v + t * a.v_row + head * a.dim_v + state.first, state.count);
+  prefetch(a.out + (t * a.heads + head) * a.dim_v + state.first, state.count);
+  if (!state.is_first) return;
+  const int64_t key_head = head / (a.heads / a.key_heads);
+  prefetch(a.q + t * a.q_row + key_head * a.dim_k, a.dim_k);
+  prefetch(a.k + t * a.k_row + key_head * a.dim_k, a.dim_k);
+  if (a.is_per_key) prefetch(a.decay + t * a.decay_row + head * a.dim_k, a.dim_k);
+}
 
 inline float* columns_in(const ScanArgs& a, int64_t slot, int head, int64_t first) {
   return a.states + ((slot * a.heads + head) * a.dim_k) * a.dim_v + first;
@@ -224,6 +248,7 @@ void delta_rows(const ScanArgs& a, int head, int64_t row, int count, const Ready
   for (int i = 0; i < count; ++i) {
     const int64_t t = row + i;
     const float* v = a.v + t * a.v_row + head * a.dim_v + state.first;
+    prefetch_ahead(a, head, t, state);
     float* out = a.out + (t * a.heads + head) * a.dim_v + state.first;
     Columns d, o;
     for (int c = 0; c < kScanVectors; ++c) d.c[c] = mul(sub(load_part(v, c, state.count), m.c[c]), set1(r.beta[i]));
@@ -248,7 +273,7 @@ void scan_columns(const ScanArgs& a, const RecurrentTask& task, float* states, c
     for (int64_t first = 0; first < task.count; first += kScanCols) {
       const int64_t left = task.count - first;
       const StateColumns state = {task.num_rows <= kScanRows ? states : states + first / kScanCols * size,
-                                  task.first + first, left < kScanCols ? left : kScanCols};
+                                  task.first + first, left < kScanCols ? left : kScanCols, end, first == 0};
       if (row == task.first_row) read_columns(a, task, state);
       compute(row, count, state);
       if (row + count == end) write_columns(a, task.write_slot, task.head, state);
@@ -279,6 +304,7 @@ void linear_rows(const ScanArgs& a, int head, int64_t row, const float* decays, 
 #pragma GCC unroll 4
   for (int i = 0; i < N; ++i) {
     const int64_t t = row + i;
+    prefetch_ahead(a, head, t, state);
     q[i] = a.q + t * a.q_row + key_head * a.dim_k;
     k[i] = a.k + t * a.k_row + key_head * a.dim_k;
     decay[i] = set1(decays[i]);

@@ -10,7 +10,8 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kConvChannels = 256;           // of a task, at most
+constexpr int64_t kConvChannels = 1024;  // of a task, at most: a row of them is a stream
+constexpr int64_t kConvRows = 64;
 constexpr int64_t kSelectiveTask = 64;           // channels of a task, as kernels/recurrent.inl keeps them
 constexpr int64_t kReadyFloats = 4 * kScanRows;  // times the padded K: keys and queries that delta_scan makes ready
 
@@ -74,7 +75,12 @@ void clear_rest(const RecurrentStep& step, float* out, int64_t cols) {
 }
 
 RecurrentTask task_of(const RecurrentStep& step, int64_t s) {
-  return {step.first_rows[s], rows_of(step, s), 0, 0, 0, step.read_slots[s], step.write_slots[s]};
+  RecurrentTask task{};
+  task.first_row = task.seq_row = step.first_rows[s];
+  task.num_rows = rows_of(step, s);
+  task.read_slot = step.read_slots[s];
+  task.write_slot = step.write_slots[s];
+  return task;
 }
 
 int64_t divided(int64_t n, int64_t by) { return (n + by - 1) / by; }
@@ -110,15 +116,34 @@ void causal_conv(WorkerPool& pool, const RecurrentStep& step, ConvArgs args) {
   WorkerPool::Session session(pool);
   ProfiledOp op(session, Part::Recurrent, step.num_rows, true);
   const Span<int64_t> seqs = check_step(session, step);
-  op.add_bytes((seqs.count * (args.width - 1) + args.width) * args.channels * static_cast<int64_t>(sizeof(float)));
+  const int64_t slot_size = (args.width - 1) * args.channels;
+  op.add_bytes((seqs.count * slot_size + args.width * args.channels) * static_cast<int64_t>(sizeof(float)));
   args.save_slots = step.save_slots;
   clear_rest(step, args.out, args.channels);
-  const int64_t per_thread = divided(seqs.count * args.channels, session.num_threads());
-  const int64_t width = std::min(kConvChannels, divided(std::max<int64_t>(per_thread, 1), 16) * 16);
+  int64_t blocks = 0;
+  for (const int64_t s : seqs) blocks += divided(rows_of(step, s), kConvRows);
+  Span<RecurrentTask> pieces = {session.scratch<RecurrentTask>(blocks), 0};
+  for (const int64_t s : seqs) {
+    const RecurrentTask whole = task_of(step, s);
+    const float* before = whole.read_slot < 0 ? nullptr : args.states + whole.read_slot * slot_size;
+    if (before != nullptr && whole.num_rows > kConvRows) {  // the last piece may write what the first one reads
+      float* copy = session.scratch<float>(slot_size);
+      before = std::copy_n(before, slot_size, copy) - slot_size;
+    }
+    for (int64_t row = 0; row < whole.num_rows; row += kConvRows) {
+      RecurrentTask& piece = pieces[pieces.count++] = whole;
+      piece.before = before;
+      piece.first_row += row;
+      piece.num_rows = std::min(kConvRows, whole.num_rows - row);
+      if (row + piece.num_rows < whole.num_rows) piece.write_slot = -1;
+    }
+  }
+  const int64_t per_thread = std::max<int64_t>(divided(blocks * args.channels, session.num_threads()), 1);
+  const int64_t width = std::min(kConvChannels, divided(per_thread, 16) * 16);
   const int64_t parts = divided(args.channels, width), memory = 2 * args.width * width;
   float* of_threads = session.scratch<float>(session.num_threads() * memory);
-  session.run(seqs.count * parts, [&](int64_t i, int thread) {
-    RecurrentTask task = task_of(step, seqs[i / parts]);
+  session.run(blocks * parts, [&](int64_t i, int thread) {
+    RecurrentTask task = pieces[i / parts];
     task.first = i % parts * width;
     task.count = std::min(width, args.channels - task.first);
     session.kernels().causal_conv(args, task, of_threads + thread * memory);

@@ -22,6 +22,8 @@ struct RecurrentTask {
   int32_t head;  // of scans over heads
   int64_t first, count;
   int64_t read_slot, write_slot;
+  int64_t seq_row = 0;            // causal_conv: the first row of the sequence,
+  const float* before = nullptr;  // and the state before it, nullptr: zeros; read_slot does not count
 };
 
 constexpr int kMaxConvWidth = 8;
