@@ -94,8 +94,9 @@ def _delta_scan(pool: WorkerPool, size: int) -> Iterator[Case]:
     for tokens in (1, 64):
         q, k, v = (torch.randn(tokens, heads, 128) for _ in range(3))
         decay, beta, states = -torch.rand(tokens, heads), torch.rand(tokens, heads), torch.zeros(1, heads, 128, 128)
-        numbers = (torch.tensor(x, dtype=torch.int32) for x in ([0, tokens], [0], [0], [-1] * tokens))
-        step = StateStep(*numbers, kv_lens=torch.arange(1, tokens + 1, dtype=torch.int32))
+        bounds, slot = (torch.tensor(x, dtype=torch.int32) for x in ([0, tokens], [0]))
+        lens = torch.arange(1, tokens + 1, dtype=torch.int32)
+        step = StateStep(bounds, slot, slot, torch.full_like(lens, -1), lens)
         ours = partial(delta_scan, q, k / 12, v, decay, beta, states, step, None, 1.0, pool)
         theirs = partial(_delta_rule, q, k / 12, v, decay, beta, states[0].clone())
         yield f"delta_scan H={heads} T={tokens}", ours, theirs, 8 * states.numel()
