@@ -112,6 +112,36 @@ def attention(
     sinks: int,
 ) -> None: ...
 
+MAX_CONV_WIDTH: int
+_Step = tuple[int, int, int, int, int, int, int]
+
+def causal_conv(
+    pool: WorkerPool, step: _Step, addresses: Sequence[int], sizes: Sequence[int], is_silu: bool
+) -> None: ...
+def scan_heads(
+    pool: WorkerPool,
+    step: _Step,
+    addresses: Sequence[int],
+    strides: Sequence[int],
+    sizes: tuple[int, int, int, int],
+    kind: int,
+    eps: float,
+    scale: float,
+) -> None: ...
+def selective_scan(
+    pool: WorkerPool, step: _Step, addresses: Sequence[int], strides: Sequence[int], sizes: tuple[int, int]
+) -> None: ...
+def gated_norm(
+    pool: WorkerPool,
+    addresses: Sequence[int],
+    sizes: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    eps: float,
+    gate_first: bool,
+    kind: int,
+) -> None: ...
+def delta_gates(pool: WorkerPool, addresses: Sequence[int], rows: int, heads: int) -> None: ...
+
 _Weight = tuple[int, int, int, int, int]
 _Norm = tuple[int, float]
 _Router = tuple[int, bool, int, int, bool, bool, float]
@@ -142,6 +172,19 @@ class AttentionBlock:
         kv_lens: int,
         sizes: tuple[int, int, int, int, int, int],
     ) -> None: ...
+
+class DeltaNetBlock:
+    def __init__(
+        self,
+        norms: list[_Norm],
+        weights: list[_Weight],
+        addresses: list[int],
+        sizes: list[int],
+        l2norm_eps: float,
+        gate: int,
+        layer: int,
+    ) -> None: ...
+    def forward(self, pool: WorkerPool, buffers: LayerBuffers, step: _Step, x: int, conv: int, states: int) -> None: ...
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]: ...
 def uniform_at(seed: int, position: int) -> float: ...

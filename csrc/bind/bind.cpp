@@ -388,5 +388,6 @@ NB_MODULE(_native, m) {
   bind_attention(m);
   bind_layer(m);
   bind_profile(m);
+  bind_recurrent(m);
   bind_sampling(m);
 }

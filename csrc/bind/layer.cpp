@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "bind/args.h"
+#include "bind/recurrent.h"
 #include "ops/layer.h"
 
 namespace nb = nanobind;
@@ -101,6 +102,50 @@ void bind_layer(nb::module_& m) {
           nb::arg("pool"), nb::arg("buffers"), nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("keys"),
           nb::arg("values"), nb::arg("slots"), nb::arg("block_table"), nb::arg("seq_ids"), nb::arg("kv_lens"),
           nb::arg("sizes"), nb::call_guard<nb::gil_scoped_release>());
+  // norms: input, of a head's result; weights: qkvz, ba, o, or qkv, z, b, a, o; addresses: conv, rate, bias; sizes: key
+  // heads, heads, K, V, width; gate: kind of activation
+  nb::class_<kt::DeltaNetBlock>(m, "DeltaNetBlock")
+      .def(
+          "__init__",
+          [](kt::DeltaNetBlock* self, const std::vector<NormTuple>& norms, const std::vector<WeightTuple>& weights,
+             const std::vector<Address>& addresses, const std::vector<int64_t>& sizes, float l2norm_eps, int gate,
+             int layer) {
+            const bool is_interleaved = weights.size() == 3;
+            if (norms.size() != 2 || (!is_interleaved && weights.size() != 5) || addresses.size() != 3 ||
+                sizes.size() != 5)
+              throw std::invalid_argument("DeltaNetBlock wants 2 norms, 3 or 5 weights, 3 addresses and 5 sizes");
+            kt::DeltaNetBlock block{};
+            block.input = norm_of(norms[0]);
+            block.norm = norm_of(norms[1]);
+            block.is_interleaved = is_interleaved;
+            block.qkv = weight_of(weights[0]);
+            block.z = weight_of(weights[is_interleaved ? 0 : 1]);
+            block.b = weight_of(weights[is_interleaved ? 1 : 2]);
+            block.a = weight_of(weights[is_interleaved ? 1 : 3]);
+            block.o = weight_of(weights.back());
+            block.conv = at<const float>(addresses[0]);
+            block.rate = at<const float>(addresses[1]);
+            block.bias = at<const float>(addresses[2]);
+            block.key_heads = sizes[0];
+            block.heads = sizes[1];
+            block.dim_k = sizes[2];
+            block.dim_v = sizes[3];
+            block.width = static_cast<int>(sizes[4]);
+            block.gate = kt::act_spec(gate, 0, 0).kind;
+            block.l2norm_eps = l2norm_eps;
+            block.layer = layer;
+            new (self) kt::DeltaNetBlock(block);
+          },
+          nb::arg("norms"), nb::arg("weights"), nb::arg("addresses"), nb::arg("sizes"), nb::arg("l2norm_eps"),
+          nb::arg("gate"), nb::arg("layer"))
+      .def(
+          "forward",
+          [](const kt::DeltaNetBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, const StepTuple& step,
+             Address x, Address conv, Address states) {
+            kt::delta_net_block(pool, self, step_of(step), at<float>(conv), at<float>(states), at<float>(x), buffers);
+          },
+          nb::arg("pool"), nb::arg("buffers"), nb::arg("step"), nb::arg("x"), nb::arg("conv"), nb::arg("states"),
+          nb::call_guard<nb::gil_scoped_release>());
   // shared: gate, up, down of the shared experts, or none; then what they are scored by, or none
   nb::class_<kt::MoeBlock>(m, "MoeBlock")
       .def(

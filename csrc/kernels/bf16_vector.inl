@@ -73,11 +73,13 @@ int64_t multiply_bf16(int64_t rounds, int32_t* out) {
   const wb line = load_wb(bytes);
   const uint16_t x[2] = {0x3f80, 0};
   vf sums[kChains];
-  for (vf& sum : sums) sum = zero();
+  for (int c = 0; c < kChains; ++c) sums[c] = from_bits(loadi(out + c));  // see multiply_registers
   for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 12
     for (int c = 0; c < kChains; ++c) sums[c] = dot_bf16(sums[c], line, x);
-  for (int c = 0; c < kChains; ++c) storei(out + 16 * (c % 2), bits(sums[c]));
+  vf total = zero();
+  for (const vf& sum : sums) total = add(total, sum);
+  storei(out, bits(total));
   return rounds * kChains * 64;
 }
 

@@ -39,6 +39,22 @@ inline vf copy_sign(vf magnitude, vf sign) {
 
 inline vf sigmoid(vf x) { return div(set1(1.0f), add(set1(1.0f), exp_(sub(zero(), x)))); }
 
+// log(1 + exp(x)) = max(x, 0) + 2 atanh(y / (2 + y)) with y = exp(-|x|): the series of atanh up to s^15, s <= 1/3,
+// leaves out 2e-9 of it. Error below 3 ulp.
+inline vf softplus(vf x) {
+  const vf y = exp_(sub(zero(), abs_(x)));
+  const vf s = div(y, add(y, set1(2.0f))), z = mul(s, s);
+  vf p = set1(1.0f / 15.0f);
+  p = fma_(p, z, set1(1.0f / 13.0f));
+  p = fma_(p, z, set1(1.0f / 11.0f));
+  p = fma_(p, z, set1(1.0f / 9.0f));
+  p = fma_(p, z, set1(1.0f / 7.0f));
+  p = fma_(p, z, set1(1.0f / 5.0f));
+  p = fma_(p, z, set1(1.0f / 3.0f));
+  const vf tail = mul(add(s, s), fma_(p, z, set1(1.0f)));
+  return select(unordered(x), x, add(max_(x, zero()), tail));
+}
+
 // tanh(x): x P(x^2) below 0.625, 1 - 2 / (exp(2x) + 1) above; error below 3 ulp.
 inline vf tanh_(vf x) {
   const vf a = abs_(x), z = mul(x, x);

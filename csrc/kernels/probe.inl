@@ -20,6 +20,8 @@ uint64_t read_lines(const uint8_t* p, int64_t bytes) {
 }
 
 // Products of unsigned weights and int8 activations in registers; returns how many multiplications and additions.
+// Chains begin with what lies in `out` and all go into it: the compiler would make one of those that it knows to be
+// equal.
 int64_t multiply_registers(int64_t rounds, int32_t* out) {
   constexpr int kChains = 12;
   alignas(64) uint8_t bytes[64];
@@ -27,11 +29,13 @@ int64_t multiply_registers(int64_t rounds, int32_t* out) {
   const wb w = load_wb(bytes);
   const int8_t y[4] = {1, 0, 1, 0};
   uacc acc[kChains];
-  for (uacc& a : acc) a = uacc_zero();
+  for (int c = 0; c < kChains; ++c) acc[c] = loadi(out + c);
   for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 12
     for (int c = 0; c < kChains; ++c) acc[c] = udot(acc[c], w, y);
-  for (int c = 0; c < kChains; ++c) storei(out + 16 * (c % 2), flush(set1i(0), acc[c]));
+  vi total = set1i(0);
+  for (int c = 0; c < kChains; ++c) total = flush(total, acc[c]);
+  storei(out, total);
   return rounds * kChains * 128;
 }
 
@@ -44,11 +48,13 @@ int64_t multiply_fp32(int64_t rounds, int32_t* out) {
 #endif
   const vf factor = set1(1.0f);
   vf sums[kChains];
-  for (vf& sum : sums) sum = zero();
+  for (int c = 0; c < kChains; ++c) sums[c] = from_bits(loadi(out + c));
   for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 12
     for (int c = 0; c < kChains; ++c) sums[c] = fma_(factor, sums[c], factor);
-  for (int c = 0; c < kChains; ++c) storei(out + 16 * (c % 2), bits(sums[c]));
+  vf total = zero();
+  for (const vf& sum : sums) total = add(total, sum);
+  storei(out, bits(total));
   return rounds * kChains * 32;
 }
 

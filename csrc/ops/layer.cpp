@@ -2,6 +2,7 @@
 #include "ops/layer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <string>
 
@@ -53,7 +54,118 @@ void place_heads(WorkerPool& pool, const AttentionBlock& block, const AttentionS
   });
 }
 
+// What the projections of a delta net give, row by row: [rows] times channels, value width, heads (three times each).
+struct DeltaRows {
+  float *qkv, *z, *mixed, *b, *a, *decay, *beta;
+
+  DeltaRows(const DeltaNetBlock& block, int64_t rows, std::vector<float>& buffer) {
+    const int64_t channels = rows * block.channels(), values = rows * block.value_width(), heads = rows * block.heads;
+    qkv = at_least(buffer, 2 * channels + values + 4 * heads);
+    z = qkv + channels;
+    mixed = z + values;
+    b = mixed + channels;
+    a = b + heads;
+    decay = a + heads;
+    beta = decay + heads;
+  }
+};
+
+// One row of interleaved projections, apart as others have them.
+void take_apart(const DeltaNetBlock& block, const float* qkvz, const float* ba, int64_t row, const DeltaRows& out) {
+  const int64_t share = block.heads / block.key_heads, values = share * block.dim_v;
+  float *q = out.qkv + row * block.channels(), *k = q + block.key_width(), *v = k + block.key_width();
+  float *z = out.z + row * block.value_width(), *b = out.b + row * block.heads, *a = out.a + row * block.heads;
+  for (int64_t head = 0; head < block.key_heads; ++head) {
+    q = std::copy_n(qkvz, block.dim_k, q);
+    k = std::copy_n(qkvz + block.dim_k, block.dim_k, k);
+    v = std::copy_n(qkvz + 2 * block.dim_k, values, v);
+    z = std::copy_n(qkvz + 2 * block.dim_k + values, values, z);
+    b = std::copy_n(ba, share, b);
+    a = std::copy_n(ba + share, share, a);
+    qkvz += 2 * (block.dim_k + values);
+    ba += 2 * share;
+  }
+}
+
+void project_delta_net(WorkerPool& pool, const DeltaNetBlock& block, int64_t rows, const float* normed,
+                       const DeltaRows& out, std::vector<float>& buffer) {
+  const int64_t width = block.channels() + block.value_width(), heads = block.heads;
+  float* joined = block.is_interleaved ? at_least(buffer, rows * (width + 2 * heads)) : nullptr;
+  {
+    const ScopedProfile in(pool, -1, Part::Linear, kQkv);
+    if (block.is_interleaved)
+      linear_parts(pool, normed, rows, {{block.qkv, nullptr, joined}, {block.b, nullptr, joined + rows * width}});
+    else
+      linear_parts(pool, normed, rows,
+                   {{block.qkv, nullptr, out.qkv},
+                    {block.z, nullptr, out.z},
+                    {block.b, nullptr, out.b},
+                    {block.a, nullptr, out.a}});
+  }
+  WorkerPool::Session session(pool);
+  const ProfiledOp op(session, Part::Recurrent, rows, true);
+  for_rows(session, rows, 1, [&](int64_t r) {
+    if (block.is_interleaved) take_apart(block, joined + r * width, joined + rows * width + r * 2 * heads, r, out);
+    session.kernels().delta_gates_row(out.a + r * heads, out.b + r * heads, block.rate, block.bias, heads,
+                                      out.decay + r * heads, out.beta + r * heads);
+  });
+}
+
 }  // namespace
+
+void delta_net_block(WorkerPool& pool, const DeltaNetBlock& block, const RecurrentStep& step, float* conv,
+                     float* states, float* x, LayerBuffers& buffers) {
+  const ScopedProfile scope(pool, block.layer, Part::Other);
+  const int64_t rows = step.num_rows, hidden = block.o.rows, values = block.value_width(), channels = block.channels();
+  float* normed = at_least(buffers.a, rows * std::max(hidden, values));
+  float* out = at_least(buffers.c, rows * hidden);
+  const DeltaRows r(block, rows, buffers.b);
+  norm_rows(pool, block.input, x, rows, hidden, normed);
+  project_delta_net(pool, block, rows, normed, r, buffers.d);
+  ConvArgs c{};
+  c.x = r.qkv;
+  c.ldx = c.channels = c.weight_tap = channels;
+  c.weight = block.conv;
+  c.weight_channel = 1;
+  c.out = r.mixed;
+  c.states = conv;
+  c.width = block.width;
+  c.is_silu = true;
+  causal_conv(pool, step, c);
+  ScanArgs s{};
+  s.q = r.mixed;
+  s.k = s.q + block.key_width();
+  s.v = s.k + block.key_width();
+  s.q_row = s.k_row = s.v_row = channels;
+  s.decay = r.decay;
+  s.beta = r.beta;
+  s.decay_row = s.beta_row = s.heads = block.heads;
+  s.out = normed;  // read by the projections only, which are done
+  s.states = states;
+  s.key_heads = block.key_heads;
+  s.dim_k = block.dim_k;
+  s.dim_v = block.dim_v;
+  s.has_norm = true;
+  s.norm_eps = block.l2norm_eps;
+  s.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(block.dim_k)));
+  delta_scan(pool, step, s);
+  gated_norm(pool, {{block.norm.eps, false, block.gate},
+                    normed,
+                    r.z,
+                    block.norm.weight,
+                    rows,
+                    block.heads,
+                    block.dim_v,
+                    values,
+                    block.dim_v,
+                    0,
+                    normed});
+  {
+    const ScopedProfile output(pool, -1, Part::Linear, kOutput);
+    linear(pool, normed, rows, block.o, nullptr, out);
+  }
+  add_rows(pool, x, out, rows, hidden);
+}
 
 void attention_block(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* x,
                      LayerBuffers& buffers) {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ops/moe.h"
+#include "ops/recurrent.h"
 #include "ops/routing.h"
 
 namespace kt {
@@ -41,6 +42,31 @@ struct LayerBuffers { std::vector<float> a, b, c, d, e; };
 
 void attention_block(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* x,
                      LayerBuffers& buffers);
+
+// Norm, projections, convolution, delta rule, gated norm, output projection; adds to the rows (Gated DeltaNet).
+struct DeltaNetBlock {
+  NormSpec input;
+  // is_interleaved: qkv is [q, k, v, z] of each key head, one behind the other, b is [b, a] of each, z and a are not
+  // read.
+  bool is_interleaved;
+  WeightView qkv, z, b, a, o;
+  const float* conv;         // [width, channels], channels: all of q, then k, then v
+  const float *rate, *bias;  // [heads], see delta_gates
+  NormSpec norm;             // of a head's result, behind it the gate
+  ActKind gate;
+  int64_t key_heads, heads, dim_k, dim_v;
+  int width;
+  float l2norm_eps;
+  int layer = -1;
+
+  int64_t key_width() const { return key_heads * dim_k; }
+  int64_t value_width() const { return heads * dim_v; }
+  int64_t channels() const { return 2 * key_width() + value_width(); }
+};
+
+// conv [slots, width - 1, channels], states [slots, heads, dim_k, dim_v].
+void delta_net_block(WorkerPool& pool, const DeltaNetBlock& block, const RecurrentStep& step, float* conv,
+                     float* states, float* x, LayerBuffers& buffers);
 
 // Experts that see every token: down(act(gate) * up), times the sigmoid of score (one row) where there is one.
 struct SharedExperts {

@@ -30,7 +30,7 @@ double register_peak(WorkerPool::Session& session, int64_t (*multiply)(int64_t, 
     std::atomic<int64_t> operations{0};
     const auto begin = std::chrono::steady_clock::now();
     session.run(session.num_threads() * 4, [&](int64_t) {
-      int32_t out[32];
+      int32_t out[32] = {};
       operations += multiply(rounds, out);
     });
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;

@@ -25,6 +25,7 @@ enum class Part : uint8_t {
   Norm,
   Linear,
   Attention,
+  Recurrent,  // convolutions, scans and gated norms of recurrent layers
   Router,
   Experts,
   SharedExperts,

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "runtime/recurrent.h"
+
 namespace kt {
 
 // ggml's type numbers (ggml.h, enum ggml_type), exported to Python by bind.cpp. F8_E4M3, which ggml does not have, lies
@@ -101,6 +103,13 @@ struct ActSpec {
   float limit;  // SwigluOai and SwigluClamped only
 };
 
+// RMSNorm of groups, times the activation of a gate, before the norm or behind it.
+struct GatedNormSpec {
+  float eps;
+  bool gate_first;
+  ActKind act;
+};
+
 struct AttentionArgs {
   const float* q;  // [T, Hq, Dk]
   const float* k;
@@ -174,13 +183,23 @@ struct KernelTable {
   void (*attention_span)(const AttentionArgs& args, const AttentionSpan& span, float* maxima, float* sums, float* out);
   void (*attention_merge)(float* max, float* sum, float* out, float max2, float sum2, const float* out2, int dim_v);
   void (*attention_finish)(float max, float sum, const float* acc, const float* sink, int dim_v, float* out);
+  // See recurrent.inl. memory: of the thread, as much as ops/recurrent.cpp says.
+  void (*causal_conv)(const ConvArgs& args, const RecurrentTask& task, float* memory);
+  void (*delta_scan)(const ScanArgs& args, const RecurrentTask& task, float* memory);
+  void (*linear_scan)(const ScanArgs& args, const RecurrentTask& task, float* memory);
+  void (*selective_scan)(const SelectiveArgs& args, const RecurrentTask& task, float* memory);
+  void (*gated_norm_row)(const GatedNormSpec& spec, const float* x, const float* gate, const float* weight, int64_t n,
+                         float* out);
+  void (*delta_gates_row)(const float* a, const float* b, const float* rate, const float* bias, int64_t n, float* decay,
+                          float* beta);
+  int scan_cols;  // columns of a state that scans over heads keep at a time
   // Of n logits, see sampling.inl.
   int32_t (*block_maxima)(const float* x, int64_t n, float* maxima);
   void (*token_weights)(const float* x, int64_t n, const WeightSpec& spec, double* out);
   void (*weight_sums)(const float* x, int64_t n, const float* maxima, const WeightSpec& spec, double* sums);
   int64_t (*tokens_from)(const float* x, int64_t n, const float* maxima, float least, int32_t* ids);
   uint64_t (*read_lines)(const uint8_t* p, int64_t bytes);
-  int64_t (*multiply_registers)(int64_t rounds, int32_t* out);  // out: 32 numbers
+  int64_t (*multiply_registers)(int64_t rounds, int32_t* out);  // out: 32 numbers, zeros
   int64_t (*multiply_fp32)(int64_t rounds, int32_t* out);       // as multiply_registers
   // `count` tiles of re-laid weights of any types, which share k, tokens and blocks->bf16 (bf16.inl); nullptr: the tier
   // has no products of bf16.

@@ -13,6 +13,7 @@ namespace {
 constexpr bool kNarrowSums = true;  // uacc holds int16: flushed before it can overflow
 constexpr uint8_t kSignFlip = 0;
 constexpr int kFloatTokens = 3, kQuantTokens = 4, kPackedTokens = 5, kQueryTokens = 6, kFp8Few = 1, kFp8Staged = 6;
+constexpr int kScanVectors = 1, kScanTokens = 2;
 constexpr int kStepUnroll = 8;  // of loops over the steps of a block
 
 struct vf { __m256 a, b; };

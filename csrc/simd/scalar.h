@@ -16,6 +16,7 @@ using namespace kt;
 constexpr bool kNarrowSums = false;  // uacc holds int32: any number of steps between two flushes
 constexpr uint8_t kSignFlip = 0;     // Q8_0 weights are staged as they are
 constexpr int kFloatTokens = 2, kQuantTokens = 2, kPackedTokens = 2, kQueryTokens = 2, kFp8Few = 2, kFp8Staged = 2;
+constexpr int kScanVectors = 1, kScanTokens = 2;
 constexpr int kStepUnroll = 2;  // of loops over the steps of a block
 
 struct vf { float v[16]; };

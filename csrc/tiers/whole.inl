@@ -3,6 +3,7 @@
 
 #include "kernels/rows.inl"
 #include "kernels/attention.inl"
+#include "kernels/recurrent.inl"
 #include "kernels/sampling.inl"
 #include "kernels/probe.inl"
 
@@ -28,6 +29,13 @@ constexpr KernelTable whole_tier(const char* name) {
           attention_span,
           attention_merge,
           attention_finish,
+          causal_conv,
+          delta_scan,
+          linear_scan,
+          selective_scan,
+          gated_norm_row,
+          delta_gates_row,
+          kScanCols,
           block_maxima,
           token_weights,
           weight_sums,

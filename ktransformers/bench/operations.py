@@ -1,4 +1,4 @@
-"""The CPU's native kernels beside the torch calls that they replace: products, attention, norms.
+"""The CPU's native kernels beside the torch calls that they replace: products, attention, scans, norms.
 
 torch gets the same number of threads and weights that are already fp32 in memory, so that a ratio above 1 means that
 the native kernel is faster than torch would be after paying nothing for the conversion. GB/s counts the bytes of the
@@ -12,12 +12,15 @@ from functools import partial
 
 import torch
 import torch.nn.functional as functional
+from torch import Tensor
 
 from ktransformers.bench.machine import machine_facts, shown_machine
 from ktransformers.bench.random_weights import random_raw
 from ktransformers.bench.report import Column, Record, Table
 from ktransformers.bench.timing import best_time, torch_threads
 from ktransformers.kernels.cpu import NATIVE_TYPES, WorkerPool, attention, linear, rms_norm
+from ktransformers.kernels.cpu.recurrent import delta_scan
+from ktransformers.kernels.types import StateStep
 
 __all__ = ["bench_operations"]
 
@@ -74,11 +77,36 @@ def _rms_norm(pool: WorkerPool, size: int) -> Iterator[Case]:
         yield f"rms_norm T={tokens}", partial(rms_norm, x, weight, 1e-6, pool), theirs, 8 * x.numel()
 
 
-_CASES = {"linear": _linear, "attention": _attention, "rms_norm": _rms_norm}
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """The gated delta rule in torch, row by row; q and k as they are."""
+    out = torch.empty_like(v)
+    for row in range(len(q)):
+        state = state * decay[row].exp()[:, None, None]
+        delta = (v[row] - torch.einsum("hk,hkv->hv", k[row], state)) * beta[row][:, None]
+        state = state + k[row][:, :, None] * delta[:, None]
+        out[row] = torch.einsum("hk,hkv->hv", q[row], state)
+    return out
+
+
+def _delta_scan(pool: WorkerPool, size: int) -> Iterator[Case]:
+    """Gated DeltaNet, size / 128 heads of 128 x 128. Bytes: of the state, read and written once."""
+    heads = size // 128
+    for tokens in (1, 64):
+        q, k, v = (torch.randn(tokens, heads, 128) for _ in range(3))
+        decay, beta, states = -torch.rand(tokens, heads), torch.rand(tokens, heads), torch.zeros(1, heads, 128, 128)
+        bounds, slot = (torch.tensor(x, dtype=torch.int32) for x in ([0, tokens], [0]))
+        lens = torch.arange(1, tokens + 1, dtype=torch.int32)
+        step = StateStep(bounds, slot, slot, torch.full_like(lens, -1), lens)
+        ours = partial(delta_scan, q, k / 12, v, decay, beta, states, step, None, 1.0, pool)
+        theirs = partial(_delta_rule, q, k / 12, v, decay, beta, states[0].clone())
+        yield f"delta_scan H={heads} T={tokens}", ours, theirs, 8 * states.numel()
+
+
+_CASES = {"linear": _linear, "attention": _attention, "delta_scan": _delta_scan, "rms_norm": _rms_norm}
 
 
 def bench_operations(names: Sequence[str], threads: int, seconds: float, size: int) -> Record:
-    """Print a table, a line per kernel and shape. names: of linear, attention, rms_norm. seconds: per figure."""
+    """Print a table, a line per kernel and shape. names: of those in `_CASES`. seconds: per figure."""
     pool = WorkerPool(threads)
     try:
         machine = machine_facts(pool)

@@ -26,12 +26,12 @@ __all__ = [
 ]
 
 PARTS = (
-    "other", "norm", "linear", "attention", "router", "experts", "shared_experts", "mlp", "embedding", "lm_head",
-    "sampling", "wait_cpu", "copy", "gpu", "host",
+    "other", "norm", "linear", "attention", "recurrent", "router", "experts", "shared_experts", "mlp", "embedding",
+    "lm_head", "sampling", "wait_cpu", "copy", "gpu", "host",
 )  # fmt: skip
-"""What an OP's part means, by number. wait_cpu: the GPU waits for the CPU's experts. copy: weights on their way to a
-GPU. gpu: all that a GPU does in a step whose parts were not timed there. host: what is left of a step's wall time; no
-OP has it."""
+"""What an OP's part means, by number. recurrent: convolutions, scans and gated norms of recurrent layers. wait_cpu: the
+GPU waits for the CPU's experts. copy: weights on their way to a GPU. gpu: all that a GPU does in a step whose parts
+were not timed there. host: what is left of a step's wall time; no OP has it."""
 
 HOST = PARTS[-1]
 

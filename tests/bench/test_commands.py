@@ -72,7 +72,7 @@ def test_a_table_shows_what_is_there(capsys: pytest.CaptureFixture[str]) -> None
 def test_operations(capsys: pytest.CaptureFixture[str]) -> None:
     _, record = bench(capsys, "operations", "--seconds", "0", "--size", "256")
     kinds = {row["op"].split()[0] for row in record["rows"]}
-    assert kinds == {"linear", "attention", "rms_norm"}
+    assert kinds == {"linear", "attention", "delta_scan", "rms_norm"}
     assert all(row["speedup"] == pytest.approx(row["torch_us"] / row["us"]) for row in record["rows"])
     _, record = bench(capsys, "operations", "--seconds", "0", "--size", "256", "--only", "rms_norm", "--threads", "2")
     assert [row["op"] for row in record["rows"]] == ["rms_norm T=1", "rms_norm T=256"]
@@ -209,7 +209,7 @@ def test_a_server_that_does_not_start_says_why() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["operations", "--only", "linear,sine"], "--only sine is not one of linear, attention, rms_norm"),
+        (["operations", "--only", "linear,sine"], "--only sine is not one of linear, attention, delta_scan, rms_norm"),
         (["operations", "--size", "300"], "--size must be a multiple of 256"),
         (["sampling", "--vocab", "0"], "--vocab must be at least 1"),
         (["scheduler", "--steps", "1"], "--steps must be at least 2"),

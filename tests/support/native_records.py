@@ -6,8 +6,8 @@ import struct
 from dataclasses import dataclass, field
 
 PARTS = (
-    "other", "norm", "linear", "attention", "router", "experts", "shared_experts", "mlp", "embedding", "lm_head",
-    "sampling", "wait_cpu", "copy", "gpu", "host",
+    "other", "norm", "linear", "attention", "recurrent", "router", "experts", "shared_experts", "mlp", "embedding",
+    "lm_head", "sampling", "wait_cpu", "copy", "gpu", "host",
 )  # fmt: skip
 
 

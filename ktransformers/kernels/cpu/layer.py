@@ -15,19 +15,22 @@ from torch import Tensor
 
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, check_weight, layout_of
 from ktransformers.kernels.cpu.moe import MoeKernel
+from ktransformers.kernels.cpu.recurrent import GATES, native_step
 from ktransformers.kernels.cpu.router import RouterSpec
 from ktransformers.kernels.extension import extension
-from ktransformers.kernels.types import ActivationSpec, PackedTensor, RawTensor
+from ktransformers.kernels.types import ActivationSpec, PackedTensor, RawTensor, StateStep
 
 __all__ = [
     "AttentionLayer",
     "AttentionStep",
+    "DeltaNet",
     "GatedMlp",
     "LayerBuffers",
     "MlpLayer",
     "MoeLayer",
     "Norm",
     "Projection",
+    "RecurrentLayer",
     "SharedExperts",
 ]
 
@@ -148,6 +151,96 @@ class AttentionLayer:
             values.data_ptr(), step.slots.data_ptr(), table.data_ptr(), step.seq_ids.data_ptr(),
             step.kv_lens.data_ptr(), sizes,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Sizes and small weights of a Gated DeltaNet.
+
+    conv_weight: fp32 [C, W], C = 2 Hk K + H V channels of q, k and v. rate: fp32 [H], -exp(A_log). dt_bias: fp32 [H].
+    norm: [V], of each head's result. gate: the activation behind it, "silu" or "sigmoid".
+    """
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_weight: Tensor
+    rate: Tensor
+    dt_bias: Tensor
+    norm: Norm
+    gate: str = "silu"
+    l2norm_eps: float = 1e-6
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_width + self.value_width
+
+    def rows(self, is_interleaved: bool) -> list[int]:
+        """Outputs of the projections: of qkvz and ba, or of qkv, z, b and a."""
+        if is_interleaved:
+            return [self.channels + self.value_width, 2 * self.num_heads]
+        return [self.channels, self.value_width, self.num_heads, self.num_heads]
+
+
+class RecurrentLayer:
+    """x += o(norm(delta_scan(causal_conv(qkv), decay, beta), z)), with qkv, z, b and a projections of norm(x).
+
+    projections: (qkvz, ba), in which each key head has its own q, k, v, z and b, a side by side (Qwen3-Next), or
+    (qkv, z, b, a) (Qwen3.5). Raises ValueError when shapes do not fit, or a projection has a bias.
+    """
+
+    def __init__(self, norm: Norm, projections: tuple[Projection, ...], o: Projection, net: DeltaNet, layer: int = -1):
+        self.hidden_size = o.weight.shape[0]
+        if net.num_heads % net.num_key_heads:
+            raise ValueError(f"{net.num_heads} value heads cannot share {net.num_key_heads} key heads")
+        shapes = [part.weight.shape for part in (*projections, o)]
+        rows = net.rows(len(projections) == 2)
+        wanted = [*((count, self.hidden_size) for count in rows), (self.hidden_size, net.value_width)]
+        if shapes != wanted:
+            raise ValueError(f"projections and o must have shapes {wanted}, got {shapes}")
+        if any(part.bias is not None for part in (*projections, o)):
+            raise ValueError("projections of a delta net have no biases")
+        check_tensor("conv_weight", net.conv_weight, (net.channels, None))
+        self._width = net.conv_weight.shape[1]
+        if not 1 <= self._width <= extension.MAX_CONV_WIDTH:
+            raise ValueError(f"a convolution must be 1 to {extension.MAX_CONV_WIDTH} wide, got {self._width}")
+        for name, tensor in (("rate", net.rate), ("dt_bias", net.dt_bias)):
+            check_tensor(name, tensor, (net.num_heads,))
+        taps = net.conv_weight.t().contiguous()
+        self._kept: Any = (norm, projections, o, net, taps)
+        self._net = net
+        self._block = extension.DeltaNetBlock(
+            [_norm(norm, self.hidden_size), _norm(net.norm, net.value_dim)],
+            [_weight(part.weight) for part in (*projections, o)],
+            [taps.data_ptr(), net.rate.data_ptr(), net.dt_bias.data_ptr()],
+            [net.num_key_heads, net.num_heads, net.key_dim, net.value_dim, self._width],
+            float(net.l2norm_eps),
+            int(GATES[net.gate]),
+            layer,
+        )
+
+    def forward(
+        self, x: Tensor, conv: Tensor, recurrent: Tensor, step: StateStep, pool: WorkerPool, buffers: Any
+    ) -> None:
+        """conv: fp32 [slots, W - 1, C], recurrent: fp32 [slots, H, K, V]; both change in place, see kernels.recurrent.
+
+        Raises ValueError for a step that does not fit them.
+        """
+        net = self._net
+        check_tensor("x", x, (None, self.hidden_size))
+        check_tensor("conv", conv, (None, self._width - 1, net.channels))
+        check_tensor("recurrent", recurrent, (conv.shape[0], net.num_heads, net.key_dim, net.value_dim))
+        native = native_step(step, x.shape[0], conv.shape[0])
+        self._block.forward(pool.handle, buffers, native, x.data_ptr(), conv.data_ptr(), recurrent.data_ptr())
 
 
 @dataclass(frozen=True, slots=True)

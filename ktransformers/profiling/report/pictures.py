@@ -22,6 +22,7 @@ PART_COLORS = {
     "norm": "#b07aa1",
     "linear": "#4e79a7",
     "attention": "#f28e2b",
+    "recurrent": "#ef5fa7",
     "router": "#d4a72c",
     "experts": "#2f9e6e",
     "shared_experts": "#86b85a",

@@ -1,0 +1,278 @@
+"""Recurrent layers: short convolutions, scans, gated norms. csrc/kernels/recurrent.inl states the arithmetic.
+
+    T rows of a step, S sequences, H heads, K key dimensions, V value dimensions, C channels, N states of a channel
+
+States are fp32 [slots, ...], contiguous, and change in place as `step` says: a sequence begins from its read slot and
+writes its write slot, and the slots of its rows where they have one (`StateStep`). Rows are those of a flattened step;
+rows of no sequence give zeros. Results do not depend on how a prompt is cut into steps, nor on what else is in one.
+A step that does not fit its slots raises ValueError, as does one in which a slot that one sequence writes is read or
+written by another.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, output
+from ktransformers.kernels.extension import extension
+from ktransformers.kernels.types import Activation, StateStep
+
+__all__ = [
+    "GATES",
+    "causal_conv",
+    "delta_gates",
+    "delta_scan",
+    "gated_norm",
+    "linear_scan",
+    "native_step",
+    "selective_scan",
+]
+
+GATES = {"silu": Activation.SILU, "sigmoid": Activation.SIGMOID}
+"""Activations of gates behind a norm."""
+
+_LINEAR, _DELTA_HEADS, _DELTA_KEYS = range(3)
+_NativeStep = tuple[int, int, int, int, int, int, int]
+
+
+def native_step(step: StateStep, num_rows: int, num_slots: int) -> _NativeStep:
+    """`step` checked, as the extension takes it. num_slots: of the states."""
+    num_seqs = step.read_slots.shape[0]
+    for name, numbers, count in (
+        ("first_rows", step.first_rows, num_seqs + 1),
+        ("read_slots", step.read_slots, num_seqs),
+        ("write_slots", step.write_slots, num_seqs),
+        ("save_slots", step.save_slots, num_rows),
+    ):
+        check_tensor(name, numbers, (count,), torch.int32)
+    return (
+        num_rows, num_seqs, num_slots, step.first_rows.data_ptr(), step.read_slots.data_ptr(),
+        step.write_slots.data_ptr(), step.save_slots.data_ptr(),
+    )  # fmt: skip
+
+
+def _check_rows(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+    """Check fp32 rows on the CPU that may lie apart; each row is contiguous."""
+    if tensor.dim() and tensor.shape[0] and tensor.dim() == len(shape):
+        check_tensor(name, tensor[0], shape[1:])
+        if shape[0] is None or tensor.shape[0] == shape[0]:
+            return
+    check_tensor(name, tensor, shape)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    step: StateStep,
+    activation: str,
+    pool: WorkerPool,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Depthwise causal convolution over each sequence: y[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 + w]).
+
+    x: [T, C], rows may lie apart. weight: [C, W], W <= 8; fastest as the transpose of a
+    contiguous [W, C]. bias: [C] or None. states: [slots, W - 1, C], the inputs
+    before, oldest first. activation: "silu" or "none". Returns [T, C].
+    """
+    if activation not in ("silu", "none"):
+        raise ValueError(f'activation must be "silu" or "none", got {activation!r}')
+    check_tensor("weight", weight if weight.is_contiguous() else weight.t(), (None, None))
+    channels, width = weight.shape
+    if not 1 <= width <= extension.MAX_CONV_WIDTH:
+        raise ValueError(f"a convolution must be 1 to {extension.MAX_CONV_WIDTH} wide, got {width}")
+    _check_rows("x", x, (None, channels))
+    if bias is not None:
+        check_tensor("bias", bias, (channels,))
+    check_tensor("states", states, (None, width - 1, channels))
+    result = output(out, (x.shape[0], channels), x)
+    extension.causal_conv(
+        pool.handle,
+        native_step(step, x.shape[0], states.shape[0]),
+        (x.data_ptr(), weight.data_ptr(), _address(bias), result.data_ptr(), states.data_ptr()),
+        (x.stride(0), channels, width, *weight.stride()),
+        activation == "silu",
+    )
+    return result
+
+
+def _scan(  # noqa: PLR0913 - what a call of the kernel takes
+    rows: tuple[Tensor, Tensor, Tensor],
+    decay: Tensor,
+    beta: Tensor | None,
+    states: Tensor,
+    step: StateStep,
+    pool: WorkerPool,
+    eps: float | None = None,
+    scale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    q, k, v = rows
+    if v.dim() != 3 or q.dim() != 3:
+        raise ValueError(f"q, k and v must have 3 dimensions, got {list(q.shape)} and {list(v.shape)}")
+    num_rows, heads, dim_v = v.shape
+    key_heads, dim_k = q.shape[1:]
+    if key_heads < 1 or heads % key_heads:
+        raise ValueError(f"{heads} value heads cannot share {key_heads} key heads")
+    _check_rows("q", q, (num_rows, key_heads, dim_k))
+    _check_rows("k", k, (num_rows, key_heads, dim_k))
+    _check_rows("v", v, (num_rows, heads, dim_v))
+    is_per_key = beta is not None and decay.dim() == 3
+    _check_rows("decay", decay, (num_rows, heads, dim_k) if is_per_key else (num_rows, heads))
+    if beta is not None:
+        _check_rows("beta", beta, (num_rows, heads))
+    check_tensor("states", states, (None, heads, dim_k, dim_v))
+    result = output(out, (num_rows, heads, dim_v), q, k, v)
+    kind = _LINEAR if beta is None else _DELTA_KEYS if is_per_key else _DELTA_HEADS
+    extension.scan_heads(
+        pool.handle,
+        native_step(step, num_rows, states.shape[0]),
+        (q.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), _address(beta), result.data_ptr(),
+         states.data_ptr()),
+        (q.stride(0), k.stride(0), v.stride(0), decay.stride(0), 0 if beta is None else beta.stride(0)),
+        (key_heads, heads, dim_k, dim_v),
+        kind,
+        -1.0 if eps is None else float(eps),
+        float(scale),
+    )  # fmt: skip
+    return result
+
+
+def delta_scan(  # noqa: PLR0913 - what a call of the kernel takes
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    step: StateStep,
+    l2norm_eps: float | None,
+    scale: float,
+    pool: WorkerPool,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The gated delta rule: S = exp(decay) S; S += k (x) (v - k^T S) * beta; o = scale * q^T S.
+
+    q, k: [T, Hk, K], v: [T, H, V], rows may lie apart; head h reads key head h // (H / Hk). decay: in log space, [T, H]
+    (Gated DeltaNet) or [T, H, K] (Kimi Delta Attention). beta: [T, H]. states: [slots, H, K, V]. l2norm_eps: q and k
+    become x / sqrt(sum(x^2) + eps) first. Returns [T, H, V].
+    """
+    return _scan((q, k, v), decay, beta, states, step, pool, l2norm_eps, scale, out)
+
+
+def linear_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    states: Tensor,
+    step: StateStep,
+    pool: WorkerPool,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Linear attention with decay: S = exp(decay) S + k (x) v; o = q^T S (Mamba-2, lightning attention).
+
+    q, k: [T, Hk, K], v: [T, H, V], rows may lie apart; head h reads key head h // (H / Hk). decay: [T, H], in log
+    space. states: [slots, H, K, V]. Returns [T, H, V].
+    """
+    return _scan((q, k, v), decay, None, states, step, pool, out=out)
+
+
+def selective_scan(  # noqa: PLR0913 - what a call of the kernel takes
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    states: Tensor,
+    step: StateStep,
+    pool: WorkerPool,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Mamba's scan: S = exp(dt * A) S + (dt * x) B; y = C S + D x, channel by channel.
+
+    x, dt: [T, C]; b, c: [T, N]; rows may lie apart. a: [C, N] (negative), d: [C] or None. states: [slots, C, N].
+    Returns [T, C].
+    """
+    check_tensor("a", a, (None, None))
+    channels, size = a.shape
+    _check_rows("x", x, (None, channels))
+    _check_rows("dt", dt, (x.shape[0], channels))
+    _check_rows("b", b, (x.shape[0], size))
+    _check_rows("c", c, (x.shape[0], size))
+    if d is not None:
+        check_tensor("d", d, (channels,))
+    check_tensor("states", states, (None, channels, size))
+    result = output(out, (x.shape[0], channels), x, dt, b, c)
+    extension.selective_scan(
+        pool.handle,
+        native_step(step, x.shape[0], states.shape[0]),
+        (x.data_ptr(), dt.data_ptr(), a.data_ptr(), b.data_ptr(), c.data_ptr(), _address(d), result.data_ptr(),
+         states.data_ptr()),
+        (x.stride(0), dt.stride(0), b.stride(0), c.stride(0)),
+        (channels, size),
+    )  # fmt: skip
+    return result
+
+
+def gated_norm(  # noqa: PLR0913 - what a call of the kernel takes
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    pool: WorkerPool,
+    *,
+    group_size: int | None = None,
+    is_gate_first: bool = False,
+    activation: str = "silu",
+    out: Tensor | None = None,
+) -> Tensor:
+    """RMSNorm of groups of columns, times act(gate): weight * norm(x) * act(gate), or weight * norm(x * act(gate)).
+
+    x: [T, D]. gate: [T, D], rows may lie apart. weight: [D], or [group_size] for all groups. group_size: columns that
+    share a mean; None: all. is_gate_first: the second form. activation: "silu" or "sigmoid". Returns [T, D]; out: made
+    when None, may be x.
+    """
+    if activation not in GATES:
+        raise ValueError(f'activation must be "silu" or "sigmoid", got {activation!r}')
+    check_tensor("x", x, (None, None))
+    rows, cols = x.shape
+    size = cols if group_size is None else group_size
+    if size < 1 or cols % size:
+        raise ValueError(f"group_size must divide {cols} columns, got {size}")
+    _check_rows("gate", gate, (rows, cols))
+    check_tensor("weight", weight, (size,) if weight.shape == (size,) else (cols,))
+    result = x if out is x else output(out, (rows, cols), gate)
+    extension.gated_norm(
+        pool.handle,
+        (x.data_ptr(), gate.data_ptr(), weight.data_ptr(), result.data_ptr()),
+        (rows, cols // size, size),
+        (gate.stride(0), size, size if weight.shape == (cols,) else 0),
+        float(eps),
+        is_gate_first,
+        int(GATES[activation]),
+    )
+    return result
+
+
+def delta_gates(a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, pool: WorkerPool) -> tuple[Tensor, Tensor]:
+    """What Gated DeltaNet makes of two of its projections: rate * softplus(a + bias), and sigmoid(b).
+
+    a, b: [T, H]. rate: [H], -exp(A_log). bias: [H], dt_bias. Returns decay (in log space) and beta, [T, H].
+    """
+    check_tensor("a", a, (None, None))
+    rows, heads = a.shape
+    check_tensor("b", b, (rows, heads))
+    check_tensor("rate", rate, (heads,))
+    check_tensor("bias", bias, (heads,))
+    decay, beta = torch.empty_like(a), torch.empty_like(b)
+    addresses = tuple(tensor.data_ptr() for tensor in (a, b, rate, bias, decay, beta))
+    extension.delta_gates(pool.handle, addresses, rows, heads)
+    return decay, beta
