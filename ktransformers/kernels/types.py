@@ -29,6 +29,7 @@ __all__ = [
     "PackedTensor",
     "QuantType",
     "RawTensor",
+    "StateStep",
     "WeightType",
     "block_size",
     "fp8_nbytes",
@@ -289,3 +290,44 @@ class ActivationSpec:
     def native(self) -> tuple[int, float, float]:
         """As the extension takes it."""
         return (int(self.kind), float(self.alpha), float(self.limit))
+
+
+@dataclass(frozen=True, slots=True)
+class StateStep:
+    """Which rows of a step continue which states of a recurrent layer, and where the states behind them go.
+
+    S sequences, T rows; the rows of a sequence are neighbours, in ascending position. All int32, on one device.
+
+        first_rows [S + 1]   rows first_rows[s] .. first_rows[s + 1] - 1 are those of sequence s; there may be none
+        read_slots [S]       slot of the state before a sequence's first row; -1: it begins with zeros
+        write_slots [S]      slot that gets the state behind its last row; -1: none (padding)
+        save_slots [T]       slot that also gets the state behind this row; -1, nearly always: none
+        kv_lens [T]          position of a row + 1, which says where chunks end: at multiples of SNAPSHOT_ALIGN
+
+    A sequence's first state is read whole before a slot is written: both may be one. No slot that one sequence of a
+    step reads is written by another. Rows behind first_rows[S] hold no token. max_rows: most rows of a sequence; None
+    in a graph that is replayed for any number.
+    """
+
+    first_rows: torch.Tensor
+    read_slots: torch.Tensor
+    write_slots: torch.Tensor
+    save_slots: torch.Tensor
+    kv_lens: torch.Tensor
+    max_rows: int | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        """S."""
+        return int(self.read_slots.shape[0])
+
+    def to(self, device: torch.device, kv_lens: torch.Tensor) -> StateStep:
+        """The same on a device that has the lengths already."""
+        return StateStep(
+            self.first_rows.to(device),
+            self.read_slots.to(device),
+            self.write_slots.to(device),
+            self.save_slots.to(device),
+            kv_lens,
+            self.max_rows,
+        )

@@ -17,6 +17,7 @@ from torch import nn
 from typing_extensions import override
 
 from ktransformers.cache.paged import LayerShape
+from ktransformers.cache.state import StateCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.layer import (
@@ -257,6 +258,10 @@ class _OneLayer:
 
     def is_on_gpu(self, layer_idx: int) -> bool:
         return self._cache.is_on_gpu(0)
+
+    @property
+    def states(self) -> StateCache | None:
+        return self._cache.states
 
 
 def watch_step(
