@@ -23,7 +23,7 @@ from ktransformers.engine.constraints import mask_of
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
-from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers
+from ktransformers.engine.layout import StepLayout, hand_contexts, install_moves, move_into, settle_buffers
 from ktransformers.engine.opened import (
     ModelDescription,
     OpenedModel,
@@ -297,6 +297,7 @@ def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | No
         load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
     settle_buffers(modules, plan)
     install_moves(modules, plan)
+    hand_contexts(modules, plan)
     return StepLayout.of(plan, modules, embedding)
 
 
@@ -308,7 +309,7 @@ def _arrange_layers(loaded: _Loaded) -> None:
     """
     opened, plan, shapes, pool = loaded.opened, loaded.plan, loaded.shapes, loaded.pool
     calls = _first_step(loaded)
-    check_calls(opened.model, calls, loaded.longest)
+    check_calls(opened.model, calls, loaded.longest, shapes)
     is_on_cpu = all(entry.placement.generate_device == "cpu" for entry in plan.entries)
     if is_on_cpu:
         fuse_layers(opened.model, shapes, pool, calls)

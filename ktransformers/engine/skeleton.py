@@ -22,6 +22,7 @@ from ktransformers.models.registry import OTHER_NAMES
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.device import CPU, Device
+from ktransformers.operators.recurrent.base import RecurrentOperator
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -37,7 +38,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_SUPPORTED_KINDS = frozenset({LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT})
+_SUPPORTED_KINDS = frozenset(
+    {LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT, LayerKind.RECURRENT, LayerKind.ROWWISE}
+)
 
 
 def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -173,7 +176,9 @@ def cache_shapes(
     homes: where the layers live, in order; the CPU when None.
 
     Latent shapes are for layers that run our absorbed MLA; any other attention module caches what it hands to the
-    attention function.
+    attention function. Recurrent layers keep a state, and layers that work row by row nothing.
+
+    Raises UnsupportedError for layers in which nothing is found that could keep what they need.
     """
     shapes: dict[int, LayerShape] = {}
     for key, module in model.named_modules():
@@ -186,12 +191,32 @@ def cache_shapes(
         else:
             num_kv_heads = facts.layers[layer_idx].num_kv_heads if layer_idx < facts.num_layers else 0
             shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)
+    _add_states(shapes, facts, operators)
     if sorted(shapes) != list(range(facts.num_layers)):
         raise UnsupportedError(f"model type {facts.model_type}: attention found for layers {sorted(shapes)} only")
     places = [CPU] * len(shapes) if homes is None else homes
     return [
         replace(shapes[i], place=home.name, device=home.torch_device, dtype=home.dtype) for i, home in enumerate(places)
     ]
+
+
+def _add_states(shapes: dict[int, LayerShape], facts: ModelFacts, operators: Mapping[str, nn.Module]) -> None:
+    """The states of recurrent layers, and layers that keep nothing."""
+    for operator in operators.values():
+        if isinstance(operator, RecurrentOperator):
+            shape = shapes.get(operator.layer_idx, LayerShape.without_pages())
+            shapes[operator.layer_idx] = replace(shape, state=operator.state_shape())
+    for index, layer in enumerate(facts.layers):
+        if index in shapes:
+            continue
+        if layer.kind is LayerKind.RECURRENT:
+            raise UnsupportedError(
+                f"model type {facts.model_type}: layer {index} ({layer.word}) keeps a state, and no operator stands "
+                "for it; the rule file needs one that names ktransformers.operators.recurrent.KRecurrent, which knows "
+                "Gated DeltaNet, Kimi Delta Attention, Mamba, Mamba-2, short convolutions and lightning attention"
+            )
+        if layer.kind is LayerKind.ROWWISE:
+            shapes[index] = LayerShape.without_pages()
 
 
 def _expanded_shape(module: Any, key: str, num_kv_heads: int) -> LayerShape:

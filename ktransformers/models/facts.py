@@ -43,6 +43,7 @@ class LayerKind(StrEnum):
     CHUNKED = "chunked_attention"
     LATENT = "latent_attention"  # keys and values out of one vector for all heads (DeepSeek's MLA)
     RECURRENT = "recurrent"  # a state of one size, however long the sequence
+    ROWWISE = "rowwise"  # it works row by row, and keeps nothing
     OTHER = "other"
 
 
@@ -54,6 +55,8 @@ _KINDS = {
     "linear_attention": LayerKind.RECURRENT,
     "mamba": LayerKind.RECURRENT,
     "conv": LayerKind.RECURRENT,
+    "moe": LayerKind.ROWWISE,
+    "mlp": LayerKind.ROWWISE,
 }
 
 
@@ -302,7 +305,7 @@ def _layers(
         num_heads, num_kv_heads = heads[index], kv_heads[index] or heads[index]
         head_dim = given or hidden // max(num_heads, 1)
         v_head_dim = values or head_dim
-        if latent is not None and kind is not LayerKind.RECURRENT:
+        if latent is not None and kind not in (LayerKind.RECURRENT, LayerKind.ROWWISE):
             kind = LayerKind.LATENT if kind in (LayerKind.FULL, LayerKind.SLIDING) else kind
             num_kv_heads, head_dim, v_head_dim = num_heads, latent.nope_dim + latent.rope_dim, latent.v_dim
         layers.append(LayerFacts(kind, word, num_heads, num_kv_heads, head_dim, v_head_dim, looks_back, sparse[index]))

@@ -249,10 +249,10 @@ def failing_module(model: nn.Module, error: BaseException) -> str | None:
     return found
 
 
-def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int) -> None:
+def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int, shapes: list[LayerShape]) -> None:
     """Refuse what the cache cannot hold: attention twice in a layer or none, a window that only the mask knows.
 
-    max_len: most positions of a sequence. Raises UnsupportedError that names the layer.
+    max_len: most positions of a sequence. shapes: of the cache. Raises UnsupportedError that names the layer.
     """
     compared = set[tuple[int, int]]()  # masks, which many layers share, and windows: one look is enough
     for index, (layer, call) in enumerate(zip(decoder_layers(model), calls, strict=True)):
@@ -262,7 +262,8 @@ def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int) -> None:
                 f"layer {index} ({type(layer).__name__}) calls attention {len(call.attention)} times in a step; its "
                 "keys and values would overwrite each other, so this model cannot run"
             )
-        if not call.reads:
+        keeps_something = shapes[index].has_pages or shapes[index].state is not None
+        if not call.reads and keeps_something:
             raise UnsupportedError(
                 f"layer {index} ({type(layer).__name__}) attends by code of its own, which no cache and no sequence's "
                 "bounds reach, so its answers would be wrong; its model has to call transformers' attention interface"
