@@ -1,4 +1,4 @@
-"""Any order of calls: pages add up, every slot and state read is the right one, every answer is as its request gets alone."""
+"""Any order of calls: pages add up, slots and states read are the right ones, answers are as each request gets them."""
 
 from __future__ import annotations
 
