@@ -103,10 +103,12 @@ class _Extent:
             parts.append(data[at : at + numel * kind.itemsize].view(kind))
             at += _aligned(numel * kind.itemsize)
         hidden, wide, words = parts
-        seq_ids, kv_lens, table, rest = words.split(
-            (rows, rows, rows * self.pages, len(words) - rows * (2 + self.pages))
-        )
-        states = StateStep(*rest.split((rows + 1, rows, rows, rows)), kv_lens) if self.has_states else None
+        sizes = [rows, rows, rows * self.pages, self.has_states * (4 * rows + 1)]
+        seq_ids, kv_lens, table, rest = torch.split(words, sizes)
+        states = None
+        if self.has_states:
+            first_rows, read, write, saves = torch.split(rest, [rows + 1, rows, rows, rows])
+            states = StateStep(first_rows, read, write, saves, kv_lens)
         return DecodeInputs(
             hidden.view(rows, self.width),
             wide[:rows],

@@ -154,8 +154,10 @@ def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: i
 
 def _one_sequence(rows: int, read_slot: int, kv_lens: torch.Tensor) -> StateStep:
     """A step whose one sequence has its state in slot 0."""
-    bounds, read, write, saves = [0, rows], [read_slot], [0], [-1] * rows
-    return StateStep(*(torch.tensor(v, dtype=torch.int32) for v in (bounds, read, write, saves)), kv_lens, rows)
+    bounds, read, write, saves = (
+        torch.tensor(values, dtype=torch.int32) for values in ([0, rows], [read_slot], [0], [-1] * rows)
+    )
+    return StateStep(bounds, read, write, saves, kv_lens, rows)
 
 
 def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]:

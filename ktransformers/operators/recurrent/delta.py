@@ -55,7 +55,7 @@ class KGatedDeltaNet(RecurrentOperator):
 
     @override
     def prepare(self) -> None:
-        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator, union-attr]
+        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
 
     def project(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """rows [T, H] -> q, k and v side by side [T, channels], z [T, Hv V], b and a [T, Hv]."""
@@ -76,7 +76,7 @@ class KGatedDeltaNet(RecurrentOperator):
         qkv, z, b, a = self.project(rows)
         mixed = self.convolve(qkv, states, step, "silu")
         width = self.k_heads * self.k_dim
-        q, k, v = mixed.split((width, width, self.v_heads * self.v_dim), dim=-1)
+        q, k, v = torch.split(mixed, [width, width, self.v_heads * self.v_dim], dim=-1)
         decay = self.a * functional.softplus(a.float() + inner.dt_bias)
         heads = (
             q.view(count, self.k_heads, self.k_dim),
@@ -126,7 +126,7 @@ class KKimiDeltaAttention(RecurrentOperator):
         """rows [T, H] -> the logarithm of what is kept, [T, heads, head_dim]."""
         gate: Any = self.inner.forget_gate
         raw = gate.f_b_proj(gate.f_a_proj(rows)).float() + gate.dt_bias.float()
-        rate = gate.A_log.float().exp().view(-1, 1)
+        rate: Tensor = gate.A_log.float().exp().view(-1, 1)
         return -rate * functional.softplus(raw.view(len(rows), self.num_heads, self.head_dim))
 
     @override

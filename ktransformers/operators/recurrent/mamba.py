@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
@@ -49,18 +50,19 @@ class KMamba2(RecurrentOperator):
 
     @override
     def prepare(self) -> None:
-        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator, union-attr]
+        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
 
     @override
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
         inner: Any = self.inner
         count, keys = len(rows), self.groups * self.state_size
-        gate, mixed, dt = inner.in_proj(rows).split((self.width, self.width + 2 * keys, self.num_heads), dim=-1)
-        x, b, c = self.convolve(mixed, states, step, "silu").split((self.width, keys, keys), dim=-1)
+        sizes = [self.width, self.width + 2 * keys, self.num_heads]
+        gate, mixed, dt = torch.split(inner.in_proj(rows), sizes, dim=-1)
+        x, b, c = torch.split(self.convolve(mixed, states, step, "silu"), [self.width, keys, keys], dim=-1)
         dt = functional.softplus(dt.float() + inner.dt_bias).clamp(*self.limit)
         x = x.reshape(count, self.num_heads, self.head_dim)
-        groups = (part.reshape(count, self.groups, self.state_size) for part in (c, b))
-        out = self.scans.linear_scan((*groups, x * dt.unsqueeze(-1)), dt * self.a, states["recurrent"], step)  # type: ignore[arg-type]
+        b, c = (part.reshape(count, self.groups, self.state_size) for part in (b, c))
+        out = self.scans.linear_scan((c, b, x * dt.unsqueeze(-1)), dt * self.a, states["recurrent"], step)
         out = out + x * inner.D.unsqueeze(-1)
         normed = self.scans.gated_norm(
             out.reshape(count, -1),
@@ -99,14 +101,15 @@ class KMamba(RecurrentOperator):
 
     @override
     def prepare(self) -> None:
-        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator, union-attr]
+        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
 
     @override
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
         inner: Any = self.inner
         mixed, gate = inner.in_proj(rows).chunk(2, dim=-1)
         x = self.convolve(mixed, states, step, "silu")
-        parts = inner.x_proj(x.to(rows.dtype)).split((self.rank, self.state_size, self.state_size), dim=-1)
+        sizes = [self.rank, self.state_size, self.state_size]
+        parts = torch.split(inner.x_proj(x.to(rows.dtype)), sizes, dim=-1)
         dt, b, c = (
             norm(part.contiguous())
             for norm, part in zip((inner.dt_layernorm, inner.b_layernorm, inner.c_layernorm), parts, strict=True)
