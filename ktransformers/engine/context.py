@@ -109,5 +109,5 @@ def state_step(
     for name, slots, least in (("read", read, -1), ("write", write, 0), ("save", saved, -1)):
         if slots.min() < least or slots.max() >= cache.num_states:
             raise ValueError(f"{name} slots {slots.min()} to {slots.max()} of states; there are {cache.num_states}")
-    first, reads, writes, saves = (torch.from_numpy(array) for array in (first_rows, read, write, saved))
-    return StateStep(first, reads, writes, saves, kv_lens, int(counts.max()))
+    bounds, reads, writes, saves = (torch.from_numpy(array) for array in (first_rows, read, write, saved))
+    return StateStep(bounds, reads, writes, saves, kv_lens, int(counts.max()))
