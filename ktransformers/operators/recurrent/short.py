@@ -44,13 +44,13 @@ class KLightningAttention(RecurrentOperator):
     CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (
         frozenset({"act_fn", "norm", "qkv_proj", "out_proj", "output_gate"}),
     )
-    NUMBERS: ClassVar[tuple[str, ...]] = ("num_attention_heads", "head_dim")
+    NUMBERS: ClassVar[tuple[str, ...]] = ("head_dim",)
     CONV: ClassVar[str | None] = None
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         inner: Any = module
-        self.num_heads, self.head_dim = int(inner.num_attention_heads), int(inner.head_dim)
+        self.num_heads, self.head_dim = int(inner.slope_rate.numel()), int(inner.head_dim)
 
     @override
     def state_parts(self) -> Mapping[str, tuple[int, ...]]:
