@@ -132,9 +132,14 @@ class SharedPages(CachePlan[PagedCache]):
         if asked:
             return -(-asked // self.size) * self.size
         num_tokens = cache_len_of(opened.config, opened.facts) * self.max_batch_size
+        sizes = PagedCache.size_by_place(shapes, 1).items()
         fitting = min(
-            int(PAGED_SHARE * max(plan.capacity.get(place, 0) - plan.weight_bytes.get(place, 0), 0) / nbytes)
-            for place, nbytes in PagedCache.size_by_place(shapes, 1).items()
+            (
+                int(PAGED_SHARE * max(plan.capacity.get(place, 0) - plan.weight_bytes.get(place, 0), 0) / nbytes)
+                for place, nbytes in sizes
+                if nbytes
+            ),
+            default=num_tokens,
         )
         chosen = max(min(num_tokens, fitting), self.size)
         if chosen < num_tokens:
