@@ -19,6 +19,7 @@ __all__ = [
     "CAPTURING",
     "COMPILING",
     "PROMPT_LOGPROB_ROWS",
+    "SNAPSHOT_ALIGN",
     "AnswerEnd",
     "Constraint",
     "ConstraintKind",
@@ -49,6 +50,8 @@ all, CAPTURING).
 PROMPT_LOGPROB_ROWS = 64
 """Most prompt tokens of one request in one step when all their logits are wanted: 4 * vocab_size bytes each."""
 
+SNAPSHOT_ALIGN = 64
+"""States of recurrent layers are kept behind positions whose number is a multiple of this: there a GPU's chunks end."""
 
 _REPR = reprlib.Repr()
 _REPR.maxtuple = _REPR.maxlist = _REPR.maxdict = 8

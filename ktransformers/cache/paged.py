@@ -4,6 +4,7 @@ L layers; per layer, on its device: keys [num_pages * page_size, kv_heads, key_d
 slot of position p of a sequence: block_table[p // page_size] * page_size + p % page_size
 latent attention (MLA): kv_heads is 1, and values is a view of the first value_dim columns of keys
 a layer that shares another's keys and values: the same tensors
+layers that keep a state instead (cache/state.py), or nothing, have 0 kv_heads; `states` has the former
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["LayerShape", "PagedCache"]
+from ktransformers.cache.state import StateCache, StateShape
+
+__all__ = ["LayerShape", "PagedCache", "state_shapes"]
 
 _CPU = torch.device("cpu")
 
@@ -26,6 +29,7 @@ class LayerShape:
     place: the device as plans name it; device, dtype: where its tensors are and what they hold.
     shares: the earlier layer whose keys and values these are, which takes no bytes; None for tensors of its own.
     chunk: positions come in chunks of so many, and attention sees those of a row's own; 0: it has no such borders.
+    state: what a recurrent layer keeps of a sequence, whose slots are counted apart.
     """
 
     kv_heads: int
@@ -37,6 +41,17 @@ class LayerShape:
     dtype: torch.dtype = torch.float32
     shares: int | None = None
     chunk: int = 0
+    state: StateShape | None = None
+
+    @classmethod
+    def without_pages(cls, state: StateShape | None = None) -> LayerShape:
+        """Of a layer that keeps no keys and values."""
+        return cls(0, 0, 0, state=state)
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether it keeps keys and values."""
+        return self.kv_heads > 0
 
     def nbytes(self, num_slots: int) -> int:
         """That one layer's keys and values at `num_slots` positions take."""
@@ -49,13 +64,18 @@ class LayerShape:
 
 
 class PagedCache:
-    """num_pages pages of page_size positions. Memory is touched when it is written first."""
+    """num_pages pages of page_size positions. Memory is touched when it is written first.
 
-    def __init__(self, shapes: Sequence[LayerShape], num_pages: int, page_size: int):
+    states: of recurrent layers, num_states slots; None where no layer is recurrent.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape], num_pages: int, page_size: int, num_states: int = 1):
         self.shapes, self.num_pages, self.page_size = tuple(shapes), num_pages, page_size
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         for shape in self.shapes:
             self._layers.append(self._allocate(shape) if shape.shares is None else self._layers[shape.shares])
+        states = state_shapes(self.shapes)
+        self.states = StateCache(states, num_states) if states else None
 
     @staticmethod
     def size(shapes: Sequence[LayerShape], num_slots: int) -> int:
@@ -76,7 +96,12 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        return self.size(self.shapes, self.num_slots)
+        return self.size(self.shapes, self.num_slots) + (0 if self.states is None else self.states.nbytes)
+
+    @property
+    def num_states(self) -> int:
+        """Slots of states; 0 where no layer is recurrent."""
+        return 0 if self.states is None else self.states.num_slots
 
     def _allocate(self, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
         place: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype}
@@ -96,3 +121,8 @@ class PagedCache:
     def is_on_gpu(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` lives on a GPU, where other kernels read it."""
         return self.shapes[layer_idx].place != "cpu"
+
+
+def state_shapes(shapes: Sequence[LayerShape]) -> dict[int, StateShape]:
+    """Of the recurrent layers, by layer index."""
+    return {index: shape.state for index, shape in enumerate(shapes) if shape.state is not None}

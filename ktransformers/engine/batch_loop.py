@@ -171,6 +171,8 @@ class BatchLoop:
                 eos_token_ids=engine.model.eos_token_ids,
                 max_model_len=engine.model.context_len,
                 has_prefix_cache=engine.config.prefix_cache,
+                num_states=engine.cache.num_states,
+                snapshot_interval=engine.snapshot_interval,
             )
             if self._profile_target is not None:
                 self._profile = _Profile(self._profile_target, engine)

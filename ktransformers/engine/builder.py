@@ -17,13 +17,13 @@ from ktransformers.cache.paged import LayerShape, PagedCache
 from ktransformers.config import EngineConfig, why_crowded
 from ktransformers.core import Progress
 from ktransformers.engine.attention import find_flash
-from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages
+from ktransformers.engine.cache_plan import CachePlan, OneSequence, SharedPages, snapshot_interval
 from ktransformers.engine.card import ModelCard
 from ktransformers.engine.constraints import mask_of
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
-from ktransformers.engine.layout import StepLayout, install_moves, move_into, settle_buffers
+from ktransformers.engine.layout import StepLayout, hand_contexts, install_moves, move_into, settle_buffers
 from ktransformers.engine.opened import (
     ModelDescription,
     OpenedModel,
@@ -133,6 +133,7 @@ class PagedEngine(LoadedModel):
 
     executor: PagedExecutor
     cache: PagedCache
+    snapshot_interval: int = 0  # tokens between snapshots of states inside of a prompt; 0: none
 
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
@@ -179,7 +180,8 @@ def build_paged_engine(
     opened: the model, when it is open already (a synthetic one, say); its config counts.
     """
     stats = expert_stats or ExpertStats()
-    built = _build(opened or open_model(config), SharedPages(page_size, max_batch_size), hardware, progress, stats)
+    opened = opened or open_model(config)
+    built = _build(opened, SharedPages(page_size, max_batch_size), hardware, progress, stats)
     plan, cache, pool = built.plan, built.cache, built.forward.pool
     runner = ModelRunner(built.forward, built.decode)
     model = built.model
@@ -197,7 +199,9 @@ def build_paged_engine(
         eos_token_ids=model.eos_token_ids,
     )
     executor.new_runtime = lambda: StepRuntime(runner)
-    return PagedEngine(built.config, plan, model, pool, executor, cache)
+    longest = opened.facts.longest_sequence(cache.num_slots)
+    interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
+    return PagedEngine(built.config, plan, model, pool, executor, cache, interval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +243,7 @@ def _build(
         prefill = open_prefills(plan, planned.streamings, hardware.prefill_tools, cache_plan.max_batch_size)
         attach_plan(plan, longest, {**flash, **prefill})
         _arrange_layers(loaded)
-        cache = cache_plan.make(planned.shapes, num_slots)
+        cache = cache_plan.make(planned.shapes, num_slots, planned.num_states)
         forward = ForwardPass(opened.model, pool, loaded.layout)
         extent = _extent(loaded, cache_plan.max_batch_size, -(-longest // page_size))
         decode = prepare_decode(forward, cache, plan, extent, _graphs(loaded, hardware), progress)
@@ -299,6 +303,7 @@ def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | No
     settle_buffers(modules, plan)
     install_moves(modules, plan)
     hand_contexts_on(opened.model)
+    hand_contexts(modules, plan)
     return StepLayout.of(plan, modules, embedding)
 
 
@@ -310,7 +315,7 @@ def _arrange_layers(loaded: _Loaded) -> None:
     """
     opened, plan, shapes, pool = loaded.opened, loaded.plan, loaded.shapes, loaded.pool
     calls = _first_step(loaded)
-    check_calls(opened.model, calls, loaded.longest)
+    check_calls(opened.model, calls, loaded.longest, shapes)
     is_on_cpu = all(entry.placement.generate_device == "cpu" for entry in plan.entries)
     if is_on_cpu:
         fuse_layers(opened.model, shapes, pool, calls)

@@ -9,14 +9,22 @@ from typing import Protocol, TypeVar
 
 from typing_extensions import override
 
-from ktransformers.cache.paged import LayerShape, PagedCache
+from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.static import StaticCache
 from ktransformers.config import EngineConfig
 from ktransformers.engine.opened import OpenedModel
 from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["DEFAULT_CACHE_LEN", "CachePlan", "OneSequence", "SharedPages", "cache_len_of"]
+__all__ = [
+    "DEFAULT_CACHE_LEN",
+    "CachePlan",
+    "OneSequence",
+    "SharedPages",
+    "cache_len_of",
+    "num_snapshots",
+    "snapshot_interval",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +33,15 @@ DEFAULT_CACHE_LEN = 8192
 
 PAGED_SHARE = 0.25
 """Of the free memory, what the pages may take when --cache_lens is not given."""
+
+SNAPSHOT_SHARE = 0.5
+"""Of the bytes of keys and values, what snapshots of recurrent layers' states may take; see below for the least."""
+
+LEAST_SNAPSHOTS, MOST_SNAPSHOTS = 4, 64
+"""A turn of a chat leaves two that the next one may begin from, and needs a third while it runs."""
+
+LEAST_INTERVAL = 256
+"""Tokens between snapshots inside of a prompt, at least."""
 
 CacheT_co = TypeVar("CacheT_co", bound=PagedCache, covariant=True)
 
@@ -39,6 +56,23 @@ def cache_len_of(config: EngineConfig, facts: ModelFacts) -> int:
         message = "--cache_lens %d: the model takes %d tokens, prompt and answer together; the cache holds as many"
         logger.warning(message, config.cache_lens, context)
     return context
+
+
+def num_snapshots(shapes: Sequence[LayerShape], num_slots: int, config: EngineConfig) -> int:
+    """How many states beside those of running sequences a cache of so many positions is to keep; 0 for no prefix cache.
+
+    By numbers that a restarted engine is given again: never by what memory is free.
+    """
+    nbytes = sum(state.nbytes for state in state_shapes(shapes).values())
+    if not nbytes or not config.prefix_cache:
+        return 0
+    fitting = int(SNAPSHOT_SHARE * PagedCache.size(shapes, num_slots)) // nbytes
+    return min(max(fitting, LEAST_SNAPSHOTS), MOST_SNAPSHOTS)
+
+
+def snapshot_interval(snapshots: int, longest: int) -> int:
+    """Tokens between snapshots inside of a prompt, so that the longest one takes half of them; 0: there are none."""
+    return max(-(-longest // max(snapshots // 2, 1)), LEAST_INTERVAL) if snapshots else 0
 
 
 class CachePlan(Protocol[CacheT_co]):
@@ -57,7 +91,11 @@ class CachePlan(Protocol[CacheT_co]):
         """Positions of a page."""
         ...
 
-    def make(self, shapes: Sequence[LayerShape], num_slots: int) -> CacheT_co:
+    def num_states(self, shapes: Sequence[LayerShape], num_slots: int, config: EngineConfig) -> int:
+        """Slots for states of recurrent layers; 0 without such layers."""
+        return self.max_batch_size + num_snapshots(shapes, num_slots, config) if state_shapes(shapes) else 0
+
+    def make(self, shapes: Sequence[LayerShape], num_slots: int, num_states: int) -> CacheT_co:
         """The cache itself."""
         ...
 
@@ -77,8 +115,8 @@ class OneSequence(CachePlan[StaticCache]):
         return num_slots
 
     @override
-    def make(self, shapes: Sequence[LayerShape], num_slots: int) -> StaticCache:
-        return StaticCache(shapes, num_slots)
+    def make(self, shapes: Sequence[LayerShape], num_slots: int, num_states: int) -> StaticCache:
+        return StaticCache(shapes, num_slots, num_states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +132,14 @@ class SharedPages(CachePlan[PagedCache]):
         if asked:
             return -(-asked // self.size) * self.size
         num_tokens = cache_len_of(opened.config, opened.facts) * self.max_batch_size
+        sizes = PagedCache.size_by_place(shapes, 1).items()
         fitting = min(
-            int(PAGED_SHARE * max(plan.capacity.get(place, 0) - plan.weight_bytes.get(place, 0), 0) / nbytes)
-            for place, nbytes in PagedCache.size_by_place(shapes, 1).items()
+            (
+                int(PAGED_SHARE * max(plan.capacity.get(place, 0) - plan.weight_bytes.get(place, 0), 0) / nbytes)
+                for place, nbytes in sizes
+                if nbytes
+            ),
+            default=num_tokens,
         )
         chosen = max(min(num_tokens, fitting), self.size)
         if chosen < num_tokens:
@@ -108,5 +151,5 @@ class SharedPages(CachePlan[PagedCache]):
         return self.size
 
     @override
-    def make(self, shapes: Sequence[LayerShape], num_slots: int) -> PagedCache:
-        return PagedCache(shapes, num_slots // self.size, self.size)
+    def make(self, shapes: Sequence[LayerShape], num_slots: int, num_states: int) -> PagedCache:
+        return PagedCache(shapes, num_slots // self.size, self.size, num_states)

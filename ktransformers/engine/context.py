@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +13,34 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.cache.static import StaticCache
 from ktransformers.core import Phase
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.scheduler.records import Row
 
-__all__ = ["PREFILL_ROWS", "paged_context", "static_context"]
+__all__ = ["PREFILL_ROWS", "StateSlots", "paged_context", "state_step", "static_context"]
 
 PREFILL_ROWS = 4
 """A step with more rows than this is a prefill step: operators may then use their prefill implementation."""
 
 
-def static_context(cache: StaticCache, pool: WorkerPool, start: int, num_rows: int) -> ForwardContext:
-    """Context of `num_rows` tokens at positions start, start + 1, ... of the cache's one sequence."""
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Of one sequence in a step, see scheduler.records.Row: read -1 begins with zeros; saves: (row, slot)."""
+
+    read: int
+    write: int
+    saves: Sequence[tuple[int, int]] = ()
+
+
+def static_context(
+    cache: StaticCache, pool: WorkerPool, start: int, num_rows: int, states: StateSlots | None = None
+) -> ForwardContext:
+    """Context of `num_rows` tokens at positions start, start + 1, ... of the cache's one sequence.
+
+    states: of recurrent layers; slot 0 is continued when None.
+    """
     positions = torch.arange(start, start + num_rows)
+    kv_lens = (positions + 1).to(torch.int32)
+    states = states or StateSlots(0 if start else -1, 0)
     return ForwardContext(
         cache=cache,
         pool=pool,
@@ -31,8 +48,9 @@ def static_context(cache: StaticCache, pool: WorkerPool, start: int, num_rows: i
         page_size=cache.page_size,
         slot_mapping=positions,
         seq_ids=torch.zeros(num_rows, dtype=torch.int32),
-        kv_lens=(positions + 1).to(torch.int32),
+        kv_lens=kv_lens,
         block_table=torch.zeros(1, 1, dtype=torch.int32),
+        states=state_step(cache, [states], np.array([num_rows]), kv_lens),
     )
 
 
@@ -56,6 +74,8 @@ def paged_context(
     ends = np.cumsum(counts)
     positions = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
     slots = table[seq_ids, positions // size].astype(np.int64) * size + positions % size
+    kv_lens = torch.from_numpy((positions + 1).astype(np.int32))
+    states = [StateSlots(row.read_slot, row.write_slot, row.saves) for row in rows]
     context = ForwardContext(
         cache=cache,
         pool=pool,
@@ -63,7 +83,31 @@ def paged_context(
         page_size=size,
         slot_mapping=torch.from_numpy(slots),
         seq_ids=torch.from_numpy(seq_ids),
-        kv_lens=torch.from_numpy((positions + 1).astype(np.int32)),
+        kv_lens=kv_lens,
         block_table=torch.from_numpy(table),
+        states=state_step(cache, states, counts, kv_lens),
     )
     return torch.from_numpy(positions), context
+
+
+def state_step(
+    cache: PagedCache, states: Sequence[StateSlots], counts: npt.NDArray[np.int64], kv_lens: torch.Tensor
+) -> StateStep | None:
+    """For sequences with so many rows each; None where no layer is recurrent.
+
+    Raises ValueError for slots that the cache does not have.
+    """
+    if cache.states is None:
+        return None
+    first_rows = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=first_rows[1:])
+    saved = np.full(first_rows[-1], -1, dtype=np.int32)
+    for first, one in zip(first_rows, states, strict=False):
+        for row, slot in one.saves:
+            saved[first + row] = slot
+    read, write = (np.array([getattr(one, name) for one in states], dtype=np.int32) for name in ("read", "write"))
+    for name, slots, least in (("read", read, -1), ("write", write, 0), ("save", saved, -1)):
+        if slots.min() < least or slots.max() >= cache.num_states:
+            raise ValueError(f"{name} slots {slots.min()} to {slots.max()} of states; there are {cache.num_states}")
+    bounds, reads, writes, saves = (torch.from_numpy(array) for array in (first_rows, read, write, saved))
+    return StateStep(bounds, reads, writes, saves, kv_lens, int(counts.max()))

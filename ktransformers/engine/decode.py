@@ -84,7 +84,9 @@ class DecodeSteps:
         self._graphs = DecodeGraphs(
             self._run,
             decode_batch_sizes(self.max_rows),
-            lambda size: StaticInputs(size, num_pages, device, layout.width, layout.entry.dtype),
+            lambda size: StaticInputs(
+                size, num_pages, device, layout.width, layout.entry.dtype, has_states=cache.states is not None
+            ),
             backend,
             lambda: [stream for place in layout.devices for stream in place.expert_streams()],
             progress,
@@ -104,6 +106,7 @@ class DecodeSteps:
             seq_ids=inputs.seq_ids,
             kv_lens=inputs.kv_lens,
             block_table=inputs.block_table,
+            states=inputs.states,
         ).replicated(device.torch_device for device in self._layout.devices)
         keep = self._keep[: inputs.num_rows]
         entry = self._layout.entry
@@ -125,7 +128,13 @@ class DecodeSteps:
         """
         hidden_states = self._layout.embedding(token_ids[None])[0]
         inputs = DecodeInputs(
-            hidden_states, positions, context.slot_mapping, context.seq_ids, context.kv_lens, context.block_table
+            hidden_states,
+            positions,
+            context.slot_mapping,
+            context.seq_ids,
+            context.kv_lens,
+            context.block_table,
+            context.states,
         )
         on_device = self._graphs.step(inputs)
         launched(len(token_ids))

@@ -54,11 +54,15 @@ class SequenceRunner(Protocol):
         """Shows the hidden states of what `forward` runs."""
         ...
 
+    def resume_len(self, shared: int) -> int:
+        """The longest length up to `shared`, of which that many positions were written, that `forward` can start at."""
+        ...
+
     def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
         """Run token_ids at positions start, start + 1, ... and write their keys and values.
 
-        start is at most the number of positions written before. Returns fp32 logits [len(keep), vocab_size] of the rows
-        in keep, which are indices into token_ids.
+        start is one that `resume_len` gives, or the number of positions written before. Returns fp32 logits
+        [len(keep), vocab_size] of the rows in keep, which are indices into token_ids.
         """
         ...
 

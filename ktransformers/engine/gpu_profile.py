@@ -105,8 +105,9 @@ class GpuProfile(StepMarks):
 
     def fetch(self) -> None:
         """Let the marks of the step that was launched last come to the host behind it."""
-        for device in self._gpus if self._launched is not None else ():
-            device.make_marks().fetch(len(self._launched.get(device.name, ())))
+        launched = self._launched or {}
+        for device in self._gpus:
+            device.make_marks().fetch(len(launched.get(device.name, ())))
 
     def finish(self, num_rows: int) -> None:
         """The step is over, its results and what was fetched behind it are here: `latest` says what is known of it."""

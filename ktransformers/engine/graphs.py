@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ktransformers.kernels.types import StateStep
+
 __all__ = [
     "CudaGraphs",
     "DecodeGraphs",
@@ -54,6 +56,7 @@ class DecodeInputs:
     seq_ids: Tensor  # int32 [T]
     kv_lens: Tensor  # int32 [T]
     block_table: Tensor  # int32 [S, P]
+    states: StateStep | None = None
 
     @property
     def num_rows(self) -> int:
@@ -61,31 +64,60 @@ class DecodeInputs:
 
     def to(self, device: torch.device) -> DecodeInputs:
         """A copy there, or itself."""
+        kv_lens = self.kv_lens.to(device)
         return DecodeInputs(
             self.hidden_states.to(device),
             self.positions.to(device),
             self.slot_mapping.to(device),
             self.seq_ids.to(device),
-            self.kv_lens.to(device),
+            kv_lens,
             self.block_table.to(device),
+            None if self.states is None else self.states.to(device, kv_lens),
         )
 
 
-def _views(data: Tensor, rows: int, pages: int, width: int, dtype: torch.dtype) -> DecodeInputs:
-    """The fields in `data`, bytes, each of them aligned."""
-    fields, at = [], 0
-    for numel, kind in ((rows * width, dtype), (2 * rows, torch.int64), (rows * (2 + pages), torch.int32)):
-        fields.append(data[at : at + numel * kind.itemsize].view(kind))
-        at += _aligned(numel * kind.itemsize)
-    hidden, wide, words = fields
-    return DecodeInputs(
-        hidden.view(rows, width),
-        wide[:rows],
-        wide[rows:],
-        words[:rows],
-        words[rows : 2 * rows],
-        words[2 * rows :].view(rows, pages),
-    )
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """How much a graph reads: of so many rows, pages of a block table and columns, with states or without."""
+
+    rows: int
+    pages: int
+    width: int
+    dtype: torch.dtype
+    has_states: bool
+
+    @property
+    def fields(self) -> tuple[tuple[int, torch.dtype], ...]:
+        """Elements of each type: hidden states, then numbers of either size."""
+        num_words = self.rows * (2 + self.pages) + self.has_states * (4 * self.rows + 1)
+        return (self.rows * self.width, self.dtype), (2 * self.rows, torch.int64), (num_words, torch.int32)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_aligned(numel * kind.itemsize) for numel, kind in self.fields)
+
+    def views(self, data: Tensor) -> DecodeInputs:
+        """The fields in `data`, bytes, each of them aligned."""
+        parts, at, rows = [], 0, self.rows
+        for numel, kind in self.fields:
+            parts.append(data[at : at + numel * kind.itemsize].view(kind))
+            at += _aligned(numel * kind.itemsize)
+        hidden, wide, words = parts
+        sizes = [rows, rows, rows * self.pages, self.has_states * (4 * rows + 1)]
+        seq_ids, kv_lens, table, rest = torch.split(words, sizes)
+        states = None
+        if self.has_states:
+            first_rows, read, write, saves = torch.split(rest, [rows + 1, rows, rows, rows])
+            states = StateStep(first_rows, read, write, saves, kv_lens)
+        return DecodeInputs(
+            hidden.view(rows, self.width),
+            wide[:rows],
+            wide[rows:],
+            seq_ids,
+            kv_lens,
+            table.view(rows, self.pages),
+            states,
+        )
 
 
 def _aligned(nbytes: int) -> int:
@@ -96,25 +128,33 @@ class StaticInputs:
     """The inputs of a graph of B rows: where they lie on the device, and pinned memory from which one copy fills them.
 
     A row without a token writes no key (slot -1) and attends to nothing (length 0, for which attention gives zeros), so
-    that padding needs no page of its own and costs attention nothing. width, dtype: of hidden states.
+    that padding needs no page of its own and costs attention nothing; it belongs to no sequence, and a sequence without
+    rows has no state. width, dtype: of hidden states. has_states: whether layers are recurrent.
     """
 
     def __init__(
-        self, batch_size: int, num_pages: int, device: torch.device, width: int, dtype: torch.dtype = torch.bfloat16
+        self,
+        batch_size: int,
+        num_pages: int,
+        device: torch.device,
+        width: int,
+        dtype: torch.dtype = torch.bfloat16,
+        has_states: bool = False,
     ) -> None:
-        sizes = (batch_size * width * dtype.itemsize, batch_size * 16, batch_size * (2 + num_pages) * 4)
-        nbytes = sum(_aligned(size) for size in sizes)
+        extent = _Extent(batch_size, num_pages, width, dtype, has_states)
+        nbytes = extent.nbytes
         self.batch_size, self.num_pages, self.device = batch_size, num_pages, device
         self._data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._staged = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.inputs = _views(self._data, batch_size, num_pages, width, dtype)
-        self._host = _views(self._staged, batch_size, num_pages, width, dtype)
+        self.inputs, self._host = extent.views(self._data), extent.views(self._staged)
         self.pad()
 
     def pad(self) -> None:
         """Fill with rows that hold no token."""
         self._staged.zero_()
         self._host.slot_mapping.fill_(-1)
+        if self._host.states is not None:
+            _fill_states(self._host.states, None)
         self._data.copy_(self._staged, non_blocking=True)
 
     def fill(self, source: DecodeInputs) -> None:
@@ -134,9 +174,25 @@ class StaticInputs:
         host.seq_ids[:rows] = source.seq_ids
         host.kv_lens[:rows] = source.kv_lens
         host.block_table[:seqs, :pages] = source.block_table
+        if host.states is not None:
+            _fill_states(host.states, source.states)
         self._data.copy_(self._staged, non_blocking=True)
         if is_there:
             self.inputs.hidden_states[:rows] = source.hidden_states
+
+
+def _fill_states(host: StateStep, source: StateStep | None) -> None:
+    """Take `source` and pad it: with sequences that have no rows, and keep no state."""
+    for slots in (host.read_slots, host.write_slots, host.save_slots):
+        slots.fill_(-1)
+    host.first_rows.zero_()
+    if source is not None:
+        seqs = source.num_seqs
+        host.first_rows[: seqs + 1] = source.first_rows
+        host.first_rows[seqs + 1 :] = source.first_rows[-1]
+        host.read_slots[:seqs] = source.read_slots
+        host.write_slots[:seqs] = source.write_slots
+        host.save_slots[: len(source.save_slots)] = source.save_slots
 
 
 class Replayable(Protocol):

@@ -16,9 +16,10 @@ from torch import nn
 from ktransformers.operators.base import Operator
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, distinct
+from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["StepLayout", "install_moves", "move_into", "settle_buffers"]
+__all__ = ["StepLayout", "hand_contexts", "install_moves", "move_into", "settle_buffers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,27 @@ def move_into(layer: nn.Module, home: Device) -> None:
         return args, {**kwargs, **moved}
 
     layer.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def hand_contexts(modules: Mapping[str, nn.Module], plan: Plan) -> None:
+    """Let recurrent operators hear the step's context whose layers of `transformers` hand no keywords down to them.
+
+    modules: the model's modules by name, as they were before the plan was applied.
+    """
+    for key, operator in plan.operators.items():
+        if isinstance(operator, RecurrentOperator) and operator.TAKES_CONTEXT:
+            _hand_context(modules[key.rpartition(".")[0]], operator)
+
+
+def _hand_context(layer: nn.Module, operator: RecurrentOperator) -> None:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        operator.hear(kwargs.get("forward_context"))
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        operator.hear(None)
+
+    layer.register_forward_pre_hook(before, with_kwargs=True)
+    layer.register_forward_hook(after, always_call=True)
 
 
 _SHARED = frozenset({"position_ids", "position_embeddings", "cache_position"})

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ktransformers.cache.paged import LayerShape, PagedCache
+from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
+from ktransformers.cache.state import StateCache
 from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.engine.attention import choose_attention, expansion_nbytes
 from ktransformers.engine.cache_plan import CachePlan
@@ -87,7 +88,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan with all that it holds. chunk_size: tokens of a prefill step. shapes, num_slots: of the cache.
+    """A plan with all that it holds. chunk_size: tokens of a prefill step. shapes, num_slots, num_states: of the cache.
 
     filling: the experts that fill GPUs. transfer: where layers go by themselves, see `spread_layers`.
     """
@@ -97,6 +98,7 @@ class Planned:
     streamings: tuple[Streaming, ...]
     shapes: list[LayerShape]
     num_slots: int
+    num_states: int
     filling: Filling
     transfer: Mapping[int, str] = field(default_factory=dict)
 
@@ -167,7 +169,10 @@ class Planner:
         plan, shapes = self._weights(hardware, Choices(transfer=transfer))
         num_slots = self.cache_plan.num_slots(opened, plan, shapes)
         chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.facts)
+        num_states = self.cache_plan.num_states(shapes, num_slots, opened.config)
         extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
+        if num_states:
+            extra["states"] = StateCache.size_by_place(state_shapes(shapes), num_states)
         used = sorted({entry.placement.generate_device for entry in plan.entries})
         step = step_nbytes(opened.facts, chunk_size)
         gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]
@@ -190,7 +195,7 @@ class Planner:
             if filling.moved:
                 again = self._weights(hardware, Choices(filling.moved, transfer))[0]
                 plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
-        return Planned(plan, chunk_size, streamings, shapes, num_slots, filling, transfer)
+        return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer)
 
     def _weights(self, hardware: Hardware, choices: Choices) -> tuple[Plan, list[LayerShape]]:
         """The plan, without a cache, and the shape of each layer's cache."""

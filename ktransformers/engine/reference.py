@@ -54,6 +54,10 @@ class ReferenceRunner:
 
         return DynamicCache(config=self._model.config)
 
+    def resume_len(self, shared: int) -> int:
+        """Any: what layers have forgotten is computed again."""
+        return shared
+
     def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
         """See engine.generate.SequenceRunner. start may lie before the end of what was written."""
         if not 0 <= start <= len(self._ids):
@@ -67,9 +71,11 @@ class ReferenceRunner:
         return logits
 
     def _rewind(self, length: int) -> None:
-        """Forget what stands at `length` and after. Sliding windows have forgotten what comes before: compute again."""
+        """Forget what stands at `length` and after. Sliding windows and recurrent layers have forgotten what comes
+        before: compute again."""
         written, kept, self._ids = len(self._ids), self._ids[:length], []
-        if not self._is_intact or any(getattr(layer, "is_sliding", False) for layer in self._cache.layers):
+        forgets = any(getattr(one, "is_sliding", False) or not hasattr(one, "keys") for one in self._cache.layers)
+        if not self._is_intact or forgets:
             self._cache = self._new_cache()
             if kept:
                 self._step(kept, 0, [])

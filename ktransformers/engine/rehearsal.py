@@ -14,7 +14,7 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
-from ktransformers.engine.context import PREFILL_ROWS
+from ktransformers.engine.context import PREFILL_ROWS, StateSlots, state_step
 from ktransformers.engine.decode import DecodeSteps
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import decode_batch_sizes
@@ -101,6 +101,8 @@ def _context(cache: PagedCache, pool: WorkerPool, step: _Step) -> tuple[torch.Te
     counts = torch.bincount(seq_ids, minlength=step.seqs)
     first = (step.pages * cache.page_size - counts).clamp_min(0) if step.is_far else torch.zeros_like(counts)
     positions = (first[seq_ids] + nth).clamp_max(step.pages * cache.page_size - 1)
+    kv_lens = (positions + 1).to(torch.int32)
+    states = [StateSlots(-1, seq % max(cache.num_states, 1)) for seq in range(step.seqs)]
     return positions, ForwardContext(
         cache=cache,
         pool=pool,
@@ -108,8 +110,9 @@ def _context(cache: PagedCache, pool: WorkerPool, step: _Step) -> tuple[torch.Te
         page_size=cache.page_size,
         slot_mapping=torch.arange(step.rows) % cache.num_slots,
         seq_ids=seq_ids.to(torch.int32),
-        kv_lens=(positions + 1).to(torch.int32),
+        kv_lens=kv_lens,
         block_table=torch.zeros(step.seqs, step.pages, dtype=torch.int32),
+        states=state_step(cache, states, counts.numpy(), kv_lens),
     )
 
 

@@ -8,11 +8,13 @@ from contextlib import nullcontext
 import torch
 
 from ktransformers.cache.static import StaticCache
+from ktransformers.engine.cache_plan import snapshot_interval
 from ktransformers.engine.context import static_context
 from ktransformers.engine.decode import DecodeSteps
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.gpu_profile import GpuProfile
 from ktransformers.engine.hidden import HiddenTap
+from ktransformers.engine.kept_states import KeptStates
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.operators.context import ForwardContext
 
@@ -99,18 +101,26 @@ class StaticRunner(ModelRunner):
         self.cache, self.is_models_limit = cache, is_models_limit
         self.vocab_size = vocab_size
         self.written_len = 0  # positions whose keys and values are in the cache
+        self._states: KeptStates | None = None
+        if cache.num_states:
+            snapshots = cache.num_states - 1
+            self._states = KeptStates(cache.num_states, snapshot_interval(snapshots, cache.max_len))
 
     @property
     def max_len(self) -> int:
         """Most tokens of the sequence, prompt and answer together."""
         return self.cache.max_len
 
+    def resume_len(self, shared: int) -> int:
+        """See SequenceRunner: less than `shared` where recurrent layers keep no state of it."""
+        return shared if self._states is None else self._states.resume_len(shared)
+
     def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
         """Run `token_ids` at positions start, start + 1, ..., overwriting what the cache holds from there on.
 
         keep are indices into token_ids; the result is their logits, fp32 [len(keep), vocab_size].
         Raises ContextLengthError when the tokens do not fit, ConfigError for ids outside the vocabulary and for a
-        start that would leave a gap.
+        start that would leave a gap, or of which recurrent layers keep no state.
         """
         end = start + len(token_ids)
         if end > self.max_len:
@@ -124,8 +134,9 @@ class StaticRunner(ModelRunner):
             raise ConfigError(f"start {start} would leave a gap: {self.written_len} positions are written")
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             raise ConfigError(f"token ids must be in [0, {self.vocab_size}) and at least one")
+        states = None if self._states is None else self._states.begin(start, len(token_ids))
         self.written_len = start  # should the forward fail, what it overwrote is gone
-        context = static_context(self.cache, self.pool, start, len(token_ids))
+        context = static_context(self.cache, self.pool, start, len(token_ids), states)
         logits = self.step(
             torch.tensor(list(token_ids)),
             torch.arange(start, end),
@@ -133,4 +144,6 @@ class StaticRunner(ModelRunner):
             torch.tensor(list(keep), dtype=torch.int64),
         )
         self.written_len = end
+        if self._states is not None:
+            self._states.end(end)
         return logits

@@ -49,6 +49,9 @@ class _RecordingRunner:
     def tap(self) -> HiddenTap:
         return self._runner.tap
 
+    def resume_len(self, shared: int) -> int:
+        return self._runner.resume_len(shared)
+
     def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
         del self.token_ids[start:]
         logits = self._runner.forward(token_ids, start, keep)
@@ -169,6 +172,7 @@ class Session:
         pools_all = params.pooling is not None and params.pooling.needs_all
         if params.prompt_logprobs is not None or pools_all or not self._has_prefix_cache:
             shared = 0
+        shared = self._runner.resume_len(shared)
         self._running = prefill_and_generate(
             self._runner,
             prompt_ids,

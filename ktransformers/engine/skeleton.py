@@ -23,6 +23,7 @@ from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.device import CPU, Device
+from ktransformers.operators.recurrent.base import RecurrentOperator
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _SUPPORTED_KINDS = frozenset(
     {LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.LATENT, LayerKind.COMPRESSED}
+    | {LayerKind.RECURRENT, LayerKind.ROWWISE}
 )
 
 
@@ -196,7 +198,9 @@ def cache_shapes(
     homes: where the layers live, in order; the CPU when None.
 
     Latent shapes are for layers that run our absorbed MLA; any other attention module caches what it hands to the
-    attention function.
+    attention function. Recurrent layers keep a state, and layers that work row by row nothing.
+
+    Raises UnsupportedError for layers in which nothing is found that could keep what they need.
     """
     shapes: dict[int, LayerShape] = {}
     projecting = set[int]()  # layers that make keys of their own
@@ -218,6 +222,7 @@ def cache_shapes(
             shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)
             if layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.CHUNKED:
                 shapes[layer_idx] = replace(shapes[layer_idx], chunk=facts.layers[layer_idx].window or 0)
+    _add_states(shapes, facts, operators)
     if sorted(shapes) != list(range(facts.num_layers)):
         what = f"of layers {sorted(shapes)} only" if shapes else "in none of its layers"
         raise UnsupportedError(
@@ -236,6 +241,25 @@ def _shared(shapes: Sequence[LayerShape], index: int, source: int | None) -> Lay
     """The shape of a layer that shares an earlier one's cache, if that is of the same shape and on the same device."""
     is_same = source is not None and shapes[source] == shapes[index]
     return replace(shapes[index], shares=source) if is_same else shapes[index]
+
+
+def _add_states(shapes: dict[int, LayerShape], facts: ModelFacts, operators: Mapping[str, nn.Module]) -> None:
+    """The states of recurrent layers, and layers that keep nothing."""
+    for operator in operators.values():
+        if isinstance(operator, RecurrentOperator):
+            shape = shapes.get(operator.layer_idx, LayerShape.without_pages())
+            shapes[operator.layer_idx] = replace(shape, state=operator.state_shape())
+    for index, layer in enumerate(facts.layers):
+        if index in shapes:
+            continue
+        if layer.kind is LayerKind.RECURRENT:
+            raise UnsupportedError(
+                f"model type {facts.model_type}: layer {index} ({layer.word}) keeps a state, and no operator stands "
+                "for it; the rule file needs one that names ktransformers.operators.recurrent.KRecurrent, which knows "
+                "Gated DeltaNet, Kimi Delta Attention, Mamba, Mamba-2, short convolutions and lightning attention"
+            )
+        if layer.kind is LayerKind.ROWWISE:
+            shapes[index] = LayerShape.without_pages()
 
 
 def _expanded_shape(module: Any, key: str, num_kv_heads: int) -> LayerShape:

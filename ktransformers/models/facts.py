@@ -44,6 +44,7 @@ class LayerKind(StrEnum):
     LATENT = "latent_attention"  # keys and values out of one vector for all heads (DeepSeek's MLA)
     COMPRESSED = "compressed_attention"  # older tokens as entries, each of several (DeepSeek-V4)
     RECURRENT = "recurrent"  # a state of one size, however long the sequence
+    ROWWISE = "rowwise"  # it works row by row, and keeps nothing
     OTHER = "other"
 
 
@@ -57,6 +58,8 @@ _KINDS = {
     "linear_attention": LayerKind.RECURRENT,
     "mamba": LayerKind.RECURRENT,
     "conv": LayerKind.RECURRENT,
+    "moe": LayerKind.ROWWISE,
+    "mlp": LayerKind.ROWWISE,
 }
 
 
@@ -316,7 +319,7 @@ def _layers(
         num_heads, num_kv_heads = heads[index], kv_heads[index] or heads[index]
         head_dim = given[index] or hidden // max(num_heads, 1)
         v_head_dim = values[index] or head_dim
-        if latent is not None and kind is not LayerKind.RECURRENT:
+        if latent is not None and kind not in (LayerKind.RECURRENT, LayerKind.ROWWISE):
             kind = LayerKind.LATENT if kind in (LayerKind.FULL, LayerKind.SLIDING) else kind
             num_kv_heads, head_dim, v_head_dim = num_heads, latent.nope_dim + latent.rope_dim, latent.v_dim
         layers.append(LayerFacts(kind, word, num_heads, num_kv_heads, head_dim, v_head_dim, looks_back, sparse[index]))

@@ -200,6 +200,14 @@ class Operator(nn.Module, ABC):
         self.home = config.devices[self.placement.home or self.placement.generate_device]
         self._stage = Stage.PLANNED
 
+    @classmethod
+    def is_for(cls, module: nn.Module) -> bool:
+        """Whether a rule that names this operator means `module`, which its `match` fits; if not, other rules may.
+
+        For operators that share a name with others in families' module trees. All others take, or refuse, any.
+        """
+        return True
+
     def op(self, phase: Phase) -> str:
         """The implementation that runs in `phase`, for the plan's table."""
         named = self.placement.prefill_op if phase is Phase.PREFILL else self.placement.generate_op

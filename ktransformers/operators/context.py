@@ -9,6 +9,7 @@ builds a ForwardContext per step; Hugging Face modules hand it down as the keywo
     seq_ids[t]                 which row of block_table belongs to row t
     kv_lens[t]                 positions row t attends to, itself included (its position + 1)
     block_table[s, p]          page that holds positions p * page_size .. (p + 1) * page_size - 1 of sequence s
+    states                     which states recurrent layers continue (kernels.types.StateStep); None without them
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ktransformers.cache.paged import LayerShape
+from ktransformers.cache.state import StateCache
 from ktransformers.core import Phase
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.types import StateStep
 
-__all__ = ["ForwardContext", "LayerCache"]
+__all__ = ["ForwardContext", "LayerCache", "StateStep"]
 
 _T = TypeVar("_T")
 
@@ -34,6 +37,11 @@ class LayerCache(Protocol):
     For MLA the cache stores the latent: kv_heads is 1, key_dim is kv_lora_rank + qk_rope_head_dim, and `values` is a
     view of the first kv_lora_rank columns of `keys`.
     """
+
+    @property
+    def states(self) -> StateCache | None:
+        """States of recurrent layers; None where no layer is recurrent."""
+        ...
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer."""
@@ -63,6 +71,7 @@ class ForwardContext:
     seq_ids: torch.Tensor  # int32 [T]
     kv_lens: torch.Tensor  # int32 [T]
     block_table: torch.Tensor  # int32 [S, P]
+    states: StateStep | None = None
     replicas: Mapping[torch.device, ForwardContext] = field(default_factory=dict)
     _moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _derived: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
@@ -78,7 +87,8 @@ class ForwardContext:
 
     def _copy(self, device: torch.device) -> ForwardContext:
         moved = {name: getattr(self, name).to(device) for name in ("slot_mapping", "seq_ids", "kv_lens", "block_table")}
-        return replace(self, **moved, replicas={}, _moved={}, _derived={})
+        states = None if self.states is None else self.states.to(device, moved["kv_lens"])
+        return replace(self, **moved, states=states, replicas={}, _moved={}, _derived={})
 
     def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """`tensor` on `device`, copied once per step however many layers ask."""

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * weight."""
+"""RMSNorm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * weight, or 1 + weight in some families."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import give_back
 from ktransformers.operators.recognize.norm import NormSpec, recognize_norm
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
+from ktransformers.weights.source import WeightSource
 
 __all__ = ["KRMSNorm"]
 
 
 class KRMSNorm(WrapperOperator):
-    """RMSNorm over the last axis of [..., H]; other norms keep the module's own forward."""
+    """RMSNorm over the last axis of [..., H], weights from 0 or from 1; other norms keep the module's own forward."""
 
     OPS: ClassVar[dict[str, str]] = {
         "KRMSNormNative": "native kernel",
         "KRMSNormTriton": "Triton kernel",
-        "KNormTorch": "the module's own forward (not plain RMSNorm)",
+        "KNormTorch": "the module's own forward (not RMSNorm)",
     }
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
@@ -43,8 +44,15 @@ class KRMSNorm(WrapperOperator):
         # The kernel takes a weight of any type; a module's own forward would widen its result to the weight's.
         return DenseState(self.inner, self.key, self.device, torch.float32 if self.spec is not None else None)
 
+    @override
+    def load(self, source: WeightSource) -> None:
+        super().load(source)
+        if self.spec is not None and self.spec.offset:  # added here, once, so that kernels know one formula
+            self.inner._parameters["weight"] = nn.Parameter(self.weight + self.spec.offset, requires_grad=False)
+
     @property
     def weight(self) -> torch.Tensor:
+        """What kernels multiply with: fp32 [H] where one does."""
         return self.inner.weight  # type: ignore[return-value]
 
     @override

@@ -60,6 +60,13 @@ _NORM = "norm.KRMSNorm"
 _MLP = "mlp.KMLP"
 _EMBEDDING = "embedding.KEmbedding"
 _ACTIVATION = "activation.KActivation"
+_RECURRENT = {
+    "kinds": "KRecurrent",
+    "delta": "KGatedDeltaNet KKimiDeltaAttention",
+    "mamba": "KMamba KMamba2",
+    "short": "KShortConv KLightningAttention",
+}
+"""Operators of recurrent layers, by the module that defines them; rule files know them as of `recurrent`."""
 
 _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
     # role: {upstream module: names in it}
@@ -115,8 +122,11 @@ _HOMES = {
     _ROPE: "attention.rope",
     _MLP: "linear.mlp",
     _EMBEDDING: "linear.embedding",
+    **{f"recurrent.{name}": f"recurrent.{module}" for module, names in _RECURRENT.items() for name in names.split()},
 }
 """The modules that define what rule files know by a shorter name, where they are not called the same."""
+
+_ALIASES_BY_ROLE.update({f"recurrent.{name}": {} for names in _RECURRENT.values() for name in names.split()})
 
 OPERATOR_ALIASES: dict[str, str] = {
     f"{OPERATORS_PREFIX}{module}.{name}": f"{OPERATORS_PREFIX}{role}"

@@ -60,10 +60,11 @@ class DecodeReads:
     windows: tuple[int | None, ...]
 
     def cache_bytes(self, context: int) -> dict[str, int]:
-        """Bytes of keys and values by device, with `context` tokens in the cache."""
+        """Bytes of keys, values and states by device, with `context` tokens in the cache."""
         total: dict[str, int] = {}
         for shape, window in zip(self.shapes, self.windows, strict=True):
             nbytes = shape.read_nbytes(context if window is None else min(context, window))
+            nbytes += 0 if shape.state is None else 2 * shape.state.nbytes  # read and written
             total[shape.place] = total.get(shape.place, 0) + nbytes
         return {place: nbytes for place, nbytes in total.items() if nbytes}
 

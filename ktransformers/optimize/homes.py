@@ -1,8 +1,8 @@
-"""Which device each decoder layer lives on: where its hidden states and its K/V cache are.
+"""Which device each decoder layer lives on: where its hidden states and its cache are.
 
-A layer's home is the device of its attention. `cuda` without a number means the device that the layer loop's
-transfer_map names for the layer, else the first one; modules that no rule places go where their layer is.
-Knows rules and the module tree; reads no weights.
+A layer's home is the device of its attention, or of what stands in its place. `cuda` without a number means the device
+that the layer loop's transfer_map names for the layer, else the first one; modules that no rule places go where their
+layer is. Knows rules and the module tree; reads no weights.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ktransformers.models.layers import mixers
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.rules import Rules
 
@@ -38,11 +39,7 @@ class Homes:
         transfer: Mapping[int, str] | None = None,
     ):
         self._machine = machine
-        attention: dict[int, str] = {
-            int(module.layer_idx): key
-            for key, module in model.named_modules()
-            if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "scaling")
-        }
+        attention = mixers(model)
         self._transfer = _transfer_map(model, rules, model_type) or transfer or {}
         self._layer_of = {key.rpartition(".")[0]: layer for layer, key in attention.items()}
         self.layers: dict[int, Home] = {}

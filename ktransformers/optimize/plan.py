@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torch import nn
 
@@ -24,6 +25,7 @@ from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.rules import Rule, Rules
 from ktransformers.optimize.tied import TiedSource, tied_names
 from ktransformers.optimize.unmatched import UnmatchedRule, explain_unmatched
+from ktransformers.shipped_rules import RULES_DIR
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["Choices", "Plan", "PlanEntry", "format_bytes", "make_plan"]
@@ -174,8 +176,7 @@ def make_plan(
     planner = _Planner(model, rules, operator_config, source, machine, choices.moved, homes)
     planner.visit(model, "", None)
     planner.report_fallback()
-    unmatched = explain_unmatched(model, model_type, rules, {entry.key: entry.rule for entry in planner.entries})
-    _report_unmatched(unmatched, rules.file, strict)
+    unmatched = _unmatched(model, model_type, rules, planner.entries, strict)
     shared = _shared_modules(planner.entries, planner.tied)
     entries = _count_once(planner.entries, shared)
     _check_tensors(planner.problems, entries, source, ignorable or source.ignorable)
@@ -258,7 +259,7 @@ class _Planner:
         entry = PlanEntry(
             key=key,
             hf_class=type(module).__name__,
-            operator=rule.operator.__name__,
+            operator=type(operator).__name__,
             placement=placement,
             generate_op=operator.op(Phase.GENERATE),
             prefill_op=operator.op(Phase.PREFILL),
@@ -386,12 +387,25 @@ class _Planner:
             )
 
 
-def _report_unmatched(unmatched: Iterable[UnmatchedRule], file: str, strict: bool) -> None:
-    messages = [str(RuleError(u.message, file=file, line=u.line, rule=u.rule)) for u in unmatched]
+def _unmatched(
+    model: nn.Module, model_type: str, rules: Rules, entries: Iterable[PlanEntry], strict: bool
+) -> tuple[UnmatchedRule, ...]:
+    """The rules that decided nothing, each with a line in the log; none of a default file, which is for all families.
+
+    Raises RuleError for them with strict.
+    """
+    file = Path(rules.file)
+    unmatched = explain_unmatched(model, model_type, rules, {entry.key: entry.rule for entry in entries})
+    messages = [str(RuleError(u.message, file=rules.file, line=u.line, rule=u.rule)) for u in unmatched]
+    if file.parent == RULES_DIR and file.name.startswith("default-"):
+        for message in messages:
+            logger.debug("%s", message)
+        return ()
     if messages and strict:
         raise RuleError("rules that decide nothing (--strict):\n  " + "\n  ".join(messages))
     for message in messages:
         logger.warning("%s", message)
+    return unmatched
 
 
 def _shared_modules(entries: list[PlanEntry], tied: Mapping[str, str]) -> dict[str, str]:

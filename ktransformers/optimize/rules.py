@@ -122,12 +122,15 @@ class Rule:
         """
         if self.match_class is not None and not isinstance(module, self.match_class):
             return False
-        if self.name is None:
-            return True
         try:
-            return any(self.name.search(name) for name in legacy_names(model_type, key, self.name.pattern))
+            if self.name is not None and not any(
+                self.name.search(name) for name in legacy_names(model_type, key, self.name.pattern)
+            ):
+                return False
         except SlowPattern as problem:
+            assert self.name is not None
             raise self.error(f"match.name {self.name.pattern!r:.80} {problem}") from problem
+        return self.operator is None or self.operator.is_for(module)
 
     def error(self, message: str, kwarg: str | None = None) -> RuleError:
         """A RuleError that points at this rule, or at one of its keyword arguments."""

@@ -30,7 +30,7 @@ EXTRA_PARTS = ("cache", "work space")
 """What there is beside weights."""
 
 _ATTENTION = re.compile(r"\.(?:self_attn|attention|attn)(?:\.|$)")
-_CACHE = "kv cache"
+_CACHE = ("kv cache", "states")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def parts_of(plan: Plan, experts: Mapping[str, int]) -> tuple[Part, ...]:
             held.update(dict.fromkeys(entry.quant_types, count))
     for what, by_device in plan.extra_bytes.items():
         for device, count in by_device.items():
-            nbytes[EXTRA_PARTS[0] if what == _CACHE else EXTRA_PARTS[1], device] += count
+            nbytes[EXTRA_PARTS[0] if what in _CACHE else EXTRA_PARTS[1], device] += count
     found = []
     for name in (*PARTS, *EXTRA_PARTS):
         for devices in _places(sorted(device for part, device in nbytes if part == name)):

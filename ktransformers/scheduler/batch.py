@@ -20,6 +20,8 @@ class PlannedRow:
     start: int
     end: int
     is_sampled: bool
+    read_slot: int = -1
+    saves: tuple[tuple[int, int], ...] = ()  # (length, slot) of states to keep
 
     @property
     def is_stale(self) -> bool:
@@ -39,11 +41,15 @@ class Batch:
     def __iter__(self) -> Iterator[PlannedRow]:
         return iter(self._rows.values())
 
-    def add(self, seq: Sequence, run: Run, num_tokens: int) -> None:
-        """Run the next num_tokens tokens of a sequence, and move its plan forward by them."""
+    def add(self, seq: Sequence, run: Run, num_tokens: int, saves: tuple[tuple[int, int], ...] = ()) -> None:
+        """Run the next num_tokens tokens of a sequence, and move its plan forward by them.
+
+        saves: (length, slot) of the states that are to be kept.
+        """
         end = run.planned_len + num_tokens
         is_sampled = end == seq.known_len + run.num_pending
-        self._rows[seq] = PlannedRow(seq, run, run.planned_len, end, is_sampled)
+        self._rows[seq] = PlannedRow(seq, run, run.planned_len, end, is_sampled, run.read_slot, saves)
+        run.read_slot = run.state_slot
         self.budget -= num_tokens
         run.planned_len = end
         run.num_pending += is_sampled
@@ -72,6 +78,9 @@ class Batch:
                     block_table=run.block_table[run.num_told :],
                     is_sampled=planned.is_sampled,
                     first_page=run.num_told,
+                    read_slot=planned.read_slot,
+                    write_slot=run.state_slot,
+                    saves=[(length - start - 1, slot) for length, slot in planned.saves],
                 )
             )
             run.num_told = len(run.block_table)

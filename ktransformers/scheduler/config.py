@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ktransformers.core import SNAPSHOT_ALIGN
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 
@@ -21,6 +22,9 @@ class SchedulerConfig:
     eos_token_ids: end every answer whose request does not say ignore_eos.
     max_model_len: most tokens of one sequence that the model can do; None: as many as the cache holds.
     has_prefix_cache: whether sequences share pages.
+    num_states: slots for states of recurrent layers, those of running sequences and snapshots; 0: there are no such
+    layers. snapshot_interval: tokens between snapshots inside of a prompt, 0 for none; snapshot_align: all are taken
+    behind multiples of it.
     """
 
     num_pages: int
@@ -31,11 +35,17 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...] = ()
     max_model_len: int | None = None
     has_prefix_cache: bool = True
+    num_states: int = 0
+    snapshot_interval: int = 0
+    snapshot_align: int = SNAPSHOT_ALIGN
 
     def __post_init__(self) -> None:
-        for name in ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size"):
+        for name in ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size", "snapshot_align"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_states", "snapshot_interval"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.max_len < 2:
             raise ConfigError(
                 f"a sequence may have {self.max_len} tokens, which leaves no room for a prompt and an answer; "
@@ -64,4 +74,5 @@ class SchedulerConfig:
         Not more than chunk_size: decodes go first, so with more of them than a step has tokens the last ones, and every
         prefill, would wait for as long as the others talk. This way a prefill gets at least one token of every step.
         """
-        return min(self.max_batch_size, self.chunk_size)
+        most = min(self.max_batch_size, self.chunk_size)
+        return min(most, self.num_states) if self.num_states else most

@@ -14,26 +14,38 @@ Knows what a page is the cache of; does not know who runs next, nor steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from itertools import pairwise
 
 from ktransformers.cache.pages import PagePool
 from ktransformers.cache.prefix_tree import PrefixTree
+from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.sequence import Run, Sequence
+from ktransformers.scheduler.snapshots import Snapshots
 
 __all__ = ["PageTables"]
 
 
 class PageTables:
-    """Block tables over num_pages pages of page_size tokens. has_prefix_cache False: pages are never shared."""
+    """Block tables over the pages that `config` says, shared where has_prefix_cache.
 
-    def __init__(self, num_pages: int, page_size: int, has_prefix_cache: bool):
-        self.num_pages, self.page_size, self.has_prefix_cache = num_pages, page_size, has_prefix_cache
+    snapshots: of recurrent layers' states, without which a page's tokens cannot be skipped; None without such layers.
+    """
+
+    def __init__(self, config: SchedulerConfig):
+        self.num_pages, self.page_size, self.has_prefix_cache = (
+            config.num_pages,
+            config.page_size,
+            config.has_prefix_cache,
+        )
+        self.snapshots = Snapshots(config) if config.num_states else None
         self.clear()
 
     def clear(self) -> None:
         """Forget everything: the pages' contents are gone. Runs that hold pages must be thrown away with them."""
         self._pool, self._tree = PagePool(self.num_pages), PrefixTree(self.page_size)
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     @property
     def num_available(self) -> int:
@@ -52,10 +64,12 @@ class PageTables:
         """Leading tokens of a prompt whose pages another sequence of the same prompt can have. 0: none, ever."""
         if not self.has_prefix_cache or seq.params.prompt_logprobs is not None:
             return 0
+        if self.snapshots is not None:
+            return self.snapshots.border(seq.prompt_len)
         return (seq.prompt_len - 1) // self.page_size * self.page_size
 
     def start(self, seq: Sequence, run_id: int, num_reserved: int) -> Run | None:
-        """A run for a waiting sequence that begins behind the longest prefix in the tree.
+        """A run for a waiting sequence that begins behind the longest prefix in the tree, or the longest snapshot.
 
         The last token is never taken from the cache: its logits are wanted. None when the known tokens and the one to
         be sampled would not fit beside num_reserved pages that others will need; nothing but the prefix is taken yet.
@@ -68,13 +82,19 @@ class PageTables:
         if seq.params.prompt_logprobs is not None or (pooling is not None and pooling.needs_all):
             max_pages = 0  # logits and hidden states are not cached: the whole prompt is computed
         pages = self._tree.match(seq.request.cache_salt, seq.token_ids, max_pages)
+        if self.snapshots is not None:
+            while pages and pages[-1] not in self.snapshots.slots:
+                pages.pop()
         num_woken = sum(self._tree.is_idle(page) for page in pages)
         if self.pages_for(seq.known_len + 1) - len(pages) + num_woken > room:
             return None
+        cached_len = len(pages) * self.page_size
+        run = Run(run_id, pages, cached_len, cached_len, len(pages))
+        if self.snapshots is not None and not self.snapshots.begin(run, pages[-1] if pages else None, seq.known_len):
+            return None
         for page in pages:
             self._acquire(page)
-        cached_len = len(pages) * self.page_size
-        return Run(run_id, pages, cached_len, cached_len, len(pages))
+        return run
 
     def grow(self, run: Run, num_tokens: int) -> bool:
         """Let the run's pages cover num_tokens. False, and nothing changed, when there are not enough."""
@@ -83,7 +103,10 @@ class PageTables:
             return False
         for _ in range(missing):
             if not self._pool.num_free:
-                self._pool.free(self._tree.evict())
+                page = self._tree.evict()
+                self._pool.free(page)
+                if self.snapshots is not None:
+                    self.snapshots.slots.drop(page)
             run.block_table.append(self._pool.allocate())
         return True
 
@@ -111,6 +134,8 @@ class PageTables:
         for page in reversed(run.block_table):  # the tree wants the deeper page first
             self._release(page)
         run.block_table.clear()
+        if self.snapshots is not None:
+            self.snapshots.end(run)
 
     def _acquire(self, page: int) -> None:
         if self._tree.is_idle(page):
@@ -125,7 +150,7 @@ class PageTables:
         else:
             self._pool.free(page)
 
-    def check_integrity(self, running: Iterable[Sequence]) -> None:
+    def check_integrity(self, running: Collection[Sequence]) -> None:
         """Raises AssertionError unless the pages are exactly those of these sequences, the tree and the free list."""
         pool, tree = self._pool, self._tree
         pool.check_integrity()
@@ -141,6 +166,8 @@ class PageTables:
                 assert tree.path(table[num_published - 1]) == known, "a page of another prefix"
                 assert all(tree.parent(b) == a for a, b in pairwise(table[:num_published])), "path"
             holders.update(table)
+        if self.snapshots is not None:
+            self.snapshots.check_integrity([seq.run for seq in running if seq.run is not None], set(tree))
         for page in range(self.num_pages):
             assert pool.holders(page) == holders[page], "holders that are not running"
             assert not pool.is_free(page) or page not in tree, "a free page is in the tree"

@@ -77,6 +77,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     keeps. So a step says what is new, not again what a long prompt has filled.
     token_ids: the tokens to run; empty when token_source is set, which stands for one token.
     is_sampled: the logits of the last token choose the sequence's next token.
+    read_slot, write_slot, saves: of recurrent layers, -1 and empty without: the slot of the state before the first
+    token (-1: none, it begins with zeros), the one for the state behind the last, and (token of the row, slot) for
+    states behind others.
     """
 
     run_id: int
@@ -86,6 +89,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     block_table: Sequence[int]
     is_sampled: bool
     first_page: int = 0
+    read_slot: int = -1
+    write_slot: int = -1
+    saves: Sequence[tuple[int, int]] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -24,6 +24,10 @@ results count only for runs that still exist:
     preempted                       dropped; the token is sampled again, the same, in the next run
     engine lost                     dropped by step id
 
+Models with recurrent layers have states beside pages: a run has a slot of its own, and begins from a snapshot of one
+(scheduler/snapshots.py). What a stale row writes goes to slots that have no reader: its run's own, and those of
+snapshots that are never published. They may have new owners by then, who write in later steps.
+
 Not known here: text, tensors, processes, time (callers say what time it is).
 """
 
@@ -87,7 +91,8 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
-        self._pages = PageTables(config.num_pages, config.page_size, config.has_prefix_cache)
+        self._pages = PageTables(config)
+        self._snapshots = self._pages.snapshots
         self._requests: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
         self._running: list[Sequence] = []  # by rank
@@ -184,6 +189,8 @@ class Scheduler:
         """
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             return None
+        if self._snapshots is not None:
+            self._snapshots.slots.begin_step()
         batch = Batch(self.config.chunk_size)
         decodes, prefills = self._runnable()
         for seq in itertools.chain(decodes, prefills):
@@ -224,7 +231,10 @@ class Scheduler:
                 return  # keeps its pages until a sequence before it needs them
             batch.discard(victim)
             self._preempt(victim)
-        batch.add(seq, run, num_tokens)
+        saves: tuple[tuple[int, int], ...] = ()
+        if self._snapshots is not None:
+            saves = self._snapshots.plan(run, run.planned_len, run.planned_len + num_tokens)
+        batch.add(seq, run, num_tokens, saves)
 
     def _admit(self, batch: Batch) -> None:
         """Give seats to waiting sequences, in order, as long as each one's known tokens fit beside those of the others.
@@ -312,6 +322,8 @@ class Scheduler:
                 continue
             row.run.computed_len = row.end
             self._pages.publish(row.seq, row.run)
+            if self._snapshots is not None:
+                self._snapshots.publish(row.run, row.saves)
             if result is not None:
                 row.run.num_pending -= 1
                 updates.append(self._take(row.seq, result))

@@ -25,6 +25,9 @@ class Run:
     block_table[i] is the page of positions i * page_size ..; its first num_published pages are in the prefix tree.
     num_told: leading pages of the table that the engine knows from the rows planned so far.
     sampled_index: where the latest planned step lists this run's sampled token, among its sampled rows.
+
+    Of recurrent layers: state_slot, its own; read_slot, what its next row continues (-1: zeros); border, see
+    scheduler.snapshots; saves, slots by length that steps in flight write; rolled: the page with its answer's snapshot.
     """
 
     run_id: int
@@ -36,6 +39,11 @@ class Run:
     num_pending: int = 0  # tokens that steps in flight will sample
     sampled_index: int = -1
     is_started: bool = False  # its SequenceStart has been sent
+    state_slot: int = -1
+    read_slot: int = -1
+    border: int = 0
+    saves: dict[int, int] = field(default_factory=dict)
+    rolled: int | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -92,7 +92,7 @@ def test_rms_norm_is_told_from_its_lookalikes(config: OperatorConfig) -> None:
     cases = (
         (nn.RMSNorm(16, eps=1e-5), "KRMSNormNative"),
         (nn.LayerNorm(16), "KNormTorch"),
-        (OffsetNorm(), "KNormTorch"),
+        (OffsetNorm(), "KRMSNormNative"),
     )
     for module, op in cases:
         x = rows(7, 16, seed=1)

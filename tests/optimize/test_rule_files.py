@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ktransformers.engine.skeleton import build_skeleton
 from ktransformers.errors import KTransformersError, RuleError
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.optimize.machine import Machine
@@ -65,6 +67,16 @@ def test_shipped_rules_all_match(file: str, model_type: str, values: dict[str, A
     has_experts = [key for key, name in found.items() if name == "KTransformersExperts"]
     assert bool(has_experts) == ("dense" not in file)
     assert len([name for name in found.values() if name == "KRouter"]) == len(has_experts)
+
+
+@pytest.mark.parametrize(("file", "model_type"), [("default-moe.yaml", "qwen3_next"), ("default-dense.yaml", "lfm2")])
+def test_recurrent_layers_have_operators(file: str, model_type: str) -> None:
+    kinds = ["full_attention", *["conv" if model_type == "lfm2" else "linear_attention"] * 3]
+    config = CONFIG_MAPPING[model_type](hidden_size=64, vocab_size=32, num_hidden_layers=4, layer_types=kinds)
+    plan = plan_with(build_skeleton(config), load_rules(RULES_DIR / file), strict=True)
+    kinds = [name for name in operators(plan).values() if name in ("KGatedDeltaNet", "KShortConv", "KAttention")]
+    assert kinds.count("KAttention") == 1
+    assert len(kinds) == 4
 
 
 @product(strength=1, model_type=(*DENSE_TYPES, *MOE_TYPES), file=sorted(SHIPPED))

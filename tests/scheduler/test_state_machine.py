@@ -1,4 +1,4 @@
-"""Any order of calls: pages add up, every slot read is the right one, every answer is what its request gets alone."""
+"""Any order of calls: pages add up, slots and states read are the right ones, answers are as each request gets them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk_size=st.sampled_from([1, 3, 6, 16, 64]),
         max_batch_size=st.integers(1, 5),
         has_prefix_cache=st.sampled_from([True, True, True, False]),
+        num_states=st.sampled_from([0, 1, 3, 5, 9, 30]),
+        snapshot_align=st.sampled_from([1, 2, 3, 8]),
+        snapshot_interval=st.sampled_from([0, 4, 9]),
     )
     def start(self, **config: int) -> None:
         self.loop = Loop(make_config(**config))

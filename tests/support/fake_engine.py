@@ -84,6 +84,8 @@ class FakeEngine:
     def __init__(self, config: SchedulerConfig, salt_of: Callable[[str], str]):
         self.config, self.salt_of = config, salt_of
         self.slots: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.states: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.num_skipped = 0  # tokens that states made unnecessary to run
         self.runs: dict[int, _Run] = {}
         self.previous: list[int] = []  # tokens that the step before sampled
         self.previous_id: int | None = None
@@ -102,6 +104,7 @@ class FakeEngine:
             assert start.params.seed is not None
             self.runs[start.run_id] = _Run(start, self.salt_of(start.request_id), list(start.token_ids))
         self._write(plan.rows)
+        self._advance(plan.rows)
         sampled = [self._sample(row) for row in plan.rows if row.is_sampled]
         for row in plan.rows:
             self._read(row)
@@ -133,6 +136,28 @@ class FakeEngine:
                 written.add(slot)
                 self.slots[slot] = (run.salt, tuple(run.token_ids[: position + 1]))
             run.written_len = end
+
+    def _advance(self, rows: Sequence[Row]) -> None:
+        """The states of recurrent layers: each is that of a prefix, as each slot of the cache is."""
+        if not self.config.num_states:
+            assert all((row.read_slot, row.write_slot, list(row.saves)) == (-1, -1, []) for row in rows)
+            return
+        written: dict[int, tuple[str, tuple[int, ...]]] = {}
+        readers = {row.read_slot: row.run_id for row in rows if row.read_slot >= 0}
+        for row in rows:
+            run = self.runs[row.run_id]
+            first = self.states.get(row.read_slot) if row.read_slot >= 0 else (run.salt, ())
+            assert first == (run.salt, tuple(run.token_ids[: row.start])), f"run {row.run_id} continues another state"
+            if row.read_slot not in (-1, row.write_slot):
+                self.num_skipped += row.start
+            writes = {row.write_slot: row.num_tokens - 1} | {slot: at for at, slot in row.saves}
+            assert len(writes) == 1 + len(row.saves), "two states in one slot"
+            for slot, at in writes.items():
+                assert 0 <= slot < self.config.num_states
+                assert slot not in written, "two rows write one state"
+                assert readers.get(slot, row.run_id) == row.run_id, "a state is written that another row reads"
+                written[slot] = (run.salt, tuple(run.token_ids[: row.start + at + 1]))
+        self.states.update(written)
 
     def _read(self, row: Row) -> None:
         run = self.runs[row.run_id]

@@ -36,6 +36,9 @@ class FakeRunner:
     def num_forwarded(self) -> int:
         return sum(count for _, count, _ in self.calls)
 
+    def resume_len(self, shared: int) -> int:
+        return shared
+
     def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
         assert 0 <= start <= len(self.written), f"start {start} leaves a gap after {len(self.written)} positions"
         assert token_ids, "a step without tokens"

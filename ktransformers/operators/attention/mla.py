@@ -114,7 +114,7 @@ class KMLAAttention(WrapperOperator):
         if self.device.is_gpu:
             check_gpu_shape(key, self.rank, self.rope_dim)
             self._latent_norm = recognize_norm(module.get_submodule("kv_a_layernorm"))
-            if self._latent_norm is None:
+            if self._latent_norm is None or self._latent_norm.offset:
                 raise UnsupportedError(f"{key}: its latent norm is not plain RMSNorm; place it on cpu")
         self._k_b: RawTensor | None = None  # [H, R, N]
         self._v_b: RawTensor | None = None  # [H, V, R]

@@ -9,6 +9,7 @@ history longer than its window, layer by layer; parts that do not fit keep their
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from typing_extensions import override
 
 from ktransformers.cache.paged import LayerShape
+from ktransformers.cache.state import StateCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.layer import (
@@ -63,6 +65,9 @@ _TOLERANCE, _TOLERANCE_BF16 = 1e-4, 5e-3
 activations are rounded to bf16, a difference in the last bit may become one of 2^-8 in one of them."""
 
 
+_MIXERS = ("self_attn", "linear_attn")
+
+
 class _DoesNotFit(Exception):
     """A part of a layer is not what the native call computes."""
 
@@ -74,7 +79,12 @@ def _inner(module: nn.Module) -> nn.Module:
 
 def layer_of(layer: nn.Module) -> int:
     """The number of a decoder layer."""
-    return int(_inner(layer.get_submodule("self_attn")).layer_idx)  # type: ignore[arg-type]
+    return int(_inner(layer.get_submodule(mixer_of(layer))).layer_idx)  # type: ignore[arg-type]
+
+
+def mixer_of(layer: nn.Module) -> str:
+    """The name of the part that brings positions together."""
+    return next(name for name in _MIXERS if _child(layer, name) is not None)
 
 
 def _child(module: nn.Module, name: str) -> nn.Module | None:
@@ -95,7 +105,7 @@ def _projection(module: object) -> Projection:
 
 
 def _attention(layer: nn.Module, call: LayerCall) -> AttentionLayer:
-    module = _inner(layer.get_submodule("self_attn"))
+    module = _inner(layer.get_submodule(mixer_of(layer)))
     head_norms = [_child(module, name) for name in ("q_norm", "k_norm")]
     heads = [None if norm is None else _norm(norm) for norm in head_norms]
     q, k, v, o = (_projection(_child(module, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -174,7 +184,7 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.inner, self.pool, self.memory = layer, pool, buffers
         self.attention, self.feed_forward = attention, feed_forward
-        self.layer_idx = layer_of(layer)
+        self.layer_idx, self.mixer = layer_of(layer), mixer_of(layer)
         keep_attention_type(self, layer)
 
     @override
@@ -192,7 +202,8 @@ class FusedLayer(nn.Module):
         layer: Any = self.inner
         if self.attention is None:
             normed = layer.input_layernorm(rows.view(shape))
-            rows += layer.self_attn(*args, hidden_states=normed, **kwargs)[0].reshape(rows.shape)
+            mixed = layer.get_submodule(self.mixer)(*args, hidden_states=normed, **kwargs)
+            rows += (mixed[0] if isinstance(mixed, tuple) else mixed).reshape(rows.shape)
             return
         context: ForwardContext = kwargs["forward_context"]
         cos, sin = kwargs["position_embeddings"]
@@ -209,7 +220,7 @@ def _fused(layer: nn.Module, call: LayerCall, pool: WorkerPool, buffers: LayerBu
     attention: AttentionLayer | None = None
     feed_forward: MoeLayer | MlpLayer | None = None
     names = {name for name, _ in layer.named_children()}
-    if names != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+    if names not in [{mixer, "mlp", "input_layernorm", "post_attention_layernorm"} for mixer in _MIXERS]:
         return None
     try:
         attention = _attention(layer, call)
@@ -234,7 +245,7 @@ def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerP
     hidden = layer.get_parameter("input_layernorm.weight").shape[0]
     rows = Draws().normal(1, PROBE_ROWS, hidden)
     window = max((asked.window for asked in call.attention), default=0)
-    past = min(window + 2, _PROBE_BYTES // shape.read_nbytes(1))
+    past = min(window + 2, _PROBE_BYTES // max(shape.read_nbytes(1), 1))
     results = []
     for way in (layer, fused):
         context = probe_context([replace(shape, shares=None)], pool, PROBE_ROWS, past)
@@ -261,6 +272,23 @@ class _OneLayer:
 
     def is_on_gpu(self, layer_idx: int) -> bool:
         return self._cache.is_on_gpu(0)
+
+    @property
+    def states(self) -> StateCache | None:
+        states = self._cache.states
+        return None if states is None else _OneState(states)
+
+
+class _OneState(StateCache):
+    """The states of one layer, whichever is asked for."""
+
+    def __init__(self, states: StateCache):
+        super().__init__({}, 1)
+        self._states = states
+
+    @override
+    def layer(self, layer_idx: int) -> Mapping[str, torch.Tensor]:
+        return self._states.layer(0)
 
 
 def watch_step(

@@ -10,7 +10,7 @@ before the first request does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from ktransformers.cache.paged import LayerShape, PagedCache
+from ktransformers.cache.state import StateCache, StateShape
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, KAttention, attention_forward
-from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.operators.recognize.layer import keeps_keywords
 
 __all__ = [
@@ -82,13 +83,30 @@ class LayerCall:
 
 
 class _ProbeCache(PagedCache):
-    """Notes in `reads` which layers are asked for."""
+    """Notes in `reads` which layers are asked for, by attention or for their states."""
 
-    reads: list[int] | None = None
+    def __init__(self, shapes: list[LayerShape], num_pages: int, page_size: int):
+        super().__init__(shapes, num_pages, page_size)
+        self.reads: list[int] | None = None
+        if self.states is not None:
+            self.states = _ProbeStates(self.states.shapes, 1, self)
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.reads is not None:
             self.reads.append(layer_idx)
+        return super().layer(layer_idx)
+
+
+class _ProbeStates(StateCache):
+    """The states of a probe's cache."""
+
+    def __init__(self, shapes: Mapping[int, StateShape], num_slots: int, cache: _ProbeCache):
+        super().__init__(shapes, num_slots)
+        self._cache = cache
+
+    def layer(self, layer_idx: int) -> Mapping[str, torch.Tensor]:
+        if self._cache.reads is not None:
+            self._cache.reads.append(layer_idx)
         return super().layer(layer_idx)
 
 
@@ -146,11 +164,12 @@ def _hand_on(layer: nn.Module, attention: nn.Module) -> None:
 
 
 def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: int = 0) -> ForwardContext:
-    """A step of `rows` tokens of one sequence behind `past` random keys and values, on a cache of its own."""
+    """A step of `rows` tokens of one sequence behind `past` random keys, values and states, on a cache of its own."""
     cache = _ProbeCache(shapes, 1, past + rows)
     generator = torch.Generator().manual_seed(5)
-    for layer_idx in range(len(shapes) if past else 0):
-        for tensor in cache.layer(layer_idx):
+    for layer_idx, shape in enumerate(shapes if past else ()):
+        parts = () if shape.state is None or cache.states is None else cache.states.layer(layer_idx).values()
+        for tensor in (*cache.layer(layer_idx), *parts):
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     slots = torch.arange(past, past + rows)
     return ForwardContext(
@@ -160,9 +179,18 @@ def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: i
         page_size=past + rows,
         slot_mapping=slots,
         seq_ids=torch.zeros(rows, dtype=torch.int32),
-        kv_lens=(slots + 1).to(torch.int32),
+        kv_lens=(kv_lens := (slots + 1).to(torch.int32)),
         block_table=torch.zeros(1, 1, dtype=torch.int32),
+        states=None if cache.states is None else _one_sequence(rows, 0 if past else -1, kv_lens),
     )
+
+
+def _one_sequence(rows: int, read_slot: int, kv_lens: torch.Tensor) -> StateStep:
+    """A step whose one sequence has its state in slot 0."""
+    bounds, read, write, saves = (
+        torch.tensor(values, dtype=torch.int32) for values in ([0, rows], [read_slot], [0], [-1] * rows)
+    )
+    return StateStep(bounds, read, write, saves, kv_lens, rows)
 
 
 def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]:
@@ -262,10 +290,10 @@ def failing_module(model: nn.Module, error: BaseException) -> str | None:
     return found
 
 
-def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int) -> None:
+def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int, shapes: list[LayerShape]) -> None:
     """Refuse what the cache cannot hold: attention twice in a layer or none, a window that only the mask knows.
 
-    max_len: most positions of a sequence. Raises UnsupportedError that names the layer.
+    max_len: most positions of a sequence. shapes: of the cache. Raises UnsupportedError that names the layer.
     """
     compared = set[tuple[int, int, int]]()  # masks, which many layers share, and bounds: one look is enough
     for index, (layer, call) in enumerate(zip(decoder_layers(model), calls, strict=True)):
@@ -275,7 +303,8 @@ def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int) -> None:
                 f"layer {index} ({type(layer).__name__}) calls attention {len(call.attention)} times in a step; its "
                 "keys and values would overwrite each other, so this model cannot run"
             )
-        if not call.reads:
+        keeps_something = shapes[index].has_pages or shapes[index].state is not None
+        if not call.reads and keeps_something:
             raise UnsupportedError(
                 f"layer {index} ({type(layer).__name__}) attends by code of its own, which no cache and no sequence's "
                 "bounds reach, so its answers would be wrong; its model has to call transformers' attention interface"

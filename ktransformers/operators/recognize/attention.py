@@ -205,7 +205,7 @@ def _possible_norms(module: nn.Module, head_dim: int, names: tuple[str, ...]) ->
     norms = [module.get_submodule(name) for name in names]
     specs = {recognize_norm(norm) for norm in norms}
     spec = specs.pop()
-    if specs or spec is None:
+    if specs or spec is None or spec.offset:
         raise Unlike("its norms are not plain RMSNorm of one epsilon")
     widths = [tuple(norm.get_parameter("weight").shape) for norm in norms]
     heads = [(_width(module, name),) for name in ("q_proj", "k_proj")]

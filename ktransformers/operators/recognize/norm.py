@@ -15,9 +15,10 @@ __all__ = ["NormSpec", "recognize_norm", "rms_norm"]
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """x / sqrt(mean(x^2) + eps) * weight, over the last axis."""
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), over the last axis."""
 
     eps: float
+    offset: float = 0.0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,15 +26,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-@recognizer("plain RMSNorm")
+@recognizer("RMSNorm")
 def recognize_norm(module: nn.Module) -> NormSpec:
     """How `module` normalizes; None for another norm, or anything else."""
     weight = getattr(module, "weight", None)
     epsilons = [getattr(module, name, None) for name in ("variance_epsilon", "eps")]
-    specs = [NormSpec(eps) for eps in epsilons if isinstance(eps, float)]
+    specs = [NormSpec(eps) for eps in epsilons if isinstance(eps, float)][:1]
+    specs += [NormSpec(spec.eps, 1.0) for spec in specs]
     if not isinstance(weight, Tensor) or weight.dim() != 1 or any(p is not weight for p in module.parameters()):
         raise Unlike("it holds other things than one weight")
     draws = Draws()
     rows, scale = draws.normal(3, len(weight)), draws.positive(len(weight))
     got = answer(lambda: twin_of(module, parameters={"weight": scale})(rows))
-    return matching(got, specs[:1], lambda spec: rms_norm(rows, scale, spec.eps))
+    return matching(got, specs, lambda spec: rms_norm(rows, spec.offset + scale, spec.eps))

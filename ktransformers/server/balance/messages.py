@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import FinishReason
+from ktransformers.core import SNAPSHOT_ALIGN, FinishReason
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
 
@@ -61,7 +61,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler process is started with. The first six are SchedulerConfig's fields of the same names."""
+    """What the scheduler process is started with. What comes before parent_pid is as SchedulerConfig has it."""
 
     num_pages: int
     page_size: int
@@ -71,6 +71,9 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     max_model_len: int | None
     has_prefix_cache: bool
+    num_states: int = 0
+    snapshot_interval: int = 0
+    snapshot_align: int = SNAPSHOT_ALIGN
     parent_pid: int
     commands: str
     news: str
@@ -199,7 +202,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the other processes have to know of the loaded model.
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
-    ModelCard. profiled: what profiles say of the model.
+    ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval: see SchedulerConfig.
     """
 
     num_pages: int
@@ -212,6 +215,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int = 0
     expert_bytes: float = 0.0
     gpu_bytes: int = 0
+    num_states: int = 0
+    snapshot_interval: int = 0
     profiled: ProfileMeta | None = None
 
 

@@ -37,6 +37,8 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         num_experts=max((count for count, _ in experts), default=0),
         expert_bytes=sum(nbytes / count for count, nbytes in experts),
         gpu_bytes=engine.model.card.gpu_bytes,
+        num_states=engine.cache.num_states,
+        snapshot_interval=engine.snapshot_interval,
         profiled=model_meta(engine, "balance_serve"),
     )
     return facts, engine.executor

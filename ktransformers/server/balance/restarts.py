@@ -98,7 +98,7 @@ def pinned(config: EngineConfig, facts: EngineFacts) -> EngineConfig:
 
 def shortfall(first: EngineFacts, now: EngineFacts) -> str | None:
     """Why an engine with the facts `now` cannot go on with the plans made for the `first` one; None when it can."""
-    for name in ("num_pages", "chunk_size"):
+    for name in ("num_pages", "chunk_size", "num_states"):
         had, has = getattr(first, name), getattr(now, name)
         if has < had:
             return f"{name} is {has}, and the scheduler counts on {had}"

@@ -203,6 +203,8 @@ class Supervisor:
             eos_token_ids=facts.eos_token_ids,
             max_model_len=facts.max_model_len,
             has_prefix_cache=config.has_prefix_cache,
+            num_states=facts.num_states,
+            snapshot_interval=facts.snapshot_interval,
             parent_pid=os.getpid(),
             commands=self._endpoint("commands"),
             news=self._endpoint("news"),

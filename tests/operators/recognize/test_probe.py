@@ -34,7 +34,8 @@ class Refusing(nn.Module):
 
 def test_norms() -> None:
     assert recognize_norm(Norm()) == NormSpec(1e-6)
-    assert recognize_norm(Norm(1.0)) is None
+    assert recognize_norm(Norm(1.0)) == NormSpec(1e-6, 1.0)
+    assert recognize_norm(Norm(0.5)) is None
     assert recognize_norm(Norm(centers=True)) is None
     assert recognize_norm(nn.LayerNorm(48, bias=False)) is None
     assert Norm().weight.is_meta  # asking needs no weights
@@ -53,10 +54,10 @@ def test_a_reason_is_logged_once_for_a_class(caplog: pytest.LogCaptureFixture) -
         pass
 
     with caplog.at_level(logging.INFO, "ktransformers"):
-        assert [recognize_norm(Unseen(1.0)) for _ in range(3)] == [None] * 3
+        assert [recognize_norm(Unseen(0.5)) for _ in range(3)] == [None] * 3
         assert recognize_norm(Unseen()) == NormSpec(1e-6)  # modules of one class may differ
     assert [record.getMessage() for record in caplog.records] == [
-        "Unseen is not plain RMSNorm, so its own forward runs: no formula that kernels know gives its numbers"
+        "Unseen is not RMSNorm, so its own forward runs: no formula that kernels know gives its numbers"
     ]
 
 

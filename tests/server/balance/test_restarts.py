@@ -39,7 +39,14 @@ from tests.support.demo import DEMO_GGUF
 
 LONG = {"max_tokens": 60, "ignore_eos": True}
 FACTS = EngineFacts(
-    num_pages=100, page_size=4, vocab_size=40, eos_token_ids=(7,), max_model_len=600, chunk_size=64, uses_gpus=True
+    num_pages=100,
+    page_size=4,
+    vocab_size=40,
+    eos_token_ids=(7,),
+    max_model_len=600,
+    chunk_size=64,
+    num_states=5,
+    uses_gpus=True,
 )
 
 
@@ -466,6 +473,7 @@ def test_restarts_are_pinned_to_what_there_was() -> None:
     [
         ({"num_pages": 99}, "num_pages is 99, and the scheduler counts on 100"),
         ({"chunk_size": 63}, "chunk_size is 63"),
+        ({"num_states": 4}, "num_states is 4, and the scheduler counts on 5"),
         ({"page_size": 8}, "page_size is 8, and was 4"),
         ({"vocab_size": 41}, "vocab_size"),
         ({"eos_token_ids": ()}, "eos_token_ids"),

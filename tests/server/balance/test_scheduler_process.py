@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from ktransformers.core import FinishReason
+from ktransformers.core import SNAPSHOT_ALIGN, FinishReason
 from ktransformers.scheduler.records import RowResult, StepPlan, StepResult
 from ktransformers.server.balance.messages import (
     Add,
@@ -21,7 +21,7 @@ from ktransformers.server.balance.messages import (
     encode,
 )
 from ktransformers.server.balance.messages import decode as decoded
-from ktransformers.server.balance.scheduler_process import SchedulerProcess
+from ktransformers.server.balance.scheduler_process import SchedulerProcess, scheduler_config
 from ktransformers.server.balance.step_watch import TOKENS_PER_LIMIT, StepWatch
 from tests.support.fake_engine import VOCAB_SIZE, make_request
 
@@ -193,3 +193,13 @@ def test_zero_seconds_watch_nothing() -> None:
 def test_finish_reason_of_the_expired_is_abort(around: Around) -> None:
     (news,) = around.tell(Add(make_request("late", (1, 2), deadline=1.0)))
     assert news.updates[0].finish_reason is FinishReason.ABORT
+
+
+def test_the_scheduler_has_the_states_that_the_engine_has() -> None:
+    options = SchedulerOptions(
+        num_pages=9, page_size=4, chunk_size=8, max_batch_size=2, vocab_size=40, eos_token_ids=(), max_model_len=None,
+        has_prefix_cache=True, num_states=7, snapshot_interval=256, parent_pid=0, commands="", news="",
+        log_level="info",
+    )  # fmt: skip
+    config = scheduler_config(options)
+    assert (config.num_states, config.snapshot_interval, config.snapshot_align) == (7, 256, SNAPSHOT_ALIGN)

@@ -1,0 +1,65 @@
+"""States of recurrent layers: per layer and sequence a few fp32 tensors of one size. Knows shapes, not who owns what.
+
+    state of layer l, slot s      layer(l)["conv"][s]        [width - 1, channels], the last inputs of its convolution
+                                  layer(l)["recurrent"][s]   [heads, key_dim, value_dim]
+
+Slots of running sequences and of snapshots are alike, and nobody copies one to another: kernels read a sequence's
+first state from one slot and write to others (kernels.types.StateStep). Who owns which is cache/state_slots.py's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ktransformers.core import SNAPSHOT_ALIGN
+
+__all__ = ["SNAPSHOT_ALIGN", "StateCache", "StateShape"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """Shape of one layer's state, by part ("conv", "recurrent"). place: the device as plans name it."""
+
+    parts: Mapping[str, tuple[int, ...]]
+    place: str = "cpu"
+    device: torch.device = _CPU
+
+    @property
+    def nbytes(self) -> int:
+        """Of one slot."""
+        return torch.float32.itemsize * sum(map(math.prod, self.parts.values()))
+
+
+class StateCache:
+    """num_slots states of each layer in `shapes`, by layer index. Memory is touched when it is written first."""
+
+    def __init__(self, shapes: Mapping[int, StateShape], num_slots: int):
+        if num_slots < 1:
+            raise ValueError(f"states need at least one slot, got {num_slots}")
+        self.shapes, self.num_slots = dict(shapes), num_slots
+        self._layers = {
+            index: {name: torch.zeros(num_slots, *part, device=shape.device) for name, part in shape.parts.items()}
+            for index, shape in shapes.items()
+        }
+
+    @staticmethod
+    def size_by_place(shapes: Mapping[int, StateShape], num_slots: int) -> dict[str, int]:
+        """Bytes of `num_slots` slots on each device, by its name in plans."""
+        sizes: dict[str, int] = {}
+        for shape in shapes.values():
+            sizes[shape.place] = sizes.get(shape.place, 0) + num_slots * shape.nbytes
+        return sizes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.size_by_place(self.shapes, self.num_slots).values())
+
+    def layer(self, layer_idx: int) -> Mapping[str, torch.Tensor]:
+        """By part: fp32 [num_slots, *shape], which kernels write in place. Raises KeyError for layers without."""
+        return self._layers[layer_idx]

@@ -1,0 +1,130 @@
+"""Who holds which slot of the recurrent layers' states: running sequences and snapshots. Ids only, no tensors.
+
+    a slot is    held by                            comes from        goes to
+    free         nobody                             release, drop     allocate(), begin_save()
+    running      one run, for as long as it lasts   allocate()        release()
+    pending      a snapshot that a step writes      begin_save()      publish(): kept; release(): never was
+    kept         the page whose end it belongs to   publish()         drop(); given to others, least recently used first
+
+A snapshot is the state behind the last position of a page of the prefix tree (`cache/prefix_tree.py`): the page's
+number is its name. Steps run in their order, so a slot may change hands while a step that reads it is in flight: the
+next owner writes in a later one. Only within a step that must not be: a snapshot that the step being planned reads is
+*pinned* until the next one is begun.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+__all__ = ["StateSlots"]
+
+
+class StateSlots:
+    """Slots 0 .. num_slots - 1, of which num_running are for running sequences and the others for snapshots.
+
+    Calls that break the table above raise RuntimeError: they are bugs of the caller.
+    """
+
+    def __init__(self, num_slots: int, num_running: int):
+        if num_slots < num_running or num_running < 1:
+            raise ValueError(f"{num_slots} slots of states are too few for {num_running} running sequences")
+        self.num_slots, self.max_snapshots = num_slots, num_slots - num_running
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._running: set[int] = set()
+        self._pending: set[int] = set()
+        self._kept: OrderedDict[int, int] = OrderedDict()  # slot by page, least recently used first
+        self._used: set[int] = set()  # pages whose snapshot a run began from
+        self._pinned: set[int] = set()
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._kept
+
+    def __iter__(self) -> Iterator[int]:
+        """Pages that have a snapshot behind them."""
+        return iter(self._kept)
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots that runs can begin from."""
+        return len(self._kept)
+
+    def begin_step(self) -> None:
+        """Another step is planned: what the last one reads may be written from now on."""
+        self._pinned.clear()
+
+    def allocate(self) -> int | None:
+        """A slot for a run; None when there is none before the next step."""
+        if not self._free and not self._evict():
+            return None
+        slot = self._free.pop()
+        self._running.add(slot)
+        return slot
+
+    def begin_save(self) -> int | None:
+        """A slot that a step will write a snapshot to; None when the budget is spent on others like it."""
+        if len(self._kept) + len(self._pending) >= self.max_snapshots and not self._evict():
+            return None
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        self._pending.add(slot)
+        return slot
+
+    def publish(self, page: int, slot: int) -> bool:
+        """A pending snapshot was written: runs can begin behind `page` from now on. False: another one is there."""
+        if slot not in self._pending:
+            raise RuntimeError(f"slot {slot} is not pending")
+        self._pending.remove(slot)
+        if page in self._kept:
+            self._free.append(slot)
+            return False
+        self._kept[page] = slot
+        return True
+
+    def use(self, page: int) -> int:
+        """The slot of a snapshot that a run begins from."""
+        self._kept.move_to_end(page)
+        self._used.add(page)
+        self._pinned.add(page)
+        return self._kept[page]
+
+    def is_used(self, page: int) -> bool:
+        """Whether a run began from this snapshot."""
+        return page in self._used
+
+    def release(self, slot: int) -> None:
+        """A run is over, or what a step was to save is not wanted any more."""
+        if slot in self._running:
+            self._running.remove(slot)
+        elif slot in self._pending:
+            self._pending.remove(slot)
+        else:
+            raise RuntimeError(f"slot {slot} is held by no run and no step")
+        self._free.append(slot)
+
+    def drop(self, page: int) -> None:
+        """Forget the snapshot behind a page, if there is one."""
+        slot = self._kept.pop(page, None)
+        if slot is not None:
+            self._free.append(slot)
+            self._used.discard(page)
+            self._pinned.discard(page)
+
+    def _evict(self) -> bool:
+        page = next((page for page in self._kept if page not in self._pinned), None)
+        if page is None:
+            return False
+        self.drop(page)
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every slot is in one place, and snapshots are within their budget."""
+        held = [*self._free, *self._running, *self._pending, *self._kept.values()]
+        assert sorted(held) == list(range(self.num_slots)), "a slot is lost, or in two places"
+        assert len(self._kept) + len(self._pending) <= self.max_snapshots, "more snapshots than there is room for"
+        assert self._used <= self._kept.keys() >= self._pinned, "snapshots that are not there"
+
+    def holders(self) -> tuple[set[int], set[int]]:
+        """Slots of runs, and those that steps will write snapshots to."""
+        return set(self._running), set(self._pending)

@@ -1,0 +1,53 @@
+"""Where in a module tree of `transformers` the decoder layers are, and in them what brings positions together.
+
+Attention modules say `layer_idx` and `scaling`, recurrent ones `layer_idx`; some layers have neither: they work row by
+row. Knows modules, not what they compute.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["attention_modules", "mixers"]
+
+
+def attention_modules(model: nn.Module) -> dict[int, str]:
+    """{layer: name of its attention module}."""
+    return {
+        int(module.layer_idx): key
+        for key, module in model.named_modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "scaling")
+    }
+
+
+def mixers(model: nn.Module) -> dict[int, str]:
+    """{layer: name of the child that brings positions together}; of its first part where none does.
+
+    A layer with attention and something recurrent counts as one with attention.
+    """
+    found = attention_modules(model)
+    layers = _layer_list(model, found)
+    if layers is not None:
+        key, modules = layers
+        found |= {i: f"{key}.{i}.{_mixer(layer, i)}" for i, layer in enumerate(modules) if i not in found}
+    return dict(sorted(found.items()))
+
+
+def _layer_list(model: nn.Module, attention: dict[int, str]) -> tuple[str, nn.ModuleList] | None:
+    """The list of decoder layers and its name; None where layers are kept in another way."""
+    config = getattr(model, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
+    above = {name.rsplit(".", 2)[0] for name in attention.values() if name.count(".") > 1}
+    for key, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count and (key in above or not above):
+            return key, module
+    return None
+
+
+def _mixer(layer: nn.Module, index: int) -> str:
+    children = [(name, child) for name, child in layer.named_children() if child is not None]
+    for name, child in children:
+        if getattr(child, "layer_idx", None) == index:
+            return name
+    names = [name for name, child in children if any(isinstance(part, nn.Linear) for part in child.modules())]
+    return next((name for name in ("mixer", *names) if hasattr(layer, name)), children[0][0] if children else "")

@@ -1,0 +1,151 @@
+"""Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692): the state is corrected by each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from ktransformers.errors import UnsupportedError
+from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.context import StateStep
+from ktransformers.operators.recurrent.base import RecurrentOperator
+
+__all__ = ["KGatedDeltaNet", "KKimiDeltaAttention"]
+
+_COMMON = frozenset({"conv1d", "norm", "out_proj"})
+
+
+def _gate_of(norm: Any, key: str) -> str:
+    """The activation in an RMSNorm with a gate behind it."""
+    activation = getattr(norm, "activation", None)
+    if activation not in ("silu", "sigmoid"):
+        raise UnsupportedError(f"{key} ({type(norm).__name__}): its gate is {activation!r}, not silu or sigmoid")
+    return str(activation)
+
+
+class KGatedDeltaNet(RecurrentOperator):
+    """Gated DeltaNet of Qwen3-Next (projections side by side, by key head) and Qwen3.5 (each on its own)."""
+
+    OPS: ClassVar[dict[str, str]] = {"KGatedDeltaNet": "gated delta rule over slots of states"}
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"conv1d", "norm"})
+    CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (
+        _COMMON | {"in_proj_qkvz", "in_proj_ba"},
+        _COMMON | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"},
+    )
+    NUMBERS: ClassVar[tuple[str, ...]] = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        inner: Any = module
+        self.k_heads, self.v_heads = int(inner.num_k_heads), int(inner.num_v_heads)
+        self.k_dim, self.v_dim = int(inner.head_k_dim), int(inner.head_v_dim)
+        self.is_interleaved = hasattr(inner, "in_proj_qkvz")
+        self.gate = _gate_of(inner.norm, f"{key}.norm")
+        if inner.activation != "silu":
+            raise UnsupportedError(f"{key}: a convolution followed by {inner.activation!r}, not silu")
+
+    @override
+    def state_parts(self) -> Mapping[str, tuple[int, ...]]:
+        return {"conv": self.conv_shape(), "recurrent": (self.v_heads, self.k_dim, self.v_dim)}
+
+    @override
+    def prepare(self) -> None:
+        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
+
+    def project(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """rows [T, H] -> q, k and v side by side [T, channels], z [T, Hv V], b and a [T, Hv]."""
+        inner: Any = self.inner
+        if not self.is_interleaved:
+            return inner.in_proj_qkv(rows), inner.in_proj_z(rows), inner.in_proj_b(rows), inner.in_proj_a(rows)
+        count, share = len(rows), self.v_heads // self.k_heads
+        sizes = (self.k_dim, self.k_dim, share * self.v_dim, share * self.v_dim)
+        parts = inner.in_proj_qkvz(rows).view(count, self.k_heads, -1).split(sizes, dim=-1)
+        b, a = inner.in_proj_ba(rows).view(count, self.k_heads, -1).split((share, share), dim=-1)
+        q, k, v, z = (part.reshape(count, -1) for part in parts)
+        return torch.cat((q, k, v), dim=-1), z, b.reshape(count, -1), a.reshape(count, -1)
+
+    @override
+    def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
+        inner: Any = self.inner
+        count = len(rows)
+        qkv, z, b, a = self.project(rows)
+        mixed = self.convolve(qkv, states, step, "silu")
+        width = self.k_heads * self.k_dim
+        q, k, v = torch.split(mixed, [width, width, self.v_heads * self.v_dim], dim=-1)
+        decay = self.a * functional.softplus(a.float() + inner.dt_bias)
+        heads = (
+            q.view(count, self.k_heads, self.k_dim),
+            k.view(count, self.k_heads, self.k_dim),
+            v.view(count, self.v_heads, self.v_dim),
+        )
+        out = self.scans.delta_scan(heads, decay, torch.sigmoid(b.float()), states["recurrent"], step)
+        norm = inner.norm
+        normed = self.scans.gated_norm(
+            out.reshape(-1, self.v_dim),
+            z.reshape(-1, self.v_dim),
+            norm.weight,
+            float(norm.variance_epsilon),
+            group_size=self.v_dim,
+            form=(False, self.gate),
+        )
+        result: Tensor = inner.out_proj(normed.view(count, -1).to(rows.dtype))
+        return result
+
+
+class KKimiDeltaAttention(RecurrentOperator):
+    """Kimi Delta Attention: a decay for each element of a key."""
+
+    OPS: ClassVar[dict[str, str]] = {"KKimiDeltaAttention": "delta rule with a decay per key element, over slots"}
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"conv1d", "o_norm"})
+    CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (
+        frozenset({"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "g_a_proj", "g_b_proj", "o_norm"})
+        | {"o_proj"},
+    )
+    NUMBERS: ClassVar[tuple[str, ...]] = ("num_heads", "head_dim")
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        inner: Any = module
+        self.num_heads, self.head_dim = int(inner.num_heads), int(inner.head_dim)
+        self.gate = _gate_of(inner.o_norm, f"{key}.o_norm")
+        parts = {name for name, _ in inner.forget_gate.named_children()}
+        bound = getattr(inner.forget_gate, "gate_lower_bound", None)
+        if inner.activation != "silu" or parts != {"f_a_proj", "f_b_proj"} or bound is not None:
+            raise UnsupportedError(f"{key} ({type(module).__name__}): a kind of forget gate that is not known")
+
+    @override
+    def state_parts(self) -> Mapping[str, tuple[int, ...]]:
+        return {"conv": self.conv_shape(), "recurrent": (self.num_heads, self.head_dim, self.head_dim)}
+
+    def decay(self, rows: Tensor) -> Tensor:
+        """rows [T, H] -> the logarithm of what is kept, [T, heads, head_dim]."""
+        gate: Any = self.inner.forget_gate
+        raw = gate.f_b_proj(gate.f_a_proj(rows)).float() + gate.dt_bias.float()
+        rate: Tensor = gate.A_log.float().exp().view(-1, 1)
+        return -rate * functional.softplus(raw.view(len(rows), self.num_heads, self.head_dim))
+
+    @override
+    def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
+        inner: Any = self.inner
+        shape = (len(rows), self.num_heads, self.head_dim)
+        joined = torch.cat((inner.q_proj(rows), inner.k_proj(rows), inner.v_proj(rows)), dim=-1)
+        mixed = self.convolve(joined, states, step, "silu")
+        q, k, v = (part.view(shape) for part in mixed.chunk(3, dim=-1))
+        beta = torch.sigmoid(inner.b_proj(rows).float())
+        out = self.scans.delta_scan((q, k, v), self.decay(rows), beta, states["recurrent"], step)
+        gate, norm = inner.g_b_proj(inner.g_a_proj(rows)), inner.o_norm
+        normed = self.scans.gated_norm(
+            out.reshape(-1, self.head_dim),
+            gate.reshape(-1, self.head_dim),
+            norm.weight,
+            float(norm.variance_epsilon),
+            group_size=self.head_dim,
+            form=(False, self.gate),
+        )
+        result: Tensor = inner.o_proj(normed.view(len(rows), -1).to(rows.dtype))
+        return result

@@ -1,0 +1,120 @@
+"""Mamba (arXiv 2312.00752) and Mamba-2 (arXiv 2405.21060): selective state spaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from ktransformers.errors import UnsupportedError
+from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.context import StateStep
+from ktransformers.operators.recurrent.base import RecurrentOperator
+
+__all__ = ["KMamba", "KMamba2"]
+
+
+def _check_silu(module: Any, key: str) -> None:
+    if module.activation != "silu":
+        raise UnsupportedError(f"{key}: a convolution followed by {module.activation!r}, not silu")
+
+
+class KMamba2(RecurrentOperator):
+    """Mamba-2 of Nemotron-H, Granite 4 and Bamba: one decay per head, keys and queries shared by groups of heads."""
+
+    OPS: ClassVar[dict[str, str]] = {"KMamba2": "selective state spaces by head, over slots of states"}
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"conv1d", "norm"})
+    CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (
+        frozenset({"act", "conv1d", "in_proj", "norm", "out_proj"}),
+        frozenset({"conv1d", "in_proj", "norm", "out_proj"}),
+    )
+    NUMBERS: ClassVar[tuple[str, ...]] = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size")
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        inner: Any = module
+        self.num_heads, self.head_dim, self.groups = int(inner.num_heads), int(inner.head_dim), int(inner.n_groups)
+        self.state_size, self.width = int(inner.ssm_state_size), int(inner.intermediate_size)
+        self.limit = tuple(float(bound) for bound in inner.time_step_limit)
+        group_size = getattr(inner.norm, "group_size", self.width)
+        self.group_size = int(group_size)
+        _check_silu(inner, key)
+
+    @override
+    def state_parts(self) -> Mapping[str, tuple[int, ...]]:
+        return {"conv": self.conv_shape(), "recurrent": (self.num_heads, self.state_size, self.head_dim)}
+
+    @override
+    def prepare(self) -> None:
+        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
+
+    @override
+    def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
+        inner: Any = self.inner
+        count, keys = len(rows), self.groups * self.state_size
+        sizes = [self.width, self.width + 2 * keys, self.num_heads]
+        gate, mixed, dt = torch.split(inner.in_proj(rows), sizes, dim=-1)
+        x, b, c = torch.split(self.convolve(mixed, states, step, "silu"), [self.width, keys, keys], dim=-1)
+        dt = functional.softplus(dt.float() + inner.dt_bias).clamp(*self.limit)
+        x = x.reshape(count, self.num_heads, self.head_dim)
+        b, c = (part.reshape(count, self.groups, self.state_size) for part in (b, c))
+        out = self.scans.linear_scan((c, b, x * dt.unsqueeze(-1)), dt * self.a, states["recurrent"], step)
+        out = out + x * inner.D.unsqueeze(-1)
+        normed = self.scans.gated_norm(
+            out.reshape(count, -1),
+            gate,
+            inner.norm.weight,
+            float(inner.norm.variance_epsilon),
+            group_size=self.group_size,
+            form=(True, "silu"),
+        )
+        result: Tensor = inner.out_proj(normed.to(rows.dtype))
+        return result
+
+
+class KMamba(RecurrentOperator):
+    """Mamba of Jamba: a decay for each channel and element of its state, norms on dt, B and C."""
+
+    OPS: ClassVar[dict[str, str]] = {"KMamba": "selective state spaces by channel, over slots of states"}
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"conv1d"})
+    CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (
+        frozenset({"act", "conv1d", "in_proj", "x_proj", "dt_proj", "out_proj"})
+        | {"dt_layernorm", "b_layernorm", "c_layernorm"},
+    )
+    NUMBERS: ClassVar[tuple[str, ...]] = ("intermediate_size", "ssm_state_size", "time_step_rank")
+    TAKES_CONTEXT: ClassVar[bool] = True
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        inner: Any = module
+        self.width, self.state_size = int(inner.intermediate_size), int(inner.ssm_state_size)
+        self.rank = int(inner.time_step_rank)
+        _check_silu(inner, key)
+
+    @override
+    def state_parts(self) -> Mapping[str, tuple[int, ...]]:
+        return {"conv": self.conv_shape(), "recurrent": (self.width, self.state_size)}
+
+    @override
+    def prepare(self) -> None:
+        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
+
+    @override
+    def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
+        inner: Any = self.inner
+        mixed, gate = inner.in_proj(rows).chunk(2, dim=-1)
+        x = self.convolve(mixed, states, step, "silu")
+        sizes = [self.rank, self.state_size, self.state_size]
+        parts = torch.split(inner.x_proj(x.to(rows.dtype)), sizes, dim=-1)
+        dt, b, c = (
+            norm(part.contiguous())
+            for norm, part in zip((inner.dt_layernorm, inner.b_layernorm, inner.c_layernorm), parts, strict=True)
+        )
+        dt = functional.softplus(inner.dt_proj(dt).float())
+        out = self.scans.selective_scan((x, dt, b.float(), c.float()), self.a, inner.D, states["recurrent"], step)
+        result: Tensor = inner.out_proj((out * functional.silu(gate.float())).to(rows.dtype))
+        return result

@@ -1,0 +1,90 @@
+"""Which states of recurrent layers are kept, so that later requests need not compute their history again.
+
+    prompt  0 ... 64 ... 128 ... interval ............ border | last tokens | answer ... 64 ... 64 ...
+                                    ^                    ^                            rolling: the last one only
+A state belongs to a length: that of the tokens it has seen, a multiple of `align` and so the end of a page. Kept are
+the last such length before the prompt's last token, lengths `interval` apart, and while an answer grows its latest one,
+which gives way to the next unless another run began from it. Ids only: slots are cache/state_slots.py's.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import TYPE_CHECKING
+
+from ktransformers.cache.state_slots import StateSlots
+from ktransformers.scheduler.sequence import Run
+
+if TYPE_CHECKING:
+    from ktransformers.scheduler.config import SchedulerConfig
+
+__all__ = ["Snapshots"]
+
+
+class Snapshots:
+    """Slots of runs and of snapshots, for sequences of pages."""
+
+    def __init__(self, config: SchedulerConfig):
+        self.page_size = config.page_size
+        self.align = lcm(config.snapshot_align, config.page_size)
+        self.interval = -(-config.snapshot_interval // self.align) * self.align
+        self._is_kept = config.has_prefix_cache
+        self._size = config.num_states, config.max_running
+        self.slots = StateSlots(*self._size)
+
+    def clear(self) -> None:
+        """Forget everything: the engine is gone."""
+        self.slots = StateSlots(*self._size)
+
+    def border(self, known_len: int) -> int:
+        """The longest length with a snapshot that leaves the last token to compute; 0 where none is kept."""
+        return (known_len - 1) // self.align * self.align if self._is_kept and self.slots.max_snapshots else 0
+
+    def begin(self, run: Run, page: int | None, known_len: int) -> bool:
+        """Give a run its slot and what it begins from: the snapshot behind `page`, or zeros. False: no slot is left."""
+        read = -1 if page is None else self.slots.use(page)  # pinned: the slot below is another one
+        slot = self.slots.allocate()
+        if slot is None:
+            return False
+        run.state_slot, run.read_slot, run.border = slot, read, self.border(known_len)
+        return True
+
+    def plan(self, run: Run, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """(length, slot) of the states that a row of the positions start .. end - 1 is to save."""
+        if not self._is_kept:
+            return ()
+        saves = []
+        for length in range(start // self.align * self.align + self.align, end + 1, self.align):
+            is_interval = self.interval > 0 and length % self.interval == 0
+            if length >= run.border or is_interval:
+                slot = self.slots.begin_save()
+                if slot is not None:
+                    run.saves[length] = slot
+                    saves.append((length, slot))
+        return tuple(saves)
+
+    def publish(self, run: Run, saves: tuple[tuple[int, int], ...]) -> None:
+        """A row was computed, and its pages are in the tree: its states can be found from now on."""
+        for length, slot in saves:
+            del run.saves[length]
+            page = run.block_table[length // self.page_size - 1]
+            is_new = self.slots.publish(page, slot)
+            if length <= run.border:
+                continue
+            if run.rolled is not None and not self.slots.is_used(run.rolled):
+                self.slots.drop(run.rolled)
+            run.rolled = page if is_new else None
+
+    def end(self, run: Run) -> None:
+        """The run is over; so are snapshots on their way."""
+        for slot in (run.state_slot, *run.saves.values()):
+            self.slots.release(slot)
+        run.saves.clear()
+
+    def check_integrity(self, runs: list[Run], pages: set[int]) -> None:
+        """Raises AssertionError unless slots are those of these runs, and snapshots belong to pages of the tree."""
+        self.slots.check_integrity()
+        running, pending = self.slots.holders()
+        assert sorted(run.state_slot for run in runs) == sorted(running), "slots of runs"
+        assert sorted(slot for run in runs for slot in run.saves.values()) == sorted(pending), "slots on their way"
+        assert all(page in pages for page in self.slots), "a snapshot behind a page that is not in the tree"

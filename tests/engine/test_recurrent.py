@@ -1,0 +1,227 @@
+"""Models with recurrent layers: as transformers computes them, the same bits however they are cut, packed, resumed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from ktransformers.cache.paged import PagedCache
+from ktransformers.config import EngineConfig
+from ktransformers.core import SamplingParams
+from ktransformers.engine.builder import Engine, PagedEngine, build_engine, build_paged_engine
+from ktransformers.engine.forward import ForwardPass
+from ktransformers.engine.paged import PagedExecutor
+from ktransformers.engine.runner import ModelRunner
+from ktransformers.engine.session import Session
+from ktransformers.errors import ConfigError
+from tests.support.paged_loop import PagedLoop, scheduler_config
+from tests.support.recurrent_models import RECURRENT_TYPES, recurrent_model
+from tests.support.tiny_models import VOCAB_SIZE
+
+PAGE = 16
+TOLERANCE = 5e-5  # of the largest logit
+
+
+def some_ids(count: int, seed: int = 7) -> list[int]:
+    return torch.randint(3, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@dataclass
+class Made:
+    """A model, in transformers and here."""
+
+    model: PreTrainedModel
+    config: EngineConfig
+
+    @cached_property
+    def engine(self) -> Engine:
+        return build_engine(self.config)
+
+    @cached_property
+    def paged(self) -> PagedEngine:
+        return build_paged_engine(self.config, page_size=PAGE, max_batch_size=8)
+
+    def close(self) -> None:
+        for name in ("engine", "paged"):
+            if name in self.__dict__:
+                getattr(self, name).close()
+
+
+def make(model_type: str, folder: Path, **values: object) -> Made:
+    model = recurrent_model(model_type, **values)
+    model.save_pretrained(folder)
+    return Made(model, EngineConfig(model_path=folder, cache_lens=4096, cpu_infer=1, self_check=False))
+
+
+@pytest.fixture(scope="module", params=RECURRENT_TYPES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    made = make(request.param, tmp_path_factory.mktemp(request.param))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", "nemotron_h"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    made = make(request.param, tmp_path_factory.mktemp(request.param))
+    yield made
+    made.close()
+
+
+def logits_in(engine: Engine, ids: list[int], sizes: Sequence[int]) -> torch.Tensor:
+    """Of all tokens, in steps of these sizes."""
+    parts, start = [], 0
+    for size in sizes:
+        chunk = ids[start : start + size]
+        parts.append(engine.runner.forward(chunk, start, range(len(chunk))).clone())
+        start += len(chunk)
+    return torch.cat(parts)
+
+
+def test_agrees_with_transformers_whatever_the_steps(family: Made) -> None:
+    ids = some_ids(80)
+    with torch.no_grad():
+        want = family.model(torch.tensor([ids]), use_cache=False).logits[0]
+    got = logits_in(family.engine, ids, [64, *[1] * 16])
+    assert float((got - want).abs().max()) <= TOLERANCE * float(want.abs().max())
+    for sizes in ([80], [7] * 12, [1] * 80, [63, 2, 15]):
+        assert torch.equal(logits_in(family.engine, ids, sizes), got), sizes
+
+
+def test_two_sequences_in_a_step_are_each_alone(family: Made) -> None:
+    prompts = [some_ids(length, seed=length) for length in (1, 30, 70)]
+    loop = paged_loop(family, num_states=8)
+    names = [loop.add(prompt, SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0)) for prompt in prompts]
+    while loop.step():
+        pass
+    for name, prompt in zip(names, prompts, strict=True):
+        assert loop.answers[name].token_ids == alone(family, prompt, 9), len(prompt)
+
+
+def alone(made: Made, prompt: list[int], count: int) -> list[int]:
+    session = Session(made.engine.runner, chunk_size=512, has_prefix_cache=False)
+    params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)
+    return [event.token_id for event in session.generate(prompt, params) if event.token_id is not None]
+
+
+# Many sequences.
+
+
+def paged_loop(made: Made, **changes: object) -> PagedLoop:
+    paged = made.paged
+
+    def executor() -> PagedExecutor:
+        states = int(changes.get("num_states", 12))  # type: ignore[call-overload]
+        cache = PagedCache(paged.cache.shapes, int(changes.get("num_pages", 200)), PAGE, states)  # type: ignore[call-overload]
+        runner = ModelRunner(ForwardPass(paged.executor._runner.model, paged.pool))  # type: ignore[attr-defined]
+        return PagedExecutor(runner, cache, paged.pool, paged.model.vocab_size)
+
+    values = {"num_pages": 200, "page_size": PAGE, "chunk_size": 64, "max_batch_size": 8, "num_states": 12}
+    config = replace(scheduler_config(paged), **{**values, "snapshot_interval": 64, **changes})  # type: ignore[arg-type]
+    return PagedLoop(config, executor)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"chunk_size": 7},
+        {"num_states": 8},  # no snapshots: nothing is shared
+        {"num_pages": 24, "max_batch_size": 5},  # preemption
+    ],
+    ids=["roomy", "short steps", "no snapshots", "few pages"],
+)
+def test_many_sequences_are_each_alone(made: Made, changes: dict[str, object]) -> None:
+    rng, shared = random.Random(3), some_ids(150, seed=1)
+    prompts = [shared[: rng.choice((1, 66, 70, 130, 150))] + some_ids(rng.randint(1, 20), seed=i) for i in range(12)]
+    loop, names, count = paged_loop(made, **changes), [], 40 if "num_pages" in changes else 12
+    for prompt in prompts:
+        names.append(loop.add(prompt, SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)))
+        loop.step()
+    while loop.step():
+        pass
+    for name, prompt in zip(names, prompts, strict=True):
+        assert loop.answers[name].token_ids == alone(made, prompt, count)
+    stats = loop.scheduler.stats()
+    assert (stats.prefix_hit_len > 0) == (changes.get("num_states") != 8)
+    assert (stats.num_preemptions > 0) == ("num_pages" in changes)
+
+
+def test_another_engine_goes_on_where_one_died(made: Made) -> None:
+    loop, prompts = paged_loop(made), [some_ids(90, seed=i) for i in range(3)]
+    names = [loop.add(prompt, SamplingParams(max_tokens=70, ignore_eos=True, temperature=0.0)) for prompt in prompts]
+    for _ in range(40):
+        loop.step()
+    loop.crash()
+    while loop.step():
+        pass
+    for name, prompt in zip(names, prompts, strict=True):
+        assert loop.answers[name].token_ids == alone(made, prompt, 70)
+
+
+# One sequence.
+
+
+class Counted:
+    """A runner that counts what it runs."""
+
+    def __init__(self, runner: object):
+        self._runner, self.num_rows = runner, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._runner, name)
+
+    def forward(self, token_ids: Sequence[int], start: int, keep: Sequence[int]) -> torch.Tensor:
+        self.num_rows += len(token_ids)
+        return self._runner.forward(token_ids, start, keep)  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_turn_runs_only_what_is_new(made: Made) -> None:
+    runner = Counted(made.engine.runner)
+    session = Session(runner, chunk_size=512)  # type: ignore[arg-type]
+    history, answers = some_ids(3000), []
+    for turn in range(8):
+        before = runner.num_rows
+        params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
+        answer = [event.token_id for event in session.generate(history, params)]
+        ran = runner.num_rows - before - (len(answer) - 1)
+        assert ran <= (len(history) if turn == 0 else 64 + 21), turn
+        answers.append((list(history), answer))
+        history += [*answer, *some_ids(20, seed=turn)]  # type: ignore[list-item]
+    prompt, answer = answers[-1]
+    assert answer == alone(made, prompt, 40)
+
+
+def test_a_question_asked_again_begins_before_its_answer(made: Made) -> None:
+    runner = Counted(made.engine.runner)
+    session, prompt = Session(runner, chunk_size=100), some_ids(300)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=90, ignore_eos=True, temperature=0.0)
+    first = [event.token_id for event in session.generate(prompt, params)]
+    before = runner.num_rows
+    assert [event.token_id for event in session.generate(prompt, params)] == first
+    assert runner.num_rows - before == 300 - 256 + 89
+
+
+def test_no_step_begins_without_a_state(made: Made) -> None:
+    runner = made.engine.runner
+    runner.forward(some_ids(10), 0, [9])
+    assert runner.resume_len(10) == 10
+    assert runner.resume_len(9) == 0
+    with pytest.raises(ConfigError, match="no state of the first 9 tokens is kept; the nearest is 0"):
+        runner.forward([5], 9, [0])
+
+
+def test_the_plan_counts_states(made: Made) -> None:
+    for engine, most in ((made.engine, 1), (made.paged, 8)):
+        cache = engine.runner.cache if isinstance(engine, Engine) else engine.cache
+        assert cache.states is not None
+        assert cache.num_states >= most + 4
+        assert sum(engine.plan.extra_bytes["states"].values()) == cache.states.nbytes
+        total = sum(t.nbytes for i in cache.states.shapes for t in cache.states.layer(i).values())
+        assert total == cache.states.nbytes

@@ -1,0 +1,135 @@
+"""Tiny random models of the families with recurrent layers. Every kind of layer is in each of them."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.support.tiny_models import NUM_EXPERTS, VOCAB_SIZE, random_model
+
+_COMMON: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+_DELTA: dict[str, object] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 32,
+    "num_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+    "layer_types": _KINDS,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+_MLA: dict[str, object] = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}
+
+_VALUES: dict[str, dict[str, object]] = {
+    "qwen3_next": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
+    "lfm2_moe": {
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "num_dense_layers": 1,
+        "conv_bias": True,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+    },
+    "jamba": {
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 12,
+        "mamba_proj_bias": True,
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        "head_dim": 16,
+        "ssm_state_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "n_routed_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 48,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "granitemoehybrid": {
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+        "layer_types": _KINDS,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_d_head": 16,
+        "mamba_expand": 2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "position_embedding_type": "rope",
+    },
+    "kimi_linear": {
+        **_MLA,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 48,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "layer_types": _KINDS,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
+    "minimax": {
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "layer_types": _KINDS,
+        "block_size": 16,
+        "linear_attn_alpha_factor": 1.5,
+        "head_dim": 16,
+    },
+}
+RECURRENT_TYPES = tuple(_VALUES)
+
+
+def recurrent_config(model_type: str, **overrides: object) -> PretrainedConfig:
+    config: PretrainedConfig = CONFIG_MAPPING[model_type](**{**_COMMON, **_VALUES[model_type], **overrides})
+    return config
+
+
+def recurrent_model(model_type: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """In fp32, with weights as tiny_model's. Decays are such that a state forgets neither all nor nothing."""
+    model = random_model(recurrent_config(model_type, **overrides), seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if name.endswith("A_log"):
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator) - 1.0)
+            elif "conv" in name.rsplit(".", 2)[-2] and parameter.dim() == 3:
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return model
