@@ -27,6 +27,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "
 _EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_LAYER_WORDS = ("layer_types", "layers_block_type")
 _IS_MOE = ("is_moe", "enable_moe_block")  # of families that count experts in dense models too
 _EXTENDED_BY_FACTOR = ("linear", "dynamic")
 
@@ -120,6 +121,7 @@ class ModelFacts:
     """A causal language model, by its config alone.
 
     architecture: the class in its config.json. is_of_transformers: whether that config is a class of transformers.
+    composite_type: the model_type of a config for images and text whose language model this is; None for no such.
     intermediate_size: of the widest dense layer, 0 when the config does not say.
     num_prediction_layers: for multi-token prediction, stored behind the model's own layers.
     context_len: most tokens of one sequence that the model was made for; None when the config does not say.
@@ -140,6 +142,7 @@ class ModelFacts:
     context_len: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
+    composite_type: str | None = None
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> ModelFacts:
@@ -147,11 +150,12 @@ class ModelFacts:
 
         Raises ConfigError, which names the field, and UnsupportedError for what is no decoder of one config.
         """
-        config = _Fields(hf_config.get_text_config(decoder=True))
+        config, whole = _Fields(hf_config.get_text_config(decoder=True)), _Fields(hf_config)
+        is_composite = config.of is not hf_config
         _check_supported(config)
         num_layers = config.number("num_hidden_layers", most=MAX_LAYERS)
         latent, experts = _latent(config), _experts(config, num_layers)
-        architectures = config.raw("architectures")
+        architectures = config.raw("architectures") or whole.raw("architectures")
         return cls(
             model_type=str(config.raw("model_type")),
             architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
@@ -165,8 +169,11 @@ class ModelFacts:
             experts=experts,
             is_tied=bool(config.raw("tie_word_embeddings")),
             context_len=_context_len(config),
-            eos_token_ids=token_ids(config.raw("eos_token_id")),
-            quantization=_quantization(config),
+            eos_token_ids=token_ids(
+                whole.raw("eos_token_id") if config.raw("eos_token_id") is None else config.raw("eos_token_id")
+            ),
+            quantization=_quantization(config) or _quantization(whole),
+            composite_type=str(whole.raw("model_type")) if is_composite else None,
         )
 
     @property
@@ -291,7 +298,7 @@ def _layers(
     hidden, window = config.number("hidden_size"), config.find("sliding_window", most=MAX_POSITIONS) or None
     if config.raw("use_sliding_window") is False:
         window = None
-    words = config.words(num_layers, "layer_types", "layers_block_type")
+    words = config.words(num_layers, *_LAYER_WORDS)
     if words is None:
         words = ("full_attention" if window is None else "sliding_attention",) * num_layers
     sparse = _with_experts(config, num_layers) if experts is not None else (False,) * num_layers
@@ -331,6 +338,9 @@ def _experts(config: _Fields, num_layers: int) -> ExpertFacts | None:
     num_experts = max(counts or (0,))
     if num_experts <= 1 or any(config.raw(name) is False for name in _IS_MOE):
         return None
+    blocks = config.words(num_layers, *_LAYER_WORDS) or ()
+    if "mlp" in blocks and "moe" not in blocks:  # counts experts in dense models too
+        return None
     for name in _TOP_K:
         chosen = config.numbers(num_layers, name)
         if chosen is not None and not all(0 < one <= num_experts for one in chosen):
@@ -346,6 +356,9 @@ def _experts(config: _Fields, num_layers: int) -> ExpertFacts | None:
 
 def _with_experts(config: _Fields, num_layers: int) -> tuple[bool, ...]:
     """Which layers route tokens to experts, where not all of them do."""
+    blocks = config.words(num_layers, *_LAYER_WORDS) or ()
+    if "moe" in blocks:  # of a family in which a layer is either a mixer, or experts, or an MLP
+        return tuple(word == "moe" for word in blocks)
     words = config.words(num_layers, "mlp_layer_types")
     if words is not None:
         return tuple(word != "dense" for word in words)

@@ -66,7 +66,9 @@ class SafetensorsSource:
         self._model = model
         self._tensors = model.tensors
         self._facts = facts
-        self._names = CheckpointNames(facts.model_type, self._tensors)
+        self._names = CheckpointNames(facts.model_type, self._tensors, facts.composite_type)
+        if self._names.others:
+            logger.info("%d tensors for images and sound are left unread", len(self._names.others))
         self._merged = MergedTensors.of(model, facts)
         self._block = (None if quantization is None else quantization.block) or (128, 128)
         self._log_fp8()
@@ -87,6 +89,8 @@ class SafetensorsSource:
 
     def ignorable(self, stored_name: str) -> bool:
         """Whether a stored tensor that no module asked for may be left over."""
+        if stored_name in self._names.others:
+            return True
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", stored_name)
         if layer is not None:  # layers for multi-token prediction follow the model's own
             first = self._facts.num_layers

@@ -108,6 +108,12 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model of `config` with tiny_model's weights."""
     config._attn_implementation = "eager"
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fill_randomly(model, seed)
+    return model.eval()
+
+
+def fill_randomly(model: PreTrainedModel, seed: int) -> None:
+    """Give `model` tiny_model's weights."""
     generator = torch.Generator().manual_seed(seed)
     tensors = dict(model.named_parameters())
     tensors.update({name: b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")})
@@ -121,9 +127,8 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
             elif "embed_tokens" in name:
                 tensor.copy_(noise)
             else:
-                fan_in = tensor.shape[-2] if _is_transposed(config, name) else tensor.shape[-1]
+                fan_in = tensor.shape[-2] if _is_transposed(model.config, name) else tensor.shape[-1]
                 tensor.copy_(noise * fan_in**-0.5)
-    return model.eval()
 
 
 def write_safetensors(model: PreTrainedModel, folder: Path, max_shard_size: str = "1GB") -> Path:
