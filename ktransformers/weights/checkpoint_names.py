@@ -32,6 +32,7 @@ class Origin:
     """How a parameter is made by a conversion.
 
     operations: class names in `transformers.core_model_loading`, in order; none for a mere renaming. dim: of the last.
+    "TransposeIfNeeded" is a Transpose for tensors that have not the parameter's shape already.
     sources: stored names in the order in which they are merged.
     index, count: which of how many targets this parameter is, where one tensor is split.
     """
@@ -143,4 +144,8 @@ def _renamed(name: str, tables: Sequence[_Table], is_composite: bool) -> str | N
 
 
 def _operations(converter: Any) -> tuple[str, ...]:
-    return tuple(type(operation).__name__ for operation in converter.operations)
+    """Names of its operations' classes; a transposition that looks at the shape first goes by a name of its own."""
+    return tuple(
+        "TransposeIfNeeded" if getattr(operation, "check_dims", False) else type(operation).__name__
+        for operation in converter.operations
+    )
