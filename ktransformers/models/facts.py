@@ -25,7 +25,11 @@ MAX_POSITIONS = 1 << 40
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
-_SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+_SHARED_WIDTH = (
+    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
+    "share_expert_dim",
+)
+_BY_MODALITY = "ernie4_5_vl_moe_text"  # has experts for text and experts for images, and says the width of both
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _LAYER_WORDS = ("layer_types", "layers_block_type")
 _IS_MOE = ("is_moe", "enable_moe_block")  # of families that count experts in dense models too
@@ -324,7 +328,7 @@ def _latent(config: _Fields) -> LatentFacts | None:
         rank=rank,
         q_rank=config.find("q_lora_rank") or None,
         nope_dim=config.number("qk_nope_head_dim"),
-        rope_dim=config.number("qk_rope_head_dim"),
+        rope_dim=config.find("qk_rope_head_dim") or 0,  # none rotates in some families
         v_dim=config.number("v_head_dim"),
         is_interleaved=bool(getattr(config.of, "rope_interleave", True)),
     )
@@ -346,7 +350,8 @@ def _experts(config: _Fields, num_layers: int) -> ExpertFacts | None:
         if chosen is not None and not all(0 < one <= num_experts for one in chosen):
             said = config.raw(name)
             raise ConfigError(f"the model's config says {name} {said!r:.60}, but there are {num_experts} experts")
-    width = max(config.numbers(num_layers, *_EXPERT_WIDTH) or (0,))
+    widths = config.numbers(1 if config.raw("model_type") == _BY_MODALITY else num_layers, *_EXPERT_WIDTH)
+    width = max(widths or (0,))
     shared = config.numbers(num_layers, *_SHARED_WIDTH)
     if shared is None:
         shared = tuple(width * count for count in config.numbers(num_layers, *_NUM_SHARED) or (0,))
