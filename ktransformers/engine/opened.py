@@ -15,9 +15,9 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.bounds import check_layers, check_parameters
 from ktransformers.engine.card import ModelCard, card_of
 from ktransformers.engine.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
-from ktransformers.engine.text_models import take_text_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
 from ktransformers.file_kinds import wrong_start
+from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.facts import ModelFacts, token_ids
 from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
@@ -146,7 +146,7 @@ def open_synthetic(config: EngineConfig, hf_config: PretrainedConfig) -> OpenedM
 
 def _facts_of(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> ModelFacts:
     """Raises ConfigError, or UnsupportedError for what cannot run whatever its weights are."""
-    check_model_type(hf_config.get_text_config(decoder=True), trust_remote_code)
+    check_model_type(text_config_of(hf_config), trust_remote_code)
     facts = ModelFacts.of(hf_config)
     check_kinds(facts)
     return facts

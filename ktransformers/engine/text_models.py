@@ -12,7 +12,6 @@ causal class for its text config, that is taken; where it has only the text mode
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,22 +22,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["causal_class", "take_text_config"]
+__all__ = ["causal_class"]
 
 _OF_IMAGES = ("vision_moe",)  # children of a text model that no token of text reaches
-
-
-def take_text_config(whole: PretrainedConfig, stored: Collection[str]) -> PretrainedConfig:
-    """The config of the language model in `whole`, which is `whole` itself where that is no composite.
-
-    stored: names of all tensors in the files. Whether the head is the embedding table is the composite's to say, and of
-    no account where the files hold a head.
-    """
-    text: PretrainedConfig = whole.get_text_config(decoder=True)
-    if text is not whole:
-        has_head = any(name.endswith(("lm_head.weight", "output.weight")) for name in stored)
-        text.tie_word_embeddings = bool(getattr(whole, "tie_word_embeddings", False)) and not has_head
-    return text
 
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:

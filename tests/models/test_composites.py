@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ktransformers.config import EngineConfig
+from ktransformers.engine.reference import build_reference_engine
 from ktransformers.engine.skeleton import build_skeleton, load_hf_config
-from ktransformers.engine.text_models import take_text_config
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.reference import dequantize
 from ktransformers.models import facts
+from ktransformers.models.composite import take_text_config
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
@@ -102,6 +104,18 @@ def test_parameters_of_the_language_part(name: str, tmp_path: Path, monkeypatch:
     model = tiny_composite(name, seed=1)
     model.save_pretrained(tmp_path)
     check_parameters(tmp_path, model)
+
+
+@pytest.mark.parametrize("name", ["kimi_k25", "qwen3_vl_moe"])
+def test_the_reference_takes_the_language_part_too(name: str, tmp_path: Path) -> None:
+    model = tiny_composite(name, seed=4)
+    model.save_pretrained(tmp_path)
+    ids = prompt(16)
+    with torch.no_grad():
+        want = model(input_ids=torch.tensor([ids])).logits[0]
+    engine = build_reference_engine(EngineConfig(model_path=tmp_path, cache_lens=64))
+    got = engine.runner.forward(ids, 0, range(len(ids)))
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
 @pytest.mark.parametrize("name", ["kimi_k25", "qwen3_5_moe", "glm4v_moe"])
