@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ktransformers.config import EngineConfig
 from ktransformers.engine.bounds import check_layers, check_parameters
 from ktransformers.engine.card import ModelCard, card_of
+from ktransformers.engine.file_layouts import note_layout
 from ktransformers.engine.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
 from ktransformers.file_kinds import wrong_start
@@ -91,6 +92,8 @@ def open_model(config: EngineConfig) -> OpenedModel:
     hf_config = take_text_config(whole, tensors.keys())
     facts = _facts_of(whole, config.trust_remote_code)
     check_layers(facts, shapes)
+    if gguf is not None:
+        note_layout(hf_config, facts, gguf)
     model = build_skeleton(hf_config, config.trust_remote_code)
     source: WeightSource
     if gguf is not None:

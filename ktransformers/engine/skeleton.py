@@ -15,6 +15,7 @@ from torch import nn
 
 from ktransformers.cache.static import LayerShape
 from ktransformers.engine.bounds import check_config_values
+from ktransformers.engine.file_layouts import arrange
 from ktransformers.engine.text_models import causal_class
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
@@ -122,6 +123,7 @@ def build_causal(hf_config: PretrainedConfig, trust_remote_code: bool, **options
         remote: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=True, **options)
         return remote
     model: PreTrainedModel = causal_class(hf_config)._from_config(hf_config, **options)
+    arrange(model, hf_config)
     return model
 
 

@@ -16,7 +16,16 @@ from ktransformers.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["ExpertFacts", "LatentFacts", "LayerFacts", "LayerKind", "ModelFacts", "Quantization", "token_ids"]
+__all__ = [
+    "DeltaFacts",
+    "ExpertFacts",
+    "LatentFacts",
+    "LayerFacts",
+    "LayerKind",
+    "ModelFacts",
+    "Quantization",
+    "token_ids",
+]
 
 MAX_LAYERS = 1 << 16
 MAX_NUMBER = (1 << 31) - 1
@@ -113,6 +122,16 @@ class ExpertFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaFacts:
+    """Gated DeltaNet layers: heads of keys, each of which several heads of values share, and their dims."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class Quantization:
     """What the config says of quantized safetensors. block: (rows, columns) that share a scale."""
 
@@ -147,6 +166,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
     composite_type: str | None = None
+    delta: DeltaFacts | None = None
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> ModelFacts:
@@ -178,6 +198,7 @@ class ModelFacts:
             ),
             quantization=_quantization(config) or _quantization(whole),
             composite_type=str(whole.raw("model_type")) if is_composite else None,
+            delta=_delta(config),
         )
 
     @property
@@ -331,6 +352,17 @@ def _latent(config: _Fields) -> LatentFacts | None:
         rope_dim=config.find("qk_rope_head_dim") or 0,  # none rotates in some families
         v_dim=config.number("v_head_dim"),
         is_interleaved=bool(getattr(config.of, "rope_interleave", True)),
+    )
+
+
+def _delta(config: _Fields) -> DeltaFacts | None:
+    if config.first(("linear_num_value_heads",)) is None:
+        return None
+    return DeltaFacts(
+        key_heads=config.number("linear_num_key_heads"),
+        value_heads=config.number("linear_num_value_heads"),
+        key_dim=config.number("linear_key_head_dim"),
+        value_dim=config.number("linear_value_head_dim"),
     )
 
 
