@@ -2,8 +2,8 @@
 
 What a file decides is noted in the config, from which skeleton and twin are built alike:
 
-    Qwen3-Next   a module's one projection is two tensors of different types: the module is that of Qwen3.5, which has two
-    Qwen3.5      blocks of 256 columns hold two heads of values in the file's order: inputs are brought into that order
+    Qwen3-Next   a module's one projection is two tensors of two types: the module is that of Qwen3.5, which has two
+    Qwen3.5      blocks of 256 columns hold two heads of values in the file's order: inputs are brought into it
 """
 
 from __future__ import annotations

@@ -16,10 +16,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf_families import FAMILIES
 from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
+from ktransformers.models.gguf_recurrent import RECURRENT_FAMILIES
 
 __all__ = ["GGUF_CONFIG_ARCHITECTURES", "config_from_gguf"]
 
-GGUF_CONFIG_ARCHITECTURES: tuple[str, ...] = tuple(FAMILIES)
+_FAMILIES = {**FAMILIES, **RECURRENT_FAMILIES}
+
+GGUF_CONFIG_ARCHITECTURES: tuple[str, ...] = tuple(_FAMILIES)
 """Architectures for which `--gguf_path` alone is enough."""
 
 
@@ -34,11 +37,11 @@ def config_from_gguf(
     missing, absurd or contradict the tensors, UnsupportedError for architectures and features that are not known here.
     """
     gguf = Metadata(metadata, tensor_shapes)
-    family = FAMILIES.get(gguf.arch)
+    family = _FAMILIES.get(gguf.arch)
     if family is None:
         raise UnsupportedError(
             f"no config can be made from GGUF files of architecture {gguf.arch!r:.60} "
-            f"(only of {', '.join(FAMILIES)}); pass --model_path, a folder with the model's original config.json"
+            f"(only of {', '.join(_FAMILIES)}); pass --model_path, a folder with the model's original config.json"
         )
     common = _common(gguf)  # first: it holds the number of layers against the tensors
     model_type, specific = family(gguf)
@@ -71,13 +74,13 @@ def _common(gguf: Metadata) -> Values:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": gguf.find_int("attention.head_count_kv", 1) or heads,
+        "num_key_value_heads": gguf.find_some("attention.head_count_kv") or heads,
         "max_position_embeddings": gguf.int("context_length"),
         "rms_norm_eps": gguf.float("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in gguf.shapes,
         **_token_ids(gguf.metadata, embedding[0]),
     }
-    if (inner := gguf.find_int("feed_forward_length", 1)) is not None:
+    if (inner := gguf.find_some("feed_forward_length")) is not None:
         values["intermediate_size"] = inner
     return values
 

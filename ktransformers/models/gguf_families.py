@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "expert_values"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,9 @@ def _experts(gguf: Metadata, count: str, used: str = "num_experts_per_tok") -> V
     if width is not None:
         values["moe_intermediate_size"] = width
     return values
+
+
+expert_values = _experts
 
 
 def _gating(gguf: Metadata, default: int) -> int:
