@@ -1,7 +1,7 @@
 """GGUF of families with recurrent layers, written as llama.cpp's converter does: config and parameters come back.
 
-Two of the converter's changes round: -exp(A_log), whose logarithm is off by an ulp of what it is taken of and one of its
-own, and 1 + weight, whose last bit is lost.
+Two of the converter's changes round: -exp(A_log), whose logarithm is off by an ulp of what it is taken of and one of
+its own, and 1 + weight, whose last bit is lost.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from ktransformers.engine.file_layouts import TiledInput, note_layout
 from ktransformers.engine.opened import config_of_model
 from ktransformers.engine.skeleton import build_causal
 from ktransformers.errors import TensorMismatchError
-from ktransformers.kernels.reference import dequantize
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.registry import routed_experts
-from ktransformers.operators.experts.routed import read_layout
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from tests.support.gguf_recurrent import write_recurrent_gguf
 from tests.support.recurrent_models import RECURRENT, recurrent_config
-from tests.support.source_checks import values_of
+from tests.support.source_checks import fill
 from tests.support.tiny_models import random_model
 
 ULP = 2.0**-23
@@ -47,34 +44,6 @@ def opened(path: Path) -> tuple[PreTrainedModel, GGUFSource]:
     note_layout(config, facts, file)
     model = build_causal(config, False, attn_implementation="eager", dtype=torch.float32)
     return model.eval(), GGUFSource(file, facts)
-
-
-def fill(model: PreTrainedModel, source: GGUFSource) -> set[str]:
-    """Give `model` the file's numbers. Returns the names of the tensors that were read."""
-    fused, read = routed_experts(model), set()
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if name.rpartition(".")[0] in fused:
-                continue
-            info = source.find(name)
-            assert info is not None, name
-            dense, raw = source.dense(name), source.tensor(name)
-            assert info.shape == tuple(dense.shape) == tuple(tensor.shape) == raw.shape, name
-            assert (raw.qtype, raw.nbytes) == (info.resident_type, info.nbytes), name
-            assert torch.equal(values_of(raw), dense), name
-            tensor.copy_(dense)
-            read |= set(info.stored_names)
-        for key in fused:
-            module = model.get_submodule(key)
-            layout = read_layout(module, key)
-            experts = source.experts(key, layout)
-            up = torch.stack([dequantize(raw) for raw in experts.up])
-            if layout.has_gate:
-                up = torch.cat([torch.stack([dequantize(raw) for raw in experts.gate]), up], dim=1)
-            (module.gate_up_proj if layout.has_gate else module.up_proj).copy_(up)
-            module.down_proj.copy_(torch.stack([dequantize(raw) for raw in experts.down]))
-            read |= set(source.find_experts(key, layout).stored_names)
-    return read
 
 
 def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
