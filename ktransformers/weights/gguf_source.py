@@ -127,7 +127,7 @@ class GGUFSource:
         if stored.rows is not None:
             joined = joined[torch.tensor(stored.rows)]
         if stored.columns is not None:
-            joined = joined.unflatten(-1, (-1, stored.run))[:, torch.tensor(stored.columns)]
+            joined = joined.reshape(len(joined), -1, stored.run)[:, torch.tensor(stored.columns)]
         return joined.reshape(shape)
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
@@ -337,7 +337,7 @@ def _reordered(raw: RawTensor, stored: Stored) -> RawTensor:
     if stored.rows is not None:
         data = data[torch.tensor(stored.rows)]
     if stored.columns is not None:
-        data = data.unflatten(1, (len(stored.columns), -1))[:, torch.tensor(stored.columns)]
+        data = data.reshape(len(data), len(stored.columns), -1)[:, torch.tensor(stored.columns)]
     page_out([raw.data])
     return RawTensor(data.reshape(-1), raw.qtype, (data.shape[0], *raw.shape[1:]))
 

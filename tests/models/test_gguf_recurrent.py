@@ -23,7 +23,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from tests.support.gguf_recurrent import write_recurrent_gguf
-from tests.support.recurrent_models import RECURRENT, recurrent_config
+from tests.support.recurrent_shapes import RECURRENT, recurrent_config
 from tests.support.source_checks import fill
 from tests.support.tiny_models import random_model
 

@@ -20,7 +20,7 @@ from ktransformers.operators.experts.routed import read_layout
 from ktransformers.weights.safetensors import open_safetensors
 from ktransformers.weights.safetensors_source import SafetensorsSource
 from tests.support.fp8_models import to_fp8
-from tests.support.recurrent_models import RECURRENT, recurrent_config
+from tests.support.recurrent_shapes import RECURRENT, recurrent_config
 from tests.support.source_checks import fill
 from tests.support.tiny_models import random_model
 

@@ -141,7 +141,7 @@ class KRotaryEmbedding(WrapperOperator):
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.has_table or (x.dtype is not torch.float32 and not self.device.is_gpu):
             return self._inner_forward(x, position_ids, *args, **kwargs)
-        if position_ids.dim() == 3:  # time, height and width of images, the same number three times for text
+        if position_ids.dim() == 3:  # time, height and width [3, 1, T], which are one for text
             position_ids = position_ids[0]
         if not self.device.is_gpu:
             needed = int(position_ids.max()) + 1 if position_ids.numel() else 0
