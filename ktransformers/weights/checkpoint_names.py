@@ -13,6 +13,10 @@ from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 __all__ = ["CheckpointNames", "Origin"]
 
@@ -62,7 +66,8 @@ class CheckpointNames:
         self.converted: dict[str, Origin] = {}
         self.others: set[str] = set()
         merged: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-        for name in stored:
+        self._stored = dict.fromkeys(stored)
+        for name in self._stored:
             renamed = _renamed(name, tables, composite_type is not None)
             if renamed is None:
                 self.others.add(name)
@@ -104,6 +109,8 @@ class CheckpointNames:
                 return Origin((), (self.plain[candidate],), 0, 1, 0)
             if candidate in self.converted:
                 return self.converted[candidate]
+        if name in self._stored:  # a renaming for older names is too wide and meets the name of today
+            return Origin((), (name,), 0, 1, 0)
         return None
 
     def _add_converted(self, target: str, converter: Any, sources: dict[str, list[str]]) -> None:
@@ -121,7 +128,10 @@ class _Table:
     """What transformers has to say about the names of one model type."""
 
     def __init__(self, model_type: str):
-        transforms: list[Any] = get_checkpoint_conversion_mapping(model_type) or []
+        classes = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+        kinds = (*(names.get(model_type) for names in classes), model_type)  # a class's own come first
+        found = (get_checkpoint_conversion_mapping(kind) for kind in kinds if kind is not None)
+        transforms: list[Any] = next((mapping for mapping in found if mapping is not None), [])
         self.renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         self.converters = [one for one in transforms if not isinstance(one, WeightRenaming)]
 
