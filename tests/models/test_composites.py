@@ -18,7 +18,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.reference import dequantize
 from ktransformers.models import facts
 from ktransformers.models.composite import take_text_config
-from ktransformers.models.facts import ModelFacts
+from ktransformers.models.facts import ModelFacts, Quantization
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
 from ktransformers.weights.safetensors import open_safetensors
@@ -160,6 +160,20 @@ def test_the_composite_says_whether_the_head_is_tied(is_tied: bool, tmp_path: Pa
         want = model(input_ids=torch.tensor([ids])).logits[0]
     got = engine_of(tmp_path).runner.forward(ids, 0, range(len(ids)))
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+def test_what_only_the_composite_says() -> None:
+    """Its class, how its weights are quantized, where answers end."""
+    config = tiny_composite("qwen3_vl_moe").config
+    config.architectures = ["Qwen3VLMoeForConditionalGeneration"]
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.text_config.eos_token_id, config.eos_token_id = None, [5, 7]
+    found = ModelFacts.of(config)
+    assert (found.model_type, found.composite_type) == ("qwen3_vl_moe_text", "qwen3_vl_moe")
+    assert found.architecture == "Qwen3VLMoeForConditionalGeneration"
+    assert found.quantization == Quantization("fp8", (128, 128))
+    assert found.eos_token_ids == (5, 7)
+    assert ModelFacts.of(config.text_config).composite_type is None
 
 
 def test_what_answers_in_no_text_is_refused() -> None:
