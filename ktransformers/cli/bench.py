@@ -50,7 +50,10 @@ FORMATS = ("amx_int4", "amx_int8", "amx_bf16")
 TYPES = ("q4_k_m", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs", "mxfp4", "fp8", "bf16")
 BACKENDS = ("balance_serve", "ktransformers", "transformers")
 OPERATIONS = ("linear", "attention", "delta_scan", "rms_norm")
-SHAPE_NAMES = ("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b")
+SHAPE_NAMES = (
+    *("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"),
+    *("qwen3.6-35b-a3b", "qwen3-coder-next"),
+)
 
 
 def add_parser(subparsers: Kinds) -> None:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from ktransformers.config import EngineConfig
 from ktransformers.engine.bounds import check_layers, check_parameters
 from ktransformers.engine.card import ModelCard, card_of
+from ktransformers.engine.file_layouts import note_layout
 from ktransformers.engine.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
 from ktransformers.file_kinds import wrong_start
+from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.facts import ModelFacts, token_ids
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
@@ -83,11 +85,15 @@ def open_model(config: EngineConfig) -> OpenedModel:
     config = config.resolved()
     path, kind = _weights_of(config)
     gguf = open_gguf(path) if kind == "gguf" else None
-    hf_config = _hf_config(config, gguf, path)
+    whole = _hf_config(config, gguf, path)
     stored = None if gguf is not None else open_safetensors(path)
-    shapes = [tensor.shape for tensor in (gguf or stored).tensors.values()]  # type: ignore[union-attr]
-    facts = _facts_of(hf_config, config.trust_remote_code)
+    tensors = (gguf or stored).tensors  # type: ignore[union-attr]
+    shapes = [tensor.shape for tensor in tensors.values()]
+    hf_config = take_text_config(whole, tensors.keys())
+    facts = _facts_of(whole, config.trust_remote_code)
     check_layers(facts, shapes)
+    if gguf is not None:
+        note_layout(hf_config, facts, gguf)
     model = build_skeleton(hf_config, config.trust_remote_code)
     source: WeightSource
     if gguf is not None:
@@ -143,7 +149,7 @@ def open_synthetic(config: EngineConfig, hf_config: PretrainedConfig) -> OpenedM
 
 def _facts_of(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> ModelFacts:
     """Raises ConfigError, or UnsupportedError for what cannot run whatever its weights are."""
-    check_model_type(str(hf_config.model_type), trust_remote_code)
+    check_model_type(text_config_of(hf_config), trust_remote_code)
     facts = ModelFacts.of(hf_config)
     check_kinds(facts)
     return facts
@@ -166,7 +172,7 @@ def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Pret
         except (FormatError, UnsupportedError) as error:
             raise type(error)(f"{gguf.files[0].path}: {error}") from error
     folder = folder or (path if path.is_dir() else path.parent)
-    return load_hf_config(folder, config.trust_remote_code).get_text_config(decoder=True)
+    return load_hf_config(folder, config.trust_remote_code)
 
 
 def describe_model(opened: OpenedModel) -> ModelDescription:

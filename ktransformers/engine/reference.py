@@ -125,7 +125,8 @@ def build_reference_engine(config: EngineConfig, progress: Progress | None = Non
     _check_fits(opened.model)
     described = describe_model(opened)
     torch.set_num_threads(opened.config.cpu_infer or physical_cores())
-    model = _from_safetensors(opened) if opened.gguf is None else _from_gguf(opened, progress)
+    is_read_by_transformers = opened.gguf is None and opened.facts.composite_type is None
+    model = _from_safetensors(opened) if is_read_by_transformers else _filled(opened, progress)
     return ReferenceEngine(opened, model.eval(), described)
 
 
@@ -161,8 +162,11 @@ def _from_safetensors(opened: OpenedModel) -> PreTrainedModel:
         raise ConfigError(f"transformers cannot load {folder}: {reason_of(error)}") from error
 
 
-def _from_gguf(opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
-    """The skeleton with `transformers`' own attention, filled with what the file's blocks dequantize to."""
+def _filled(opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
+    """The skeleton with `transformers`' own attention, filled with what the files' tensors dequantize to.
+
+    For GGUF, and for the language part of a composite: `transformers` would load the whole.
+    """
     model = opened.model
     model.set_attn_implementation(_attention(model))
     source = TiedSource(opened.source, tied_names(model))

@@ -15,6 +15,8 @@ from torch import nn
 
 from ktransformers.cache.static import LayerShape
 from ktransformers.engine.bounds import check_config_values
+from ktransformers.engine.file_layouts import arrange
+from ktransformers.engine.text_models import causal_class
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.models.facts import LayerKind, ModelFacts
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
+    "build_causal",
     "build_skeleton",
     "cache_shapes",
     "check_kinds",
@@ -101,12 +104,10 @@ def _config_as(model_type: str, values: Mapping[str, Any]) -> PretrainedConfig:
     return CONFIG_MAPPING[model_type].from_dict(kept)
 
 
-def check_model_type(model_type: str, trust_remote_code: bool) -> None:
+def check_model_type(hf_config: PretrainedConfig, trust_remote_code: bool) -> None:
     """Raises UnsupportedError for what is no causal language model of transformers, unless it brings its own code."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
-        raise UnsupportedError(f"model type {model_type} is no language model that answers in text")
+    if not trust_remote_code:
+        causal_class(hf_config)
 
 
 def check_kinds(facts: ModelFacts) -> None:
@@ -119,18 +120,28 @@ def check_kinds(facts: ModelFacts) -> None:
         )
 
 
-def build_skeleton(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal LM of `transformers` on `meta`, in fp32, whose attention is ours. Raises UnsupportedError."""
+def build_causal(hf_config: PretrainedConfig, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
+    """The causal LM of `hf_config` with options of `from_config`, by the model's own code where it brings some."""
     from transformers import AutoModelForCausalLM
 
+    if trust_remote_code and hasattr(hf_config, "auto_map"):
+        remote: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=True, **options)
+        return remote
+    model: PreTrainedModel = causal_class(hf_config)._from_config(hf_config, **options)
+    arrange(model, hf_config)
+    return model
+
+
+def build_skeleton(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal LM of `transformers` on `meta`, in fp32, whose attention is ours. Raises UnsupportedError."""
     register_attention()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = build_causal(
                 hf_config,
+                trust_remote_code,
                 attn_implementation=ATTENTION_NAME,
                 dtype=torch.float32,
-                trust_remote_code=trust_remote_code,
             )
     except Exception as error:  # whatever the modules of any family do with values that do not fit each other
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):

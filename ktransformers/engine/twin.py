@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ktransformers.engine.skeleton import restore_buffers
+from ktransformers.engine.skeleton import build_causal, restore_buffers
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import (
@@ -63,15 +63,13 @@ def build_twin(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> 
 
     Raises what transformers raises, and UnsupportedError for buffers that cannot be computed.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = build_causal(
             copy.deepcopy(hf_config),
+            trust_remote_code,
             attn_implementation="eager",
             experts_implementation="eager",
             dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
         )
     restore_buffers(model)
     return model.eval()

@@ -16,7 +16,16 @@ from ktransformers.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["ExpertFacts", "LatentFacts", "LayerFacts", "LayerKind", "ModelFacts", "Quantization", "token_ids"]
+__all__ = [
+    "DeltaFacts",
+    "ExpertFacts",
+    "LatentFacts",
+    "LayerFacts",
+    "LayerKind",
+    "ModelFacts",
+    "Quantization",
+    "token_ids",
+]
 
 MAX_LAYERS = 1 << 16
 MAX_NUMBER = (1 << 31) - 1
@@ -25,8 +34,13 @@ MAX_POSITIONS = 1 << 40
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
-_SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+_SHARED_WIDTH = (
+    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
+    "share_expert_dim",
+)
+_BY_MODALITY = "ernie4_5_vl_moe_text"  # has experts for text and experts for images, and says the width of both
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_LAYER_WORDS = ("layer_types", "layers_block_type")
 _IS_MOE = ("is_moe", "enable_moe_block")  # of families that count experts in dense models too
 _EXTENDED_BY_FACTOR = ("linear", "dynamic")
 
@@ -116,6 +130,16 @@ class ExpertFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaFacts:
+    """Gated DeltaNet layers: heads of keys, each of which several heads of values share, and their dims."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class Quantization:
     """What the config says of quantized safetensors. block: (rows, columns) that share a scale."""
 
@@ -128,6 +152,7 @@ class ModelFacts:
     """A causal language model, by its config alone.
 
     architecture: the class in its config.json. is_of_transformers: whether that config is a class of transformers.
+    composite_type: the model_type of a config for images and text whose language model this is; None for no such.
     intermediate_size: of the widest dense layer, 0 when the config does not say.
     num_prediction_layers: for multi-token prediction, stored behind the model's own layers.
     context_len: most tokens of one sequence that the model was made for; None when the config does not say.
@@ -148,6 +173,8 @@ class ModelFacts:
     context_len: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
+    composite_type: str | None = None
+    delta: DeltaFacts | None = None
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> ModelFacts:
@@ -155,11 +182,12 @@ class ModelFacts:
 
         Raises ConfigError, which names the field, and UnsupportedError for what is no decoder of one config.
         """
-        config = _Fields(hf_config.get_text_config(decoder=True))
+        config, whole = _Fields(hf_config.get_text_config(decoder=True)), _Fields(hf_config)
+        is_composite = config.of is not hf_config
         _check_supported(config)
         num_layers = config.number("num_hidden_layers", most=MAX_LAYERS)
         latent, experts = _latent(config), _experts(config, num_layers)
-        architectures = config.raw("architectures")
+        architectures = config.raw("architectures") or whole.raw("architectures")
         return cls(
             model_type=str(config.raw("model_type")),
             architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
@@ -173,8 +201,12 @@ class ModelFacts:
             experts=experts,
             is_tied=bool(config.raw("tie_word_embeddings")),
             context_len=_context_len(config),
-            eos_token_ids=token_ids(config.raw("eos_token_id")),
-            quantization=_quantization(config),
+            eos_token_ids=token_ids(
+                whole.raw("eos_token_id") if config.raw("eos_token_id") is None else config.raw("eos_token_id")
+            ),
+            quantization=_quantization(config) or _quantization(whole),
+            composite_type=str(whole.raw("model_type")) if is_composite else None,
+            delta=_delta(config),
         )
 
     @property
@@ -308,7 +340,7 @@ def _layers(
     if windows is None or config.raw("use_sliding_window") is False:
         windows = none
     chunks = config.numbers(num_layers, "attention_chunk_size", most=MAX_POSITIONS) or none
-    words = config.words(num_layers, "layer_types", "layers_block_type")
+    words = config.words(num_layers, *_LAYER_WORDS)
     if words is None:
         words = tuple("sliding_attention" if window else "full_attention" for window in windows)
     sparse = _with_experts(config, num_layers) if experts is not None else (False,) * num_layers
@@ -343,9 +375,20 @@ def _latent(config: _Fields) -> LatentFacts | None:
         rank=rank,
         q_rank=config.find("q_lora_rank") or None,
         nope_dim=config.number("qk_nope_head_dim"),
-        rope_dim=config.number("qk_rope_head_dim"),
+        rope_dim=config.find("qk_rope_head_dim") or 0,  # none rotates in some families
         v_dim=config.number("v_head_dim"),
         is_interleaved=bool(getattr(config.of, "rope_interleave", True)),
+    )
+
+
+def _delta(config: _Fields) -> DeltaFacts | None:
+    if config.first(("linear_num_value_heads",)) is None:
+        return None
+    return DeltaFacts(
+        key_heads=config.number("linear_num_key_heads"),
+        value_heads=config.number("linear_num_value_heads"),
+        key_dim=config.number("linear_key_head_dim"),
+        value_dim=config.number("linear_value_head_dim"),
     )
 
 
@@ -357,12 +400,16 @@ def _experts(config: _Fields, num_layers: int) -> ExpertFacts | None:
     num_experts = max(counts or (0,))
     if num_experts <= 1 or any(config.raw(name) is False for name in _IS_MOE):
         return None
+    blocks = config.words(num_layers, *_LAYER_WORDS) or ()
+    if "mlp" in blocks and "moe" not in blocks:  # counts experts in dense models too
+        return None
     for name in _TOP_K:
         chosen = config.numbers(num_layers, name)
         if chosen is not None and not all(0 < one <= num_experts for one in chosen):
             said = config.raw(name)
             raise ConfigError(f"the model's config says {name} {said!r:.60}, but there are {num_experts} experts")
-    width = max(config.numbers(num_layers, *_EXPERT_WIDTH) or (0,))
+    widths = config.numbers(1 if config.raw("model_type") == _BY_MODALITY else num_layers, *_EXPERT_WIDTH)
+    width = max(widths or (0,))
     shared = config.numbers(num_layers, *_SHARED_WIDTH)
     if shared is None:
         shared = tuple(width * count for count in config.numbers(num_layers, *_NUM_SHARED) or (0,))
@@ -372,6 +419,9 @@ def _experts(config: _Fields, num_layers: int) -> ExpertFacts | None:
 
 def _with_experts(config: _Fields, num_layers: int) -> tuple[bool, ...]:
     """Which layers route tokens to experts, where not all of them do."""
+    blocks = config.words(num_layers, *_LAYER_WORDS) or ()
+    if "moe" in blocks:  # of a family in which a layer is either a mixer, or experts, or an MLP
+        return tuple(word == "moe" for word in blocks)
     words = config.words(num_layers, "mlp_layer_types")
     if words is not None:
         return tuple(word != "dense" for word in words)

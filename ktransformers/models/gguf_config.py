@@ -84,8 +84,8 @@ def _common(gguf: Metadata) -> Values:
         values["rms_norm_eps"] = gguf.float("attention.layer_norm_rms_epsilon")
     if gguf.arch in BY_LAYER_FAMILIES:
         return values
-    values["num_key_value_heads"] = gguf.find_int("attention.head_count_kv", 1) or heads
-    if (inner := gguf.find_int("feed_forward_length", 1)) is not None:
+    values["num_key_value_heads"] = gguf.find_some("attention.head_count_kv") or heads
+    if (inner := gguf.find_some("feed_forward_length")) is not None:
         values["intermediate_size"] = inner
     return values
 

@@ -24,6 +24,7 @@ from ktransformers.models.gguf_fields import (
     windows,
 )
 from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
+from ktransformers.models.gguf_recurrent import RECURRENT_FAMILIES
 
 __all__ = ["BY_LAYER_FAMILIES", "FAMILIES"]
 
@@ -441,4 +442,5 @@ FAMILIES: dict[str, Family] = {
     "qwen3vl": _qwen3,
     "qwen3vlmoe": _qwen3moe,
     **DENSE_FAMILIES,
+    **RECURRENT_FAMILIES,
 }

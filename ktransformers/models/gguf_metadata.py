@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,26 @@ class Metadata:
             raise FormatError(f"{self.arch}.{key} is {value!r:.40}; a count of at least {least} is needed")
         return value
 
-    def by_layer(self, key: str) -> list[bool | int] | None:
+    def list(self, key: str) -> list[builtins.int]:
+        """The counts of an array, or nothing when the file does not say."""
+        value = self.raw(key)
+        if value is None:
+            return []
+        if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu":
+            raise FormatError(f"{self.arch}.{key} is {value!r:.40}; an array of counts is needed")
+        return [one for one in value.tolist() if isinstance(one, builtins.int)]
+
+    def find_some(self, key: str) -> builtins.int | None:
+        """A count, which an array may say of some layers only: 0 stands for those that have none."""
+        value = self.raw(key)
+        if not isinstance(value, np.ndarray):
+            return self.find_int(key, 1)
+        some = {one for one in self.list(key) if one}
+        if len(some) > 1 or not all(0 < one <= MAX_COUNT for one in some):
+            raise UnsupportedError(f"{self.arch}.{key} differs from layer to layer; pass --model_path with the config")
+        return some.pop() if some else None
+
+    def by_layer(self, key: str) -> builtins.list[builtins.bool | builtins.int] | None:
         """An array of counts or flags with one for each layer; None when the file has no array there."""
         value = self.raw(key)
         if not isinstance(value, np.ndarray | list):

@@ -36,11 +36,7 @@ REFUSED: dict[str, str] = {
         _ENCODER,
     ),
     **dict.fromkeys(
-        (
-            *("qwen3next", "qwen35", "qwen35moe", "kimi-linear", "nemotron_h", "nemotron_h_moe", "granitehybrid"),
-            *("jamba", "lfm2", "lfm2moe", "falcon-h1", "plamo2", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7"),
-            "arwkv7",
-        ),
+        (*("falcon-h1", "plamo2", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),),
         _RECURRENT,
     ),
     **dict.fromkeys(("falcon", "gptj", "mpt", "bloom"), _OWN_ATTENTION),

@@ -9,7 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    GptOssConfig,
+    PretrainedConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from ktransformers.errors import ConfigError
 
@@ -66,6 +74,61 @@ def _qwen3_30b_a3b(num_layers: int) -> PretrainedConfig:
         mlp_only_layers=[],
         tie_word_embeddings=False,
         eos_token_id=None,
+    )
+
+
+_GATED_DELTA_NET: dict[str, object] = {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+"""What both families of Qwen with recurrent layers share; every fourth layer attends."""
+
+
+def _recurrent_first(num_layers: int) -> list[str]:
+    return ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(num_layers)]
+
+
+def _qwen3_6_35b_a3b(num_layers: int) -> PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
+    return Qwen3_5MoeTextConfig(
+        architectures=["Qwen3_5MoeForCausalLM"],
+        vocab_size=248320,
+        num_hidden_layers=num_layers,
+        layer_types=_recurrent_first(num_layers),
+        num_experts=256,
+        num_experts_per_tok=8,
+        rope_parameters={**rope, "mrope_interleaved": True, "mrope_section": [11, 11, 10]},
+        **_GATED_DELTA_NET,
+    )
+
+
+def _qwen3_coder_next(num_layers: int) -> PretrainedConfig:
+    return Qwen3NextConfig(
+        architectures=["Qwen3NextForCausalLM"],
+        vocab_size=151936,
+        num_hidden_layers=num_layers,
+        layer_types=_recurrent_first(num_layers),
+        intermediate_size=5120,
+        num_experts=512,
+        num_experts_per_tok=10,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        rope_parameters={"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.25},
+        **_GATED_DELTA_NET,
     )
 
 
@@ -175,6 +238,8 @@ SHAPES: Mapping[str, Shape] = {
         Shape("deepseek-v3", 61, _deepseek_v3),
         Shape("gpt-oss-20b", 24, partial(_gpt_oss, num_experts=32)),
         Shape("gpt-oss-120b", 36, partial(_gpt_oss, num_experts=128)),
+        Shape("qwen3.6-35b-a3b", 40, _qwen3_6_35b_a3b),
+        Shape("qwen3-coder-next", 48, _qwen3_coder_next),
     )
 }
 
@@ -191,12 +256,15 @@ _NARROW = {
     "hidden_size": 256,
     "intermediate_size": 256,
     "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
     "vocab_size": 1024,
     "num_experts": 16,
     "n_routed_experts": 16,
     "num_local_experts": 16,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 
 

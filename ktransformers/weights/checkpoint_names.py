@@ -7,20 +7,28 @@ names to rename and which tensors to merge or split. This module reads those tab
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 __all__ = ["CheckpointNames", "Origin"]
 
 _EXPERT = re.compile(
     r"(?P<key>.*\.experts)\.(?P<index>\d{1,9})\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
 )
+_BY_MODALITY = ("ErnieFuseAndSplitTextVisionExperts",)
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+
+
+_LANGUAGE = re.compile(r"(?:model\.)?language_model\.(?:(lm_head\.)|(?:model\.)?)")
+_TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm)|lm_head)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,7 @@ class Origin:
     """How a parameter is made by a conversion.
 
     operations: class names in `transformers.core_model_loading`, in order; none for a mere renaming. dim: of the last.
+    "TransposeIfNeeded" is a Transpose for tensors that have not the parameter's shape already.
     sources: stored names in the order in which they are merged.
     index, count: which of how many targets this parameter is, where one tensor is split.
     """
@@ -42,23 +51,27 @@ class Origin:
 class CheckpointNames:
     """The names of one model, whose files hold the tensors `stored`.
 
+    composite_type: of the model for images and text whose language model this is; None for a model of text alone.
+
     plain: parameter name -> stored name. experts: (module, "gate" | "up" | "down") -> expert number -> stored name,
     for checkpoints with one matrix per expert. converted: parameter name -> how it is made, for everything else.
+    others: stored names of a composite's other models.
     """
 
-    def __init__(self, model_type: str, stored: Iterable[str]):
-        kinds = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type), model_type)  # a class's own come first
-        found = (get_checkpoint_conversion_mapping(kind) for kind in kinds if kind is not None)
-        transforms: list[Any] = next((mapping for mapping in found if mapping is not None), [])
-        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-        converters = [t for t in transforms if not isinstance(t, WeightRenaming)]
+    def __init__(self, model_type: str, stored: Iterable[str], composite_type: str | None = None):
+        tables = [_Table(kind) for kind in (composite_type, model_type) if kind is not None]
+        converters = [converter for table in tables for converter in table.converters]
         self.plain: dict[str, str] = {}
         self.experts: dict[tuple[str, str], dict[int, str]] = {}
         self.converted: dict[str, Origin] = {}
+        self.others: set[str] = set()
         merged: dict[str, tuple[Any, dict[str, list[str]]]] = {}
         self._stored = dict.fromkeys(stored)
         for name in self._stored:
-            renamed, _ = rename_source_key(name, renamings, [])
+            renamed = _renamed(name, tables, composite_type is not None)
+            if renamed is None:
+                self.others.add(name)
+                continue
             expert = _EXPERT.fullmatch(renamed)
             if expert is not None:
                 matrices = self.experts.setdefault((expert["key"], _PARTS[expert["part"]]), {})
@@ -73,6 +86,21 @@ class CheckpointNames:
                 self.plain[renamed] = name
         for target, (converter, sources) in merged.items():
             self._add_converted(target, converter, sources)
+        if any(_operations(converter) == _BY_MODALITY for converter in converters):
+            self._leave_what_is_for_images()
+
+    def _leave_what_is_for_images(self) -> None:
+        """Of a layer's experts, numbered through, those for text come first; those for images are as many."""
+        for (key, part), matrices in list(self.experts.items()):
+            count = -(-len(matrices) // 2)
+            self.others.update(name for index, name in matrices.items() if index >= count)
+            text = {index: name for index, name in matrices.items() if index < count}
+            self.experts[f"{key.removesuffix('experts')}text_moe.experts", part] = text
+            del self.experts[key, part]
+        for name in [name for name in self.converted if ".vision_moe." in name]:
+            origin = self.converted.pop(name)
+            if origin.count == 1:
+                self.others.update(origin.sources)
 
     def find(self, name: str) -> Origin | None:
         """How the parameter `name` is made, with or without the base model's prefix; None when it is not stored."""
@@ -88,9 +116,46 @@ class CheckpointNames:
     def _add_converted(self, target: str, converter: Any, sources: dict[str, list[str]]) -> None:
         """`target` holds the converter's first target pattern; a split makes further names from the others."""
         ordered = tuple(name for p in converter.source_patterns for name in sources.get(p, ()))
-        operations = tuple(type(operation).__name__ for operation in converter.operations)
+        operations = _operations(converter)
         patterns = converter.target_patterns
         dim = int(getattr(converter.operations[-1], "dim", 0))
         for index, pattern in enumerate(patterns):
             name = target.replace(patterns[0], pattern, 1)
             self.converted[name] = Origin(operations, ordered, index, len(patterns), dim)
+
+
+class _Table:
+    """What transformers has to say about the names of one model type."""
+
+    def __init__(self, model_type: str):
+        classes = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+        kinds = (*(names.get(model_type) for names in classes), model_type)  # a class's own come first
+        found = (get_checkpoint_conversion_mapping(kind) for kind in kinds if kind is not None)
+        transforms: list[Any] = next((mapping for mapping in found if mapping is not None), [])
+        self.renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        self.converters = [one for one in transforms if not isinstance(one, WeightRenaming)]
+
+    def apply(self, name: str) -> str:
+        renamed: str = rename_source_key(name, self.renamings, [])[0]
+        return renamed
+
+
+def _renamed(name: str, tables: Sequence[_Table], is_composite: bool) -> str | None:
+    """The name in the module tree of the language model; None for a tensor of another model in a composite."""
+    renamed = tables[0].apply(name)
+    if not is_composite:
+        return renamed
+    language = _LANGUAGE.match(renamed)
+    if language is None and not _TEXT.match(renamed):
+        return None
+    if language is not None:
+        renamed = (language[1] or "model.") + renamed[language.end() :]
+    return tables[1].apply(renamed)
+
+
+def _operations(converter: Any) -> tuple[str, ...]:
+    """Names of its operations' classes; a transposition that looks at the shape first goes by a name of its own."""
+    return tuple(
+        "TransposeIfNeeded" if getattr(operation, "check_dims", False) else type(operation).__name__
+        for operation in converter.operations
+    )

@@ -12,11 +12,12 @@ import torch
 
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.cpu.pages import page_out
-from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, row_bytes
+from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.experts import RawMatrix, check_expert_shape, expert_info, load_matrices
 from ktransformers.weights.gguf import GGUFModel
 from ktransformers.weights.names import Change, GGUFNames, Stored, ignorable_gguf
+from ktransformers.weights.recurrent_names import Form
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 from ktransformers.weights.transcode import Transcoded, dequantize, resident_type, transcode
 
@@ -24,7 +25,8 @@ __all__ = ["GGUFSource"]
 
 logger = logging.getLogger(__name__)
 
-_COMPUTED = (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS, Change.TRANSPOSE)  # of numbers: they cannot stay in blocks
+_COMPUTED = (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS, Change.TRANSPOSE, Change.LOG_OF_NEGATIVE)
+"""Of numbers: what these make cannot stay in blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class GGUFSource:
             return None
         shape = self._shape(name, stored)
         first = self._tensors[stored.names[0]]
-        resident = QuantType.F32 if stored.change in _COMPUTED else resident_type(first.qtype, stored.names[0])
+        resident = QuantType.F32 if self._is_computed(stored) else resident_type(first.qtype, stored.names[0])
         nbytes = math.prod(shape[:-1]) * row_bytes(resident, shape[-1])
         types = "+".join(dict.fromkeys(self._tensors[part].qtype.name for part in stored.names))
         return TensorInfo(name, shape, types, resident, nbytes, stored.names)
@@ -92,7 +94,7 @@ class GGUFSource:
     def tensor(self, name: str) -> RawTensor:
         """The tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
         stored = self._found(name)
-        if stored.change in _COMPUTED:
+        if self._is_computed(stored):
             return RawTensor.from_tensor(self.dense(name))
         shape = self._shape(name, stored)
         if stored.change is Change.CONCAT_ROWS:
@@ -124,9 +126,13 @@ class GGUFSource:
         if stored.change is Change.KV_B_FROM_PARTS:
             return self._kv_b(stored, dtype)
         values = [dequantize(raw, part, dtype) for raw, part in zip(parts, stored.names, strict=True)]
-        joined = values[0] if len(values) == 1 else torch.cat(values)
+        joined = values[0] if len(values) == 1 else torch.cat([value.squeeze() for value in values])
+        if stored.change is Change.LOG_OF_NEGATIVE:
+            joined = joined.double().neg_().log_().to(dtype)
         if stored.rows is not None:
             joined = joined[torch.tensor(stored.rows)]
+        if stored.columns is not None:
+            joined = joined.reshape(len(joined), -1, stored.run)[:, torch.tensor(stored.columns)]
         return joined.reshape(shape)
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
@@ -187,13 +193,16 @@ class GGUFSource:
         shape = shapes[0]
         if stored.change is Change.TRANSPOSE:
             return shape[::-1]
+        if stored.form is not Form.AS_STORED:
+            return stored.form.shape((sum(math.prod(one[:-1]) for one in shapes), *shape[-1:]))
         if stored.rows is not None:
-            if max(stored.rows) >= shape[0]:
-                raise TensorMismatchError(
-                    f"tensor {stored.names[0]!r} has {shape[0]} rows; the heads of the model's config need "
-                    f"{max(stored.rows) + 1}"
-                )
+            self._check_order(stored, shape[0])
             return (len(stored.rows), *shape[1:])
+        if stored.columns is not None and shape[-1] != len(stored.columns) * stored.run:
+            raise TensorMismatchError(
+                f"tensor {stored.names[0]!r} has {shape[-1]} columns; the model has {len(stored.columns)} heads of "
+                f"{stored.run}"
+            )
         if stored.change is Change.CONCAT_ROWS:
             if any(other[1:] != shape[1:] for other in shapes) or len(set(self._types_of(stored.names))) > 1:
                 raise TensorMismatchError(
@@ -214,6 +223,21 @@ class GGUFSource:
         if name.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")) and len(shape) == 1:
             return (1, *shape)
         return shape
+
+    def _check_order(self, stored: Stored, rows: int) -> None:
+        if stored.rows is not None and max(stored.rows) >= rows:
+            raise TensorMismatchError(
+                f"tensor {stored.names[0]!r} has {rows} rows; the heads of the model's config need "
+                f"{max(stored.rows) + 1}"
+            )
+
+    def _is_computed(self, stored: Stored) -> bool:
+        """Whether the parameter is made of what the file's numbers are, not of its blocks."""
+        if stored.change in _COMPUTED:
+            return True
+        if stored.form is not Form.AS_STORED:
+            return True  # small, and read as numbers
+        return stored.columns is not None and stored.run % block_size(self._tensors[stored.names[0]].qtype) != 0
 
     def _reshaped(self, stored: str, shape: tuple[int, ...], wanted: tuple[int, int, int]) -> tuple[int, ...]:
         """`wanted` if it is the same rows of the same width (some converters merge the first two dimensions)."""
@@ -313,10 +337,14 @@ class GGUFSource:
 
 
 def _reordered(raw: RawTensor, stored: Stored) -> RawTensor:
-    """The rows that the module has, on blocks as they are."""
-    if stored.rows is None:
+    """Rows and runs of columns in the module's order, on blocks as they are."""
+    if stored.rows is None and stored.columns is None:
         return raw
-    data = raw.data.reshape(raw.shape[0], -1)[torch.tensor(stored.rows)]
+    data = raw.data.reshape(raw.shape[0], -1)
+    if stored.rows is not None:
+        data = data[torch.tensor(stored.rows)]
+    if stored.columns is not None:
+        data = data.reshape(len(data), len(stored.columns), -1)[:, torch.tensor(stored.columns)]
     page_out([raw.data])
     return RawTensor(data.reshape(-1), raw.qtype, (data.shape[0], *raw.shape[1:]))
 

@@ -18,6 +18,14 @@ import gguf
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_refused import check_architecture
+from ktransformers.weights.recurrent_names import (
+    Form,
+    ba_rows,
+    converted_name,
+    form_of,
+    tiled_rows,
+    value_columns,
+)
 
 __all__ = ["ARCHITECTURES", "ArchFacts", "Change", "GGUFNames", "Stored", "ignorable_gguf"]
 
@@ -31,19 +39,23 @@ class Change(Enum):
     CONCAT_ROWS = auto()  # one tensor per part, all of one width
     TRANSPOSE = auto()  # the module has [in, out]
     KV_B_FROM_PARTS = auto()  # (k_b [H, R, nope], v_b [H, V, R]) -> [H * (nope + V), R]
+    LOG_OF_NEGATIVE = auto()  # the file holds -exp(values)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """The file's tensors that one parameter is made of. heads: for UNPERMUTE_ROWS and KV_B_FROM_PARTS.
 
-    rows: the file's row for each of the parameter's; None: all, in order.
+    rows: the file's row for each of the parameter's; None: in order. columns: the same for runs of `run` columns.
     """
 
     names: tuple[str, ...]
     change: Change = Change.NONE
     heads: int = 0
     rows: tuple[int, ...] | None = None
+    columns: tuple[int, ...] | None = None
+    run: int = 0
+    form: Form = Form.AS_STORED
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +63,22 @@ class ArchFacts:
     """What the converter does to an architecture beyond renaming.
 
     permuted_qk: q_proj and k_proj rows (and biases) are reordered for interleaved rotary embedding.
-    norm_plus_one: norms are stored as 1 + weight.
+    norm_plus_one: norms are stored as 1 + weight, those of recurrent layers with a gate excepted.
+    tiled_values: heads of values are in another order, see weights/recurrent_names.py.
     is_conv1d: matrices of modules of class Conv1D are turned to [out, in].
     qkv_by_part: queries, keys and values of one matrix stand one after the other, not head by head.
     """
 
     permuted_qk: bool = False
     norm_plus_one: bool = False
+    tiled_values: bool = False
     qkv_by_part: bool = False
     is_conv1d: bool = False
 
 
 _PLAIN = ArchFacts()
 _LLAMA = ArchFacts(permuted_qk=True)
+_QWEN35 = ArchFacts(norm_plus_one=True, tiled_values=True)
 
 ARCHITECTURES: dict[str, ArchFacts] = {
     "llama": _LLAMA,  # llama, mistral, mixtral
@@ -82,6 +97,17 @@ ARCHITECTURES: dict[str, ArchFacts] = {
     "gpt2": ArchFacts(is_conv1d=True),
     "gptneox": ArchFacts(qkv_by_part=True),
     # Their rotary embeddings are either of the half-split kind in both worlds or interleaved in both.
+    # Families with recurrent layers. Attention of the first three does not rotate, or not always; permuted it is.
+    "granitehybrid": _LLAMA,
+    "nemotron_h": _LLAMA,
+    "nemotron_h_moe": _LLAMA,
+    "jamba": _PLAIN,
+    "kimi-linear": _PLAIN,
+    "lfm2": _PLAIN,
+    "lfm2moe": _PLAIN,
+    "qwen3next": ArchFacts(norm_plus_one=True),
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35,
     **dict.fromkeys(
         (
             *(
@@ -139,6 +165,7 @@ _BLOCK_NAMES = (
     (re.compile(r"\.router\.per_expert_scale$"), "ffn_down_exps.scale"),
     (re.compile(r"\.block_sparse_moe\.router\.weight$"), "ffn_gate_inp.weight"),  # granitemoe
     (re.compile(r"\.mlp\.gate\.wg\.weight$"), "ffn_gate_inp.weight"),  # hunyuan
+    (re.compile(r"\.feed_forward\.expert_bias$"), "exp_probs_b.bias"),  # lfm2_moe
 )
 
 _IGNORABLE = (
@@ -172,13 +199,16 @@ class GGUFNames:
         check_architecture(arch, ARCHITECTURES)
         if arch not in _ARCH_IDS:
             raise UnsupportedError(f"the installed gguf package does not know architecture {arch!r}; update it")
-        self._arch = ARCHITECTURES[arch]
+        self._arch, self._arch_name = ARCHITECTURES[arch], arch
         self._stored = stored
         self._facts = facts
         self._map = gguf.get_tensor_name_map(_ARCH_IDS[arch], facts.num_layers)
 
     def find(self, name: str) -> Stored | None:
         """The tensors that HF's parameter or buffer `name` is made of, or None when the file has none."""
+        if name.endswith(_IN_FILES_ORDER):  # a module that takes its inputs as the file's columns are
+            direct = self._direct(name.replace(".linear.", "."))
+            return None if direct is None else Stored((direct,))
         direct = self._direct(name)
         if direct is not None:
             return self._changed(name, direct)
@@ -186,16 +216,33 @@ class GGUFNames:
             parts = tuple(self._direct(name.replace("kv_b_proj", part)) for part in ("k_b_proj", "v_b_proj"))
             if parts[0] is not None and parts[1] is not None:
                 return Stored((parts[0], parts[1]), Change.KV_B_FROM_PARTS, self._facts.num_heads)
-        if name.endswith("shared_mlp.input_linear.weight"):  # granitemoeshared keeps gate and up in one matrix
-            block = self.block(name)
-            names = tuple(f"{block}ffn_{part}_shexp.weight" for part in ("gate", "up"))
-            if all(part in self._stored for part in names):
-                return Stored(names, Change.CONCAT_ROWS)
-        joined = _QKV.search(name)
+        joined = self._joined(name)
         if joined is not None:
-            return self._part_of_qkv(name, joined[1], joined[2])
+            return joined
+        part = _QKV.search(name)
+        if part is not None:
+            return self._part_of_qkv(name, part[1], part[2])
         if name == "lm_head.weight" and self._facts.is_tied:
             return self.find("model.embed_tokens.weight")
+        return None
+
+    def _joined(self, name: str) -> Stored | None:
+        """What modules keep in one parameter, or in several, and files do not."""
+        block = self.block(name)
+        if name.endswith("shared_mlp.input_linear.weight"):  # granitemoeshared keeps gate and up in one matrix
+            for suffix in ("_shexp", ""):  # the latter in models without other experts
+                names = tuple(f"{block}ffn_{part}{suffix}.weight" for part in ("gate", "up"))
+                if all(part in self._stored for part in names):
+                    return Stored(names, Change.CONCAT_ROWS)
+        if name.endswith("shared_mlp.output_linear.weight") and f"{block}ffn_down.weight" in self._stored:
+            return Stored((f"{block}ffn_down.weight",))
+        if name.endswith(".self_attn.conv1d.weight"):  # one convolution for queries, keys and values
+            names = tuple(f"{block}ssm_conv1d_{part}.weight" for part in "qkv")
+            if all(part in self._stored for part in names):
+                return Stored(names, Change.CONCAT_ROWS, form=Form.CONVOLUTION)
+        split = _BA.search(name)
+        if split is not None and self._facts.delta is not None and f"{block}ssm_ba.weight" in self._stored:
+            return Stored((f"{block}ssm_ba.weight",), rows=ba_rows(self._facts.delta, split[1]))
         return None
 
     def _part_of_qkv(self, name: str, part: str, suffix: str) -> Stored | None:
@@ -222,7 +269,7 @@ class GGUFNames:
         for pattern, tail in _BLOCK_NAMES:
             if block is not None and pattern.search(name):
                 return block + tail if block + tail in self._stored else None
-        mapped = self._map.get_name(name, try_suffixes=_SUFFIXES)
+        mapped = self._map.get_name(converted_name(name), try_suffixes=_SUFFIXES)
         # Parameters without a suffix of their own (attention sinks) are stored as ".weight".
         for candidate in (mapped, f"{mapped}.weight"):
             if mapped is not None and candidate in self._stored:
@@ -235,18 +282,33 @@ class GGUFNames:
             heads = layer.num_kv_heads if ".k_proj." in name else layer.num_heads
             return Stored((stored,), Change.UNPERMUTE_ROWS, heads)
         if self._arch.qkv_by_part and ".query_key_value." in name:
-            layer = self._facts.layers[int(_LAYER.findall(name)[0])]
-            heads, size = layer.num_heads, layer.head_dim
-            rows = (
-                part * heads * size + head * size + i for head in range(heads) for part in range(3) for i in range(size)
-            )
-            return Stored((stored,), rows=tuple(rows))
+            return Stored((stored,), rows=self._rows_by_head(name))
         if self._arch.is_conv1d and name.endswith(_CONV1D):
             return Stored((stored,), Change.TRANSPOSE)
-        if self._arch.norm_plus_one and name.endswith("norm.weight"):
+        if self._arch.norm_plus_one and name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
             return Stored((stored,), Change.SUBTRACT_ONE)
-        return Stored((stored,))
+        change = Change.LOG_OF_NEGATIVE if name.endswith(".A_log") else Change.NONE
+        form, delta = form_of(name, self._arch_name), self._facts.delta
+        if not self._arch.tiled_values or delta is None:
+            return Stored((stored,), change, form=form)
+        columns = value_columns(name, delta)
+        return Stored((stored,), change, 0, tiled_rows(name, delta), columns, delta.value_dim, form)
+
+    def _rows_by_head(self, name: str) -> tuple[int, ...]:
+        """Of queries, keys and values that the file has one after the other."""
+        layer = self._facts.layers[int(_LAYER.findall(name)[0])]
+        heads, size = layer.num_heads, layer.head_dim
+        return tuple(
+            part * heads * size + head * size + i for head in range(heads) for part in range(3) for i in range(size)
+        )
 
 
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-_PERMUTED = tuple(f"self_attn.{proj}.{kind}" for proj in ("q_proj", "k_proj") for kind in ("weight", "bias"))
+_PERMUTED = tuple(
+    f".{mixer}.{proj}.{kind}"
+    for mixer in ("self_attn", "mixer")
+    for proj in ("q_proj", "k_proj")
+    for kind in ("weight", "bias")
+)
+_IN_FILES_ORDER = ".linear_attn.out_proj.linear.weight"
+_BA = re.compile(r"\.linear_attn\.in_proj_([ab])\.weight$")

@@ -31,6 +31,7 @@ from ktransformers.weights.experts import (
     expert_info,
     load_matrices,
 )
+from ktransformers.weights.fused_experts import FusedPart, fused_parts
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.merged import MergedExperts, MergedTensors
 from ktransformers.weights.safetensors import SafetensorsModel
@@ -54,6 +55,7 @@ _IGNORABLE = (
     re.compile(r".*\.(k|v)_scale"),  # of FP8 KV caches
 )
 _SUPPORTED_QUANT = (None, "fp8")
+_Stored = tuple[str, ...] | FusedPart
 
 
 class SafetensorsSource:
@@ -69,7 +71,9 @@ class SafetensorsSource:
         self._model = model
         self._tensors = model.tensors
         self._facts = facts
-        self._names = CheckpointNames(facts.model_type, self._tensors)
+        self._names = CheckpointNames(facts.model_type, self._tensors, facts.composite_type)
+        if self._names.others:
+            logger.info("%d tensors for images and sound are left unread", len(self._names.others))
         self._merged = MergedTensors.of(model, facts)
         self._block = (None if quantization is None else quantization.block) or (128, 128)
         self._log_fp8()
@@ -90,6 +94,8 @@ class SafetensorsSource:
 
     def ignorable(self, stored_name: str) -> bool:
         """Whether a stored tensor that no module asked for may be left over."""
+        if stored_name in self._names.others:
+            return True
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", stored_name)
         if layer is not None:  # layers for multi-token prediction follow the model's own
             first = self._facts.num_layers
@@ -147,14 +153,15 @@ class SafetensorsSource:
             return None
         experts, inner, hidden = layout.num_experts, layout.intermediate_size, layout.hidden_size
         infos: dict[str, TensorInfo] = {}
-        for part, names in stored.items():
+        for part, where in stored.items():
+            names = _names_of(where)
             shape = (experts, hidden, inner) if part == "down" else (experts, inner, hidden)
             types = sorted({self._tensors[name].dtype for name in names})
             if len(types) > 1:
                 raise TensorMismatchError(f"the experts of {key!r} have different dtypes ({', '.join(types)})")
             scales = tuple(scale for name in names if (scale := self._scale_name(name)) is not None)
             natural: WeightType = self._natural(names[0])
-            if all(self._is_native_fp8(name) for name in names):
+            if self._are_native_fp8(where, layout):
                 natural = OwnType.F8_E4M3
             infos[part] = expert_info(f"{key}.{part}", types[0], natural, shape, names + scales, quantize_to)
         biases = self._bias_names(key, layout)
@@ -209,6 +216,8 @@ class SafetensorsSource:
         if origin.operations == ("Concatenate",) and len({(s[: origin.dim], s[origin.dim + 1 :]) for s in shapes}) == 1:
             total = sum(shape[origin.dim] for shape in shapes)
             return (*shapes[0][: origin.dim], total, *shapes[0][origin.dim + 1 :])
+        if origin.operations == ("Transpose",) and len(shapes[0]) == 2:
+            return (shapes[0][1], shapes[0][0])
         if origin.operations == ("Chunk",) and shapes[0][origin.dim] % origin.count == 0:
             part = shapes[0][origin.dim] // origin.count
             return (*shapes[0][: origin.dim], part, *shapes[0][origin.dim + 1 :])
@@ -223,6 +232,8 @@ class SafetensorsSource:
         parts = [self._values(part, dtype) for part in origin.sources]
         if origin.operations == ("Concatenate",):
             return torch.cat(parts, dim=origin.dim)
+        if origin.operations == ("Transpose",):
+            return parts[0].T.contiguous()
         if origin.operations == ("Chunk",):
             return parts[0].chunk(origin.count, dim=origin.dim)[origin.index].contiguous()
         return parts[0]
@@ -326,8 +337,8 @@ class SafetensorsSource:
     def _merged_experts(self, key: str, layout: ExpertsLayout) -> dict[str, MergedExperts] | None:
         return None if self._merged is None else self._merged.experts(key, layout)
 
-    def _expert_names(self, key: str, layout: ExpertsLayout) -> dict[str, tuple[str, ...]] | None:
-        """Stored names per projection: one per expert, or a single fused one. None when there are none at all."""
+    def _expert_names(self, key: str, layout: ExpertsLayout) -> dict[str, _Stored] | None:
+        """By projection: names of one matrix per expert, or where in one tensor. None when there are none at all."""
         parts = ("gate", "up", "down") if layout.has_gate else ("up", "down")
         for candidate in (key, key.removeprefix("model.")):
             single = {part: self._names.experts.get((candidate, part), {}) for part in parts}
@@ -339,15 +350,12 @@ class SafetensorsSource:
             return None
         if up is None or down is None:
             raise TensorMismatchError(f"{key!r}: the files hold only one of the experts' two fused tensors")
-        if up.operations or down.operations:
+        shapes = [[self._tensors[name].shape for name in origin.sources] for origin in (up, down)]
+        found = fused_parts(up, down, layout, shapes)
+        if found is None:
             made = ", ".join(up.operations or down.operations)
             raise UnsupportedError(f"{key!r}: fused experts made from the checkpoint by {made} are not supported")
-        experts, inner, hidden = layout.num_experts, layout.intermediate_size, layout.hidden_size
-        width = 2 * inner if layout.has_gate else inner
-        for origin, rows, cols in ((up, width, hidden), (down, hidden, inner)):
-            wanted = (experts, cols, rows) if layout.is_transposed else (experts, rows, cols)
-            check_expert_shape(origin.sources[0], self._tensors[origin.sources[0]].shape, wanted)
-        return {part: (down if part == "down" else up).sources for part in parts}
+        return dict(found)
 
     def _complete(self, key: str, part: str, names: dict[int, str], count: int) -> tuple[str, ...]:
         if sorted(names) != list(range(count)):
@@ -358,32 +366,47 @@ class SafetensorsSource:
             )
         return tuple(names[index] for index in range(count))
 
-    def _matrices(self, part: str, names: tuple[str, ...], layout: ExpertsLayout) -> list[ExpertMatrix]:
+    def _matrices(self, part: str, where: _Stored, layout: ExpertsLayout) -> list[ExpertMatrix]:
         inner, hidden = layout.intermediate_size, layout.hidden_size
         shape = (hidden, inner) if part == "down" else (inner, hidden)
-        if len(names) == layout.num_experts and len(self._tensors[names[0]].shape) == 2:
-            for name in names:
+        if not isinstance(where, FusedPart):
+            for name in where:
                 check_expert_shape(name, self._tensors[name].shape, shape)
-            return [self._matrix(name, self._model.torch_tensor(name), None) for name in names]
-        fused = self._model.torch_tensor(names[0])
-        return [self._matrix(names[0], self._part_of(fused[e], part, layout), e) for e in range(layout.num_experts)]
+            return [self._matrix(name) for name in where]
+        fused = self._model.torch_tensor(where.stored)
+        if self._tensors[where.stored].dtype != FP8:
+            return [FloatMatrix(where.of(fused[e])) for e in range(layout.num_experts)]
+        scales = self._scales(where.stored).reshape(layout.num_experts, *self._scale_grid(where.stored))
+        return [where.scaled(fused[e], scales[e], self._block) for e in range(layout.num_experts)]
 
-    def _part_of(self, matrix: torch.Tensor, part: str, layout: ExpertsLayout) -> torch.Tensor:
-        """One expert's gate, up or down [rows, cols] inside its fused matrix."""
-        if layout.is_transposed:
-            matrix = matrix.T
-        if part == "down" or not layout.has_gate:
-            return matrix
-        if not layout.is_concatenated:
-            return matrix[0::2] if part == "gate" else matrix[1::2]
-        return matrix[: layout.intermediate_size] if part == "gate" else matrix[layout.intermediate_size :]
+    def _scale_grid(self, stored: str) -> tuple[int, ...]:
+        """The shape of one expert's scales in a fused tensor. Raises TensorMismatchError."""
+        name = self._scale_name(stored)
+        shape = () if name is None else self._tensors[name].shape
+        if not shape or shape[0] != self._tensors[stored].shape[0]:
+            raise TensorMismatchError(
+                f"the scales of FP8 tensor {stored!r} have the shape {list(shape)}: not by expert"
+            )
+        return shape[1:]
 
-    def _matrix(self, stored: str, values: torch.Tensor, expert: int | None) -> ExpertMatrix:
+    def _matrix(self, stored: str) -> ExpertMatrix:
+        values = self._model.torch_tensor(stored)
         if self._tensors[stored].dtype != FP8:
             return FloatMatrix(values)
-        if expert is not None:
-            raise UnsupportedError(f"fused FP8 experts ({stored!r}) are not supported; only one matrix per expert is")
         return self._fp8_matrix(stored, values, self._scales(stored))
+
+    def _are_native_fp8(self, where: _Stored, layout: ExpertsLayout) -> bool:
+        """Whether kernels compute with these experts in place, from headers alone."""
+        if not isinstance(where, FusedPart):
+            return all(self._is_native_fp8(name) for name in where)
+        tensor = self._tensors[where.stored]
+        if tensor.dtype != FP8 or not where.is_in_rows or tensor.shape[2] % 4:
+            return False
+        if where.start % FP8_BLOCK:
+            return False
+        blocks = tuple(-(-size // FP8_BLOCK) for size in tensor.shape[1:])
+        grid = self._scale_grid(where.stored)
+        return math.prod(grid) == 1 or (self._block == (FP8_BLOCK, FP8_BLOCK) and grid == blocks)
 
     def _bias_names(self, key: str, layout: ExpertsLayout) -> tuple[str, ...]:
         if not layout.has_bias:
@@ -404,6 +427,10 @@ class SafetensorsSource:
             halves = (up[:, :inner], up[:, inner:]) if layout.is_concatenated else (up[:, 0::2], up[:, 1::2])
             out["gate"], out["up"] = halves[0].contiguous(), halves[1].contiguous()
         return out
+
+
+def _names_of(where: _Stored) -> tuple[str, ...]:
+    return (where.stored,) if isinstance(where, FusedPart) else where
 
 
 def _merged_info(key: str, merged: Mapping[str, MergedExperts], quantize_to: QuantType | None) -> ExpertsInfo:

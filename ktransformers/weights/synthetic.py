@@ -37,6 +37,8 @@ EMBEDDING_GAIN = 1000.0
 
 _CHUNK = 4 << 20  # bytes that one thread makes at a time
 _ROUTER = re.compile(r"(?:gate|router)(?:\.wg)?\.weight$")
+_CONVOLUTION = re.compile(r"\.conv(?:1d|\.conv)\.weight$")  # short ones, of recurrent layers
+_DECAYS = ".A_log"
 _KV_B = ".self_attn.kv_b_proj.weight"
 
 # Of one block: bytes where its fp16 scale begins, and what the scale is about.
@@ -184,7 +186,7 @@ class SyntheticSource:
         return info
 
     def _type(self, name: str, shape: tuple[int, ...]) -> QuantType:
-        if len(shape) < 2 or _ROUTER.search(name):
+        if len(shape) < 2 or name.endswith(_DECAYS) or _ROUTER.search(name) or _CONVOLUTION.search(name):
             return QuantType.F32
         if len(shape) == 3:
             return _held_as(QuantType.Q8_0, shape[-1])
@@ -201,11 +203,13 @@ def _bias_name(part: TensorInfo) -> str:
 
 
 def _floats(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Norms are 1, biases close to 0; matrices are like the quantized ones."""
+    """Norms are 1, biases close to 0; matrices are like the quantized ones; what convolutions sum keeps its size."""
     if "norm" in name and name.endswith("weight"):
         return torch.ones(shape)
     generator = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode())))
     spread = 0.001 if name.endswith("bias") else EMBEDDING_GAIN * 0.0168 if "embed_tokens" in name else 0.02
+    if _CONVOLUTION.search(name):
+        spread = shape[-1] ** -0.5
     return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32) * np.float32(spread))
 
 

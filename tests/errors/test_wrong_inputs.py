@@ -50,7 +50,7 @@ def _no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "ktransformers.engine.builder.load_plan",
         "ktransformers.engine.reference._from_safetensors",
-        "ktransformers.engine.reference._from_gguf",
+        "ktransformers.engine.reference._filled",
         "ktransformers.server.balance.supervisor.Supervisor.start",
         "ktransformers.bench.kernels.bench_kernels",
         "ktransformers.bench.model.machine_facts",

@@ -9,16 +9,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import ktransformers
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.models.facts import ExpertFacts, LatentFacts, LayerFacts, LayerKind, ModelFacts, Quantization
-from ktransformers.models.registry import TESTED_TYPES
+from ktransformers.models.facts import (
+    DeltaFacts,
+    ExpertFacts,
+    LatentFacts,
+    LayerFacts,
+    LayerKind,
+    ModelFacts,
+    Quantization,
+)
+from ktransformers.models.registry import TESTED_TYPES, routed_experts
 from ktransformers.models.synthetic_shapes import find_shape
 from tests.support.attention_families import config_of
 from tests.support.fake_operators import meta_model
+from tests.support.recurrent_shapes import RECURRENT, recurrent_config
 from tests.support.tiny_models import MODEL_TYPES, UNROTATED_TYPES, WINDOWED_TYPES, tiny_config
 
 # Shapes that the config says by layer, or not at all: their caches are of the sizes of their modules.
@@ -240,6 +250,23 @@ def test_hostile_values_are_refused_by_name(values: dict[str, object], why: str)
     assert not facts.is_of_transformers
 
 
+@pytest.mark.parametrize("name", RECURRENT)
+def test_families_with_recurrent_layers(name: str) -> None:
+    """Which layers route, and the heads of Gated DeltaNet, against the modules that transformers builds."""
+    config = recurrent_config(name)
+    facts = ModelFacts.of(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    routed = {int(_LAYER.findall(key)[0]) for key in routed_experts(model)}
+    assert {index for index, layer in enumerate(facts.layers) if layer.has_experts} == routed
+    assert (facts.experts is None) == (not routed)
+    mixers = [module for module in model.modules() if hasattr(module, "head_v_dim")]
+    assert (facts.delta is None) == (not mixers)
+    for mixer in mixers:
+        heads = DeltaFacts(mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim)
+        assert facts.delta == heads
+
+
 def test_what_is_no_decoder_of_one_config() -> None:
     with pytest.raises(UnsupportedError, match="is an encoder-decoder"):
         ModelFacts.of(CONFIG_MAPPING["bart"]())
@@ -285,4 +312,4 @@ def test_nobody_else_asks_a_config() -> None:
         for path in package.rglob("*.py")
         if (found := CONFIG_FIELDS.search(path.read_text())) and path.parent.name != "models"
     }
-    assert asking == {"engine/opened.py: get_text_config"}
+    assert asking == set()

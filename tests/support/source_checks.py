@@ -6,7 +6,10 @@ import gguf.quants
 import torch
 from transformers import PreTrainedModel
 
+from ktransformers.kernels.reference import dequantize
 from ktransformers.kernels.types import RawTensor
+from ktransformers.models.registry import routed_experts
+from ktransformers.operators.experts.routed import read_layout
 from ktransformers.weights.gguf_source import GGUFSource
 from ktransformers.weights.safetensors_source import SafetensorsSource
 from ktransformers.weights.source import ExpertsLayout
@@ -100,3 +103,31 @@ def check_experts(source: Source, model: PreTrainedModel, key: str) -> set[str]:
             assert bias is None
     assert info.nbytes == nbytes
     return set(info.stored_names)
+
+
+def fill(model: PreTrainedModel, source: Source) -> set[str]:
+    """Give `model` the files' numbers. Returns the names of the tensors that were read."""
+    fused, read = routed_experts(model), set()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name.rpartition(".")[0] in fused:
+                continue
+            info = source.find(name)
+            assert info is not None, name
+            dense, raw = source.dense(name), source.tensor(name)
+            assert info.shape == tuple(dense.shape) == tuple(tensor.shape) == raw.shape, name
+            assert (raw.qtype, raw.nbytes) == (info.resident_type, info.nbytes), name
+            assert torch.equal(values_of(raw).reshape(dense.shape), dense), name
+            tensor.copy_(dense)
+            read |= set(info.stored_names)
+        for key in fused:
+            module = model.get_submodule(key)
+            layout = read_layout(module, key)
+            experts = source.experts(key, layout)
+            up = torch.stack([dequantize(raw) for raw in experts.up])
+            if layout.has_gate:
+                up = torch.cat([torch.stack([dequantize(raw) for raw in experts.gate]), up], dim=1)
+            (module.gate_up_proj if layout.has_gate else module.up_proj).copy_(up)
+            module.down_proj.copy_(torch.stack([dequantize(raw) for raw in experts.down]))
+            read |= set(source.find_experts(key, layout).stored_names)
+    return read

@@ -108,6 +108,12 @@ def random_model(config: PretrainedConfig, seed: int = 0, auto: type = AutoModel
     """A model of `config` with tiny_model's weights. auto: the class of transformers that makes it."""
     config._attn_implementation = "eager"
     model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
+    fill_randomly(model, seed)
+    return model.eval()
+
+
+def fill_randomly(model: PreTrainedModel, seed: int) -> None:
+    """Give `model` tiny_model's weights."""
     generator = torch.Generator().manual_seed(seed)
     tensors = dict(model.named_parameters())
     tensors.update({name: b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")})
@@ -115,7 +121,7 @@ def random_model(config: PretrainedConfig, seed: int = 0, auto: type = AutoModel
     with torch.no_grad():
         for _, table in sorted(tables.items()):
             table.copy_(
-                torch.rand(len(table), int(config.num_local_experts), generator=generator).argsort()[
+                torch.rand(len(table), int(model.config.num_local_experts), generator=generator).argsort()[
                     :, : table.shape[1]
                 ]
             )
@@ -128,9 +134,8 @@ def random_model(config: PretrainedConfig, seed: int = 0, auto: type = AutoModel
             elif "embed_tokens" in name:
                 tensor.copy_(noise)
             else:
-                fan_in = tensor.shape[-2] if _is_transposed(config, name) else tensor.shape[-1]
+                fan_in = tensor.shape[-2] if _is_transposed(model.config, name) else tensor.shape[-1]
                 tensor.copy_(noise * fan_in**-0.5)
-    return model.eval()
 
 
 def write_safetensors(model: PreTrainedModel, folder: Path, max_shard_size: str = "1GB") -> Path:

@@ -1,0 +1,94 @@
+"""The class of `transformers` that a config's language model is built with, and the language part of composite models.
+
+A checkpoint for images and text holds a text model like any other, under a longer name. Where `transformers` has a
+causal class for its text config, that is taken; where it has only the text model, a head is put on it here.
+
+    Glm4vMoeForConditionalGeneration        TextForCausalLM of Glm4vMoeTextModel
+      model.visual            ...             (left out)
+      model.language_model    Glm4vMoeTextModel --> model
+      lm_head                 Linear            --> lm_head
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ktransformers.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = ["causal_class"]
+
+_OF_IMAGES = ("vision_moe",)  # children of a text model that no token of text reaches
+
+
+def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that predicts tokens by `config`, a text model's. Raises UnsupportedError where there is none."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        known: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return known
+    classes, composites = _classes_of(config), MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    causal = [one for one in classes if one.__name__.endswith("ForCausalLM") and one.config_class is type(config)]
+    text = [one for one in classes if one.__name__.endswith("TextModel") and one.config_class is type(config)]
+    if not any(one.__name__ in composites for one in classes):
+        text = []  # of an encoder of text, say
+    if not causal and not text:
+        raise UnsupportedError(f"model type {config.model_type} is no language model that answers in text")
+    return causal[0] if causal else _with_head(text[0])
+
+
+def _classes_of(config: PretrainedConfig) -> list[type[PreTrainedModel]]:
+    """Models in the module of transformers that belongs to a config's own."""
+    from transformers import PreTrainedModel
+
+    where = type(config).__module__
+    if not where.startswith("transformers.models.") or ".configuration_" not in where:
+        return []
+    module = importlib.import_module(where.replace(".configuration_", ".modeling_"))
+    found = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, PreTrainedModel)]
+    return [one for one in found if one.__module__ == module.__name__]
+
+
+def _with_head(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    family: Any = text_model.__bases__[0]  # knows how its modules are initialized, and what attention they allow
+
+    class TextForCausalLM(family):  # type: ignore[misc]
+        """A text model and a head, which makes of every composite of transformers what a causal class would be."""
+
+        base_model_prefix = "model"
+        config_class = text_model.config_class
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - as transformers has it
+
+        def __init__(self, config: PretrainedConfig):
+            super().__init__(config)
+            self.model = text_model(config)
+            for module in list(self.model.modules()):
+                for name in _OF_IMAGES:
+                    if name in module._modules:
+                        delattr(module, name)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids: torch.Tensor, logits_to_keep: int | torch.Tensor = 0, **kwargs: object) -> object:
+            """See the causal classes of transformers. input_ids int64 [B, T]; logits of the rows to keep."""
+            from transformers.modeling_outputs import CausalLMOutputWithPast
+
+            outputs = self.model(input_ids=input_ids, **kwargs)
+            hidden_states = outputs.last_hidden_state
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            return CausalLMOutputWithPast(
+                logits=self.lm_head(hidden_states[:, keep, :]), past_key_values=outputs.past_key_values
+            )
+
+    TextForCausalLM.__name__ = f"{text_model.__name__.removesuffix('Model')}ForCausalLM"
+    return TextForCausalLM

@@ -1,0 +1,30 @@
+"""Which part of a config for images and text is the language model's. Knows no modules."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["take_text_config", "text_config_of"]
+
+
+def text_config_of(whole: PretrainedConfig) -> PretrainedConfig:
+    """The config of the language model in `whole`, which is `whole` itself where that is no composite."""
+    text: PretrainedConfig = whole.get_text_config(decoder=True)
+    return text
+
+
+def take_text_config(whole: PretrainedConfig, stored: Collection[str]) -> PretrainedConfig:
+    """`text_config_of(whole)`, which is told in place whether the model's head is its embedding table.
+
+    stored: names of all tensors in the files. It is the composite's to say, and of no account where the files hold a
+    head.
+    """
+    text = text_config_of(whole)
+    if text is not whole:
+        has_head = any(name.endswith(("lm_head.weight", "output.weight")) for name in stored)
+        text.tie_word_embeddings = bool(getattr(whole, "tie_word_embeddings", False)) and not has_head
+    return text

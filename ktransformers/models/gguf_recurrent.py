@@ -1,0 +1,262 @@
+"""Per GGUF architecture with recurrent layers: the `transformers` model type, and the config values of its family.
+
+Which layer is of which kind is asked of the tensors: metadata say it in a different way in every family, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ktransformers.errors import FormatError, UnsupportedError
+from ktransformers.models.gguf_fields import experts as expert_values
+from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
+
+__all__ = ["RECURRENT_FAMILIES"]
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def _kinds(gguf: Metadata, kinds: Mapping[str, str]) -> list[str]:
+    """By layer, the kind of the first of these tensors that it has."""
+    found = []
+    for layer in range(gguf.layers):
+        kind = next((kinds[name] for name in kinds if f"blk.{layer}.{name}" in gguf.shapes), None)
+        if kind is None:
+            raise FormatError(f"layer {layer} of the {gguf.arch} file has none of {', '.join(kinds)}; is it complete?")
+        found.append(kind)
+    return found
+
+
+def _parts(gguf: Metadata, whole: str, count: str) -> int:
+    """The size of each of `count` parts of `whole`."""
+    total, parts = gguf.int(whole), gguf.int(count)
+    if total % parts:
+        raise FormatError(f"{gguf.arch}.{whole} is {total}, no multiple of {gguf.arch}.{count} ({parts})")
+    return total // parts
+
+
+def _gated_delta_net(gguf: Metadata) -> Values:
+    head_dim = gguf.int("attention.key_length")
+    rope = rope_parameters(gguf)
+    rope["partial_rotary_factor"] = gguf.int("rope.dimension_count", 2) / head_dim
+    return {
+        "head_dim": head_dim,
+        "layer_types": _kinds(gguf, {"ssm_a": LINEAR, "attn_q.weight": FULL}),
+        "linear_conv_kernel_dim": gguf.int("ssm.conv_kernel"),
+        "linear_key_head_dim": gguf.int("ssm.state_size"),
+        "linear_num_key_heads": gguf.int("ssm.group_count"),
+        "linear_num_value_heads": gguf.int("ssm.time_step_rank"),
+        "linear_value_head_dim": _parts(gguf, "ssm.inner_size", "ssm.time_step_rank"),
+        "attention_bias": gguf.has(r"attn_q\.bias"),
+        "rope_parameters": rope,
+    }
+
+
+def _shared_width(gguf: Metadata) -> int | None:
+    shape = gguf.shape("ffn_up_shexp.weight")
+    return gguf.find_int("expert_shared_feed_forward_length", 1) or (None if shape is None else shape[0])
+
+
+def _qwen3next(gguf: Metadata) -> tuple[str, Values]:
+    return "qwen3_next", {
+        **_gated_delta_net(gguf),
+        **expert_values(gguf, "num_experts"),
+        "shared_expert_intermediate_size": _shared_width(gguf),
+        "norm_topk_prob": gguf.bool("expert_weights_norm", True),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen35(gguf: Metadata) -> tuple[str, Values]:
+    values = _gated_delta_net(gguf)
+    sections = gguf.list("rope.dimension_sections")[:3]
+    rope = values["rope_parameters"]
+    assert isinstance(rope, dict)
+    rope |= {"mrope_section": sections or [11, 11, 10], "mrope_interleaved": True}
+    return "qwen3_5_text", values
+
+
+def _qwen35moe(gguf: Metadata) -> tuple[str, Values]:
+    return "qwen3_5_moe_text", {
+        **_qwen35(gguf)[1],
+        **expert_values(gguf, "num_experts"),
+        "shared_expert_intermediate_size": _shared_width(gguf),
+    }
+
+
+def _kimi_linear(gguf: Metadata) -> tuple[str, Values]:
+    heads, rope_dim = gguf.int("attention.head_count"), gguf.int("rope.dimension_count", 2)
+    key, value = gguf.int("attention.key_length_mla"), gguf.int("attention.value_length_mla")
+    if key <= rope_dim:
+        raise FormatError(f"kimi-linear: heads of {key} cannot hold a rotary part of {rope_dim}")
+    delta, size = gguf.shape("ssm_a"), gguf.int("kda.head_dim")
+    return "kimi_linear", {
+        **expert_values(gguf, "num_local_experts"),
+        "layer_types": _kinds(gguf, {"ssm_a": LINEAR, "attn_kv_a_mqa.weight": FULL}),
+        "mlp_layer_types": _kinds(gguf, {"ffn_gate_inp.weight": "sparse", "ffn_up.weight": "dense"}),
+        "num_key_value_heads": heads,
+        "q_lora_rank": gguf.find_int("attention.q_lora_rank") or None,
+        "kv_lora_rank": gguf.int("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key - rope_dim,
+        "v_head_dim": value,
+        "linear_head_dim": size,
+        "linear_num_heads": max(delta or (heads,)),
+        "linear_conv_kernel_dim": gguf.int("ssm.conv_kernel"),
+        "n_shared_experts": gguf.find_int("expert_shared_count") or 0,
+        "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
+        "norm_topk_prob": gguf.bool("expert_weights_norm", True),
+        "n_group": gguf.find_int("expert_group_count") or 1,
+        "topk_group": gguf.find_int("expert_group_used_count") or 1,
+    }
+
+
+def _mamba2(gguf: Metadata, names: Mapping[str, str]) -> Values:
+    """names: what the family calls heads, groups, state, head, convolution, expansion, and both biases."""
+    inner, hidden = gguf.int("ssm.inner_size"), gguf.int("embedding_length")
+    return {
+        names["heads"]: gguf.int("ssm.time_step_rank"),
+        names["groups"]: gguf.int("ssm.group_count"),
+        names["state"]: gguf.int("ssm.state_size"),
+        names["head"]: _parts(gguf, "ssm.inner_size", "ssm.time_step_rank"),
+        names["convolution"]: gguf.int("ssm.conv_kernel"),
+        names["expansion"]: max(inner // hidden, 1),
+        names["convolution_bias"]: gguf.has(r"ssm_conv1d\.bias"),
+        names["bias"]: gguf.has(r"ssm_in\.bias"),
+    }
+
+
+_GRANITE = {
+    "heads": "mamba_n_heads",
+    "groups": "mamba_n_groups",
+    "state": "mamba_d_state",
+    "head": "mamba_d_head",
+    "convolution": "mamba_d_conv",
+    "expansion": "mamba_expand",
+    "convolution_bias": "mamba_conv_bias",
+    "bias": "mamba_proj_bias",
+}
+_NEMOTRON = {
+    "heads": "mamba_num_heads",
+    "groups": "n_groups",
+    "state": "ssm_state_size",
+    "head": "mamba_head_dim",
+    "convolution": "conv_kernel",
+    "expansion": "expand",
+    "convolution_bias": "use_conv_bias",
+    "bias": "mamba_proj_bias",
+}
+
+
+def _granitehybrid(gguf: Metadata) -> tuple[str, Values]:
+    experts: Values = {"num_local_experts": 0, "num_experts_per_tok": 0}
+    if gguf.find_int("expert_count"):
+        experts = expert_values(gguf, "num_local_experts")
+        experts["intermediate_size"] = experts.pop("moe_intermediate_size", None)
+    dense = gguf.shape("ffn_up.weight")
+    return "granitemoehybrid", {
+        **_mamba2(gguf, _GRANITE),
+        **experts,
+        "layer_types": _kinds(gguf, {"ssm_a": LINEAR, "attn_q.weight": FULL}),
+        "shared_intermediate_size": _shared_width(gguf) or (0 if dense is None else dense[0]),
+        "position_embedding_type": "rope" if gguf.bool("rope.scaling.finetuned", False) else None,
+        "attention_multiplier": gguf.float("attention.scale", 1.0),
+        "embedding_multiplier": gguf.float("embedding_scale", 1.0),
+        "residual_multiplier": gguf.float("residual_scale", 1.0),
+        "logits_scaling": gguf.float("logit_scale", 1.0),
+        "attention_bias": gguf.has(r"attn_q\.bias"),
+    }
+
+
+def _nemotron_h(gguf: Metadata) -> tuple[str, Values]:
+    kinds = {"ssm_a": LINEAR, "attn_q.weight": FULL, "ffn_gate_inp.weight": "moe", "ffn_up.weight": "mlp"}
+    values: Values = {
+        **_mamba2(gguf, _NEMOTRON),
+        "layers_block_type": _kinds(gguf, kinds),
+        "head_dim": gguf.int("attention.key_length"),
+        "layer_norm_epsilon": gguf.float("attention.layer_norm_rms_epsilon"),
+        "attention_bias": gguf.has(r"attn_q\.bias"),
+        "mlp_bias": gguf.has(r"ffn_up\.bias"),
+    }
+    if gguf.find_int("expert_count"):
+        values |= {
+            **expert_values(gguf, "n_routed_experts"),
+            "n_shared_experts": gguf.int("expert_shared_count", 0),
+            "moe_shared_expert_intermediate_size": _shared_width(gguf),
+            "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
+            "norm_topk_prob": gguf.bool("expert_weights_norm", True),
+            "n_group": gguf.find_int("expert_group_count") or 1,
+            "topk_group": gguf.find_int("expert_group_used_count") or 1,
+            "moe_latent_size": gguf.find_int("moe_latent_size") or None,
+        }
+    return "nemotron_h", values
+
+
+def _every(gguf: Metadata, what: str, layers: list[int]) -> tuple[int, int]:
+    """(period, offset) of the layers that have something. Raises UnsupportedError for layers without a period."""
+    if not layers:
+        return gguf.layers + 1, gguf.layers
+    period = layers[1] - layers[0] if len(layers) > 1 else gguf.layers
+    if layers != list(range(layers[0], gguf.layers, period)) or layers[0] >= period:
+        raise UnsupportedError(f"a {gguf.arch} file with {what} in layers {layers[:5]}; pass --model_path")
+    return period, layers[0]
+
+
+def _jamba(gguf: Metadata) -> tuple[str, Values]:
+    kinds = _kinds(gguf, {"ssm_a": LINEAR, "attn_q.weight": FULL})
+    attention = _every(gguf, "attention", [i for i, kind in enumerate(kinds) if kind == FULL])
+    routed = [i for i in range(gguf.layers) if f"blk.{i}.ffn_gate_inp.weight" in gguf.shapes]
+    experts: Values = {"num_experts": 1, "num_experts_per_tok": 1}
+    if gguf.find_int("expert_count"):
+        experts = expert_values(gguf, "num_experts")
+        experts.pop("moe_intermediate_size", None)  # as wide as dense layers
+    period, offset = _every(gguf, "experts", routed)
+    return "jamba", {
+        **experts,
+        "attn_layer_period": attention[0],
+        "attn_layer_offset": attention[1],
+        "expert_layer_period": period,
+        "expert_layer_offset": offset,
+        "mamba_d_state": gguf.int("ssm.state_size"),
+        "mamba_d_conv": gguf.int("ssm.conv_kernel"),
+        "mamba_expand": _parts(gguf, "ssm.inner_size", "embedding_length"),
+        "mamba_dt_rank": gguf.int("ssm.time_step_rank"),
+        "mamba_conv_bias": gguf.has(r"ssm_conv1d\.bias"),
+        "mamba_proj_bias": gguf.has(r"ssm_in\.bias"),
+    }
+
+
+def _lfm2(gguf: Metadata) -> tuple[str, Values]:
+    return "lfm2", {
+        "layer_types": _kinds(gguf, {"shortconv.conv.weight": "conv", "attn_q.weight": FULL}),
+        "conv_L_cache": gguf.int("shortconv.l_cache"),
+        "conv_bias": gguf.has(r"shortconv\.conv\.bias"),
+        "norm_eps": gguf.float("attention.layer_norm_rms_epsilon"),
+        "block_auto_adjust_ff_dim": False,  # the file says the width that came of it
+    }
+
+
+def _lfm2moe(gguf: Metadata) -> tuple[str, Values]:
+    return "lfm2_moe", {
+        **{name: value for name, value in _lfm2(gguf)[1].items() if not name.startswith("block_")},
+        **expert_values(gguf, "num_experts"),
+        "num_dense_layers": gguf.int("leading_dense_block_count", 0),
+        "norm_topk_prob": gguf.bool("expert_weights_norm", True),
+        "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
+        "use_expert_bias": gguf.has(r"exp_probs_b(\.bias)?"),
+    }
+
+
+RECURRENT_FAMILIES: dict[str, Callable[[Metadata], tuple[str, Values]]] = {
+    "granitehybrid": _granitehybrid,
+    "jamba": _jamba,
+    "kimi-linear": _kimi_linear,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2moe,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35moe,
+    "qwen3next": _qwen3next,
+}
