@@ -61,6 +61,7 @@ class Family:
 _SPARSE_BLOCK = ("mlp", "block_sparse_moe")
 
 FAMILIES: Mapping[str, Family] = {
+    "bailing_hybrid": Family("BailingHybrid.yaml"),
     "deepseek_v2": Family(
         "DeepSeek-V2-Chat.yaml", "DeepSeek-V2-Lite-Chat.yaml", "deepseek2", upstream=UpstreamNames("deepseek")
     ),
@@ -68,11 +69,14 @@ FAMILIES: Mapping[str, Family] = {
     "dots1": Family("Dots1.yaml"),
     "ernie4_5_moe": Family("Ernie4_5_Moe.yaml"),
     "glm4_moe": Family("Glm4Moe.yaml", gguf_arch="glm4moe"),
+    "glm4_moe_lite": Family("Glm4MoeLite.yaml"),
     "gpt_oss": Family(expert_type="MXFP4"),
     "hunyuan_v1_moe": Family(
         "Hunyuan-A13B.yaml", upstream=UpstreamNames("hunyuan", prefixes=("HunYuan", "HunYuanMoEV1"))
     ),
+    "kimi_linear": Family("KimiLinear.yaml"),
     "minimax_m2": Family(old_segments=_SPARSE_BLOCK),
+    "mistral4": Family("Mistral4.yaml"),
     "mixtral": Family("Mixtral.yaml", old_segments=_SPARSE_BLOCK),
     "phimoe": Family(old_segments=_SPARSE_BLOCK),
     "qwen2_moe": Family("Qwen2-57B-A14B-Instruct.yaml", gguf_arch="qwen2moe"),
@@ -86,6 +90,7 @@ Such configs name Python files of the model's own, which are not needed then."""
 
 TESTED_TYPES = frozenset(
     {"afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma2", "gemma3_text", "glm4_moe"}
+    | {"glm4_moe_lite"}
     | {"gpt_oss", "granitemoe", "hunyuan_v1_moe", "llama", "mellum", "minimax_m2", "ministral3", "mistral", "mixtral"}
     | {"olmo3", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -104,10 +106,12 @@ def tiny_model(model_type: str, seed: int = 0, **config_values: object) -> PreTr
     return random_model(tiny_config(model_type, **config_values), seed)
 
 
-def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model of `config` with tiny_model's weights."""
+def random_model(
+    config: PretrainedConfig, seed: int = 0, make: Callable[[Any], PreTrainedModel] | None = None
+) -> PreTrainedModel:
+    """A model of `config` with tiny_model's weights. make: its class, where transformers does not choose it."""
     config._attn_implementation = "eager"
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32) if make is None else make(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = dict(model.named_parameters())
     tensors.update({name: b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")})

@@ -33,6 +33,7 @@ from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.latent_expansion import Choice, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
+from ktransformers.operators.attention.latent_spec import LatentSpec
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.linear.joined import JoinedLinears
@@ -94,16 +95,13 @@ class KMLAAttention(WrapperOperator):
         absorb_for_prefill: bool | None = None,
     ):
         super().__init__(module, key, config, placement)
-        needed = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads", "scaling")
-        missing = [name for name in needed if getattr(module, name, None) is None]
-        if missing:
-            raise UnsupportedError(f"KMLAAttention cannot replace {key} ({type(module).__name__}): no {missing[0]}")
-        self.rank, self.nope_dim, self.rope_dim, self.v_dim, self.num_heads = (
-            int(getattr(module, name)) for name in needed[:-1]
-        )
+        self.spec = spec = LatentSpec.of(module, key)
+        self.rank, self.nope_dim, self.rope_dim = spec.rank, spec.nope_dim, spec.rope_dim
+        self.v_dim, self.num_heads = spec.v_dim, spec.num_heads
         self.layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
         self._compressions: JoinedLinears | None = None  # what reads hidden states: the query's and the latent's
         self._latent_norm: NormSpec | None = None  # on a GPU
+        self._norm_weight: torch.Tensor | None = None  # of that norm, the latents' scale included
         self._query_norm: NormSpec | None = None  # of the compressed query, where a kernel computes it
         self._gpu: GpuLatent | None = None
         self.absorb_for_prefill = absorb_for_prefill
@@ -123,8 +121,7 @@ class KMLAAttention(WrapperOperator):
         """What FlashInfer is asked about; None where another kernel has to attend."""
         if not self.device.is_gpu:
             return None
-        scale = float(self.inner.scaling)  # type: ignore[arg-type]
-        return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, scale)
+        return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, self.spec.scale)
 
     def expansion_choice(self, flash: FlashLayer | None = None) -> Choice | None:
         """How prefill steps would choose between the two forms on a site with `flash`; None where all are absorbed."""
@@ -192,6 +189,8 @@ class KMLAAttention(WrapperOperator):
         if not self.device.is_gpu:
             return
         inner: Any = self.inner
+        weight = inner.kv_a_layernorm.weight
+        self._norm_weight = weight if self.spec.latent_scale == 1.0 else weight * self.spec.latent_scale
         if getattr(inner, "q_lora_rank", None) is None:
             self._compressions = JoinedLinears([inner.q_proj, inner.kv_a_proj_with_mqa])
             return
@@ -231,7 +230,8 @@ class KMLAAttention(WrapperOperator):
         assert self._v_b is not None
         pool = self.config.require_pool()
         cos, sin, is_interleaved = self._angles(position_embeddings, forward_context)
-        query = self._query(hidden_states, cos, sin, is_interleaved, pool)
+        q = self._scaled(self._projected_query(hidden_states), forward_context)
+        query = self._absorbed_query(q, cos, sin, is_interleaved, pool)
         keys, values = forward_context.cache.layer(self.layer_idx)
         keys[forward_context.slot_mapping] = self._latent(hidden_states, cos, sin, is_interleaved)
         latent = cpu.attention(
@@ -242,12 +242,18 @@ class KMLAAttention(WrapperOperator):
             forward_context.page_size,
             forward_context.seq_ids,
             forward_context.kv_lens,
-            float(self.inner.scaling),  # type: ignore[arg-type]
+            self.spec.scale,
             pool,
         )
-        out = cpu.batched_linear(latent, self._v_b, pool)
-        merged = out.view(1, -1, self.num_heads * self.v_dim)
-        return self.inner.o_proj(merged), None  # type: ignore[operator]
+        return self._output(hidden_states, cpu.batched_linear(latent, self._v_b, pool)), None
+
+    def _output(self, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The heads' values [T, H, V] of rows x [1, T, hidden], gated where the family does, through o_proj."""
+        inner: Any = self.inner
+        if self.spec.has_gate:
+            values = values * torch.sigmoid(inner.g_proj(x)[0].float()).to(values.dtype)[..., None]
+        output: torch.Tensor = inner.o_proj(values.reshape(1, -1, self.num_heads * self.v_dim))
+        return output
 
     def _forward_on_gpu(
         self, gpu: GpuLatent, hidden_states: torch.Tensor, position_embeddings: Any, forward_context: ForwardContext
@@ -257,17 +263,19 @@ class KMLAAttention(WrapperOperator):
         keys, _ = forward_context.cache.layer(self.layer_idx)
         assert self._compressions is not None, f"{self.key} is not settled"
         assert self._latent_norm is not None
+        assert self._norm_weight is not None
+        context = forward_context.on(keys.device)
         self.device.mark("linear", self.layer_idx)
         query, compressed = self._compressions(hidden_states[0])
         choice = self._choice if forward_context.phase is Phase.PREFILL else None
         expansion = None if choice is None else StepRuns.expansion_of(forward_context, choice, keys.device)
         step = LatentStep(
             compressed,
-            (inner.kv_a_layernorm.weight, self._latent_norm.eps),
+            (self._norm_weight, self._latent_norm.eps),
             angles,
             keys,
-            forward_context.on(keys.device),
-            float(inner.scaling),
+            context,
+            self.spec.scale,
             attend=None if self._flash is None or expansion is not None else self._flash.of(forward_context),
             expansion=expansion,
             workspace=None if expansion is None or choice is None else self.device.latent_workspace(choice.room),
@@ -281,24 +289,36 @@ class KMLAAttention(WrapperOperator):
         else:
             q = inner.q_b_proj(inner.q_a_layernorm(query))
         self.device.mark("attention")
-        out = gpu.attend(q.view(-1, self.num_heads, self.nope_dim + self.rope_dim).to(keys.dtype), step)
+        q = self._scaled(q.view(-1, self.num_heads, self.spec.head_dim), context)
+        out = gpu.attend(q.to(keys.dtype), step)
         self.device.mark("linear")
-        output: torch.Tensor = inner.o_proj(out.view(1, -1, self.num_heads * self.v_dim))
-        return output
+        return self._output(hidden_states, out)
+
+    def _scaled(self, q: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Queries [T, H, N + P], grown with their positions where the family does that."""
+        if self.spec.position_scale is None:
+            return q
+        return q * self.spec.position_scale.of(context.kv_lens)[:, None, None].to(q.dtype)
 
     def _angles(self, position_embeddings: Any, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """(cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 hands over complex numbers, later families a pair."""
+        """(cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 hands over complex numbers, later families a pair.
+
+        Where nothing is rotated all angles are 0.
+        """
+        if not self.spec.has_rotation:
+            kv_lens = context.on(self.home.torch_device).kv_lens
+            ones = torch.ones(len(kv_lens), self.rope_dim // 2, device=kv_lens.device)
+            return ones, torch.zeros_like(ones), False
         if isinstance(position_embeddings, torch.Tensor):
             return *context.derived(position_embeddings, _real_parts), True
         cos, sin = (part[0, :, : self.rope_dim // 2] for part in position_embeddings)
         latent = self.config.facts.latent
         return cos, sin, latent is None or latent.is_interleaved
 
-    def _query(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, pool: cpu.WorkerPool
+    def _absorbed_query(
+        self, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, pool: cpu.WorkerPool
     ) -> torch.Tensor:
-        """Absorbed query fp32 [T, H, R + P]."""
-        q = self._projected_query(x)
+        """Absorbed query fp32 [T, H, R + P] of q [T, H, N + P]."""
         assert self._k_b is not None
         absorbed = cpu.batched_linear(q[..., : self.nope_dim].contiguous(), self._k_b, pool)
         return torch.cat((absorbed, rotate(q[..., self.nope_dim :], cos, sin, is_interleaved)), dim=-1)
@@ -310,12 +330,14 @@ class KMLAAttention(WrapperOperator):
             q: torch.Tensor = inner.q_proj(x)
         else:
             q = inner.q_b_proj(inner.q_a_layernorm(inner.q_a_proj(x)))
-        return q.view(-1, self.num_heads, self.nope_dim + self.rope_dim)
+        return q.view(-1, self.num_heads, self.spec.head_dim)
 
     def _latent(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
         """What the cache stores: fp32 [T, 1, R + P]."""
         inner: Any = self.inner
         compressed = inner.kv_a_proj_with_mqa(x)[0]
         latent = inner.kv_a_layernorm(compressed[:, : self.rank])
+        if self.spec.latent_scale != 1.0:
+            latent = latent * self.spec.latent_scale
         k_rot = rotate(compressed[:, None, self.rank :], cos, sin, is_interleaved)
         return torch.cat((latent[:, None], k_rot), dim=-1)

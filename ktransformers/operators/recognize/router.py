@@ -17,7 +17,7 @@ __all__ = ["CHOICE_BIAS", "recognize_router", "route"]
 CHOICE_BIAS = "e_score_correction_bias"
 _SCORINGS: tuple[Literal["softmax", "sigmoid"], ...] = ("softmax", "sigmoid")
 _GROUP_SCORES: tuple[Literal["max", "top2"], ...] = ("max", "top2")  # the second is for groups of two and more
-_ROWS = 64
+_ROWS = 256
 _MOST_EXPERTS = 4096  # asking takes a matrix of as many rows and columns
 
 
@@ -53,6 +53,7 @@ def recognize_router(module: nn.Module) -> RouterSpec:
         raise Unlike("it holds more than a weight and biases, or too many experts")
     experts, draws = len(weight), Draws()
     logits = draws.normal(_ROWS, experts, scale=2.0)
+    logits[::2] *= 0.1  # where one expert has most of the score, groups rank alike by their best and their best two
     choice_bias = {name: draws.normal(experts, scale=0.1) for name in buffers}
     logit_bias = {name: draws.normal(experts) for name in names - {"weight"}}
     twin = twin_of(

@@ -1,0 +1,71 @@
+"""Tiny random models of the families with latent attention, with values under which everything of theirs shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
+
+from tests.support.tiny_models import NUM_EXPERTS, random_model, tiny_config
+
+__all__ = ["LATENT_TYPES", "latent_config", "latent_model", "latent_values"]
+
+_LATENT: dict[str, object] = {
+    "moe_intermediate_size": 96,
+    "n_routed_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
+
+_GROWING_ROPE: dict[str, object] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,  # queries grow with their position
+}
+
+_OF_FAMILIES: dict[str, dict[str, object]] = {
+    "bailing_hybrid": {"num_experts": NUM_EXPERTS, "layer_types": ["full_attention"] * 4},
+    "glm4_moe_lite": {},
+    "kimi_linear": {"num_experts": NUM_EXPERTS, "layer_types": ["full_attention"] * 4},
+    "mistral4": {"first_k_dense_replace": 1, "rope_parameters": _GROWING_ROPE},
+}
+LATENT_TYPES = tuple(_OF_FAMILIES)
+"""Of the two that have other layers beside, the models have none: this is about latent attention."""
+
+_CLASSES: dict[str, Callable[[Any], PreTrainedModel]] = {"mistral4": Mistral4ForCausalLM}
+"""Of families that transformers builds by no AutoModelForCausalLM."""
+
+
+def latent_values(model_type: str, **overrides: object) -> dict[str, Any]:
+    """What `tiny_config` is told of four layers, the first of them dense."""
+    values = {"layers": 4, **_LATENT, **_OF_FAMILIES[model_type], **overrides}
+    return {name: value for name, value in values.items() if name != "mlp_layer_types" or model_type != "mistral4"}
+
+
+def latent_config(model_type: str, **overrides: object) -> PretrainedConfig:
+    """A config with `latent_values`."""
+    return tiny_config(model_type, **latent_values(model_type, **overrides))
+
+
+def latent_model(model_type: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """A model of `latent_config`, with the weights of `tiny_model`."""
+    return random_model(latent_config(model_type, **overrides), seed, make=_CLASSES.get(model_type))
