@@ -3,6 +3,7 @@
 
 #include "kernels/rows.inl"
 #include "kernels/attention.inl"
+#include "kernels/index.inl"
 #include "kernels/sampling.inl"
 #include "kernels/probe.inl"
 
@@ -28,6 +29,7 @@ constexpr KernelTable whole_tier(const char* name) {
           attention_span,
           attention_merge,
           attention_finish,
+          index_scores,
           block_maxima,
           token_weights,
           weight_sums,

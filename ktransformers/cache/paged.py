@@ -3,6 +3,7 @@
 L layers; per layer, on its device: keys [num_pages * page_size, kv_heads, key_dim], values [..., kv_heads, value_dim]
 slot of position p of a sequence: block_table[p // page_size] * page_size + p % page_size
 latent attention (MLA): kv_heads is 1, and values is a view of the first value_dim columns of keys
+sparse attention: the keys of a layer's indexer beside them, [num_pages * page_size, index_dim]
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _CPU = torch.device("cpu")
 class LayerShape:
     """Shape of one layer's cache. is_latent: values are part of the keys and take no bytes of their own.
 
+    index_dim: of the keys that an indexer chooses positions by, 0 without.
     place: the device as plans name it; device, dtype: where its tensors are and what they hold.
     """
 
@@ -32,11 +34,12 @@ class LayerShape:
     place: str = "cpu"
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
+    index_dim: int = 0
 
     def nbytes(self, num_slots: int) -> int:
-        """Of one layer's keys and values at `num_slots` positions."""
+        """Of one layer's keys and values, and of its indexer's keys, at `num_slots` positions."""
         values = 0 if self.is_latent else self.value_dim
-        return self.dtype.itemsize * num_slots * self.kv_heads * (self.key_dim + values)
+        return self.dtype.itemsize * num_slots * (self.kv_heads * (self.key_dim + values) + self.index_dim)
 
 
 class PagedCache:
@@ -45,6 +48,10 @@ class PagedCache:
     def __init__(self, shapes: Sequence[LayerShape], num_pages: int, page_size: int):
         self.shapes, self.num_pages, self.page_size = tuple(shapes), num_pages, page_size
         self._layers = [self._allocate(shape) for shape in self.shapes]
+        self._index_keys = [
+            torch.zeros(self.num_slots, shape.index_dim, device=shape.device, dtype=shape.dtype)
+            for shape in self.shapes
+        ]
 
     @staticmethod
     def size(shapes: Sequence[LayerShape], num_slots: int) -> int:
@@ -77,6 +84,10 @@ class PagedCache:
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of layer `layer_idx`; the attention operator writes to them in place."""
         return self._layers[layer_idx]
+
+    def index_keys(self, layer_idx: int) -> torch.Tensor:
+        """Keys of layer `layer_idx`'s indexer, [slots, index_dim]; the indexer writes to them in place."""
+        return self._index_keys[layer_idx]
 
     def is_on_gpu(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` lives on a GPU, where other kernels read it."""

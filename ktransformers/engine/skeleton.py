@@ -182,7 +182,8 @@ def cache_shapes(
             continue
         operator = operators.get(key)
         if isinstance(operator, KMLAAttention):
-            shapes[layer_idx] = LayerShape(1, operator.rank + operator.rope_dim, operator.rank, is_latent=True)
+            shape = LayerShape(1, operator.rank + operator.rope_dim, operator.rank, is_latent=True)
+            shapes[layer_idx] = replace(shape, index_dim=operator.index_dim)
         else:
             num_kv_heads = facts.layers[layer_idx].num_kv_heads if layer_idx < facts.num_layers else 0
             shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)

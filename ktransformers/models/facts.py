@@ -49,6 +49,7 @@ class LayerKind(StrEnum):
 _KINDS = {
     "full_attention": LayerKind.FULL,
     "attention": LayerKind.FULL,
+    "indexed_attention": LayerKind.FULL,  # to positions that an indexer chooses: its operator's affair
     "sliding_attention": LayerKind.SLIDING,
     "chunked_attention": LayerKind.CHUNKED,
     "linear_attention": LayerKind.RECURRENT,

@@ -66,10 +66,12 @@ FAMILIES: Mapping[str, Family] = {
         "DeepSeek-V2-Chat.yaml", "DeepSeek-V2-Lite-Chat.yaml", "deepseek2", upstream=UpstreamNames("deepseek")
     ),
     "deepseek_v3": Family("DeepSeek-V3-Chat.yaml", gguf_arch="deepseek2", upstream=UpstreamNames("deepseekv3")),
+    "deepseek_v32": Family("DeepSeek-V32.yaml"),
     "dots1": Family("Dots1.yaml"),
     "ernie4_5_moe": Family("Ernie4_5_Moe.yaml"),
     "glm4_moe": Family("Glm4Moe.yaml", gguf_arch="glm4moe"),
     "glm4_moe_lite": Family("Glm4MoeLite.yaml"),
+    "glm_moe_dsa": Family("GlmMoeDsa.yaml"),
     "gpt_oss": Family(expert_type="MXFP4"),
     "hunyuan_v1_moe": Family(
         "Hunyuan-A13B.yaml", upstream=UpstreamNames("hunyuan", prefixes=("HunYuan", "HunYuanMoEV1"))

@@ -38,6 +38,10 @@ class LayerCache(Protocol):
         """Keys and values of a layer."""
         ...
 
+    def index_keys(self, layer_idx: int) -> torch.Tensor:
+        """Keys of a layer's indexer, [slots, index_dim]."""
+        ...
+
     def is_on_gpu(self, layer_idx: int) -> bool:
         """Whether kernels of a GPU are to read them."""
         ...

@@ -52,6 +52,7 @@ _MOE = "moe.KMoEBlock"
 _ROUTER = "router.KRouter"
 _GQA = "attention.KAttention"
 _MLA = "mla.KMLAAttention"
+_INDEXER = "indexer.KIndexer"
 _MODEL = "model.KModel"
 _ROPE = "rope.KRotaryEmbedding"
 _NORM = "norm.KRMSNorm"
@@ -94,6 +95,7 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
         "layernorm": "RMSNorm KQwen2MoeRMSNorm KQwen3MoeRMSNorm KGlm4MoeRMSNorm KHunYuanRMSNorm DeepseekV3RMSNormTorch"
     },
     _MLP: {"mlp": "kDeepseekV3MLP KQwen2MoeMLP KQwen3MoeMLP KGlm4MoeMLP KHunYuanMLP"},
+    _INDEXER: {},
     _EMBEDDING: {},
     _ACTIVATION: {},
 }
@@ -105,6 +107,7 @@ _HOMES = {
     _ROUTER: "experts.router",
     _GQA: "attention.gqa",
     _MLA: "attention.mla",
+    _INDEXER: "attention.indexer",
     _MODEL: "layers.model",
     _ROPE: "attention.rope",
     _MLP: "linear.mlp",

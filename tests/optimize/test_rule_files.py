@@ -27,7 +27,7 @@ SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "Glm4MoeLite.yaml": [("glm4_moe_lite", latent_values("glm4_moe_lite"))],
     "KimiLinear.yaml": [("kimi_linear", latent_values("kimi_linear"))],
     "BailingHybrid.yaml": [("bailing_hybrid", latent_values("bailing_hybrid"))],
-    "Mistral4.yaml": [],  # transformers does not choose its causal class by itself: tests/models/test_latent_families.py
+    "Mistral4.yaml": [],  # transformers does not choose its class: tests/models/test_latent_families.py
     "Qwen2-57B-A14B-Instruct.yaml": [("qwen2_moe", {})],
     "Qwen2-serve.yaml": [("qwen2_moe", {})],
     "Qwen3Moe-ktransformers.yaml": [("qwen3_moe", {}), ("qwen3_moe", {"tie_word_embeddings": True})],

@@ -178,6 +178,7 @@ class KAttention(WrapperOperator):
             _say_expanded(type(self.inner).__name__)
         self.spec = recognize_attention(self.inner) if self.device.is_gpu else None
         self._parts: GqaParts | None = None  # on a GPU, once attached
+        self.can_be_sparse = False
 
     def attention_shape(self) -> Shape | None:
         """What FlashInfer is asked about; None where another kernel has to attend."""

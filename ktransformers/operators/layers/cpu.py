@@ -255,6 +255,9 @@ class _OneLayer:
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.layer(0)
 
+    def index_keys(self, layer_idx: int) -> torch.Tensor:
+        return self._cache.index_keys(0)
+
     def is_on_gpu(self, layer_idx: int) -> bool:
         return self._cache.is_on_gpu(0)
 
