@@ -34,8 +34,8 @@ def choose_positions(  # noqa: PLR0913 - what a call of the kernel takes; the re
     q: [T, H, D], up to MAX_INDEX_HEADS heads. k_cache: [slots, D], any slot stride. A position's score is
     sum_h weights[t, h] * max(scale * q[t, h] . k, 0) with weights [T, H]; with None each head chooses for itself, by
     scale * q . k, and there are T * H rows of slots, the heads of a row side by side. The others as in `attention`.
-    Chosen are the num_chosen blocks of `block` positions whose best position scores highest, the lower ones where scores
-    are equal, and the last num_local blocks that a row sees in any case; of positions that a row does not see none.
+    Chosen are the num_chosen blocks of `block` positions whose best position scores highest, the lower ones where
+    scores are equal, and the last num_local blocks that a row sees in any case; no position that a row does not see.
     Slots are in the order of positions: `attention` takes them as a block table for pages of one position.
     Raises ValueError when a page that a row sees lies outside the cache or the table.
     """

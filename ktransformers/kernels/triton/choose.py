@@ -87,7 +87,7 @@ def _best(scores: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
     return best, best < scores.shape[1]
 
 
-def choose_positions(  # noqa: PLR0913 - as the CPU's
+def choose_positions(
     q: Tensor,
     weights: Tensor | None,
     k_cache: Tensor,

@@ -44,7 +44,8 @@ class LatentStep:
     compressed: [T, R + P], latent before its norm and shared key. norm: weight [R] and epsilon of the latent's RMSNorm.
     angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. is_cached: the latents are in the cache.
     attend: over the cache, None for Triton's kernels. expansion: rows that attend on expanded keys instead, None for
-    none. selection: the positions that rows attend to, None for all. workspace: values that keys are expanded into, as many as it was chosen for.
+    none. workspace: values that keys are expanded into, as many as it was chosen for. selection: the positions that
+    rows attend to, None for all.
     """
 
     compressed: torch.Tensor

@@ -31,9 +31,9 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import LatentShape, Shape
 from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.operators.attention.flash import FlashLayer
+from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.latent_expansion import Choice, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
-from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.latent_spec import LatentSpec
 from ktransformers.operators.attention.rotation import rotate
 from ktransformers.operators.attention.selection import Selection
@@ -67,8 +67,8 @@ def _say_absorbed() -> None:
 def _say_dense() -> None:
     """Once, not for every layer."""
     logger.warning(
-        "--sparse_attention off: the model attends to all positions, where it was trained to choose some by an indexer; "
-        "beyond so many positions (index_topk in its config) its answers are others"
+        "--sparse_attention off: the model attends to all positions, where it was trained to choose some; answers "
+        "differ in sequences longer than what it chooses (index_topk in its config)"
     )
 
 
