@@ -92,7 +92,7 @@ Such configs name Python files of the model's own, which are not needed then."""
 
 TESTED_TYPES = frozenset(
     {"afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma2", "gemma3_text", "glm4_moe"}
-    | {"glm4_moe_lite"}
+    | {"deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"}
     | {"gpt_oss", "granitemoe", "hunyuan_v1_moe", "llama", "mellum", "minimax_m2", "ministral3", "mistral", "mixtral"}
     | {"olmo3", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
 )

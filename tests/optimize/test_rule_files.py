@@ -25,6 +25,8 @@ SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "DeepSeek-V3-Chat.yaml": [("deepseek_v3", {}), ("deepseek_v3", {"q_lora_rank": None})],
     "DeepSeek-V3-Chat-serve.yaml": [("deepseek_v3", {})],
     "Glm4MoeLite.yaml": [("glm4_moe_lite", latent_values("glm4_moe_lite"))],
+    "DeepSeek-V32.yaml": [("deepseek_v32", latent_values("deepseek_v32"))],
+    "GlmMoeDsa.yaml": [("glm_moe_dsa", latent_values("glm_moe_dsa"))],
     "KimiLinear.yaml": [("kimi_linear", latent_values("kimi_linear"))],
     "BailingHybrid.yaml": [("bailing_hybrid", latent_values("bailing_hybrid"))],
     "Mistral4.yaml": [],  # transformers does not choose its class: tests/models/test_latent_families.py

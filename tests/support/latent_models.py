@@ -10,7 +10,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from tests.support.tiny_models import NUM_EXPERTS, random_model, tiny_config
 
-__all__ = ["LATENT_TYPES", "latent_config", "latent_model", "latent_values"]
+__all__ = ["INDEXED_TYPES", "LATENT_TYPES", "latent_config", "latent_model", "latent_values"]
 
 _LATENT: dict[str, object] = {
     "moe_intermediate_size": 96,
@@ -42,14 +42,23 @@ _GROWING_ROPE: dict[str, object] = {
     "llama_4_scaling_beta": 0.1,  # queries grow with their position
 }
 
+# Sequences of tests are longer than index_topk. With few heads many scores would be 0, and which of them are chosen is
+# up to torch's top-k, which does not say.
+_INDEX: dict[str, object] = {"index_topk": 16, "index_n_heads": 8, "index_head_dim": 24}
+
 _OF_FAMILIES: dict[str, dict[str, object]] = {
     "bailing_hybrid": {"num_experts": NUM_EXPERTS, "layer_types": ["full_attention"] * 4},
+    "deepseek_v32": _INDEX,
     "glm4_moe_lite": {},
+    "glm_moe_dsa": {**_INDEX, "indexer_types": ["full", "full", "shared", "shared"]},
     "kimi_linear": {"num_experts": NUM_EXPERTS, "layer_types": ["full_attention"] * 4},
     "mistral4": {"first_k_dense_replace": 1, "rope_parameters": _GROWING_ROPE},
 }
 LATENT_TYPES = tuple(_OF_FAMILIES)
-"""Of the two that have other layers beside, the models have none: this is about latent attention."""
+INDEXED_TYPES = ("deepseek_v32", "glm_moe_dsa")
+"""Of the two that have other layers beside, the models have none: this is about latent attention.
+
+INDEXED_TYPES attend to positions that an indexer chooses."""
 
 _CLASSES: dict[str, Callable[[Any], PreTrainedModel]] = {"mistral4": Mistral4ForCausalLM}
 """Of families that transformers builds by no AutoModelForCausalLM."""

@@ -120,7 +120,6 @@ class KMLAAttention(WrapperOperator):
         if self.can_be_sparse and not self.is_sparse:
             _say_dense()
         self.index_dim = int(indexer.head_dim) if self.is_sparse and indexer is not None else 0
-        self._indexer: KIndexer | None = None  # once attached
         self._k_b: RawTensor | None = None  # [H, R, N]
         self._v_b: RawTensor | None = None  # [H, V, R]
 
@@ -192,13 +191,7 @@ class KMLAAttention(WrapperOperator):
     @override
     def settle(self, site: Site) -> None:
         if self.index_dim:
-            indexer = self.inner.get_submodule("indexer")
-            if not isinstance(indexer, KIndexer):
-                raise UnsupportedError(
-                    f"{self.key}.indexer chooses what is attended to: add a rule with class KIndexer for it, as the "
-                    "shipped files have, or attend to everything with --sparse_attention off"
-                )
-            self._indexer = indexer
+            self._require_indexer()
         self._flash = site.find(FlashLayer)
         self._choice = self.expansion_choice(self._flash)
         if not self.device.is_gpu:
@@ -279,13 +272,20 @@ class KMLAAttention(WrapperOperator):
         """
         if not self.is_sparse:
             return None
-        indexer: Any = self._indexer
-        if indexer is None:
+        if not self.index_dim:
             return None if given is None else given.to(self.home.torch_device)
         keys = context.cache.index_keys(self.layer_idx)
         assert compressed is not None
-        chosen: Selection | None = indexer.choose(x, compressed, angles, context.on(keys.device), keys)
-        return chosen
+        return self._require_indexer().choose(x, compressed, angles, context.on(keys.device), keys)
+
+    def _require_indexer(self) -> KIndexer:
+        indexer = self.inner.get_submodule("indexer")
+        if isinstance(indexer, KIndexer):
+            return indexer
+        raise UnsupportedError(
+            f"{self.key}.indexer chooses what is attended to: add a rule with class KIndexer for it, as the shipped "
+            "files have, or attend to everything with --sparse_attention off"
+        )
 
     def _output(self, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The heads' values [T, H, V] of rows x [1, T, hidden], gated where the family does, through o_proj."""
