@@ -19,6 +19,7 @@ from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.models.registry import OTHER_NAMES
+from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.device import CPU, Device
@@ -182,11 +183,13 @@ def cache_shapes(
             continue
         operator = operators.get(key)
         if isinstance(operator, KMLAAttention):
-            shape = LayerShape(1, operator.rank + operator.rope_dim, operator.rank, is_latent=True)
-            shapes[layer_idx] = replace(shape, index_dim=operator.index_dim)
+            shapes[layer_idx] = LayerShape(1, operator.rank + operator.rope_dim, operator.rank, is_latent=True)
         else:
             num_kv_heads = facts.layers[layer_idx].num_kv_heads if layer_idx < facts.num_layers else 0
             shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)
+        chooser = operators.get(f"{key}.indexer")
+        if isinstance(chooser, Chooser):
+            shapes[layer_idx] = replace(shapes[layer_idx], index_dim=chooser.index_dim)
     if sorted(shapes) != list(range(facts.num_layers)):
         raise UnsupportedError(f"model type {facts.model_type}: attention found for layers {sorted(shapes)} only")
     places = [CPU] * len(shapes) if homes is None else homes

@@ -78,6 +78,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "kimi_linear": Family("KimiLinear.yaml"),
     "minimax_m2": Family(old_segments=_SPARSE_BLOCK),
+    "minimax_m3_vl_text": Family("MiniMaxM3.yaml"),
     "mistral4": Family("Mistral4.yaml"),
     "mixtral": Family("Mixtral.yaml", old_segments=_SPARSE_BLOCK),
     "phimoe": Family(old_segments=_SPARSE_BLOCK),
@@ -92,7 +93,7 @@ Such configs name Python files of the model's own, which are not needed then."""
 
 TESTED_TYPES = frozenset(
     {"afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma2", "gemma3_text", "glm4_moe"}
-    | {"deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"}
+    | {"deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minimax_m3_vl_text"}
     | {"gpt_oss", "granitemoe", "hunyuan_v1_moe", "llama", "mellum", "minimax_m2", "ministral3", "mistral", "mixtral"}
     | {"olmo3", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
 )

@@ -53,6 +53,7 @@ _ROUTER = "router.KRouter"
 _GQA = "attention.KAttention"
 _MLA = "mla.KMLAAttention"
 _INDEXER = "indexer.KIndexer"
+_BLOCK_INDEXER = "indexer.KBlockIndexer"
 _MODEL = "model.KModel"
 _ROPE = "rope.KRotaryEmbedding"
 _NORM = "norm.KRMSNorm"
@@ -96,6 +97,7 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
     },
     _MLP: {"mlp": "kDeepseekV3MLP KQwen2MoeMLP KQwen3MoeMLP KGlm4MoeMLP KHunYuanMLP"},
     _INDEXER: {},
+    _BLOCK_INDEXER: {},
     _EMBEDDING: {},
     _ACTIVATION: {},
 }
@@ -108,6 +110,7 @@ _HOMES = {
     _GQA: "attention.gqa",
     _MLA: "attention.mla",
     _INDEXER: "attention.indexer",
+    _BLOCK_INDEXER: "attention.block_indexer",
     _MODEL: "layers.model",
     _ROPE: "attention.rope",
     _MLP: "linear.mlp",

@@ -20,12 +20,12 @@ from ktransformers.engine.builder import Engine, build_engine, plan_model
 from ktransformers.engine.llm import LLM
 from ktransformers.errors import ConfigError, RuleError, UnsupportedError
 from ktransformers.models.registry import RULES_DIR
-from ktransformers.operators.attention import mla
+from ktransformers.operators.attention.chooser import say_dense
 from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.context import ForwardContext
-from tests.support.latent_models import INDEXED_TYPES, latent_model
-from tests.support.runners import random_ids, runner_of
-from tests.support.tiny_models import write_safetensors
+from tests.support.latent_models import BLOCK_VALUES, INDEXED_TYPES, latent_model
+from tests.support.runners import fused_runner, random_ids, runner_of
+from tests.support.tiny_models import tiny_model, write_safetensors
 
 TOLERANCE = 5e-5
 PROMPT_LEN = 64
@@ -51,6 +51,27 @@ def test_the_keys_of_the_indexer_are_part_of_the_cache() -> None:
     assert [shape.index_dim for shape in runner.cache.shapes] == [24, 24, 0, 0]  # two layers choose as the second one
     assert LayerShape(1, 40, 32, is_latent=True, index_dim=24).nbytes(10) == 4 * 10 * (40 + 24)
     assert runner.cache.index_keys(0).shape == (96, 24)
+
+
+def test_chosen_blocks_of_grouped_keys_agree_and_chunks_change_nothing() -> None:
+    model = tiny_model("minimax_m3_vl_text", seed=1, **BLOCK_VALUES)
+    runner = runner_of(model, 96)
+    assert [shape.index_dim for shape in runner.cache.shapes] == [0, 16, 16, 0]
+    ids = random_ids(160, 80)
+    want = logits_of(model, ids)
+    steps = [(0, PROMPT_LEN), *((at, at + 1) for at in range(PROMPT_LEN, len(ids)))]
+    whole = torch.cat([runner.forward(ids[a:b], a, range(b - a)) for a, b in steps])
+    assert (whole - want).abs().max() <= TOLERANCE * want.abs().max()
+    cuts = [(at, min(at + 7, len(ids))) for at in range(0, len(ids), 7)]
+    assert torch.equal(torch.cat([runner.forward(ids[a:b], a, range(b - a)) for a, b in cuts]), whole)
+
+
+def test_fused_layers_leave_chosen_blocks_alone() -> None:
+    model = tiny_model("minimax_m3_vl_text", seed=1, **BLOCK_VALUES)
+    ids = random_ids(160, PROMPT_LEN)
+    got = fused_runner(model).forward(ids, 0, range(PROMPT_LEN))
+    want = logits_of(model, ids)
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
 @pytest.mark.parametrize("model_type", INDEXED_TYPES)
@@ -95,7 +116,7 @@ def test_off_attends_to_all_positions(saved: Path, caplog: pytest.LogCaptureFixt
     for layer in model.model.layers:
         layer.self_attn.indexer.index_topk = PROMPT_LEN
     dense = logits_of(model, ids)
-    mla._say_dense.cache_clear()
+    say_dense.cache_clear()
     with caplog.at_level(logging.WARNING), closing(engine_of(saved, sparse_attention="off")) as engine:
         got = engine.runner.forward(ids, 0, range(PROMPT_LEN))
         indexers = [module for module in engine.runner.model.modules() if isinstance(module, KIndexer)]

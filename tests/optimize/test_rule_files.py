@@ -15,7 +15,7 @@ from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.rules import load_rules
 from tests.support.fake_operators import GIB, meta_model, plan_with
-from tests.support.latent_models import latent_values
+from tests.support.latent_models import BLOCK_VALUES, latent_values
 from tests.support.products import product
 from tests.support.tiny_models import DENSE_TYPES, MOE_TYPES
 
@@ -26,6 +26,7 @@ SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "DeepSeek-V3-Chat-serve.yaml": [("deepseek_v3", {})],
     "Glm4MoeLite.yaml": [("glm4_moe_lite", latent_values("glm4_moe_lite"))],
     "DeepSeek-V32.yaml": [("deepseek_v32", latent_values("deepseek_v32"))],
+    "MiniMaxM3.yaml": [("minimax_m3_vl_text", BLOCK_VALUES)],
     "GlmMoeDsa.yaml": [("glm_moe_dsa", latent_values("glm_moe_dsa"))],
     "KimiLinear.yaml": [("kimi_linear", latent_values("kimi_linear"))],
     "BailingHybrid.yaml": [("bailing_hybrid", latent_values("bailing_hybrid"))],

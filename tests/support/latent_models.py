@@ -10,7 +10,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from tests.support.tiny_models import NUM_EXPERTS, random_model, tiny_config
 
-__all__ = ["INDEXED_TYPES", "LATENT_TYPES", "latent_config", "latent_model", "latent_values"]
+__all__ = ["BLOCK_VALUES", "INDEXED_TYPES", "LATENT_TYPES", "latent_config", "latent_model", "latent_values"]
 
 _LATENT: dict[str, object] = {
     "moe_intermediate_size": 96,
@@ -59,6 +59,25 @@ INDEXED_TYPES = ("deepseek_v32", "glm_moe_dsa")
 """Of the two that have other layers beside, the models have none: this is about latent attention.
 
 INDEXED_TYPES attend to positions that an indexer chooses."""
+
+BLOCK_VALUES: dict[str, Any] = {
+    "layers": 4,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_local_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 96,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 4,
+    "index_topk_blocks": 4,
+    "index_local_blocks": 1,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+"""Of minimax_m3_vl_text, which attends to chosen blocks of grouped keys, for `tiny_config`."""
 
 _CLASSES: dict[str, Callable[[Any], PreTrainedModel]] = {"mistral4": Mistral4ForCausalLM}
 """Of families that transformers builds by no AutoModelForCausalLM."""

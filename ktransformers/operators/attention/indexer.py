@@ -22,19 +22,18 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.triton.choose import choose_positions
 from ktransformers.kernels.triton.rope import rope_to_cache
-from ktransformers.operators.attention.rotation import rotate
+from ktransformers.operators.attention.chooser import Chooser
+from ktransformers.operators.attention.rotation import rotated_columns
 from ktransformers.operators.attention.selection import Selection
-from ktransformers.operators.base import OperatorConfig, Placement, Requirements
+from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
 from ktransformers.operators.recognize.indexer import recognize_indexer
-from ktransformers.operators.wrapper import WrapperOperator
-from ktransformers.weights.source import WeightSource
 
 __all__ = ["KIndexer"]
 
 
-class KIndexer(WrapperOperator):
+class KIndexer(Chooser):
     """Chooses positions for the latent attention that it is a child of; its projections are operators of their own."""
 
     OPS: ClassVar[dict[str, str]] = {
@@ -44,7 +43,6 @@ class KIndexer(WrapperOperator):
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        self.is_used = config.sparse_attention != "off"
         if not self.is_used:
             return
         spec = recognize_indexer(module)
@@ -59,27 +57,7 @@ class KIndexer(WrapperOperator):
             raise UnsupportedError(
                 f"{key} rotates all of its columns, which is not supported on a GPU; place it on cpu"
             )
-        self.spec = spec
-
-    @override
-    def owned_children(self) -> frozenset[str]:
-        return frozenset() if self.is_used else frozenset(name for name, _ in self.inner.named_children())
-
-    @override
-    def requirements(self, source: WeightSource) -> Requirements:
-        """Of an indexer that is not used: that its tensors are known, and take no memory."""
-        if self.is_used:
-            return super().requirements(source)
-        needs = Requirements()
-        for name, _ in self.inner.named_parameters():
-            info = source.find(f"{self.key}.{name}")
-            needs.stored_names.update(() if info is None else info.stored_names)
-        return needs
-
-    @override
-    def load(self, source: WeightSource) -> None:
-        if self.is_used:
-            super().load(source)
+        self.spec, self.index_dim = spec, spec.head_dim
 
     @override
     def op(self, phase: Phase) -> str:
@@ -104,7 +82,7 @@ class KIndexer(WrapperOperator):
         weights = inner.weights_proj(x)[0].float() * spec.head_scale
         if self.device.is_gpu:
             return self._choose_on_gpu(q, k, weights, angles, context, keys)
-        q, k = (self._rotated(part, angles) for part in (q, k))
+        q, k = (rotated_columns(part, *angles, is_interleaved=spec.is_interleaved) for part in (q, k))
         keys[context.slot_mapping] = k[:, 0]
         if not len(q) or int(context.kv_lens.max()) <= spec.num_chosen:
             return None
@@ -119,12 +97,6 @@ class KIndexer(WrapperOperator):
     def inner_module(self) -> Any:
         """The wrapped module, for its children."""
         return self.inner
-
-    def _rotated(self, part: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """[T, heads, D], its first columns rotated."""
-        rotary = self.spec.rotary_dim
-        turned = rotate(part[..., :rotary], *angles, self.spec.is_interleaved)
-        return torch.cat((turned, part[..., rotary:]), dim=-1)
 
     def _choose_on_gpu(
         self,

@@ -30,6 +30,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import LatentShape, Shape
 from ktransformers.kernels.types import QuantType, RawTensor
+from ktransformers.operators.attention.chooser import say_dense
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.latent_expansion import Choice, LatentDims, Rates, StepRuns
@@ -61,15 +62,6 @@ def _real_parts(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _say_absorbed() -> None:
     """Once, not for every layer."""
     logger.info("absorb_for_prefill: false has no effect on the CPU, where latent attention is absorbed in both phases")
-
-
-@functools.cache
-def _say_dense() -> None:
-    """Once, not for every layer."""
-    logger.warning(
-        "--sparse_attention off: the model attends to all positions, where it was trained to choose some; answers "
-        "differ in sequences longer than what it chooses (index_topk in its config)"
-    )
 
 
 class KMLAAttention(WrapperOperator):
@@ -118,8 +110,8 @@ class KMLAAttention(WrapperOperator):
         self.can_be_sparse = indexer is not None or spec.hands_selection
         self.is_sparse = self.can_be_sparse and config.sparse_attention != "off"
         if self.can_be_sparse and not self.is_sparse:
-            _say_dense()
-        self.index_dim = int(indexer.head_dim) if self.is_sparse and indexer is not None else 0
+            say_dense()
+        self._has_indexer = self.is_sparse and indexer is not None
         self._k_b: RawTensor | None = None  # [H, R, N]
         self._v_b: RawTensor | None = None  # [H, V, R]
 
@@ -190,7 +182,7 @@ class KMLAAttention(WrapperOperator):
 
     @override
     def settle(self, site: Site) -> None:
-        if self.index_dim:
+        if self._has_indexer:
             self._require_indexer()
         self._flash = site.find(FlashLayer)
         self._choice = self.expansion_choice(self._flash)
@@ -272,7 +264,7 @@ class KMLAAttention(WrapperOperator):
         """
         if not self.is_sparse:
             return None
-        if not self.index_dim:
+        if not self._has_indexer:
             return None if given is None else given.to(self.home.torch_device)
         keys = context.cache.index_keys(self.layer_idx)
         assert compressed is not None

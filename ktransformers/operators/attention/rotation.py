@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["rotate"]
+__all__ = ["rotate", "rotated_columns"]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
@@ -17,3 +17,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved
     a, b = (x[..., ::2], x[..., 1::2]) if is_interleaved else (x[..., :half], x[..., half:])
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def rotated_columns(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool = False
+) -> torch.Tensor:
+    """x [T, heads, D] with its first P columns rotated as `rotate` does, the others as they are."""
+    rotary = 2 * cos.shape[-1]
+    return torch.cat((rotate(x[..., :rotary], cos, sin, is_interleaved), x[..., rotary:]), dim=-1)

@@ -99,7 +99,8 @@ def _attention(layer: nn.Module, call: LayerCall) -> AttentionLayer:
     head_norms = [_child(module, name) for name in ("q_norm", "k_norm")]
     heads = [None if norm is None else _norm(norm) for norm in head_norms]
     q, k, v, o = (_projection(_child(module, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-    if len(call.attention) != 1 or call.attention[0].has_sinks or call.attention[0].softcap:
+    asked = call.attention[0] if len(call.attention) == 1 else None
+    if asked is None or asked.has_sinks or asked.softcap or asked.is_sparse:
         raise _DoesNotFit("another kind of attention")
     angles, head_dim = call.kwargs.get("position_embeddings"), getattr(module, "head_dim", None)
     if not isinstance(head_dim, int):

@@ -49,12 +49,16 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What a module asks of attention. window: positions that a row sees, itself included; 0: all."""
+    """What a module asks of attention. window: positions that a row sees, itself included; 0: all.
+
+    is_sparse: an indexer chooses among them.
+    """
 
     scale: float
     window: int
     softcap: float
     has_sinks: bool
+    is_sparse: bool = False
 
 
 @dataclass(slots=True)
@@ -189,6 +193,7 @@ def _asked(query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionCall:
         window=int(kwargs.get("sliding_window") or 0),
         softcap=float(kwargs.get("softcap") or 0.0),
         has_sinks=kwargs.get("s_aux") is not None,
+        is_sparse=kwargs.get("block_indices") is not None,
     )
 
 

@@ -1,0 +1,47 @@
+"""Attention to chosen positions on a made-up GPU, in fp32: logits against `transformers`; decode steps are replayed."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.builder import build_engine
+from ktransformers.operators.attention.block_indexer import KBlockIndexer
+from ktransformers.operators.attention.indexer import KIndexer
+from tests.support.agreement import TOLERANCE
+from tests.support.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.latent_models import BLOCK_VALUES, INDEXED_TYPES, latent_model
+from tests.support.runners import random_ids
+from tests.support.tiny_models import tiny_model, write_safetensors
+
+pytest.importorskip("triton")
+
+BLOCK_TYPE = "minimax_m3_vl_text"
+CHUNKS = [(0, 37), (37, 42), *((at, at + 1) for at in range(42, 45))]
+
+
+def model_of(model_type: str) -> PreTrainedModel:
+    if model_type == BLOCK_TYPE:
+        return tiny_model(model_type, seed=1, **BLOCK_VALUES)
+    return latent_model(model_type, seed=1)
+
+
+@pytest.mark.parametrize("model_type", [*INDEXED_TYPES, BLOCK_TYPE])
+def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_path: Path) -> None:
+    model = model_of(model_type)
+    write_safetensors(model, tmp_path)
+    ids, graphs = random_ids(model.config.vocab_size, CHUNKS[-1][1]), FakeGraphs()
+    config = EngineConfig(model_path=tmp_path, cache_lens=48, cpu_infer=1)
+    with closing(build_engine(config, hardware=fake_hardware(graphs=graphs))) as engine:
+        got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
+        indexers = [m for m in engine.runner.model.modules() if isinstance(m, KIndexer | KBlockIndexer)]
+    assert len(indexers) >= 2
+    assert all(indexer.device.is_gpu for indexer in indexers)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
