@@ -57,7 +57,8 @@ def recognize_expert_activation(module: nn.Module, layout: ExpertsLayout) -> Act
     if not layout.has_gate:
         return matching(want, _PLAIN, lambda spec: _FORMULAS[spec.kind](rows))
     gate, up = rows.chunk(2, dim=-1) if layout.is_concatenated else (rows[..., ::2], rows[..., 1::2])
-    specs, alpha, limit = list(_PLAIN), getattr(module, "alpha", None), getattr(module, "limit", None)
+    specs, limit = list(_PLAIN), getattr(module, "limit", None)
+    alpha = getattr(module, "alpha", getattr(module, "swiglu_alpha", None))
     if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)):
         specs.append(ActivationSpec(Activation.SWIGLU_OAI, float(alpha), float(limit)))
     return matching(want, specs, lambda spec: _gated(spec, gate, up))
