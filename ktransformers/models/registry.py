@@ -77,6 +77,7 @@ FAMILIES: Mapping[str, Family] = {
         "Hunyuan-A13B.yaml", upstream=UpstreamNames("hunyuan", prefixes=("HunYuan", "HunYuanMoEV1"))
     ),
     "kimi_linear": Family("KimiLinear.yaml"),
+    "longcat_flash": Family("LongcatFlash.yaml"),
     "minimax_m2": Family(old_segments=_SPARSE_BLOCK),
     "minimax_m3_vl_text": Family("MiniMaxM3.yaml"),
     "mistral4": Family("Mistral4.yaml"),
@@ -93,7 +94,7 @@ Such configs name Python files of the model's own, which are not needed then."""
 
 TESTED_TYPES = frozenset(
     {"afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma2", "gemma3_text", "glm4_moe"}
-    | {"deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minimax_m3_vl_text"}
+    | {"deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minimax_m3_vl_text"}
     | {"gpt_oss", "granitemoe", "hunyuan_v1_moe", "llama", "mellum", "minimax_m2", "ministral3", "mistral", "mixtral"}
     | {"olmo3", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
 )
@@ -142,12 +143,22 @@ def ignorable_tensors(model: PreTrainedModel, facts: ModelFacts) -> Callable[[st
     declared: Iterable[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = [re.compile(pattern) for pattern in declared]
     patterns.append(re.compile(r"rotary_emb\.inv_freq$"))
+    # Experts that return what they are given have numbers behind the others', and need no weights.
+    weighted = {key: len(module.down_proj) for key, module in model.named_modules() if _has_identities(module)}
+    expert = re.compile(r"(.+)\.(\d+)\.[^.]+\.weight$")
     layer = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
     extra = range(facts.num_layers, facts.num_layers + facts.num_prediction_layers)
 
     def is_ignorable(name: str) -> bool:
         found = layer.search(name)
         is_prediction_layer = found is not None and int(found.group(1)) in extra
+        one = expert.match(name) if weighted else None
+        if one is not None and int(one.group(2)) >= weighted.get(one.group(1), 1 << 30):
+            return True
         return is_prediction_layer or any(pattern.search(name) for pattern in patterns)
 
     return is_ignorable
+
+
+def _has_identities(module: nn.Module) -> bool:
+    return bool(getattr(module, "zero_expert_num", None)) and "down_proj" in module._parameters

@@ -30,6 +30,7 @@ SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "GlmMoeDsa.yaml": [("glm_moe_dsa", latent_values("glm_moe_dsa"))],
     "KimiLinear.yaml": [("kimi_linear", latent_values("kimi_linear"))],
     "BailingHybrid.yaml": [("bailing_hybrid", latent_values("bailing_hybrid"))],
+    "LongcatFlash.yaml": [("longcat_flash", latent_values("longcat_flash"))],
     "Mistral4.yaml": [],  # transformers does not choose its class: tests/models/test_latent_families.py
     "Qwen2-57B-A14B-Instruct.yaml": [("qwen2_moe", {})],
     "Qwen2-serve.yaml": [("qwen2_moe", {})],

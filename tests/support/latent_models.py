@@ -52,6 +52,14 @@ _OF_FAMILIES: dict[str, dict[str, object]] = {
     "glm4_moe_lite": {},
     "glm_moe_dsa": {**_INDEX, "indexer_types": ["full", "full", "shared", "shared"]},
     "kimi_linear": {"num_experts": NUM_EXPERTS, "layer_types": ["full_attention"] * 4},
+    "longcat_flash": {
+        "num_layers": 2,
+        "head_dim": 8,
+        "moe_topk": 3,
+        "zero_expert_num": 3,
+        "expert_ffn_hidden_size": 96,
+        "ffn_hidden_size": 96,
+    },
     "mistral4": {"first_k_dense_replace": 1, "rope_parameters": _GROWING_ROPE},
 }
 LATENT_TYPES = tuple(_OF_FAMILIES)
@@ -59,6 +67,14 @@ INDEXED_TYPES = ("deepseek_v32", "glm_moe_dsa")
 """Of the two that have other layers beside, the models have none: this is about latent attention.
 
 INDEXED_TYPES attend to positions that an indexer chooses."""
+
+_UNKNOWN: dict[str, tuple[str, ...]] = {
+    "longcat_flash": (
+        *("mlp_layer_types", "n_group", "topk_group", "norm_topk_prob"),
+        *("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
+    ),
+    "mistral4": ("mlp_layer_types",),
+}
 
 BLOCK_VALUES: dict[str, Any] = {
     "layers": 4,
@@ -86,7 +102,7 @@ _CLASSES: dict[str, Callable[[Any], PreTrainedModel]] = {"mistral4": Mistral4For
 def latent_values(model_type: str, **overrides: object) -> dict[str, Any]:
     """What `tiny_config` is told of four layers, the first of them dense."""
     values = {"layers": 4, **_LATENT, **_OF_FAMILIES[model_type], **overrides}
-    return {name: value for name, value in values.items() if name != "mlp_layer_types" or model_type != "mistral4"}
+    return {name: value for name, value in values.items() if name not in _UNKNOWN.get(model_type, ())}
 
 
 def latent_config(model_type: str, **overrides: object) -> PretrainedConfig:

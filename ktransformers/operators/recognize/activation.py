@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktransformers.kernels.types import Activation, ActivationSpec
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, matching, recognizer
+from ktransformers.operators.recognize.probe import Draws, Unlike, answer, matching, recognizer, twin_of
 from ktransformers.weights.source import ExpertsLayout
 
 __all__ = ["recognize_activation", "recognize_expert_activation"]
@@ -49,11 +49,24 @@ def recognize_activation(module: nn.Module) -> ActivationSpec:
     return matching(answer(lambda: module(rows)), _PLAIN, lambda spec: _FORMULAS[spec.kind](rows))
 
 
+def _forward_of_one(module: nn.Module, rows: Tensor) -> Tensor:
+    """[T, I] of rows [T, 2 I] by the forward of an experts module, whose first expert hands them on."""
+    cols = rows.shape[-1]
+    first, last = torch.eye(cols)[None], torch.eye(cols, cols // 2)[None]
+    twin = twin_of(module, parameters={"gate_up_proj": first, "down_proj": last})
+    ids = torch.zeros(len(rows), 2, dtype=torch.int64)  # one expert a row is a case that some forwards do not know
+    output: Tensor = twin(rows, ids, torch.tensor([1.0, 0.0]).expand(len(rows), 2))
+    return output[:, : cols // 2]
+
+
 @recognizer("an experts module whose activation kernels compute", logging.DEBUG)  # the operator warns
 def recognize_expert_activation(module: nn.Module, layout: ExpertsLayout) -> ActivationSpec:
     """What an experts module of `transformers` computes between its projections; None where no kernel does."""
     rows = _rows(2 * _COLS if layout.has_gate else _COLS)
-    want = answer(lambda: getattr(module, "_apply_gate" if layout.has_gate else "act_fn")(rows))
+    if layout.has_gate and not hasattr(module, "_apply_gate"):
+        want = answer(lambda: _forward_of_one(module, rows))
+    else:
+        want = answer(lambda: getattr(module, "_apply_gate" if layout.has_gate else "act_fn")(rows))
     if not layout.has_gate:
         return matching(want, _PLAIN, lambda spec: _FORMULAS[spec.kind](rows))
     gate, up = rows.chunk(2, dim=-1) if layout.is_concatenated else (rows[..., ::2], rows[..., 1::2])
