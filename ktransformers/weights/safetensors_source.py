@@ -334,7 +334,7 @@ class SafetensorsSource:
             check_expert_shape(origin.sources[0], self._tensors[origin.sources[0]].shape, wanted)
         return {part: (down if part == "down" else up).sources for part in parts}
 
-    def _complete(self, key: str, part: str, names: Mapping[int, str], count: int) -> tuple[str, ...]:
+    def _complete(self, key: str, part: str, names: dict[int, str], count: int) -> tuple[str, ...]:
         if sorted(names) != list(range(count)):
             missing = sorted(set(range(count)) - names.keys())[:5]
             raise TensorMismatchError(
@@ -401,7 +401,7 @@ def _merged_info(key: str, merged: Mapping[str, MergedExperts], quantize_to: Qua
     return ExpertsInfo(infos.get("gate"), infos["up"], infos["down"], used, sum(i.nbytes for i in infos.values()))
 
 
-def _without_identities(names: Mapping[int, str], layout: ExpertsLayout) -> Mapping[int, str]:
+def _without_identities(names: dict[int, str], layout: ExpertsLayout) -> dict[int, str]:
     """Without experts that need no weights; transformers saves some of them all the same."""
     identities = range(layout.num_experts, layout.num_experts + layout.num_identities)
     return {number: name for number, name in names.items() if number not in identities}

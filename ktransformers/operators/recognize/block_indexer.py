@@ -53,8 +53,7 @@ def recognize_block_indexer(module: nn.Module) -> BlockSpec:
     draws, num_local = Draws(), min(spec.num_local, _CHOSEN - 1)
     q, k = draws.normal(1, _ROWS, spec.num_heads * spec.head_dim), draws.normal(1, _ROWS, spec.head_dim)
     children = {"q_proj": _Fixed(q), "k_proj": _Fixed(k), "q_norm": nn.Identity(), "k_norm": nn.Identity()}
-    numbers = {"block_size": _BLOCK, "topk_blocks": _CHOSEN, "local_blocks": num_local}
-    twin = twin_of(module, modules=children, **numbers)
+    twin = twin_of(module, modules=children, block_size=_BLOCK, topk_blocks=_CHOSEN, local_blocks=num_local)
     angles = torch.zeros(1, _ROWS, spec.head_dim)  # how it is rotated, its attention shows
     rows = torch.zeros(1, _ROWS, 8)
     chosen = answer(lambda: twin(rows, (angles.cos(), angles.sin()), None, torch.arange(_ROWS)[None]))
@@ -75,8 +74,9 @@ def _choose(q: Tensor, k: Tensor, num_local: int) -> Tensor:
     future = torch.arange(_ROWS)[None, None] > torch.arange(_ROWS)[:, None, None]
     scores = scores.masked_fill(future, float("-inf"))
     spare = -_ROWS % _BLOCK
-    blocks = torch.nn.functional.pad(scores, (0, spare), value=float("-inf")).unflatten(-1, (-1, _BLOCK)).amax(-1)
+    padded = torch.nn.functional.pad(scores, (0, spare), value=float("-inf"))
+    blocks = padded.view(*scores.shape[:2], -1, _BLOCK).amax(-1)
     back = torch.arange(_ROWS)[:, None, None] // _BLOCK - torch.arange(blocks.shape[-1])
     blocks = blocks.masked_fill((back >= 0) & (back < num_local), float("inf"))
-    best = blocks.topk(_CHOSEN, dim=-1)
-    return best.indices.masked_fill(best.values == float("-inf"), -1)
+    values, numbers = blocks.topk(_CHOSEN, dim=-1)
+    return numbers.masked_fill(values == float("-inf"), -1)
