@@ -26,6 +26,7 @@ from ktransformers.operators.layers import gpu
 from tests.support.agreement import TYPES
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
+from tests.support.latent_models import WHOLE_TYPES
 from tests.support.tiny_models import (
     SCALED_ROPES,
     UNROTATED_TYPES,
@@ -51,7 +52,7 @@ def _all_untested(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
 
 
 def test_the_list_is_what_the_tests_of_models_cover() -> None:
-    covered = {*TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *SCALED_ROPES}
+    covered = {*TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *SCALED_ROPES, *WHOLE_TYPES}
     assert covered == registry.TESTED_TYPES
 
 

@@ -1,4 +1,7 @@
-"""Attention to chosen positions on a made-up GPU, in fp32: logits against `transformers`; decode steps are replayed."""
+"""Attention to chosen positions, and latent attention as families have it, on a made-up GPU in fp32.
+
+Logits against `transformers`; decode steps are replayed.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,25 @@ def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_
     assert len(indexers) == (1 if model_type == "glm_moe_dsa" else 2)
     assert graphs.replays > 0
     assert all(indexer.device.is_gpu for indexer in indexers)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "kimi_linear", "longcat_flash"])
+def test_gates_scales_and_keys_without_rotation(model_type: str, tmp_path: Path) -> None:
+    kinds = {"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"]}
+    values: dict[str, object] = {"layers": 2, **kinds}
+    if model_type == "longcat_flash":  # one layer of two attentions
+        values = {"layers": 2, "num_layers": 1}
+    model = latent_model(model_type, seed=1, **values)
+    write_safetensors(model, tmp_path)
+    ids, graphs = random_ids(model.config.vocab_size, 12), FakeGraphs()
+    config = EngineConfig(model_path=tmp_path, cache_lens=16, cpu_infer=1, self_check=False)
+    with closing(build_engine(config, hardware=fake_hardware(graphs=graphs))) as engine:
+        steps = [(0, 9), (9, 11), (11, 12)]
+        got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in steps])
+    assert graphs.replays > 0
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()

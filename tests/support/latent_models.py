@@ -10,7 +10,15 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from tests.support.tiny_models import NUM_EXPERTS, random_model, tiny_config
 
-__all__ = ["BLOCK_VALUES", "INDEXED_TYPES", "LATENT_TYPES", "latent_config", "latent_model", "latent_values"]
+__all__ = [
+    "BLOCK_VALUES",
+    "INDEXED_TYPES",
+    "LATENT_TYPES",
+    "WHOLE_TYPES",
+    "latent_config",
+    "latent_model",
+    "latent_values",
+]
 
 _LATENT: dict[str, object] = {
     "moe_intermediate_size": 96,
@@ -63,10 +71,12 @@ _OF_FAMILIES: dict[str, dict[str, object]] = {
     "mistral4": {"first_k_dense_replace": 1, "rope_parameters": _GROWING_ROPE},
 }
 LATENT_TYPES = tuple(_OF_FAMILIES)
+WHOLE_TYPES = ("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minimax_m3_vl_text")
 INDEXED_TYPES = ("deepseek_v32", "glm_moe_dsa")
 """Of the two that have other layers beside, the models have none: this is about latent attention.
 
-INDEXED_TYPES attend to positions that an indexer chooses."""
+WHOLE_TYPES are families all of whose layers are compared, by tests/models/test_latent_families.py and
+test_sparse_attention.py; INDEXED_TYPES attend to positions that an indexer chooses."""
 
 _UNKNOWN: dict[str, tuple[str, ...]] = {
     "longcat_flash": (
