@@ -7,6 +7,7 @@ BF16_COLS: int
 F8_E4M3: int
 FP8_BLOCK: int
 MANY_TOKENS: int
+MAX_INDEX_HEADS: int
 MAX_THREADS: int
 TILE_ROWS: int
 
@@ -93,6 +94,21 @@ class ExpertCounts:
     def totals(self) -> tuple[int, int, int]: ...
     def take(self) -> bytes: ...
 
+def choose_positions(
+    pool: WorkerPool,
+    q: int,
+    weights: int,
+    k: int,
+    sizes: tuple[int, int, int, int, int],
+    block_table: int,
+    table: tuple[int, int, int, int],
+    seq_ids: int,
+    kv_lens: int,
+    scale: float,
+    choice: tuple[int, int, int],
+    slots: int,
+    counts: int,
+) -> None: ...
 def attention(
     pool: WorkerPool,
     q: int,

@@ -15,6 +15,7 @@
 
 #include "bind/args.h"
 #include "ops/attention.h"
+#include "ops/index.h"
 #include "ops/limits.h"
 #include "ops/linear.h"
 #include "ops/rows.h"
@@ -334,6 +335,39 @@ void bind_attention(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
 }
 
+// sizes: rows, heads, dimension, slots of the cache, stride of a slot in elements; table: as `attention`; choice: blocks
+// that are chosen, positions of a block, blocks at the end that always are.
+void bind_index(nb::module_& m) {
+  m.attr("MAX_INDEX_HEADS") = kt::kMaxIndexHeads;
+  m.def(
+      "choose_positions",
+      [](kt::WorkerPool& pool, Address q, Address weights, Address k, const std::array<int64_t, 5>& sizes,
+         Address block_table, const std::array<int64_t, 4>& table, Address seq_ids, Address kv_lens, float scale,
+         const std::array<int64_t, 3>& choice, Address slots, Address counts) {
+        kt::IndexArgs a{};
+        a.q = at<const float>(q);
+        a.weights = at<const float>(weights);
+        a.k = at<const float>(k);
+        a.num_rows = sizes[0];
+        a.num_heads = static_cast<int>(sizes[1]);
+        a.dim = static_cast<int>(sizes[2]);
+        a.num_slots = sizes[3];
+        a.k_slot = sizes[4];
+        a.block_table = at<const int32_t>(block_table);
+        a.num_seqs = table[0];
+        a.max_pages = table[1];
+        a.table_stride = table[2];
+        a.page_size = table[3];
+        a.seq_ids = at<const int32_t>(seq_ids);
+        a.kv_lens = at<const int32_t>(kv_lens);
+        a.scale = scale;
+        kt::choose_positions(pool, a, {choice[0], choice[1], choice[2], at<int32_t>(slots), at<int32_t>(counts)});
+      },
+      nb::arg("pool"), nb::arg("q"), nb::arg("weights"), nb::arg("k"), nb::arg("sizes"), nb::arg("block_table"),
+      nb::arg("table"), nb::arg("seq_ids"), nb::arg("kv_lens"), nb::arg("scale"), nb::arg("choice"), nb::arg("slots"),
+      nb::arg("counts"), nb::call_guard<nb::gil_scoped_release>());
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -386,6 +420,7 @@ NB_MODULE(_native, m) {
   bind_moe(m);
   bind_stream(m);
   bind_attention(m);
+  bind_index(m);
   bind_layer(m);
   bind_profile(m);
   bind_recurrent(m);

@@ -43,29 +43,6 @@ Span<Unit> make_units(WorkerPool::Session& session, const AttentionArgs& a) {
   throw std::invalid_argument("attention row " + std::to_string(row) + ": " + what);
 }
 
-// Throws std::invalid_argument unless every page that a row sees is in the table and lies inside the cache.
-void check_pages(const AttentionArgs& a) {
-  int64_t seq = -1, from = 0, to = 0;  // pages of `seq` that are known to be good
-  for (int64_t row = 0; row < a.num_rows; ++row) {
-    const int64_t len = a.kv_lens[row];
-    if (a.seq_ids[row] < 0 || a.seq_ids[row] >= a.num_seqs)
-      fail(row, "seq_id " + std::to_string(a.seq_ids[row]) + " is no row of block_table");
-    if (len < 0 || len > a.max_pages * a.page_size)
-      fail(row, "kv_len " + std::to_string(len) + " does not fit in block_table");
-    const int64_t first = a.oldest(len) / a.page_size, last = (len + a.page_size - 1) / a.page_size;
-    if (a.seq_ids[row] != seq || first < from || first > to) {
-      seq = a.seq_ids[row];
-      from = to = first;
-    }
-    for (; to < last; ++to) {
-      const int64_t page = a.block_table[seq * a.table_stride + to];
-      if (page < 0 || (page + 1) * a.page_size > a.num_slots)
-        fail(row, "page " + std::to_string(page) + " of block_table lies outside a cache of " +
-                      std::to_string(a.num_slots) + " slots");
-    }
-  }
-}
-
 // Maximum, sum and output of every query of a unit.
 struct Partial { float *max, *sum, *out; };
 
@@ -154,6 +131,28 @@ void run_by_span(WorkerPool::Session& session, const AttentionArgs& a, Span<Unit
 }
 
 }  // namespace
+
+void check_pages(const AttentionArgs& a) {
+  int64_t seq = -1, from = 0, to = 0;  // pages of `seq` that are known to be good
+  for (int64_t row = 0; row < a.num_rows; ++row) {
+    const int64_t len = a.kv_lens[row];
+    if (a.seq_ids[row] < 0 || a.seq_ids[row] >= a.num_seqs)
+      fail(row, "seq_id " + std::to_string(a.seq_ids[row]) + " is no row of block_table");
+    if (len < 0 || len > a.max_pages * a.page_size)
+      fail(row, "kv_len " + std::to_string(len) + " does not fit in block_table");
+    const int64_t first = a.oldest(len) / a.page_size, last = (len + a.page_size - 1) / a.page_size;
+    if (a.seq_ids[row] != seq || first < from || first > to) {
+      seq = a.seq_ids[row];
+      from = to = first;
+    }
+    for (; to < last; ++to) {
+      const int64_t page = a.block_table[seq * a.table_stride + to];
+      if (page < 0 || (page + 1) * a.page_size > a.num_slots)
+        fail(row, "page " + std::to_string(page) + " of block_table lies outside a cache of " +
+                      std::to_string(a.num_slots) + " slots");
+    }
+  }
+}
 
 void attention(WorkerPool& pool, const AttentionArgs& args) {
   check_pages(args);

@@ -151,6 +151,26 @@ constexpr int kMaxQueries = 48;      // rows times heads of a span
 constexpr int kPositionTile = 64;    // positions between two updates of the running maximum
 constexpr int kPositionSplit = 512;  // positions of one span; spans are merged in ascending order
 
+constexpr int kMaxIndexHeads = 128;
+
+// What an indexer scores the cached positions of its rows with. weights: [T, H], heads are summed; nullptr: apart.
+struct IndexArgs {
+  const float* q;  // [T, H, D], contiguous
+  const float* weights;
+  const float* k;  // [slots, D]
+  int64_t k_slot;  // stride in elements
+  const int32_t* block_table;
+  int64_t table_stride;
+  int64_t num_seqs, max_pages;
+  int64_t page_size;
+  int64_t num_slots;
+  const int32_t* seq_ids;  // [T]
+  const int32_t* kv_lens;  // [T]
+  int64_t num_rows;
+  int num_heads, dim;
+  float scale;
+};
+
 constexpr int kSampleBlock = 256;  // tokens whose greatest logit, and whose sum of weights, stand for them
 
 // The weight of a token: 2^((logit - top) * scale), 0 where that is below `floor` or the logit below `least`.
@@ -193,6 +213,8 @@ struct KernelTable {
   void (*delta_gates_row)(const float* a, const float* b, const float* rate, const float* bias, int64_t n, float* decay,
                           float* beta);
   int scan_cols;  // columns of a state that scans over heads keep at a time
+  // Of positions [begin, end) of a row, see index.inl; heads that are apart lie head_stride apart.
+  void (*index_scores)(const IndexArgs& args, int64_t row, int64_t begin, int64_t end, float* out, int64_t head_stride);
   // Of n logits, see sampling.inl.
   int32_t (*block_maxima)(const float* x, int64_t n, float* maxima);
   void (*token_weights)(const float* x, int64_t n, const WeightSpec& spec, double* out);

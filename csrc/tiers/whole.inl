@@ -4,6 +4,7 @@
 #include "kernels/rows.inl"
 #include "kernels/attention.inl"
 #include "kernels/recurrent.inl"
+#include "kernels/index.inl"
 #include "kernels/sampling.inl"
 #include "kernels/probe.inl"
 
@@ -36,6 +37,7 @@ constexpr KernelTable whole_tier(const char* name) {
           gated_norm_row,
           delta_gates_row,
           kScanCols,
+          index_scores,
           block_maxima,
           token_weights,
           weight_sums,

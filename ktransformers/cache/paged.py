@@ -5,6 +5,7 @@ slot of position p of a sequence: block_table[p // page_size] * page_size + p % 
 latent attention (MLA): kv_heads is 1, and values is a view of the first value_dim columns of keys
 a layer that shares another's keys and values: the same tensors
 layers that keep a state instead (cache/state.py), or nothing, have 0 kv_heads; `states` has the former
+sparse attention: the keys of a layer's indexer beside them, [num_pages * page_size, index_dim]
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _CPU = torch.device("cpu")
 class LayerShape:
     """Shape of one layer's cache. is_latent: values are part of the keys and take no bytes of their own.
 
+    index_dim: of the keys that an indexer chooses positions by, 0 without.
     place: the device as plans name it; device, dtype: where its tensors are and what they hold.
     shares: the earlier layer whose keys and values these are, which takes no bytes; None for tensors of its own.
     chunk: positions come in chunks of so many, and attention sees those of a row's own; 0: it has no such borders.
@@ -42,6 +44,7 @@ class LayerShape:
     shares: int | None = None
     chunk: int = 0
     state: StateShape | None = None
+    index_dim: int = 0
 
     @classmethod
     def without_pages(cls, state: StateShape | None = None) -> LayerShape:
@@ -58,9 +61,10 @@ class LayerShape:
         return 0 if self.shares is not None else self.read_nbytes(num_slots)
 
     def read_nbytes(self, num_slots: int) -> int:
-        """Of the keys and values at `num_slots` positions, which attention reads, whosever they are."""
+        """Of the keys and values at `num_slots` positions, which attention reads, whosever they are, and of an
+        indexer's keys."""
         values = 0 if self.is_latent else self.value_dim
-        return self.dtype.itemsize * num_slots * self.kv_heads * (self.key_dim + values)
+        return self.dtype.itemsize * num_slots * (self.kv_heads * (self.key_dim + values) + self.index_dim)
 
 
 class PagedCache:
@@ -76,6 +80,10 @@ class PagedCache:
             self._layers.append(self._allocate(shape) if shape.shares is None else self._layers[shape.shares])
         states = state_shapes(self.shapes)
         self.states = StateCache(states, num_states) if states else None
+        self._index_keys = [
+            torch.zeros(self.num_slots, shape.index_dim, device=shape.device, dtype=shape.dtype)
+            for shape in self.shapes
+        ]
 
     @staticmethod
     def size(shapes: Sequence[LayerShape], num_slots: int) -> int:
@@ -117,6 +125,10 @@ class PagedCache:
     def shape(self, layer_idx: int) -> LayerShape:
         """What layer `layer_idx` caches."""
         return self.shapes[layer_idx]
+
+    def index_keys(self, layer_idx: int) -> torch.Tensor:
+        """Keys of layer `layer_idx`'s indexer, [slots, index_dim]; the indexer writes to them in place."""
+        return self._index_keys[layer_idx]
 
     def is_on_gpu(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` lives on a GPU, where other kernels read it."""

@@ -19,6 +19,7 @@ from ktransformers.config import (
     CPU_BF16S,
     CPU_PREFILLS,
     CPU_QUANT_TYPES,
+    SPARSE_ATTENTIONS,
     EngineConfig,
     bundled_model,
 )
@@ -86,6 +87,13 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         default=config.cpu_bf16,
         help="products of BF16 weights: with activations rounded to bf16 where the processor can, or with fp32 ones, "
         "slower and the same on every processor (%(default)s)",
+    )
+    group.add_argument(
+        "--sparse_attention",
+        choices=SPARSE_ATTENTIONS,
+        default=config.sparse_attention,
+        help="families that choose the positions that they attend to (DeepSeek-V3.2, GLM-5, MiniMax-M3): off attends "
+        "to all of them, which they were not trained for (%(default)s)",
     )
     group.add_argument("--architectures", metavar="CLASS", help="not needed: checked against the model's config.json")
     add_toggle(

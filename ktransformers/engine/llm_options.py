@@ -47,6 +47,7 @@ class EngineOptions(TypedDict, total=False):
     use_cuda: bool | None
     use_cuda_graph: bool | None
     attention_backend: str
+    sparse_attention: str
     prefix_cache: bool
     self_check: bool
     strict: bool

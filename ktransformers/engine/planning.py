@@ -23,6 +23,8 @@ from ktransformers.engine.skeleton import cache_shapes
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import default_rules, ignorable_tensors
+from ktransformers.operators.attention.gqa import KAttention
+from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Device, Devices
@@ -131,7 +133,14 @@ class Planner:
         """The plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for them."""
         planned, hardware = self._settled(hardware)
         planned.report()
+        self._report_sparsity(planned.plan)
         return planned, hardware
+
+    def _report_sparsity(self, plan: Plan) -> None:
+        """Say when --sparse_attention off changes nothing; operators say what it changes."""
+        found = any(op.can_be_sparse for op in plan.operators.values() if isinstance(op, KMLAAttention | KAttention))
+        if self.opened.config.sparse_attention == "off" and not found:
+            logger.warning("--sparse_attention off has no effect: the model attends to all positions anyway")
 
     def _settled(self, hardware: Hardware) -> tuple[Planned, Hardware]:
         planned = self._on(hardware)
@@ -218,6 +227,7 @@ class Planner:
                 config.cpu_bf16,
                 self.expert_stats,
                 hardware.devices,
+                config.sparse_attention,
             ),
             source=opened.source,
             machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),

@@ -21,6 +21,7 @@ from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.models.registry import OTHER_NAMES
+from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention
 from ktransformers.operators.attention.mla import KMLAAttention
@@ -233,6 +234,9 @@ def cache_shapes(
             shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)
             if layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.CHUNKED:
                 shapes[layer_idx] = replace(shapes[layer_idx], chunk=facts.layers[layer_idx].window or 0)
+        chooser = operators.get(f"{key}.indexer")
+        if isinstance(chooser, Chooser):
+            shapes[layer_idx] = replace(shapes[layer_idx], index_dim=chooser.index_dim)
     _add_states(shapes, facts, operators)
     if sorted(shapes) != list(range(facts.num_layers)):
         what = f"of layers {sorted(shapes)} only" if shapes else "in none of its layers"

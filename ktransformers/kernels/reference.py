@@ -16,6 +16,7 @@ from ktransformers.kernels.types import FP8_BLOCK, Fp8Matrix, QuantType, RawTens
 
 __all__ = [
     "attention",
+    "choose_positions",
     "dequantize",
     "linear",
     "moe",
@@ -111,3 +112,34 @@ def attention(  # noqa: PLR0913 - as the kernel
         probabilities = torch.softmax(scores, dim=1)[:, : positions.numel()]
         out[row] = torch.einsum("hp,phd->hd", probabilities, values).float()
     return out
+
+
+def choose_positions(  # noqa: PLR0913 - as the kernel
+    q: Tensor,
+    weights: Tensor | None,
+    k_cache: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    seq_ids: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    num_chosen: int,
+    *,
+    block: int = 1,
+    num_local: int = 0,
+) -> list[list[int]]:
+    """Slots that each row, or each head of a row, chooses; one row at a time, in fp64. As `cpu.choose_positions`."""
+    chosen = []
+    for row in range(q.shape[0]):
+        length = int(kv_lens[row])
+        positions = torch.arange(length)
+        slots = block_table[int(seq_ids[row])][positions // page_size].long() * page_size + positions % page_size
+        dots = torch.einsum("hd,pd->hp", q[row].double(), k_cache[slots].double()) * scale
+        scores = dots if weights is None else (weights[row].double() @ dots.relu())[None]
+        for of_positions in scores.tolist():
+            count = -(-length // block)
+            best = [max(of_positions[b * block : (b + 1) * block]) for b in range(count)]
+            ranks = [(-float("inf") if b >= count - num_local else -best[b], b) for b in range(count)]
+            taken = sorted(b for _, b in sorted(ranks)[:num_chosen])
+            chosen.append([int(slots[p]) for b in taken for p in range(b * block, min((b + 1) * block, length))])
+    return chosen

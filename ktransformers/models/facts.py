@@ -65,6 +65,8 @@ class LayerKind(StrEnum):
 _KINDS = {
     "full_attention": LayerKind.FULL,
     "attention": LayerKind.FULL,
+    "indexed_attention": LayerKind.FULL,  # to positions that an indexer chooses: its operator's affair
+    "minimax_m3_sparse": LayerKind.FULL,  # the same, in blocks
     "sliding_attention": LayerKind.SLIDING,
     "chunked_attention": LayerKind.CHUNKED,
     "compressed_sparse_attention": LayerKind.COMPRESSED,

@@ -62,20 +62,28 @@ class Family:
 _SPARSE_BLOCK = ("mlp", "block_sparse_moe")
 
 FAMILIES: Mapping[str, Family] = {
+    "bailing_hybrid": Family("BailingHybrid.yaml"),
     "deepseek_v2": Family(
         "DeepSeek-V2-Chat.yaml", "DeepSeek-V2-Lite-Chat.yaml", "deepseek2", upstream=UpstreamNames("deepseek")
     ),
     "deepseek_v3": Family("DeepSeek-V3-Chat.yaml", gguf_arch="deepseek2", upstream=UpstreamNames("deepseekv3")),
+    "deepseek_v32": Family("DeepSeek-V32.yaml"),
     "deepseek_v4": Family("DeepSeek-V4.yaml"),
     "dots1": Family("Dots1.yaml"),
     "ernie4_5_moe": Family("Ernie4_5_Moe.yaml"),
     "glm4_moe": Family("Glm4Moe.yaml", gguf_arch="glm4moe"),
+    "glm4_moe_lite": Family("Glm4MoeLite.yaml"),
+    "glm_moe_dsa": Family("GlmMoeDsa.yaml"),
     "gpt_oss": Family(expert_type="MXFP4"),
     "hunyuan_v1_moe": Family(
         "Hunyuan-A13B.yaml", upstream=UpstreamNames("hunyuan", prefixes=("HunYuan", "HunYuanMoEV1"))
     ),
+    "kimi_linear": Family("KimiLinear.yaml"),
     "llama4_text": Family("Llama4.yaml"),
+    "longcat_flash": Family("LongcatFlash.yaml"),
     "minimax_m2": Family(old_segments=_SPARSE_BLOCK),
+    "minimax_m3_vl_text": Family("MiniMaxM3.yaml"),
+    "mistral4": Family("Mistral4.yaml"),
     "mixtral": Family("Mixtral.yaml", old_segments=_SPARSE_BLOCK),
     "phimoe": Family(old_segments=_SPARSE_BLOCK),
     "qwen2_moe": Family("Qwen2-57B-A14B-Instruct.yaml", gguf_arch="qwen2moe"),
@@ -130,12 +138,22 @@ def ignorable_tensors(model: PreTrainedModel, facts: ModelFacts) -> Callable[[st
     declared: Iterable[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = [re.compile(pattern) for pattern in declared]
     patterns.append(re.compile(r"rotary_emb\.inv_freq$"))
+    # Experts that return what they are given have numbers behind the others', and need no weights.
+    weighted = {key: len(module.down_proj) for key, module in model.named_modules() if _has_identities(module)}
+    expert = re.compile(r"(.+)\.(\d+)\.[^.]+\.weight$")
     layer = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
     extra = range(facts.num_layers, facts.num_layers + facts.num_prediction_layers)
 
     def is_ignorable(name: str) -> bool:
         found = layer.search(name)
         is_prediction_layer = found is not None and int(found.group(1)) in extra
+        one = expert.match(name) if weighted else None
+        if one is not None and int(one.group(2)) >= weighted.get(one.group(1), 1 << 30):
+            return True
         return is_prediction_layer or any(pattern.search(name) for pattern in patterns)
 
     return is_ignorable
+
+
+def _has_identities(module: nn.Module) -> bool:
+    return bool(getattr(module, "zero_expert_num", None)) and "down_proj" in module._parameters

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ktransformers.config import CPU_BF16S, CPU_PREFILLS
+from ktransformers.config import CPU_BF16S, CPU_PREFILLS, SPARSE_ATTENTIONS
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
@@ -120,6 +120,7 @@ class OperatorConfig:
     cpu_bf16: str = CPU_BF16S[0]
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
     devices: Devices = field(default_factory=Devices)
+    sparse_attention: str = SPARSE_ATTENTIONS[0]
 
     def require_pool(self) -> WorkerPool:
         """The worker pool. Raises RuntimeError while only planning."""
@@ -212,6 +213,10 @@ class Operator(nn.Module, ABC):
         """The implementation that runs in `phase`, for the plan's table."""
         named = self.placement.prefill_op if phase is Phase.PREFILL else self.placement.generate_op
         return named or type(self).__name__
+
+    def owned_children(self) -> frozenset[str]:
+        """OWNED_CHILDREN, unless it depends on how the operator is used."""
+        return self.OWNED_CHILDREN
 
     @abstractmethod
     def requirements(self, source: WeightSource) -> Requirements:

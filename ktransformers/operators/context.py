@@ -51,6 +51,10 @@ class LayerCache(Protocol):
         """What a layer caches, and whose it is."""
         ...
 
+    def index_keys(self, layer_idx: int) -> torch.Tensor:
+        """Keys of a layer's indexer, [slots, index_dim]."""
+        ...
+
     def is_on_gpu(self, layer_idx: int) -> bool:
         """Whether kernels of a GPU are to read them."""
         ...

@@ -54,6 +54,8 @@ _ROUTER = "router.KRouter"
 _GQA = "attention.KAttention"
 _MLA = "mla.KMLAAttention"
 _COMPRESSED = "compressed.KCompressedAttention"
+_INDEXER = "indexer.KIndexer"
+_BLOCK_INDEXER = "indexer.KBlockIndexer"
 _MODEL = "model.KModel"
 _ROPE = "rope.KRotaryEmbedding"
 _NORM = "norm.KRMSNorm"
@@ -105,6 +107,8 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
         "layernorm": "RMSNorm KQwen2MoeRMSNorm KQwen3MoeRMSNorm KGlm4MoeRMSNorm KHunYuanRMSNorm DeepseekV3RMSNormTorch"
     },
     _MLP: {"mlp": "kDeepseekV3MLP KQwen2MoeMLP KQwen3MoeMLP KGlm4MoeMLP KHunYuanMLP"},
+    _INDEXER: {},
+    _BLOCK_INDEXER: {},
     _EMBEDDING: {},
     _ACTIVATION: {},
 }
@@ -118,6 +122,8 @@ _HOMES = {
     _GQA: "attention.gqa",
     _MLA: "attention.mla",
     _COMPRESSED: "attention.compressed",
+    _INDEXER: "attention.indexer",
+    _BLOCK_INDEXER: "attention.block_indexer",
     _MODEL: "layers.model",
     _ROPE: "attention.rope",
     _MLP: "linear.mlp",

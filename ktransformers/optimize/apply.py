@@ -121,7 +121,7 @@ def _on_meta(module: nn.Module, key: str, owned: frozenset[str]) -> Iterator[str
             continue
         inside = frozenset[str]()
         if isinstance(child, Operator):
-            inside = child.OWNED_CHILDREN
+            inside = child.owned_children()
         elif isinstance(module, Operator):  # the original module that the operator holds
-            inside = module.OWNED_CHILDREN
+            inside = module.owned_children()
         yield from _on_meta(child, f"{key}.{name}" if key else name, inside)

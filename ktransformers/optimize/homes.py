@@ -41,13 +41,13 @@ class Homes:
         self._machine = machine
         attention = mixers(model)
         self._transfer = _transfer_map(model, rules, model_type) or transfer or {}
-        self._layer_of = {key.rpartition(".")[0]: layer for layer, key in attention.items()}
+        self._layer_of = {_layer_key(key): layer for layer, key in attention.items()}
         self.layers: dict[int, Home] = {}
         for layer, key in sorted(attention.items()):
             rule = rules.first_match(key, model.get_submodule(key), model_type)
             named = {} if rule is None else rule.devices
             wanted = named.get("generate_device", named.get("prefill_device", self.default_device(key)))
-            self.layers[layer] = Home(key.rpartition(".")[0], self.resolve(wanted, key))
+            self.layers[layer] = Home(_layer_key(key), self.resolve(wanted, key))
 
     def _layer(self, key: str) -> int | None:
         while key:
@@ -79,6 +79,14 @@ class Homes:
         if layer is not None and layer in self.layers:
             return self.layers[layer].device
         return self._machine.default_device if layer is None else self.resolve(self._machine.default_device[:4], key)
+
+
+def _layer_key(attention: str) -> str:
+    """The decoder layer of an attention module, one of several in a layer perhaps: "a.layers.0.self_attn.1"."""
+    layer = attention.rpartition(".")[0]
+    while layer.rpartition(".")[0] and not layer.rpartition(".")[2].isdecimal():
+        layer = layer.rpartition(".")[0]
+    return layer if layer.rpartition(".")[2].isdecimal() else attention.rpartition(".")[0]
 
 
 def _transfer_map(model: nn.Module, rules: Rules, model_type: str) -> Mapping[int, str]:

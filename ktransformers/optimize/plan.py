@@ -266,7 +266,7 @@ class _Planner:
             rule=rule.number,
         )
         self.entries.append(self._with_needs(entry, lambda: operator.requirements(self.source)))
-        return operator.OWNED_CHILDREN
+        return operator.owned_children()
 
     def _keep(self, module: nn.Module, key: str, rule: Rule | None) -> None:
         """Plan `module` as it is: its own parameters and persistent buffers dense, a plain linear layer in the file's

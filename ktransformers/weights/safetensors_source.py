@@ -342,6 +342,7 @@ class SafetensorsSource:
         parts = ("gate", "up", "down") if layout.has_gate else ("up", "down")
         for candidate in (key, key.removeprefix("model.")):
             single = {part: self._names.experts.get((candidate, part), {}) for part in parts}
+            single = {part: _without_identities(names, layout) for part, names in single.items()}
             if any(single.values()):
                 return {part: self._complete(key, part, names, layout.num_experts) for part, names in single.items()}
         up = self._names.find(f"{key}.gate_up_proj" if layout.has_gate else f"{key}.up_proj")
@@ -441,3 +442,9 @@ def _merged_info(key: str, merged: Mapping[str, MergedExperts], quantize_to: Qua
     }
     used = tuple(name for found in merged.values() for name in found.sources)
     return ExpertsInfo(infos.get("gate"), infos["up"], infos["down"], used, sum(i.nbytes for i in infos.values()))
+
+
+def _without_identities(names: dict[int, str], layout: ExpertsLayout) -> dict[int, str]:
+    """Without experts that need no weights; transformers saves some of them all the same."""
+    identities = range(layout.num_experts, layout.num_experts + layout.num_identities)
+    return {number: name for number, name in names.items() if number not in identities}

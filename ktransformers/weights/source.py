@@ -45,7 +45,8 @@ class ExpertsLayout:
     """Shape and layout flags of a `transformers` experts module (E experts, I intermediate, H hidden).
 
     The flags are those of `transformers.integrations.moe.use_experts_implementation`; they describe the fused
-    gate_up_proj / down_proj parameters of safetensors checkpoints in the module's own layout.
+    gate_up_proj / down_proj parameters of safetensors checkpoints in the module's own layout. num_identities: experts
+    numbered behind these that return what they are given.
     """
 
     num_experts: int
@@ -55,6 +56,7 @@ class ExpertsLayout:
     has_bias: bool = False
     is_transposed: bool = False
     is_concatenated: bool = True
+    num_identities: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,9 @@ from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_families import FAMILIES
-<<<<<<< ours
 from ktransformers.models.gguf_fields import rotary_share
 from ktransformers.models.gguf_metadata import Metadata
-=======
 from ktransformers.models.gguf_recurrent import RECURRENT_FAMILIES
->>>>>>> theirs
 from ktransformers.models.gguf_refused import REFUSED, check_architecture
 from ktransformers.weights.gguf import GGUFModel, open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
@@ -183,11 +180,7 @@ def test_every_architecture_has_an_entry() -> None:
     assert set(FAMILIES) & set(REFUSED) == set()
     assert set(FAMILIES) == set(ARCHITECTURES)
     tested = {arch for arch, _ in models()} | {ARCH_OF[model_type] for model_type in MODEL_TYPES}
-<<<<<<< ours
-    assert tested | TESTED_ELSEWHERE == set(FAMILIES)
-=======
-    assert tested | set(RECURRENT_FAMILIES) == set(FAMILIES)  # the latter are those of test_gguf_recurrent.py
->>>>>>> theirs
+    assert tested | TESTED_ELSEWHERE | set(RECURRENT_FAMILIES) == set(FAMILIES)  # the latter: test_gguf_recurrent.py
 
 
 def test_the_page_lists_them() -> None:

@@ -70,6 +70,7 @@ class DictSource:
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
         assert layout.has_gate
         fused, down = self._get(f"{key}.gate_up_proj"), self._get(f"{key}.down_proj")
+        fused = fused[: layout.num_experts]  # without those that need no weights
         if layout.is_transposed:
             fused, down = fused.transpose(1, 2), down.transpose(1, 2)
         bias = self._get(f"{key}.gate_up_proj_bias").float() if layout.has_bias else None

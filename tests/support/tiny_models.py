@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -104,10 +106,16 @@ def tiny_model(model_type: str, seed: int = 0, **config_values: object) -> PreTr
     return random_model(tiny_config(model_type, **config_values), seed)
 
 
-def random_model(config: PretrainedConfig, seed: int = 0, auto: type = AutoModelForCausalLM) -> PreTrainedModel:
-    """A model of `config` with tiny_model's weights. auto: the class of transformers that makes it."""
+def random_model(
+    config: PretrainedConfig,
+    seed: int = 0,
+    auto: type = AutoModelForCausalLM,
+    make: Callable[[Any], PreTrainedModel] | None = None,
+) -> PreTrainedModel:
+    """A model of `config` with tiny_model's weights. auto: the class of transformers that makes it; make: what does
+    where none does."""
     config._attn_implementation = "eager"
-    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32) if make is None else make(config)  # type: ignore[attr-defined]
     fill_randomly(model, seed)
     return model.eval()
 

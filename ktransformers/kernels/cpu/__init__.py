@@ -9,6 +9,7 @@ ValueError (shape, stride, device, range) or IndexError (an id out of range) tha
 """
 
 from ktransformers.kernels.cpu.base import NATIVE_TYPES, Isa, WorkerPool, active_isa, available_isas, has_bf16
+from ktransformers.kernels.cpu.choose import MAX_INDEX_HEADS, choose_positions
 from ktransformers.kernels.cpu.moe import MoeKernel
 from ktransformers.kernels.cpu.packing import (
     PACKED_TYPES,
@@ -25,6 +26,7 @@ from ktransformers.kernels.cpu.products import batched_linear, linear
 from ktransformers.kernels.cpu.rows import activate, dequantize_rows, rms_norm
 
 __all__ = [
+    "MAX_INDEX_HEADS",
     "NATIVE_TYPES",
     "PACKED_TYPES",
     "Isa",
@@ -36,6 +38,7 @@ __all__ = [
     "available_isas",
     "batched_linear",
     "can_pack",
+    "choose_positions",
     "dequantize_rows",
     "empty_bytes",
     "has_bf16",

@@ -8,7 +8,7 @@ from torch import Tensor
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, output
 from ktransformers.kernels.extension import extension
 
-__all__ = ["attention"]
+__all__ = ["attention", "row_numbers"]
 
 
 def _check_cache(name: str, cache: Tensor) -> None:
@@ -34,7 +34,8 @@ def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         raise ValueError(f"{q.shape[1]} query heads cannot share {num_kv_heads} KV heads")
 
 
-def _row_numbers(name: str, values: Tensor, num_rows: int) -> Tensor:
+def row_numbers(name: str, values: Tensor, num_rows: int) -> Tensor:
+    """`values` [num_rows] as int32. Raises TypeError or ValueError, with `name`, for what is no such thing."""
     if values.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
     converted = values.to(torch.int32)
@@ -79,8 +80,8 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
     slots, num_kv_heads, dim_v = v_cache.shape
     if page_size < 1 or window < 0 or softcap < 0:
         raise ValueError(f"page_size {page_size} must be >= 1, window {window} and softcap {softcap} >= 0")
-    seqs = _row_numbers("seq_ids", seq_ids, num_rows)
-    lens = _row_numbers("kv_lens", kv_lens, num_rows)
+    seqs = row_numbers("seq_ids", seq_ids, num_rows)
+    lens = row_numbers("kv_lens", kv_lens, num_rows)
     if sinks is not None:
         check_tensor("sinks", sinks, (num_heads,))
     result = output(out, (num_rows, num_heads, dim_v), q)

@@ -22,8 +22,10 @@ from ktransformers.kernels.flashinfer import Shape
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.models.facts import LayerKind
+from ktransformers.operators.attention.block_indexer import BlockIndex
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GqaParts, gqa_forward
+from ktransformers.operators.attention.selection import Selection
 from ktransformers.operators.base import Site
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
@@ -55,13 +57,15 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     query_factors: torch.Tensor | None = None,
+    block_indices: BlockIndex | None = None,
     forward_context: ForwardContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the step's keys and values, then attend.
 
     query [1, Hq, T, D]; key, value [1, Hkv, T, D]; returns [1, T, Hq, D]; all fp32, or of a GPU's type. s_aux [Hq] are
-    attention sinks; softcap bounds the logits (Gemma 2); query_factors [T] multiply queries (Llama 4). Raises
+    attention sinks; softcap bounds the logits (Gemma 2); query_factors [T] multiply queries (Llama 4); block_indices:
+    what a KBlockIndexer made. Raises
     UnsupportedError for an argument that would change the result.
     """
     if forward_context is None:
@@ -96,13 +100,16 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
         "softcap": softcap or 0.0,
     }
     context = forward_context.on(keys.device)
+    selection = _selection(module, block_indices, context, options)
     # [T, heads, D]; keys and values that another layer made may be on that one's device
     rows = query[0].transpose(0, 1), _here(key, query), _here(value, query)
     if context.cache.is_on_gpu(layer_idx):
-        return _gpu_attention(rows, keys, values, context, scale, options)[None], None
+        return _gpu_attention(rows, keys, values, context, scale, options, selection)[None], None
     if shape.shares is None:
         keys[context.slot_mapping] = rows[1]
         values[context.slot_mapping] = rows[2]
+    if selection is not None:
+        return _attend_to_chosen(rows[0], keys, values, selection, scale, context.pool)[None], None
     out = cpu.attention(
         rows[0].contiguous(),
         keys,
@@ -122,6 +129,47 @@ def _here(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return states[0].transpose(0, 1).to(query.device, query.dtype)
 
 
+def _selection(
+    module: Any, block_indices: object, context: ForwardContext, options: dict[str, Any]
+) -> Selection | None:
+    """What rows and KV heads attend to, by an indexer; None: all positions."""
+    if block_indices is None:
+        return None
+    if not isinstance(block_indices, BlockIndex):
+        raise UnsupportedError(
+            f"{type(module).__name__} has an indexer that chooses what is attended to: add a rule with class "
+            "KBlockIndexer for it, as MiniMaxM3.yaml has, or attend to everything with --sparse_attention off"
+        )
+    if options["window"] or options["softcap"] or options["sinks"] is not None:
+        raise UnsupportedError(f"{type(module).__name__}: chosen blocks go with no window, softcap or sinks")
+    return block_indices.choose(context, int(module.layer_idx))
+
+
+def _attend_to_chosen(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    selection: Selection,
+    scale: float,
+    pool: cpu.WorkerPool | None,
+) -> torch.Tensor:
+    """query [T, Hq, D], to positions that were chosen for each KV head; returns [T, Hq, Dv]. pool: None on a GPU.
+
+    A row and a KV head become a row of its own, a slot and a KV head a slot.
+    """
+    num_rows, num_heads, dim = query.shape
+    kv_heads, dim_v = values.shape[1:]
+    if len(selection.counts) != num_rows * kv_heads:
+        raise UnsupportedError(f"an indexer of {len(selection.counts) // num_rows} heads for {kv_heads} KV heads")
+    heads = torch.arange(kv_heads, dtype=torch.int32, device=query.device).repeat(num_rows)
+    table = selection.slots * kv_heads + heads[:, None]
+    rows = query.reshape(num_rows * kv_heads, num_heads // kv_heads, dim)
+    caches = keys.view(-1, 1, dim), values.view(-1, 1, dim_v)
+    given = (rows, *caches, table, 1, selection.seq_ids, selection.counts, scale)
+    out = attention(*given) if pool is None else cpu.attention(*given, pool)
+    return out.view(num_rows, num_heads, dim_v)
+
+
 @functools.cache
 def _zero_angle(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(1, 1, device=device), torch.zeros(1, 1, device=device)
@@ -134,6 +182,7 @@ def _gpu_attention(
     context: ForwardContext,
     scale: float,
     options: dict[str, Any],
+    selection: Selection | None,
 ) -> torch.Tensor:
     """`attention_forward` on a GPU: rows are query, key and value [T, heads, D] of any type; returns [T, Hq, D]."""
     use(keys.device)
@@ -150,6 +199,8 @@ def _gpu_attention(
         rotary_dim=2,
         q_out=torch.empty(rows[0].shape, dtype=keys.dtype, device=keys.device),
     )
+    if selection is not None:
+        return _attend_to_chosen(query, keys, values, selection, scale, None)
     return attention(
         query,
         keys,
@@ -203,6 +254,7 @@ class KAttention(WrapperOperator):
             _say_expanded(type(self.inner).__name__)
         self.spec = recognize_attention(self.inner) if self.device.is_gpu and not self._has_chunks() else None
         self._parts: GqaParts | None = None  # on a GPU, once attached
+        self.can_be_sparse = getattr(self.inner, "indexer", None) is not None
         self._temperature = recognize_temperature(self.inner) if _is_tempered(self.inner) else None
         self._factors: torch.Tensor | None = None  # by position, once attached
         if self._temperature is not None:

@@ -20,6 +20,7 @@ from ktransformers.kernels.triton.rope import latent_to_cache
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.attention.flash import Attend
 from ktransformers.operators.attention.latent_expansion import WORKSPACE_ALIGN, Batch, Expansion
+from ktransformers.operators.attention.selection import Selection
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.linear.matrix import dense_tensor
@@ -43,7 +44,8 @@ class LatentStep:
     compressed: [T, R + P], latent before its norm and shared key. norm: weight [R] and epsilon of the latent's RMSNorm.
     angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. is_cached: the latents are in the cache.
     attend: over the cache, None for Triton's kernels. expansion: rows that attend on expanded keys instead, None for
-    none. workspace: values that keys are expanded into, as many as it was chosen for.
+    none. workspace: values that keys are expanded into, as many as it was chosen for. selection: the positions that
+    rows attend to, None for all.
     """
 
     compressed: torch.Tensor
@@ -56,6 +58,7 @@ class LatentStep:
     attend: Attend | None = None
     expansion: Expansion | None = None
     workspace: torch.Tensor | None = None
+    selection: Selection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,10 @@ class GpuLatent:
 
     def _attend_latents(self, query: torch.Tensor, step: LatentStep, rows: slice | torch.Tensor) -> torch.Tensor:
         """Latents [n, H, R] that some rows' absorbed queries [n, H, R + P] attend to, by Triton's kernels."""
-        context = step.context
+        context, chosen = step.context, step.selection
+        if chosen is not None:
+            table, seq_ids, kv_lens = chosen.slots, chosen.seq_ids[rows], chosen.counts[rows]
+            return mla_attention(query, step.cache, self.rank, table, 1, seq_ids, kv_lens, step.scale)
         return mla_attention(
             query,
             step.cache,

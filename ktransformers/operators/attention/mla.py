@@ -30,9 +30,14 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.flashinfer import LatentShape, Shape
 from ktransformers.kernels.types import QuantType, RawTensor
+from ktransformers.operators.attention.chooser import say_dense
 from ktransformers.operators.attention.flash import FlashLayer
+from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.latent_expansion import Choice, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
+from ktransformers.operators.attention.latent_spec import LatentSpec
+from ktransformers.operators.attention.rotation import rotate
+from ktransformers.operators.attention.selection import Selection
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.linear.joined import JoinedLinears
@@ -46,18 +51,6 @@ __all__ = ["KMLAAttention", "rotate"]
 logger = logging.getLogger(__name__)
 
 _TWO_BYTE = frozenset({QuantType.F16, QuantType.BF16})
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
-    """Rotate fp32 x [T, heads, P] by angles [T, P / 2].
-
-    Pairs are (0, 1), (2, 3), ... when interleaved, else (0, P / 2), (1, P / 2 + 1), ...; the result holds first all
-    first members, then all second ones, which leaves the dot product of two rotated vectors unchanged.
-    """
-    half = x.shape[-1] // 2
-    a, b = (x[..., ::2], x[..., 1::2]) if is_interleaved else (x[..., :half], x[..., half:])
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def _real_parts(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,16 +87,13 @@ class KMLAAttention(WrapperOperator):
         absorb_for_prefill: bool | None = None,
     ):
         super().__init__(module, key, config, placement)
-        needed = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads", "scaling")
-        missing = [name for name in needed if getattr(module, name, None) is None]
-        if missing:
-            raise UnsupportedError(f"KMLAAttention cannot replace {key} ({type(module).__name__}): no {missing[0]}")
-        self.rank, self.nope_dim, self.rope_dim, self.v_dim, self.num_heads = (
-            int(getattr(module, name)) for name in needed[:-1]
-        )
+        self.spec = spec = LatentSpec.of(module, key)
+        self.rank, self.nope_dim, self.rope_dim = spec.rank, spec.nope_dim, spec.rope_dim
+        self.v_dim, self.num_heads = spec.v_dim, spec.num_heads
         self.layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
         self._compressions: JoinedLinears | None = None  # what reads hidden states: the query's and the latent's
         self._latent_norm: NormSpec | None = None  # on a GPU
+        self._norm_weight: torch.Tensor | None = None  # of that norm, the latents' scale included
         self._query_norm: NormSpec | None = None  # of the compressed query, where a kernel computes it
         self._gpu: GpuLatent | None = None
         self.absorb_for_prefill = absorb_for_prefill
@@ -116,20 +106,25 @@ class KMLAAttention(WrapperOperator):
             self._latent_norm = recognize_norm(module.get_submodule("kv_a_layernorm"))
             if self._latent_norm is None or self._latent_norm.offset:
                 raise UnsupportedError(f"{key}: its latent norm is not plain RMSNorm; place it on cpu")
+        indexer: Any = getattr(module, "indexer", None)
+        self.can_be_sparse = indexer is not None or spec.hands_selection
+        self.is_sparse = self.can_be_sparse and config.sparse_attention != "off"
+        if self.can_be_sparse and not self.is_sparse:
+            say_dense()
+        self._has_indexer = self.is_sparse and indexer is not None
         self._k_b: RawTensor | None = None  # [H, R, N]
         self._v_b: RawTensor | None = None  # [H, V, R]
 
     def attention_shape(self) -> Shape | None:
         """What FlashInfer is asked about; None where another kernel has to attend."""
-        if not self.device.is_gpu:
+        if not self.device.is_gpu or self.is_sparse:
             return None
-        scale = float(self.inner.scaling)  # type: ignore[arg-type]
-        return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, scale)
+        return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, self.spec.scale)
 
     def expansion_choice(self, flash: FlashLayer | None = None) -> Choice | None:
         """How prefill steps would choose between the two forms on a site with `flash`; None where all are absorbed."""
         is_bound = flash is not None and flash.is_required
-        if not self.device.is_gpu or self.absorb_for_prefill or is_bound:
+        if not self.device.is_gpu or self.absorb_for_prefill or is_bound or self.is_sparse:
             return None
         rates = Rates() if flash is None else Rates().with_flashinfer()
         dims = LatentDims(self.num_heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
@@ -187,12 +182,16 @@ class KMLAAttention(WrapperOperator):
 
     @override
     def settle(self, site: Site) -> None:
+        if self._has_indexer:
+            self._require_indexer()
         self._flash = site.find(FlashLayer)
         self._choice = self.expansion_choice(self._flash)
         if not self.device.is_gpu:
             return
         inner: Any = self.inner
-        if getattr(inner, "q_lora_rank", None) is None:
+        weight = inner.kv_a_layernorm.weight
+        self._norm_weight = weight if self.spec.latent_scale == 1.0 else weight * self.spec.latent_scale
+        if getattr(inner, "q_a_proj", None) is None:
             self._compressions = JoinedLinears([inner.q_proj, inner.kv_a_proj_with_mqa])
             return
         self._compressions = JoinedLinears([inner.q_a_proj, inner.kv_a_proj_with_mqa])
@@ -222,100 +221,165 @@ class KMLAAttention(WrapperOperator):
         attention_mask: torch.Tensor | None = None,
         forward_context: ForwardContext | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Any, ...]:
         if forward_context is None or attention_mask is not None:
             raise UnsupportedError("latent attention runs inside the engine only: it needs forward_context and no mask")
         if self._gpu is not None:
-            return self._forward_on_gpu(self._gpu, hidden_states, position_embeddings, forward_context), None
+            given = kwargs.get("prev_topk_indices")
+            return self._forward_on_gpu(self._gpu, hidden_states, position_embeddings, forward_context, given)
         assert self._k_b is not None, f"{self.key} is not loaded"
         assert self._v_b is not None
         pool = self.config.require_pool()
         cos, sin, is_interleaved = self._angles(position_embeddings, forward_context)
-        query = self._query(hidden_states, cos, sin, is_interleaved, pool)
+        q, compressed = self._projected_query(hidden_states)
+        q = self._scaled(q, forward_context)
+        query = self._absorbed_query(q, cos, sin, is_interleaved, pool)
         keys, values = forward_context.cache.layer(self.layer_idx)
         keys[forward_context.slot_mapping] = self._latent(hidden_states, cos, sin, is_interleaved)
-        latent = cpu.attention(
-            query,
-            keys,
-            values,
-            forward_context.block_table,
-            forward_context.page_size,
-            forward_context.seq_ids,
-            forward_context.kv_lens,
-            float(self.inner.scaling),  # type: ignore[arg-type]
-            pool,
+        given = kwargs.get("prev_topk_indices")
+        selection = self._selection(hidden_states, compressed, (cos, sin), forward_context, given)
+        if selection is None:
+            table, page_size = forward_context.block_table, forward_context.page_size
+            seq_ids, kv_lens = forward_context.seq_ids, forward_context.kv_lens
+        else:
+            table, page_size, seq_ids, kv_lens = selection.slots, 1, selection.seq_ids, selection.counts
+        latent = cpu.attention(query, keys, values, table, page_size, seq_ids, kv_lens, self.spec.scale, pool)
+        return self._result(self._output(hidden_states, cpu.batched_linear(latent, self._v_b, pool)), selection)
+
+    def _result(self, output: torch.Tensor, selection: Selection | None) -> tuple[Any, ...]:
+        """As the module returns it: with what was chosen, where layers behind this one are to attend to the same."""
+        return (output, None, selection) if self.spec.hands_selection else (output, None)
+
+    def _selection(
+        self,
+        x: torch.Tensor,
+        compressed: torch.Tensor | None,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        context: ForwardContext,
+        given: Selection | None,
+    ) -> Selection | None:
+        """The positions that rows x [1, T, hidden] attend to, by the layer's indexer or as given; None: all.
+
+        compressed: the compressed query [1, T, q_lora_rank].
+        """
+        if not self.is_sparse:
+            return None
+        if not self._has_indexer:
+            return None if given is None else given.to(self.home.torch_device)
+        keys = context.cache.index_keys(self.layer_idx)
+        assert compressed is not None
+        return self._require_indexer().choose(x, compressed, angles, context.on(keys.device), keys)
+
+    def _require_indexer(self) -> KIndexer:
+        indexer = self.inner.get_submodule("indexer")
+        if isinstance(indexer, KIndexer):
+            return indexer
+        raise UnsupportedError(
+            f"{self.key}.indexer chooses what is attended to: add a rule with class KIndexer for it, as the shipped "
+            "files have, or attend to everything with --sparse_attention off"
         )
-        out = cpu.batched_linear(latent, self._v_b, pool)
-        merged = out.view(1, -1, self.num_heads * self.v_dim)
-        return self.inner.o_proj(merged), None  # type: ignore[operator]
+
+    def _output(self, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The heads' values [T, H, V] of rows x [1, T, hidden], gated where the family does, through o_proj."""
+        inner: Any = self.inner
+        if self.spec.has_gate:
+            values = values * torch.sigmoid(inner.g_proj(x)[0].float()).to(values.dtype)[..., None]
+        output: torch.Tensor = inner.o_proj(values.reshape(1, -1, self.num_heads * self.v_dim))
+        return output
 
     def _forward_on_gpu(
-        self, gpu: GpuLatent, hidden_states: torch.Tensor, position_embeddings: Any, forward_context: ForwardContext
-    ) -> torch.Tensor:
+        self,
+        gpu: GpuLatent,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any,
+        forward_context: ForwardContext,
+        given: Selection | None,
+    ) -> tuple[Any, ...]:
         inner: Any = self.inner
         angles = self._angles(position_embeddings, forward_context)
         keys, _ = forward_context.cache.layer(self.layer_idx)
         assert self._compressions is not None, f"{self.key} is not settled"
         assert self._latent_norm is not None
+        assert self._norm_weight is not None
+        context = forward_context.on(keys.device)
         self.device.mark("linear", self.layer_idx)
         query, compressed = self._compressions(hidden_states[0])
         choice = self._choice if forward_context.phase is Phase.PREFILL else None
         expansion = None if choice is None else StepRuns.expansion_of(forward_context, choice, keys.device)
         step = LatentStep(
             compressed,
-            (inner.kv_a_layernorm.weight, self._latent_norm.eps),
+            (self._norm_weight, self._latent_norm.eps),
             angles,
             keys,
-            forward_context.on(keys.device),
-            float(inner.scaling),
+            context,
+            self.spec.scale,
             attend=None if self._flash is None or expansion is not None else self._flash.of(forward_context),
             expansion=expansion,
             workspace=None if expansion is None or choice is None else self.device.latent_workspace(choice.room),
         )
-        if getattr(inner, "q_lora_rank", None) is None:
-            q = query
+        normed = None
+        if getattr(inner, "q_a_proj", None) is None:
+            pass
         elif self._query_norm is not None and gpu.is_small(step):
             normed = gpu.cache_and_norm(step, query, (inner.q_a_layernorm.weight, self._query_norm.eps))
-            q = inner.q_b_proj(normed)
             step = replace(step, is_cached=True)
         else:
-            q = inner.q_b_proj(inner.q_a_layernorm(query))
+            normed = inner.q_a_layernorm(query)
+        q = query if normed is None else inner.q_b_proj(normed)
+        compressed_query = None if normed is None else normed[None]
+        selection = self._selection(hidden_states, compressed_query, angles[:2], forward_context, given)
+        step = replace(step, selection=selection)
         self.device.mark("attention")
-        out = gpu.attend(q.view(-1, self.num_heads, self.nope_dim + self.rope_dim).to(keys.dtype), step)
+        q = self._scaled(q.view(-1, self.num_heads, self.spec.head_dim), context)
+        out = gpu.attend(q.to(keys.dtype), step)
         self.device.mark("linear")
-        output: torch.Tensor = inner.o_proj(out.view(1, -1, self.num_heads * self.v_dim))
-        return output
+        return self._result(self._output(hidden_states, out), selection)
+
+    def _scaled(self, q: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Queries [T, H, N + P], grown with their positions where the family does that."""
+        if self.spec.position_scale is None:
+            return q
+        return q * self.spec.position_scale.of(context.kv_lens)[:, None, None].to(q.dtype)
 
     def _angles(self, position_embeddings: Any, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """(cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 hands over complex numbers, later families a pair."""
+        """(cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 hands over complex numbers, later families a pair.
+
+        Where nothing is rotated all angles are 0.
+        """
+        if not self.spec.has_rotation:
+            kv_lens = context.on(self.home.torch_device).kv_lens
+            ones = torch.ones(len(kv_lens), self.rope_dim // 2, device=kv_lens.device)
+            return ones, torch.zeros_like(ones), False
         if isinstance(position_embeddings, torch.Tensor):
             return *context.derived(position_embeddings, _real_parts), True
         cos, sin = (part[0, :, : self.rope_dim // 2] for part in position_embeddings)
         latent = self.config.facts.latent
         return cos, sin, latent is None or latent.is_interleaved
 
-    def _query(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, pool: cpu.WorkerPool
+    def _absorbed_query(
+        self, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, pool: cpu.WorkerPool
     ) -> torch.Tensor:
-        """Absorbed query fp32 [T, H, R + P]."""
-        q = self._projected_query(x)
+        """Absorbed query fp32 [T, H, R + P] of q [T, H, N + P]."""
         assert self._k_b is not None
         absorbed = cpu.batched_linear(q[..., : self.nope_dim].contiguous(), self._k_b, pool)
         return torch.cat((absorbed, rotate(q[..., self.nope_dim :], cos, sin, is_interleaved)), dim=-1)
 
-    def _projected_query(self, x: torch.Tensor) -> torch.Tensor:
-        """Query before absorption and rotation, [T, H, N + P]."""
+    def _projected_query(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Query before absorption and rotation, [T, H, N + P], and the compressed one that it was made of, if any."""
         inner: Any = self.inner
-        if getattr(inner, "q_lora_rank", None) is None:
-            q: torch.Tensor = inner.q_proj(x)
+        if getattr(inner, "q_a_proj", None) is None:
+            compressed, q = None, inner.q_proj(x)
         else:
-            q = inner.q_b_proj(inner.q_a_layernorm(inner.q_a_proj(x)))
-        return q.view(-1, self.num_heads, self.nope_dim + self.rope_dim)
+            compressed = inner.q_a_layernorm(inner.q_a_proj(x))
+            q = inner.q_b_proj(compressed)
+        return q.view(-1, self.num_heads, self.spec.head_dim), compressed
 
     def _latent(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
         """What the cache stores: fp32 [T, 1, R + P]."""
         inner: Any = self.inner
         compressed = inner.kv_a_proj_with_mqa(x)[0]
         latent = inner.kv_a_layernorm(compressed[:, : self.rank])
+        if self.spec.latent_scale != 1.0:
+            latent = latent * self.spec.latent_scale
         k_rot = rotate(compressed[:, None, self.rank :], cos, sin, is_interleaved)
         return torch.cat((latent[:, None], k_rot), dim=-1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -49,11 +49,12 @@ class Ticket:
     """A forward that was issued.
 
     output: on the device of the experts, None while it is computed in the order of a stream, or by GPU and CPU
-    together in a large step (prefill); like: the input, which
-    says where and in which type the result is wanted.
+    together in a large step (prefill); like: the input, which says where and in which type the result is wanted;
+    identity: how much of it is to be added, [T, 1], None for nothing.
     """
 
     like: torch.Tensor
+    identity: torch.Tensor | None = None
     output: torch.Tensor | None = None
     stream: StreamedExperts | None = None
     prefill: PrefillTicket | None = None
@@ -75,8 +76,8 @@ def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
     num_experts, rows, cols = down.shape
     hidden, intermediate = (cols, rows) if is_transposed else (rows, cols)
     fused = 2 * intermediate if has_gate else intermediate
-    expected = (num_experts, hidden, fused) if is_transposed else (num_experts, fused, hidden)
-    if tuple(first.shape) != expected:
+    expected = (hidden, fused) if is_transposed else (fused, hidden)
+    if tuple(first.shape[1:]) != expected or len(first) != num_experts + _num_identities(module):
         raise UnsupportedError(f"{key}: expert parameters {tuple(first.shape)} and {tuple(down.shape)} do not fit")
     return ExpertsLayout(
         num_experts=num_experts,
@@ -86,7 +87,13 @@ def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
         has_bias=bool(getattr(module, "has_bias", False)),
         is_transposed=is_transposed,
         is_concatenated=bool(getattr(module, "is_concatenated", True)),
+        num_identities=_num_identities(module),
     )
+
+
+def _num_identities(module: nn.Module) -> int:
+    """Experts numbered behind the others that return what they are given, and have no weights (LongCat)."""
+    return int(getattr(module, "zero_expert_num", None) or 0)
 
 
 class KTransformersExperts(Operator):
@@ -107,7 +114,7 @@ class KTransformersExperts(Operator):
         "KExpertsMarlin": "experts on the GPU, in the types of the file",
     }
     KWARGS: ClassVar[frozenset[str]] = CpuProducts.KWARGS
-    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn"})  # fused into the kernel
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn", "identity_expert"})  # fused into the kernel
     PREFILLS_AT_HOME: ClassVar[bool] = True
 
     def __init__(
@@ -239,6 +246,17 @@ class KTransformersExperts(Operator):
 
         is_counted: the router has filled what `chosen` gave it.
         """
+        if not self.layout.num_identities:
+            return self._submit(hidden_states, topk_ids, topk_weights, is_counted)
+        # The kernels skip the number behind their last expert's.
+        is_identity = topk_ids >= self.num_experts
+        share = (topk_weights * is_identity).sum(-1, keepdim=True)
+        ids = topk_ids.clamp(max=self.num_experts)
+        return replace(self._submit(hidden_states, ids, topk_weights, is_counted), identity=share)
+
+    def _submit(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, is_counted: bool
+    ) -> Ticket:
         device = self.device
         if is_rehearsal():
             return self._rehearse(hidden_states, topk_ids, topk_weights)
@@ -260,7 +278,7 @@ class KTransformersExperts(Operator):
         else:
             self.config.expert_stats.note(ids, self.num_experts, self._layer)
             output = self._torch_forward(rows, ids, weights)
-        return Ticket(hidden_states, output.view(hidden_states.shape))
+        return Ticket(hidden_states, output=output.view(hidden_states.shape))
 
     def _rehearse(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Ticket:
         """As `submit`, for its launches alone: nothing is counted, and the CPU is given nothing."""
@@ -270,7 +288,7 @@ class KTransformersExperts(Operator):
             self._gpu.forward(device.take(rows).contiguous(), ids, weights)
         elif self._prefill is not None:
             self._prefill.rehearse(rows, topk_ids)
-        return Ticket(hidden_states, torch.zeros_like(hidden_states))
+        return Ticket(hidden_states, output=torch.zeros_like(hidden_states))
 
     def _runs_in_order(self, hidden_states: torch.Tensor) -> bool:
         home, most = self.home, STREAM_ROWS * self.layout.hidden_size
@@ -292,6 +310,14 @@ class KTransformersExperts(Operator):
 
     def collect(self, ticket: Ticket) -> torch.Tensor:
         """Wait for the result of `submit`: [T, H], where its input was and of its type."""
+        result = self._collect(ticket)
+        if ticket.identity is None:
+            return result
+        like = ticket.like.reshape(-1, self.layout.hidden_size)
+        added = like * ticket.identity.to(like.device, like.dtype)
+        return result + added.view(result.shape)
+
+    def _collect(self, ticket: Ticket) -> torch.Tensor:
         if ticket.prefill is not None and self._prefill is not None:
             return self._prefill.collect(ticket.prefill, ticket.like)
         if ticket.stream is not None:

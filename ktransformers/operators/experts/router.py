@@ -22,11 +22,12 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu.router import RouterSpec, route
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, route_rows, topk_router
 from ktransformers.kernels.types import RawTensor
-from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.base import OperatorConfig, Placement, Requirements
 from ktransformers.operators.device import use
 from ktransformers.operators.exact import NativeMathMode
-from ktransformers.operators.recognize.router import CHOICE_BIAS, recognize_router
+from ktransformers.operators.recognize.router import CHOICE_BIAS, ROUTER_CHILD, recognize_router
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
+from ktransformers.weights.source import WeightSource
 
 __all__ = ["KRouter"]
 
@@ -43,6 +44,8 @@ class KRouter(WrapperOperator):
         "KRouterTorch": "the family's own router on the GPU",
     }
 
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({ROUTER_CHILD})
+
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         self.spec: RouterSpec | None = recognize_router(module)
@@ -57,6 +60,29 @@ class KRouter(WrapperOperator):
     def state(self) -> DenseState:
         return DenseState(self.inner, self.key, self.device, torch.float32)
 
+    def _matrix_state(self) -> DenseState | None:
+        """Of the child that some routers keep their matrix in."""
+        child = self.inner._modules.get(ROUTER_CHILD)
+        return None if child is None else DenseState(child, f"{self.key}.{ROUTER_CHILD}", self.device, torch.float32)
+
+    @override
+    def requirements(self, source: WeightSource) -> Requirements:
+        needs, matrix = super().requirements(source), self._matrix_state()
+        if matrix is not None:
+            more = matrix.requirements(source)
+            needs.stored_names |= more.stored_names
+            needs.quant_types += [kind for kind in more.quant_types if kind not in needs.quant_types]
+            for device, nbytes in more.nbytes.items():
+                needs.nbytes[device] = needs.nbytes.get(device, 0) + nbytes
+        return needs
+
+    @override
+    def load(self, source: WeightSource) -> None:
+        super().load(source)
+        matrix = self._matrix_state()
+        if matrix is not None:
+            matrix.load(source)
+
     @override
     def bypassed(self) -> Iterable[nn.Module]:
         return (self.inner,)
@@ -64,7 +90,9 @@ class KRouter(WrapperOperator):
     @property
     def weight(self) -> torch.Tensor:
         """fp32 [E, H]."""
-        return self.inner.weight  # type: ignore[return-value]
+        holder: Any = self.inner._modules.get(ROUTER_CHILD) or self.inner
+        weight: torch.Tensor = holder.weight
+        return weight
 
     @property
     def bias(self) -> torch.Tensor | None:

@@ -110,7 +110,7 @@ def _attention(layer: nn.Module, call: LayerCall) -> AttentionLayer:
     heads = [None if norm is None else _norm(norm) for norm in head_norms]
     q, k, v, o = (_projection(_child(module, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
     asked = call.attention[0] if len(call.attention) == 1 else None
-    if asked is None or asked.has_sinks or asked.softcap or asked.chunk or asked.has_factors:
+    if asked is None or asked.has_sinks or asked.softcap or asked.chunk or asked.has_factors or asked.is_sparse:
         raise _DoesNotFit("another kind of attention")
     angles, head_dim = call.kwargs.get("position_embeddings"), getattr(module, "head_dim", None)
     if not isinstance(head_dim, int):
@@ -269,6 +269,9 @@ class _OneLayer:
 
     def shape(self, layer_idx: int) -> LayerShape:
         return self._cache.shape(0)
+
+    def index_keys(self, layer_idx: int) -> torch.Tensor:
+        return self._cache.index_keys(0)
 
     def is_on_gpu(self, layer_idx: int) -> bool:
         return self._cache.is_on_gpu(0)

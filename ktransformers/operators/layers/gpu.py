@@ -18,6 +18,7 @@ from torch import nn
 from typing_extensions import override
 
 from ktransformers.kernels.triton.elementwise import add_rms_norm, rms_norm
+from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.experts.block import Addends, KMoEBlock
 from ktransformers.operators.layers.observed import LayerCall, keep_attention_type, layer_list
@@ -54,6 +55,8 @@ def _parts(layer: nn.Module, number: int, device: Device) -> _Parts | None:
     if len(norms) < 2 or any(norm.spec is None or norm.device.name != device.name for norm in norms):
         return None
     attention, feed_forward = layer.get_submodule("self_attn"), layer.get_submodule(spec.feed_forward)
+    if isinstance(attention, KMLAAttention) and attention.spec.hands_selection:
+        return None  # what it chose goes to the next layer through the model's own loop
     return _Parts((norms[0], norms[1]), attention, feed_forward, spec.in_tuple, number)
 
 

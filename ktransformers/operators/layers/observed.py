@@ -56,7 +56,7 @@ class AttentionCall:
     """What a module asks of attention. window: positions that a row sees, itself included; 0: all.
 
     chunk: positions come in chunks of so many, and a row sees those of its own; 0: they do not. has_factors: queries
-    are multiplied by what follows from their positions.
+    are multiplied by what follows from their positions. is_sparse: an indexer chooses among them.
     """
 
     scale: float
@@ -65,6 +65,7 @@ class AttentionCall:
     softcap: float
     has_sinks: bool
     has_factors: bool = False
+    is_sparse: bool = False
 
 
 @dataclass(slots=True)
@@ -256,6 +257,7 @@ def _asked(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> At
         softcap=float(kwargs.get("softcap") or 0.0),
         has_sinks=kwargs.get("s_aux") is not None,
         has_factors=kwargs.get("query_factors") is not None,
+        is_sparse=kwargs.get("block_indices") is not None,
     )
 
 

@@ -89,15 +89,29 @@ def recognize_gated_mlp(module: nn.Module) -> ActivationSpec:
     return matching(got, [spec], lambda found: down(_gated(found, gate(rows), up(rows))))
 
 
+def _forward_of_one(module: nn.Module, rows: Tensor) -> Tensor:
+    """[T, I] of rows [T, 2 I] by the forward of an experts module, whose first expert hands them on."""
+    cols = rows.shape[-1]
+    first, last = torch.eye(cols)[None], torch.eye(cols, cols // 2)[None]
+    twin = twin_of(module, parameters={"gate_up_proj": first, "down_proj": last})
+    ids = torch.zeros(len(rows), 2, dtype=torch.int64)  # one expert a row is a case that some forwards do not know
+    output: Tensor = twin(rows, ids, torch.tensor([1.0, 0.0]).expand(len(rows), 2))
+    return output[:, : cols // 2]
+
+
 @recognizer("an experts module whose activation kernels compute", logging.DEBUG)  # the operator warns
 def recognize_expert_activation(module: nn.Module, layout: ExpertsLayout) -> ActivationSpec:
     """What an experts module of `transformers` computes between its projections; None where no kernel does."""
     rows = _rows(2 * _COLS if layout.has_gate else _COLS)
-    want = answer(lambda: expert_activation(module, layout)(rows))
+    if layout.has_gate and not hasattr(module, "_apply_gate"):
+        want = answer(lambda: _forward_of_one(module, rows))
+    else:
+        want = answer(lambda: expert_activation(module, layout)(rows))
     if not layout.has_gate:
         return matching(want, _PLAIN, lambda spec: _FORMULAS[spec.kind](rows))
     gate, up = rows.chunk(2, dim=-1) if layout.is_concatenated else (rows[..., ::2], rows[..., 1::2])
-    specs, alpha, limit = list(_PLAIN), getattr(module, "alpha", None), getattr(module, "limit", None)
+    specs, limit = list(_PLAIN), getattr(module, "limit", None)
+    alpha = getattr(module, "alpha", getattr(module, "swiglu_alpha", None))
     if isinstance(limit, (int, float)):
         specs.append(ActivationSpec(Activation.SWIGLU_CLAMPED, limit=float(limit)))
     if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)):

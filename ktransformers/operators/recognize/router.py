@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from ktransformers.kernels.cpu.router import RouterSpec
 from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, matching, recognizer, twin_of
 
-__all__ = ["CHOICE_BIAS", "recognize_router", "route"]
+__all__ = ["CHOICE_BIAS", "ROUTER_CHILD", "recognize_router", "route"]
 
 CHOICE_BIAS = "e_score_correction_bias"
+ROUTER_CHILD = "classifier"
+"""The linear layer that some routers keep their matrix in."""
 _SCORINGS: tuple[Literal["softmax", "sigmoid"], ...] = ("softmax", "sigmoid")
 _GROUP_SCORES: tuple[Literal["max", "top2"], ...] = ("max", "top2")  # the second is for groups of two and more
-_ROWS = 64
+_ROWS = 256
 _MOST_EXPERTS = 4096  # asking takes a matrix of as many rows and columns
 
 
@@ -44,20 +46,29 @@ def recognize_router(module: nn.Module) -> RouterSpec:
     Its own forward runs on made-up logits: its weight is the identity. A parameter `bias` [E] must be added to the
     logits, before anything else.
     """
-    weight = getattr(module, "weight", None)
+    child = module._modules.get(ROUTER_CHILD)
+    weight = getattr(child or module, "weight", None)
     buffers = {name for name, buffer in module.named_buffers()}
     names = {name for name, _ in module.named_parameters()}
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or any(True for _ in module.children()):
+    names = {name.removeprefix(f"{ROUTER_CHILD}.") for name in names}
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or set(module._modules) - {ROUTER_CHILD}:
         raise Unlike("it is not one matrix")
+    if child is not None and names != {"weight"}:
+        raise Unlike("it has a matrix in a child, and more")
     if not buffers <= {CHOICE_BIAS} or not names <= {"weight", "bias"} or len(weight) > _MOST_EXPERTS:
         raise Unlike("it holds more than a weight and biases, or too many experts")
     experts, draws = len(weight), Draws()
     logits = draws.normal(_ROWS, experts, scale=2.0)
+    logits[::2] *= 0.1  # where one expert has most of the score, groups rank alike by their best and their best two
     choice_bias = {name: draws.normal(experts, scale=0.1) for name in buffers}
     logit_bias = {name: draws.normal(experts) for name in names - {"weight"}}
-    twin = twin_of(
-        module, parameters={"weight": torch.eye(experts), **logit_bias}, buffers=choice_bias, hidden_dim=experts
-    )
+    held: dict[str, Tensor] = {"weight": torch.eye(experts), **logit_bias}
+    if child is not None:
+        matrix = nn.Linear(experts, experts, bias=False)
+        matrix.weight = nn.Parameter(held["weight"])
+        twin = twin_of(module, modules={ROUTER_CHILD: matrix}, buffers=choice_bias, hidden_dim=experts)
+    else:
+        twin = twin_of(module, parameters=held, buffers=choice_bias, hidden_dim=experts)
     got_logits, want, top_k = answer(lambda: _routed(twin, logits))
     logits = logits + sum(logit_bias.values())
     if not close(got_logits, logits):

@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from ktransformers.kernels.triton import dequant, recurrent, recurrent_mixers, runtime
 from ktransformers.kernels.triton.attention import attention
+from ktransformers.kernels.triton.choose import choose_positions
 from ktransformers.kernels.triton.clock import write_device_time
 from ktransformers.kernels.triton.convert import convert_rows
 from ktransformers.kernels.triton.elementwise import add_rms_norm
@@ -144,6 +145,17 @@ def call_mla(heads, tokens, seqs, pages=64):
     mla_attention(q, cache, 512, torch.zeros(seqs, pages, dtype=torch.int32), 256, ids, ids, 0.1)
 
 
+def call_chosen(heads, tokens, is_summed=True, chosen=32):
+    """The choice of positions, and latent attention to them: pages of one position."""
+    cache, ids = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
+    q, weights = torch.zeros(tokens, heads, 128, dtype=torch.bfloat16), torch.zeros(tokens, heads)
+    table = torch.zeros(tokens, 2, dtype=torch.int32)
+    slots, counts = choose_positions(q, weights if is_summed else None, cache, table, 128, ids, ids, 0.1, chosen)
+    latents, rows = torch.zeros(256, 1, 576, dtype=torch.bfloat16), torch.zeros(tokens, 16, 576, dtype=torch.bfloat16)
+    if is_summed:
+        mla_attention(rows, latents, 512, slots, 1, ids, counts, 0.1)
+
+
 def call_latent(tokens, heads=128, rank=512, rotary=64, width=128, query=1536):
     cos, slots = torch.zeros(tokens, rotary // 2), torch.zeros(tokens, dtype=torch.int64)
     both = torch.zeros(tokens, query + rank + rotary, dtype=torch.bfloat16)
@@ -249,6 +261,8 @@ def few():
     call_delta_net(1, 16, 32, 128, 128)
     call_ssd(64, 1, 2, 32, 32)
     call_selective(1, 64, 16)
+    call_chosen(64, 2)
+    call_chosen(4, 2, is_summed=False)
     call_convert(4, 2048)
     call_latent(2)
     call_norm(7168, 2)

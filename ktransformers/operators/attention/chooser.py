@@ -1,0 +1,60 @@
+"""What all operators share that choose the positions which attention sees, and what becomes of them when it is off."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from torch import nn
+from typing_extensions import override
+
+from ktransformers.operators.base import OperatorConfig, Placement, Requirements
+from ktransformers.operators.wrapper import WrapperOperator
+from ktransformers.weights.source import WeightSource
+
+__all__ = ["Chooser", "say_dense"]
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def say_dense() -> None:
+    """Once, not for every layer."""
+    logger.warning(
+        "--sparse_attention off: the model attends to all positions, where it was trained to choose some; answers "
+        "differ in sequences longer than what it chooses (index_topk in its config)"
+    )
+
+
+class Chooser(WrapperOperator):
+    """Stands in for an indexer; its projections and norms are operators of their own.
+
+    is_used: False with --sparse_attention off, which reads none of its tensors. index_dim: of its keys in the cache.
+    """
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        self.is_used = config.sparse_attention != "off"
+        self.index_dim = 0
+        if not self.is_used:
+            say_dense()
+
+    @override
+    def owned_children(self) -> frozenset[str]:
+        return frozenset() if self.is_used else frozenset(name for name, _ in self.inner.named_children())
+
+    @override
+    def requirements(self, source: WeightSource) -> Requirements:
+        """Of an indexer that is not used: that its tensors are known, and take no memory."""
+        if self.is_used:
+            return super().requirements(source)
+        needs = Requirements()
+        for name, _ in self.inner.named_parameters():
+            info = source.find(f"{self.key}.{name}")
+            needs.stored_names.update(() if info is None else info.stored_names)
+        return needs
+
+    @override
+    def load(self, source: WeightSource) -> None:
+        if self.is_used:
+            super().load(source)

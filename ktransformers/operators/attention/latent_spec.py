@@ -1,0 +1,95 @@
+"""What a module of latent attention computes beside its projections, read from the module itself.
+
+Families differ in little: how they rotate, what they multiply queries and latents with, and whether heads are gated.
+Knows no family by name; what it reads wrongly differs from transformers' result, which loading finds out
+(engine/self_check.py) for families that no test covers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktransformers.errors import UnsupportedError
+
+__all__ = ["LatentSpec", "PositionScale"]
+
+_NEEDED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads", "scaling")
+
+
+@dataclass(frozen=True, slots=True)
+class PositionScale:
+    """Queries grow with their position p, by 1 + beta ln(1 + floor(p / length))  (Llama 4, Mistral 4)."""
+
+    beta: float
+    length: int
+
+    def of(self, kv_lens: torch.Tensor) -> torch.Tensor:
+        """fp32 [T] of rows that see kv_lens [T] positions, their own included; 1 for rows that see none."""
+        positions = (kv_lens - 1).clamp_min(0).float()
+        return 1 + self.beta * torch.log(1 + torch.floor(positions / self.length))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """rank, nope_dim, rope_dim, v_dim: of the latent, and of a head's key without and with rotation and its value.
+
+    scale: of scores, the module's scale of its queries included. latent_scale: of latents, behind their norm.
+    has_rotation: False where the rope_dim columns stay as they are. has_gate: whether each head's result is multiplied
+    with the sigmoid of a column of g_proj. hands_selection: whether the module gives and takes what its indexer chose.
+    """
+
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    num_heads: int
+    scale: float
+    latent_scale: float = 1.0
+    has_rotation: bool = True
+    has_gate: bool = False
+    position_scale: PositionScale | None = None
+    hands_selection: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module, key: str) -> LatentSpec:
+        """Of a module of transformers. Raises UnsupportedError for one that is no latent attention."""
+        missing = [name for name in _NEEDED if getattr(module, name, None) is None]
+        if missing:
+            raise UnsupportedError(f"KMLAAttention cannot replace {key} ({type(module).__name__}): no {missing[0]}")
+        any_module: Any = module
+        takes = inspect.signature(module.forward).parameters
+        gate = getattr(module, "g_proj", None)
+        num_heads = int(any_module.num_heads)
+        if gate is not None and getattr(gate, "out_features", None) != num_heads:
+            raise UnsupportedError(f"{key}: its gate has not one column for each of {num_heads} heads")
+        return cls(
+            rank=int(any_module.kv_lora_rank),
+            nope_dim=int(any_module.qk_nope_head_dim),
+            rope_dim=int(any_module.qk_rope_head_dim),
+            v_dim=int(any_module.v_head_dim),
+            num_heads=num_heads,
+            scale=float(any_module.scaling) * float(getattr(module, "mla_scale_q_lora", 1.0)),
+            latent_scale=float(getattr(module, "mla_scale_kv_lora", 1.0)),
+            has_rotation="position_embeddings" in takes,
+            has_gate=gate is not None,
+            position_scale=_position_scale(module) if "position_ids" in takes else None,
+            hands_selection="prev_topk_indices" in takes,
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Of a query before absorption."""
+        return self.nope_dim + self.rope_dim
+
+
+def _position_scale(module: nn.Module) -> PositionScale | None:
+    rope = getattr(getattr(module, "config", None), "rope_parameters", None)
+    if not isinstance(rope, Mapping) or not rope.get("llama_4_scaling_beta"):
+        return None
+    return PositionScale(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))

@@ -1,0 +1,33 @@
+"""Which positions the rows of a step attend to, where not all that they may see, as a table for any attention kernel.
+
+A choice becomes a block table for pages of one position: the slots of the chosen positions in ascending order. So the
+kernels of dense attention attend sparsely too, in the same order of sums, and a row that chooses all positions it sees
+gets the bits of dense attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Selection"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """slots: int32 [n, K], the first counts[i] (int32 [n]) of row i in use. n: rows, or rows times heads apart."""
+
+    slots: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def seq_ids(self) -> torch.Tensor:
+        """int32 [n]: each choice has a row of `slots` for itself."""
+        return torch.arange(len(self.counts), dtype=torch.int32, device=self.counts.device)
+
+    def to(self, device: torch.device) -> Selection:
+        """The same choice for layers on another device: slots mean the same there."""
+        if self.counts.device == device:
+            return self
+        return Selection(self.slots.to(device), self.counts.to(device))

@@ -1,0 +1,88 @@
+"""What an indexer of sparse latent attention computes: by its own choices on made-up projections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktransformers.operators.recognize.probe import Draws, Unlike, answer, matching, recognizer, twin_of
+
+__all__ = ["IndexSpec", "choose", "recognize_indexer"]
+
+_ROWS = 24
+_CHOSEN = 3
+_CHILDREN = frozenset({"wq_b", "wk", "k_norm", "weights_proj"})
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """A lightning indexer (DeepSeek-V3.2): heads, columns of a head and how many of them come first and are rotated.
+
+    score of a position = sum_h weights[h] * head_scale * max(scale * q[h] . k, 0)
+    """
+
+    num_heads: int
+    head_dim: int
+    rotary_dim: int
+    is_interleaved: bool
+    num_chosen: int
+    scale: float
+    head_scale: float
+
+
+class _Fixed(nn.Module):
+    def __init__(self, value: Tensor):
+        super().__init__()
+        self.value, self.weight = value, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value
+
+
+@recognizer("an indexer that kernels compute")
+def recognize_indexer(module: nn.Module) -> IndexSpec:
+    """How `module` scores positions; None when that is something else."""
+    if {name for name, _ in module.named_children()} != _CHILDREN:
+        raise Unlike("it is made of other parts")
+    sized: Any = module
+    heads, dim, rotary = (int(getattr(sized, name)) for name in ("n_heads", "head_dim", "qk_rope_head_dim"))
+    if not 0 < rotary <= dim or rotary % 2:
+        raise Unlike(f"it rotates {rotary} of {dim} columns")
+    draws = Draws()
+    q, k, weights = draws.normal(1, _ROWS, heads * dim), draws.normal(1, _ROWS, dim), draws.normal(1, _ROWS, heads)
+    angles = draws.normal(_ROWS, rotary // 2)
+    children = {"wq_b": _Fixed(q), "wk": _Fixed(k), "k_norm": nn.Identity(), "weights_proj": _Fixed(weights)}
+    twin = twin_of(module, modules=children, index_topk=_CHOSEN)
+    mask = torch.full((1, _ROWS, _ROWS), float("-inf")).triu(1)
+    twice = torch.cat((angles, angles), dim=-1)[None]
+    rows = torch.zeros(1, _ROWS, 8)
+    chosen = answer(lambda: twin(rows, rows, (twice.cos(), twice.sin()), mask, torch.arange(_ROWS)[None]))
+    specs = [
+        IndexSpec(heads, dim, rotary, is_interleaved, int(sized.index_topk), float(sized.softmax_scale), heads**-0.5)
+        for is_interleaved in (False, True)
+    ]
+    parts = q.view(_ROWS, heads, dim), k.view(_ROWS, 1, dim), weights[0]
+    want = answer(lambda: _seen(chosen[0, _CHOSEN - 1 :]))
+    return matching(want, specs, lambda spec: _seen(choose(*parts, angles, spec)[_CHOSEN - 1 :]))
+
+
+def _seen(chosen: Tensor) -> Tensor:
+    return chosen.sort(dim=-1).values.float()
+
+
+def choose(q: Tensor, k: Tensor, weights: Tensor, angles: Tensor, spec: IndexSpec) -> Tensor:
+    """Positions [T, _CHOSEN] that rows 0 .. T - 1 of one sequence choose, in plain torch."""
+    q, k = (_turned(x, angles, spec) for x in (q, k))
+    scores = (torch.einsum("thd,sd->ths", q, k[:, 0]) * spec.scale).relu()
+    total = torch.einsum("th,ths->ts", weights * spec.head_scale, scores)
+    return total.masked_fill(torch.ones_like(total).triu(1).bool(), float("-inf")).topk(_CHOSEN, dim=-1).indices
+
+
+def _turned(x: Tensor, angles: Tensor, spec: IndexSpec) -> Tensor:
+    half = spec.rotary_dim // 2
+    cos, sin, turned = angles.cos()[:, None], angles.sin()[:, None], x[..., : spec.rotary_dim]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if spec.is_interleaved else (turned[..., :half], turned[..., half:])
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., spec.rotary_dim :]), dim=-1)

@@ -1,0 +1,72 @@
+"""Attention to chosen positions, and latent attention as families have it, on a made-up GPU in fp32.
+
+Logits against `transformers`; decode steps are replayed.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.builder import build_engine
+from ktransformers.operators.attention.block_indexer import KBlockIndexer
+from ktransformers.operators.attention.indexer import KIndexer
+from tests.support.agreement import TOLERANCE
+from tests.support.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.latent_models import BLOCK_VALUES, INDEXED_TYPES, latent_model
+from tests.support.runners import random_ids
+from tests.support.tiny_models import tiny_model, write_safetensors
+
+pytest.importorskip("triton")
+
+BLOCK_TYPE = "minimax_m3_vl_text"
+CHUNKS = [(0, 20), (20, 22), (22, 23)]  # 16 positions are chosen
+
+
+def model_of(model_type: str) -> PreTrainedModel:
+    if model_type == BLOCK_TYPE:
+        kinds = {"layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense", "sparse"]}
+        return tiny_model(model_type, seed=1, **{**BLOCK_VALUES, "layers": 2, **kinds})
+    kinds = {"indexer_types": ["full", "shared"]} if model_type == "glm_moe_dsa" else {}
+    return latent_model(model_type, seed=1, layers=2, mlp_layer_types=["dense", "sparse"], **kinds)
+
+
+@pytest.mark.parametrize("model_type", [*INDEXED_TYPES, BLOCK_TYPE])
+def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_path: Path) -> None:
+    model = model_of(model_type)
+    write_safetensors(model, tmp_path)
+    ids, graphs = random_ids(model.config.vocab_size, CHUNKS[-1][1]), FakeGraphs()
+    config = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1)
+    with closing(build_engine(config, hardware=fake_hardware(graphs=graphs))) as engine:
+        got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
+        indexers = [m for m in engine.runner.model.modules() if isinstance(m, KIndexer | KBlockIndexer)]
+    assert len(indexers) == (1 if model_type == "glm_moe_dsa" else 2)
+    assert graphs.replays > 0
+    assert all(indexer.device.is_gpu for indexer in indexers)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "kimi_linear", "longcat_flash"])
+def test_gates_scales_and_keys_without_rotation(model_type: str, tmp_path: Path) -> None:
+    kinds = {"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"]}
+    values: dict[str, object] = {"layers": 2, **kinds}
+    if model_type == "longcat_flash":  # one layer of two attentions
+        values = {"layers": 2, "num_layers": 1}
+    model = latent_model(model_type, seed=1, **values)
+    write_safetensors(model, tmp_path)
+    ids, graphs = random_ids(model.config.vocab_size, 12), FakeGraphs()
+    config = EngineConfig(model_path=tmp_path, cache_lens=16, cpu_infer=1, self_check=False)
+    with closing(build_engine(config, hardware=fake_hardware(graphs=graphs))) as engine:
+        steps = [(0, 9), (9, 11), (11, 12)]
+        got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in steps])
+    assert graphs.replays > 0
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
