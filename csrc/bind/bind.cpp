@@ -335,8 +335,8 @@ void bind_attention(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
 }
 
-// sizes: rows, heads, dimension, slots of the cache, stride of a slot in elements; table: as `attention`; choice: blocks
-// that are chosen, positions of a block, blocks at the end that always are.
+// sizes: rows, heads, dimension, slots of the cache, stride of a slot in elements; table: as `attention`; choice:
+// blocks that are chosen, positions of a block, blocks at the end that always are.
 void bind_index(nb::module_& m) {
   m.attr("MAX_INDEX_HEADS") = kt::kMaxIndexHeads;
   m.def(

@@ -21,6 +21,7 @@ from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.runner import ModelRunner
 from ktransformers.engine.session import Session
 from ktransformers.errors import ConfigError
+from ktransformers.kernels.cpu.layer import RecurrentLayer
 from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.recurrent_models import RECURRENT_TYPES, recurrent_model
 from tests.support.tiny_models import VOCAB_SIZE
@@ -225,3 +226,12 @@ def test_the_plan_counts_states(made: Made) -> None:
         assert sum(engine.plan.extra_bytes["states"].values()) == cache.states.nbytes
         total = sum(t.nbytes for i in cache.states.shapes for t in cache.states.layer(i).values())
         assert total == cache.states.nbytes
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
+def test_delta_nets_run_in_one_native_call(model_type: str, tmp_path: Path) -> None:
+    made = make(model_type, tmp_path)
+    layers = made.engine.runner.model.get_submodule("model.layers")
+    native = [isinstance(getattr(layer, "attention", None), RecurrentLayer) for layer in layers]
+    assert native == [True, True, False, True]
+    made.close()

@@ -24,12 +24,14 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.layer import (
     AttentionLayer,
     AttentionStep,
+    DeltaNet,
     GatedMlp,
     LayerBuffers,
     MlpLayer,
     MoeLayer,
     Norm,
     Projection,
+    RecurrentLayer,
     SharedExperts,
 )
 from ktransformers.kernels.types import RawTensor
@@ -52,6 +54,7 @@ from ktransformers.operators.linear.mlp import KMLP
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.activation import recognize_activation
 from ktransformers.operators.recognize.probe import Draws, close
+from ktransformers.operators.recurrent.delta import KGatedDeltaNet
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["FusedLayer", "fuse_layers", "watch_step"]
@@ -131,6 +134,39 @@ def _attention(layer: nn.Module, call: LayerCall) -> AttentionLayer:
         raise _DoesNotFit(str(error)) from error
 
 
+def _delta_net(layer: nn.Module, operator: KGatedDeltaNet) -> RecurrentLayer:
+    inner: Any = operator.inner
+    names = ("qkvz", "ba") if operator.is_interleaved else ("qkv", "z", "b", "a")
+    net = DeltaNet(
+        operator.k_heads,
+        operator.v_heads,
+        operator.k_dim,
+        operator.v_dim,
+        inner.conv1d.weight[:, 0].contiguous(),
+        operator.a,
+        inner.dt_bias,
+        Norm(inner.norm.weight, float(inner.norm.variance_epsilon)),
+        operator.gate,
+    )
+    if inner.conv1d.bias is not None:
+        raise _DoesNotFit("a convolution with a bias")
+    try:
+        return RecurrentLayer(
+            _norm(_child(layer, "input_layernorm")),
+            tuple(_projection(_child(inner, f"in_proj_{name}")) for name in names),
+            _projection(inner.out_proj),
+            net,
+            operator.layer_idx,
+        )
+    except (TypeError, ValueError) as error:
+        raise _DoesNotFit(str(error)) from error
+
+
+def _mixing(layer: nn.Module, call: LayerCall) -> AttentionLayer | RecurrentLayer:
+    mixer = layer.get_submodule(mixer_of(layer))
+    return _delta_net(layer, mixer) if isinstance(mixer, KGatedDeltaNet) else _attention(layer, call)
+
+
 def _moe(layer: nn.Module, block: KMoEBlock) -> MoeLayer:
     router, experts = _child(block.inner, "gate"), _child(block.inner, "experts")
     if not isinstance(router, KRouter) or router.spec is None or router.logit_bias is not None:
@@ -178,7 +214,7 @@ class FusedLayer(nn.Module):
         layer: nn.Module,
         pool: WorkerPool,
         buffers: LayerBuffers,
-        attention: AttentionLayer | None,
+        attention: AttentionLayer | RecurrentLayer | None,
         feed_forward: MoeLayer | MlpLayer | None,
     ):
         super().__init__()
@@ -206,6 +242,13 @@ class FusedLayer(nn.Module):
             rows += (mixed[0] if isinstance(mixed, tuple) else mixed).reshape(rows.shape)
             return
         context: ForwardContext = kwargs["forward_context"]
+        if isinstance(self.attention, RecurrentLayer):
+            states = context.cache.states
+            assert states is not None, "a cache without states"
+            assert context.states is not None, "a step without states"
+            parts = states.layer(self.layer_idx)
+            self.attention.forward(rows, parts["conv"], parts["recurrent"], context.states, self.pool, self.memory)
+            return
         cos, sin = kwargs["position_embeddings"]
         step = AttentionStep(
             cos[0], sin[0], context.slot_mapping, context.block_table, context.page_size, context.seq_ids,
@@ -217,13 +260,13 @@ class FusedLayer(nn.Module):
 
 def _fused(layer: nn.Module, call: LayerCall, pool: WorkerPool, buffers: LayerBuffers) -> FusedLayer | None:
     """The layer with all native parts that it allows; None when there are none."""
-    attention: AttentionLayer | None = None
+    attention: AttentionLayer | RecurrentLayer | None = None
     feed_forward: MoeLayer | MlpLayer | None = None
     names = {name for name, _ in layer.named_children()}
     if names not in [{mixer, "mlp", "input_layernorm", "post_attention_layernorm"} for mixer in _MIXERS]:
         return None
     try:
-        attention = _attention(layer, call)
+        attention = _mixing(layer, call)
     except (_DoesNotFit, AttributeError) as error:
         logger.debug("layer %s keeps its attention module: %s", type(layer).__name__, error)
     mlp = layer.get_submodule("mlp")
