@@ -18,6 +18,8 @@ from ktransformers.operators.recurrent.base import RecurrentOperator
 __all__ = ["KGatedDeltaNet", "KKimiDeltaAttention"]
 
 _COMMON = frozenset({"conv1d", "norm", "out_proj"})
+_KIMI = frozenset({"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_norm", "o_proj"})
+_FORGET = ({"f_a_proj", "f_b_proj"}, {"f_proj"})
 
 
 def _gate_of(norm: Any, key: str) -> str:
@@ -97,14 +99,23 @@ class KGatedDeltaNet(RecurrentOperator):
         return result
 
 
+def _bound_of(gate: Any) -> float | None:
+    """The least logarithm that a forget gate gives; None where it is bounded by nothing."""
+    if hasattr(gate, "safe_gate"):
+        return float(gate.lower_bound) if gate.safe_gate else None
+    names = ("gate_lower_bound", "safe_gate_lower_bound")
+    found = next((bound for name in names if (bound := getattr(gate, name, None)) is not None), None)
+    return None if found is None else float(found)
+
+
 class KKimiDeltaAttention(RecurrentOperator):
-    """Kimi Delta Attention: a decay for each element of a key."""
+    """Kimi Delta Attention: a decay for each element of a key. Its gates are products of one matrix (Ling 3) or two."""
 
     OPS: ClassVar[dict[str, str]] = {"KKimiDeltaAttention": "delta rule with a decay per key element, over slots"}
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"conv1d", "o_norm"})
     CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (
-        frozenset({"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "g_a_proj", "g_b_proj", "o_norm"})
-        | {"o_proj"},
+        _KIMI | {"g_a_proj", "g_b_proj"},
+        _KIMI | {"g_proj"},
     )
     NUMBERS: ClassVar[tuple[str, ...]] = ("num_heads", "head_dim")
 
@@ -114,8 +125,8 @@ class KKimiDeltaAttention(RecurrentOperator):
         self.num_heads, self.head_dim = int(inner.num_heads), int(inner.head_dim)
         self.gate = _gate_of(inner.o_norm, f"{key}.o_norm")
         parts = {name for name, _ in inner.forget_gate.named_children()}
-        bound = getattr(inner.forget_gate, "gate_lower_bound", None)
-        if inner.activation != "silu" or parts != {"f_a_proj", "f_b_proj"} or bound is not None:
+        self.bound = _bound_of(inner.forget_gate)
+        if inner.activation != "silu" or parts not in _FORGET:
             raise UnsupportedError(f"{key} ({type(module).__name__}): a kind of forget gate that is not known")
 
     @override
@@ -125,9 +136,10 @@ class KKimiDeltaAttention(RecurrentOperator):
     def decay(self, rows: Tensor) -> Tensor:
         """rows [T, H] -> the logarithm of what is kept, [T, heads, head_dim]."""
         gate: Any = self.inner.forget_gate
-        raw = gate.f_b_proj(gate.f_a_proj(rows)).float() + gate.dt_bias.float()
+        product = gate.f_proj(rows) if hasattr(gate, "f_proj") else gate.f_b_proj(gate.f_a_proj(rows))
+        raw = (product.float() + gate.dt_bias.float()).view(len(rows), self.num_heads, self.head_dim)
         rate: Tensor = gate.A_log.float().exp().view(-1, 1)
-        return -rate * functional.softplus(raw.view(len(rows), self.num_heads, self.head_dim))
+        return -rate * functional.softplus(raw) if self.bound is None else self.bound * torch.sigmoid(rate * raw)
 
     @override
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
@@ -138,7 +150,8 @@ class KKimiDeltaAttention(RecurrentOperator):
         q, k, v = (part.view(shape) for part in mixed.chunk(3, dim=-1))
         beta = torch.sigmoid(inner.b_proj(rows).float())
         out = self.scans.delta_scan((q, k, v), self.decay(rows), beta, states["recurrent"], step)
-        gate, norm = inner.g_b_proj(inner.g_a_proj(rows)), inner.o_norm
+        gate = inner.g_proj(rows) if hasattr(inner, "g_proj") else inner.g_b_proj(inner.g_a_proj(rows))
+        norm = inner.o_norm
         normed = self.scans.gated_norm(
             out.reshape(-1, self.head_dim),
             gate.reshape(-1, self.head_dim),
