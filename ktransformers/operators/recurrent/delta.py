@@ -11,8 +11,10 @@ from torch.nn import functional
 from typing_extensions import override
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.triton.recurrent_mixers import DeltaNet, gated_delta_net, interleaved_columns
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.context import StateStep
+from ktransformers.operators.device import use
 from ktransformers.operators.recurrent.base import RecurrentOperator
 
 __all__ = ["KGatedDeltaNet", "KKimiDeltaAttention"]
@@ -57,7 +59,39 @@ class KGatedDeltaNet(RecurrentOperator):
 
     @override
     def prepare(self) -> None:
-        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
+        inner: Any = self.inner
+        self.a = -inner.A_log.float().exp()
+        if not self.device.is_gpu:
+            return
+        sizes = (self.k_heads, self.v_heads, self.k_dim, self.v_dim)
+        self._net = DeltaNet(
+            *sizes,
+            inner.conv1d.weight[:, 0].contiguous(),
+            self.a.contiguous(),
+            inner.dt_bias.float().contiguous(),
+            inner.norm.weight,
+            float(inner.norm.variance_epsilon),
+            conv_bias=inner.conv1d.bias,
+            columns=interleaved_columns(*sizes).to(self.a.device) if self.is_interleaved else None,
+            gate=self.gate,
+        )
+
+    def _mix_on_gpu(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
+        """In few launches, without taking interleaved projections apart."""
+        inner: Any = self.inner
+        count, share = len(rows), self.v_heads // self.k_heads
+        if self.is_interleaved:
+            x = inner.in_proj_qkvz(rows)
+            of_keys = x.view(count, self.k_heads, -1)
+            gate = of_keys[..., 2 * self.k_dim + share * self.v_dim :].unflatten(-1, (share, self.v_dim))
+            b, a = inner.in_proj_ba(rows).view(count, self.k_heads, -1).split((share, share), dim=-1)
+        else:
+            x, gate = inner.in_proj_qkv(rows), inner.in_proj_z(rows).view(count, self.k_heads, share, self.v_dim)
+            b, a = (part(rows).view(count, self.k_heads, share) for part in (inner.in_proj_b, inner.in_proj_a))
+        use(self.device.torch_device)
+        out = gated_delta_net(x, gate, a, b, self._net, (states["conv"], states["recurrent"]), step)
+        result: Tensor = inner.out_proj(out)
+        return result
 
     def project(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """rows [T, H] -> q, k and v side by side [T, channels], z [T, Hv V], b and a [T, Hv]."""
@@ -73,6 +107,8 @@ class KGatedDeltaNet(RecurrentOperator):
 
     @override
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
+        if self.device.is_gpu:
+            return self._mix_on_gpu(rows, states, step)
         inner: Any = self.inner
         count = len(rows)
         qkv, z, b, a = self.project(rows)
@@ -133,11 +169,33 @@ class KKimiDeltaAttention(RecurrentOperator):
     def state_parts(self) -> Mapping[str, tuple[int, ...]]:
         return {"conv": self.conv_shape(), "recurrent": (self.num_heads, self.head_dim, self.head_dim)}
 
+    @override
+    def prepare(self) -> None:
+        if not self.device.is_gpu or self.bound is not None:
+            return
+        inner: Any = self.inner
+        forget, size = inner.forget_gate, self.head_dim
+        self._net = DeltaNet(
+            *(self.num_heads, self.num_heads, size, size),
+            inner.conv1d.weight[:, 0].contiguous(),
+            -forget.A_log.float().exp().flatten().contiguous(),
+            forget.dt_bias.float().view(self.num_heads, size).contiguous(),
+            inner.o_norm.weight,
+            float(inner.o_norm.variance_epsilon),
+            conv_bias=inner.conv1d.bias,
+            gate=self.gate,
+        )
+
+    def _forget(self, rows: Tensor) -> Tensor:
+        """The product of the forget gate, [T, heads, head_dim]."""
+        gate: Any = self.inner.forget_gate
+        product: Tensor = gate.f_proj(rows) if hasattr(gate, "f_proj") else gate.f_b_proj(gate.f_a_proj(rows))
+        return product.view(len(rows), self.num_heads, self.head_dim)
+
     def decay(self, rows: Tensor) -> Tensor:
         """rows [T, H] -> the logarithm of what is kept, [T, heads, head_dim]."""
         gate: Any = self.inner.forget_gate
-        product = gate.f_proj(rows) if hasattr(gate, "f_proj") else gate.f_b_proj(gate.f_a_proj(rows))
-        raw = (product.float() + gate.dt_bias.float()).view(len(rows), self.num_heads, self.head_dim)
+        raw = self._forget(rows).float() + gate.dt_bias.float().view(self.num_heads, self.head_dim)
         rate: Tensor = gate.A_log.float().exp().view(-1, 1)
         return -rate * functional.softplus(raw) if self.bound is None else self.bound * torch.sigmoid(rate * raw)
 
@@ -146,11 +204,17 @@ class KKimiDeltaAttention(RecurrentOperator):
         inner: Any = self.inner
         shape = (len(rows), self.num_heads, self.head_dim)
         joined = torch.cat((inner.q_proj(rows), inner.k_proj(rows), inner.v_proj(rows)), dim=-1)
+        gate = inner.g_proj(rows) if hasattr(inner, "g_proj") else inner.g_b_proj(inner.g_a_proj(rows))
+        if self.device.is_gpu and self.bound is None:
+            use(self.device.torch_device)
+            given = gate.view(shape).unsqueeze(2), self._forget(rows), inner.b_proj(rows).unsqueeze(-1)
+            out = gated_delta_net(joined, *given, self._net, (states["conv"], states["recurrent"]), step)
+            mixed_out: Tensor = inner.o_proj(out)
+            return mixed_out
         mixed = self.convolve(joined, states, step, "silu")
         q, k, v = (part.view(shape) for part in mixed.chunk(3, dim=-1))
         beta = torch.sigmoid(inner.b_proj(rows).float())
         out = self.scans.delta_scan((q, k, v), self.decay(rows), beta, states["recurrent"], step)
-        gate = inner.g_proj(rows) if hasattr(inner, "g_proj") else inner.g_b_proj(inner.g_a_proj(rows))
         norm = inner.o_norm
         normed = self.scans.gated_norm(
             out.reshape(-1, self.head_dim),
