@@ -41,10 +41,9 @@ def test_agrees_with_transformers(model_type: str, tmp_path: Path, caplog: pytes
     hardware = Hardware(detect_machine(gpus=cuda_memory))
     with caplog.at_level(logging.INFO), closing(build_engine(config, hardware=hardware)) as engine:
         check(logits_in_steps(engine, ids), want)
-        in_parts = [
-            engine.runner.forward(ids[i : i + 37], i, range(len(ids[i : i + 37]))) for i in range(0, LENGTH, 37)
-        ]
-        check(torch.cat([part.clone() for part in in_parts]), want)
+        parts = [(i, ids[i : i + 37]) for i in range(0, LENGTH, 37)]
+        in_parts = [engine.runner.forward(part, start, range(len(part))).clone() for start, part in parts]
+        check(torch.cat(in_parts), want)
     assert "not replayed" not in caplog.text
 
 
@@ -58,14 +57,13 @@ def test_sequences_do_not_mix(model_type: str, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
     prompts = [some_ids(length, seed=length) for length in (3, 90, 140, 300)]
     with closing(paged):
-        together = PagedLoop(scheduler_config(paged, num_states=paged.cache.num_states), lambda: paged.executor)
-        names = [together.add(prompt, params) for prompt in prompts]
-        together.drain()
+        loop = PagedLoop(scheduler_config(paged, num_states=paged.cache.num_states), lambda: paged.executor)
+        names = [loop.add(prompt, params) for prompt in prompts]
+        loop.drain()
         alone = []
         for prompt in prompts:
-            loop = PagedLoop(scheduler_config(paged, num_states=paged.cache.num_states), lambda: paged.executor)
-            name = loop.add(prompt, params)
+            alone.append(loop.add(prompt, params))
             loop.drain()
-            alone.append(loop.answers[name].token_ids)
-    first = [together.answers[name].token_ids[0] == tokens[0] for name, tokens in zip(names, alone, strict=True)]
+        answers = [[loop.answers[name].token_ids for name in some] for some in (names, alone)]
+    first = [one[0] == other[0] for one, other in zip(*answers, strict=True)]
     assert sum(first) >= 3  # one may be a near tie
