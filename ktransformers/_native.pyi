@@ -198,6 +198,7 @@ class DeltaNetBlock:
         sizes: list[int],
         l2norm_eps: float,
         gate: int,
+        is_tiled: bool,
         layer: int,
     ) -> None: ...
     def forward(self, pool: WorkerPool, buffers: LayerBuffers, step: _Step, x: int, conv: int, states: int) -> None: ...

@@ -109,7 +109,7 @@ void bind_layer(nb::module_& m) {
           "__init__",
           [](kt::DeltaNetBlock* self, const std::vector<NormTuple>& norms, const std::vector<WeightTuple>& weights,
              const std::vector<Address>& addresses, const std::vector<int64_t>& sizes, float l2norm_eps, int gate,
-             int layer) {
+             bool is_tiled, int layer) {
             const bool is_interleaved = weights.size() == 3;
             if (norms.size() != 2 || (!is_interleaved && weights.size() != 5) || addresses.size() != 3 ||
                 sizes.size() != 5)
@@ -118,6 +118,7 @@ void bind_layer(nb::module_& m) {
             block.input = norm_of(norms[0]);
             block.norm = norm_of(norms[1]);
             block.is_interleaved = is_interleaved;
+            block.is_tiled = is_tiled;
             block.qkv = weight_of(weights[0]);
             block.z = weight_of(weights[is_interleaved ? 0 : 1]);
             block.b = weight_of(weights[is_interleaved ? 1 : 2]);
@@ -137,7 +138,7 @@ void bind_layer(nb::module_& m) {
             new (self) kt::DeltaNetBlock(block);
           },
           nb::arg("norms"), nb::arg("weights"), nb::arg("addresses"), nb::arg("sizes"), nb::arg("l2norm_eps"),
-          nb::arg("gate"), nb::arg("layer"))
+          nb::arg("gate"), nb::arg("is_tiled"), nb::arg("layer"))
       .def(
           "forward",
           [](const kt::DeltaNetBlock& self, kt::WorkerPool& pool, kt::LayerBuffers& buffers, const StepTuple& step,

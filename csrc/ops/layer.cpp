@@ -111,6 +111,19 @@ void project_delta_net(WorkerPool& pool, const DeltaNetBlock& block, int64_t row
   });
 }
 
+// Heads in the order in which o takes them, see DeltaNetBlock::is_tiled.
+void tile_heads(WorkerPool& pool, const DeltaNetBlock& block, const float* from, int64_t rows, float* to) {
+  const int64_t share = block.heads / block.key_heads, values = block.value_width();
+  WorkerPool::Session session(pool);
+  const ProfiledOp op(session, Part::Recurrent, rows, true);
+  for_rows(session, rows, 1, [&](int64_t r) {
+    for (int64_t head = 0; head < block.heads; ++head) {
+      const int64_t at = head % share * block.key_heads + head / share;
+      std::copy_n(from + r * values + head * block.dim_v, block.dim_v, to + r * values + at * block.dim_v);
+    }
+  });
+}
+
 }  // namespace
 
 void delta_net_block(WorkerPool& pool, const DeltaNetBlock& block, const RecurrentStep& step, float* conv,
@@ -159,7 +172,8 @@ void delta_net_block(WorkerPool& pool, const DeltaNetBlock& block, const Recurre
                     values,
                     block.dim_v,
                     0,
-                    normed});
+                    block.is_tiled ? r.mixed : normed});
+  if (block.is_tiled) tile_heads(pool, block, r.mixed, rows, normed);
   {
     const ScopedProfile output(pool, -1, Part::Linear, kOutput);
     linear(pool, normed, rows, block.o, nullptr, out);

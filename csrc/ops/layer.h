@@ -49,6 +49,9 @@ struct DeltaNetBlock {
   // is_interleaved: qkv is [q, k, v, z] of each key head, one behind the other, b is [b, a] of each, z and a are not
   // read.
   bool is_interleaved;
+  // is_tiled: o takes the heads of all key heads' first, then of their second, ...: as files of Qwen3.5 have its
+  // columns.
+  bool is_tiled;
   WeightView qkv, z, b, a, o;
   const float* conv;         // [width, channels], channels: all of q, then k, then v
   const float *rate, *bias;  // [heads], see delta_gates

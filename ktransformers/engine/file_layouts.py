@@ -11,36 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from typing_extensions import override
-
 from ktransformers.kernels.types import block_size
 from ktransformers.models.facts import ModelFacts
+from ktransformers.operators.linear.tiled import TiledInput
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from ktransformers.weights.gguf import GGUFModel
 
-__all__ = ["TiledInput", "arrange", "note_layout"]
+__all__ = ["arrange", "note_layout"]
 
 _NOTE = "kt_file_layout"
-
-
-class TiledInput(nn.Module):
-    """A projection of value heads whose columns lie as in files of Qwen3.5 (weights/recurrent_names.py draws it)."""
-
-    def __init__(self, linear: nn.Module, key_heads: int, run: int):
-        super().__init__()
-        self.linear, self.key_heads, self.run = linear, key_heads, run
-
-    @override
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [..., heads x run], heads in the module's order."""
-        heads = rows.reshape(*rows.shape[:-1], self.key_heads, -1, self.run)
-        out: torch.Tensor = self.linear(heads.transpose(-3, -2).reshape(rows.shape))
-        return out
 
 
 def note_layout(hf_config: PretrainedConfig, facts: ModelFacts, gguf: GGUFModel) -> None:

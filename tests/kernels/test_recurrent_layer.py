@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,6 +59,8 @@ def one_by_one(x, norm, weights, o, net, states, step, pool):
     out = recurrent.delta_scan(*heads, *gates, states[1], step, net.l2norm_eps, KEY**-0.5, pool)
     options = {"group_size": VALUE, "activation": net.gate}
     normed = recurrent.gated_norm(out.flatten(1), z, net.norm.weight, net.norm.eps, pool, **options)
+    if net.is_tiled:
+        normed = normed.unflatten(1, (KEY_HEADS, SHARE, VALUE)).transpose(1, 2).flatten(1).contiguous()
     return x + linear(normed, o, pool)
 
 
@@ -69,8 +73,9 @@ def weights_of(net, is_interleaved, make_weight, pool):
     return [pack(weights[0], pool), *weights[1:]], make_weight(QuantType.Q8_0, HIDDEN, net.value_width, seed=9)
 
 
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_one_call_is_its_kernels(is_interleaved, net, make_weight, pools):
+@pytest.mark.parametrize(("is_interleaved", "is_tiled"), [(False, False), (True, False), (False, True)])
+def test_one_call_is_its_kernels(is_interleaved, is_tiled, net, make_weight, pools):
+    net = replace(net, is_tiled=is_tiled)
     weights, o = weights_of(net, is_interleaved, make_weight, pools[0])
     norm = Norm(torch.linspace(0.5, 1.5, HIDDEN), 1e-6)
     layer = RecurrentLayer(norm, tuple(map(Projection, weights)), Projection(o), net)

@@ -15,11 +15,12 @@ import torch
 from gguf import GGMLQuantizationType as QuantType
 from transformers import PreTrainedModel
 
-from ktransformers.engine.file_layouts import TiledInput, note_layout
+from ktransformers.engine.file_layouts import note_layout
 from ktransformers.engine.opened import config_of_model
 from ktransformers.engine.skeleton import build_causal
 from ktransformers.errors import TensorMismatchError
 from ktransformers.models.facts import ModelFacts
+from ktransformers.operators.linear.tiled import TiledInput
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
 from tests.support.gguf_recurrent import write_recurrent_gguf

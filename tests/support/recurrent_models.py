@@ -46,6 +46,21 @@ _MLA: dict[str, object] = {
 }
 
 _VALUES: dict[str, dict[str, object]] = {
+    "bailing_hybrid": {
+        **_MLA,
+        "q_lora_rank": 32,
+        "layer_types": _KINDS,
+        "linear_head_dim": 16,
+        "linear_num_heads": 6,
+        "kda_safe_gate": True,
+        "kda_lower_bound": -5.0,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "n_group": 2,
+        "topk_group": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
     "qwen3_next": _DELTA,
     "qwen3_5_moe_text": _DELTA,
     "lfm2_moe": {

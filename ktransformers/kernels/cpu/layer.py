@@ -158,7 +158,8 @@ class DeltaNet:
     """Sizes and small weights of a Gated DeltaNet.
 
     conv_weight: fp32 [C, W], C = 2 Hk K + H V channels of q, k and v. rate: fp32 [H], -exp(A_log). dt_bias: fp32 [H].
-    norm: [V], of each head's result. gate: the activation behind it, "silu" or "sigmoid".
+    norm: [V], of each head's result. gate: the activation behind it, "silu" or "sigmoid". is_tiled: the output
+    projection takes each key head's first value head, then each one's second, and so on.
     """
 
     num_key_heads: int
@@ -171,6 +172,7 @@ class DeltaNet:
     norm: Norm
     gate: str = "silu"
     l2norm_eps: float = 1e-6
+    is_tiled: bool = False
 
     @property
     def key_width(self) -> int:
@@ -225,6 +227,7 @@ class RecurrentLayer:
             [net.num_key_heads, net.num_heads, net.key_dim, net.value_dim, self._width],
             float(net.l2norm_eps),
             int(GATES[net.gate]),
+            net.is_tiled,
             layer,
         )
 

@@ -51,6 +51,7 @@ from ktransformers.operators.layers.observed import (
 )
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.mlp import KMLP
+from ktransformers.operators.linear.tiled import TiledInput
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.activation import recognize_activation
 from ktransformers.operators.recognize.probe import Draws, close
@@ -137,6 +138,8 @@ def _attention(layer: nn.Module, call: LayerCall) -> AttentionLayer:
 def _delta_net(layer: nn.Module, operator: KGatedDeltaNet) -> RecurrentLayer:
     inner: Any = operator.inner
     names = ("qkvz", "ba") if operator.is_interleaved else ("qkv", "z", "b", "a")
+    output = inner.out_proj
+    is_tiled = isinstance(output, TiledInput) and (output.key_heads, output.run) == (operator.k_heads, operator.v_dim)
     net = DeltaNet(
         operator.k_heads,
         operator.v_heads,
@@ -147,6 +150,7 @@ def _delta_net(layer: nn.Module, operator: KGatedDeltaNet) -> RecurrentLayer:
         inner.dt_bias,
         Norm(inner.norm.weight, float(inner.norm.variance_epsilon)),
         operator.gate,
+        is_tiled=is_tiled,
     )
     if inner.conv1d.bias is not None:
         raise _DoesNotFit("a convolution with a bias")
@@ -154,7 +158,7 @@ def _delta_net(layer: nn.Module, operator: KGatedDeltaNet) -> RecurrentLayer:
         return RecurrentLayer(
             _norm(_child(layer, "input_layernorm")),
             tuple(_projection(_child(inner, f"in_proj_{name}")) for name in names),
-            _projection(inner.out_proj),
+            _projection(output.linear if is_tiled else output),
             net,
             operator.layer_idx,
         )

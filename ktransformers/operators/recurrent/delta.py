@@ -11,13 +11,17 @@ from torch.nn import functional
 from typing_extensions import override
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.triton.recurrent_mixers import DeltaNet, gated_delta_net, interleaved_columns
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.context import StateStep
+from ktransformers.operators.device import use
 from ktransformers.operators.recurrent.base import RecurrentOperator
 
 __all__ = ["KGatedDeltaNet", "KKimiDeltaAttention"]
 
 _COMMON = frozenset({"conv1d", "norm", "out_proj"})
+_KIMI = frozenset({"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_norm", "o_proj"})
+_FORGET = ({"f_a_proj", "f_b_proj"}, {"f_proj"})
 
 
 def _gate_of(norm: Any, key: str) -> str:
@@ -55,7 +59,39 @@ class KGatedDeltaNet(RecurrentOperator):
 
     @override
     def prepare(self) -> None:
-        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
+        inner: Any = self.inner
+        self.a = -inner.A_log.float().exp()
+        if not self.device.is_gpu:
+            return
+        sizes = (self.k_heads, self.v_heads, self.k_dim, self.v_dim)
+        self._net = DeltaNet(
+            *sizes,
+            inner.conv1d.weight[:, 0].contiguous(),
+            self.a.contiguous(),
+            inner.dt_bias.float().contiguous(),
+            inner.norm.weight,
+            float(inner.norm.variance_epsilon),
+            conv_bias=inner.conv1d.bias,
+            columns=interleaved_columns(*sizes).to(self.a.device) if self.is_interleaved else None,
+            gate=self.gate,
+        )
+
+    def _mix_on_gpu(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
+        """In few launches, without taking interleaved projections apart."""
+        inner: Any = self.inner
+        count, share = len(rows), self.v_heads // self.k_heads
+        if self.is_interleaved:
+            x = inner.in_proj_qkvz(rows)
+            of_keys = x.view(count, self.k_heads, -1)
+            gate = of_keys[..., 2 * self.k_dim + share * self.v_dim :].unflatten(-1, (share, self.v_dim))
+            b, a = inner.in_proj_ba(rows).view(count, self.k_heads, -1).split((share, share), dim=-1)
+        else:
+            x, gate = inner.in_proj_qkv(rows), inner.in_proj_z(rows).view(count, self.k_heads, share, self.v_dim)
+            b, a = (part(rows).view(count, self.k_heads, share) for part in (inner.in_proj_b, inner.in_proj_a))
+        use(self.device.torch_device)
+        out = gated_delta_net(x, gate, a, b, self._net, (states["conv"], states["recurrent"]), step)
+        result: Tensor = inner.out_proj(out)
+        return result
 
     def project(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """rows [T, H] -> q, k and v side by side [T, channels], z [T, Hv V], b and a [T, Hv]."""
@@ -71,6 +107,8 @@ class KGatedDeltaNet(RecurrentOperator):
 
     @override
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
+        if self.device.is_gpu:
+            return self._mix_on_gpu(rows, states, step)
         inner: Any = self.inner
         count = len(rows)
         qkv, z, b, a = self.project(rows)
@@ -97,14 +135,23 @@ class KGatedDeltaNet(RecurrentOperator):
         return result
 
 
+def _bound_of(gate: Any) -> float | None:
+    """The least logarithm that a forget gate gives; None where it is bounded by nothing."""
+    if hasattr(gate, "safe_gate"):
+        return float(gate.lower_bound) if gate.safe_gate else None
+    names = ("gate_lower_bound", "safe_gate_lower_bound")
+    found = next((bound for name in names if (bound := getattr(gate, name, None)) is not None), None)
+    return None if found is None else float(found)
+
+
 class KKimiDeltaAttention(RecurrentOperator):
-    """Kimi Delta Attention: a decay for each element of a key."""
+    """Kimi Delta Attention: a decay for each element of a key. Its gates are products of one matrix (Ling 3) or two."""
 
     OPS: ClassVar[dict[str, str]] = {"KKimiDeltaAttention": "delta rule with a decay per key element, over slots"}
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"conv1d", "o_norm"})
     CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (
-        frozenset({"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "g_a_proj", "g_b_proj", "o_norm"})
-        | {"o_proj"},
+        _KIMI | {"g_a_proj", "g_b_proj"},
+        _KIMI | {"g_proj"},
     )
     NUMBERS: ClassVar[tuple[str, ...]] = ("num_heads", "head_dim")
 
@@ -114,31 +161,61 @@ class KKimiDeltaAttention(RecurrentOperator):
         self.num_heads, self.head_dim = int(inner.num_heads), int(inner.head_dim)
         self.gate = _gate_of(inner.o_norm, f"{key}.o_norm")
         parts = {name for name, _ in inner.forget_gate.named_children()}
-        bound = getattr(inner.forget_gate, "gate_lower_bound", None)
-        if inner.activation != "silu" or parts != {"f_a_proj", "f_b_proj"} or bound is not None:
+        self.bound = _bound_of(inner.forget_gate)
+        if inner.activation != "silu" or parts not in _FORGET:
             raise UnsupportedError(f"{key} ({type(module).__name__}): a kind of forget gate that is not known")
 
     @override
     def state_parts(self) -> Mapping[str, tuple[int, ...]]:
         return {"conv": self.conv_shape(), "recurrent": (self.num_heads, self.head_dim, self.head_dim)}
 
+    @override
+    def prepare(self) -> None:
+        if not self.device.is_gpu or self.bound is not None:
+            return
+        inner: Any = self.inner
+        forget, size = inner.forget_gate, self.head_dim
+        self._net = DeltaNet(
+            *(self.num_heads, self.num_heads, size, size),
+            inner.conv1d.weight[:, 0].contiguous(),
+            -forget.A_log.float().exp().flatten().contiguous(),
+            forget.dt_bias.float().view(self.num_heads, size).contiguous(),
+            inner.o_norm.weight,
+            float(inner.o_norm.variance_epsilon),
+            conv_bias=inner.conv1d.bias,
+            gate=self.gate,
+        )
+
+    def _forget(self, rows: Tensor) -> Tensor:
+        """The product of the forget gate, [T, heads, head_dim]."""
+        gate: Any = self.inner.forget_gate
+        product: Tensor = gate.f_proj(rows) if hasattr(gate, "f_proj") else gate.f_b_proj(gate.f_a_proj(rows))
+        return product.view(len(rows), self.num_heads, self.head_dim)
+
     def decay(self, rows: Tensor) -> Tensor:
         """rows [T, H] -> the logarithm of what is kept, [T, heads, head_dim]."""
         gate: Any = self.inner.forget_gate
-        raw = gate.f_b_proj(gate.f_a_proj(rows)).float() + gate.dt_bias.float()
+        raw = self._forget(rows).float() + gate.dt_bias.float().view(self.num_heads, self.head_dim)
         rate: Tensor = gate.A_log.float().exp().view(-1, 1)
-        return -rate * functional.softplus(raw.view(len(rows), self.num_heads, self.head_dim))
+        return -rate * functional.softplus(raw) if self.bound is None else self.bound * torch.sigmoid(rate * raw)
 
     @override
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
         inner: Any = self.inner
         shape = (len(rows), self.num_heads, self.head_dim)
         joined = torch.cat((inner.q_proj(rows), inner.k_proj(rows), inner.v_proj(rows)), dim=-1)
+        gate = inner.g_proj(rows) if hasattr(inner, "g_proj") else inner.g_b_proj(inner.g_a_proj(rows))
+        if self.device.is_gpu and self.bound is None:
+            use(self.device.torch_device)
+            given = gate.view(shape).unsqueeze(2), self._forget(rows), inner.b_proj(rows).unsqueeze(-1)
+            out = gated_delta_net(joined, *given, self._net, (states["conv"], states["recurrent"]), step)
+            mixed_out: Tensor = inner.o_proj(out)
+            return mixed_out
         mixed = self.convolve(joined, states, step, "silu")
         q, k, v = (part.view(shape) for part in mixed.chunk(3, dim=-1))
         beta = torch.sigmoid(inner.b_proj(rows).float())
         out = self.scans.delta_scan((q, k, v), self.decay(rows), beta, states["recurrent"], step)
-        gate, norm = inner.g_b_proj(inner.g_a_proj(rows)), inner.o_norm
+        norm = inner.o_norm
         normed = self.scans.gated_norm(
             out.reshape(-1, self.head_dim),
             gate.reshape(-1, self.head_dim),

@@ -11,8 +11,10 @@ from torch.nn import functional
 from typing_extensions import override
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.triton.recurrent_mixers import ssd_scan
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.context import StateStep
+from ktransformers.operators.device import use
 from ktransformers.operators.recurrent.base import RecurrentOperator
 
 __all__ = ["KMamba", "KMamba2"]
@@ -59,11 +61,16 @@ class KMamba2(RecurrentOperator):
         sizes = [self.width, self.width + 2 * keys, self.num_heads]
         gate, mixed, dt = torch.split(inner.in_proj(rows), sizes, dim=-1)
         x, b, c = torch.split(self.convolve(mixed, states, step, "silu"), [self.width, keys, keys], dim=-1)
-        dt = functional.softplus(dt.float() + inner.dt_bias).clamp(*self.limit)
-        x = x.reshape(count, self.num_heads, self.head_dim)
-        b, c = (part.reshape(count, self.groups, self.state_size) for part in (b, c))
-        out = self.scans.linear_scan((c, b, x * dt.unsqueeze(-1)), dt * self.a, states["recurrent"], step)
-        out = out + x * inner.D.unsqueeze(-1)
+        x = x.view(count, self.num_heads, self.head_dim)
+        b, c = (part.view(count, self.groups, self.state_size) for part in (b, c))
+        if self.device.is_gpu:
+            use(self.device.torch_device)
+            weights, limits = (self.a, inner.dt_bias, inner.D), (self.limit[0], self.limit[1])
+            out = ssd_scan(x, dt, b, c, weights, states["recurrent"], step, limits)
+        else:
+            dt = functional.softplus(dt.float() + inner.dt_bias).clamp(*self.limit)
+            out = self.scans.linear_scan((c, b, x * dt.unsqueeze(-1)), dt * self.a, states["recurrent"], step)
+            out = out + x * inner.D.unsqueeze(-1)
         normed = self.scans.gated_norm(
             out.reshape(count, -1),
             gate,

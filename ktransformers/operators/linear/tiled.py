@@ -1,0 +1,24 @@
+"""A projection that takes its inputs in another order than its module makes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+__all__ = ["TiledInput"]
+
+
+class TiledInput(nn.Module):
+    """A projection of value heads whose columns lie as in files of Qwen3.5 (weights/recurrent_names.py draws it)."""
+
+    def __init__(self, linear: nn.Module, key_heads: int, run: int):
+        super().__init__()
+        self.linear, self.key_heads, self.run = linear, key_heads, run
+
+    @override
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [..., heads x run], heads in the module's order."""
+        heads = rows.reshape(*rows.shape[:-1], self.key_heads, -1, self.run)
+        out: torch.Tensor = self.linear(heads.transpose(-3, -2).reshape(rows.shape))
+        return out
