@@ -141,12 +141,12 @@ def move_into(layer: nn.Module, home: Device) -> None:
 
 
 def hand_contexts(modules: Mapping[str, nn.Module], plan: Plan) -> None:
-    """Let recurrent operators hear the step's context whose layers of `transformers` hand no keywords down to them.
+    """Let recurrent operators hear the step's context: not all layers of `transformers` hand keywords down to them.
 
     modules: the model's modules by name, as they were before the plan was applied.
     """
     for key, operator in plan.operators.items():
-        if isinstance(operator, RecurrentOperator) and operator.TAKES_CONTEXT:
+        if isinstance(operator, RecurrentOperator):
             _hand_context(modules[key.rpartition(".")[0]], operator)
 
 

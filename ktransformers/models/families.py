@@ -39,20 +39,23 @@ TESTED, CHECKED = Support.TESTED, Support.CHECKED
 # -- layers that have no cache here
 
 RECURRENT = Refusal(
-    "layers keep a state instead of keys and values (linear attention, Mamba, short convolutions)",
-    r"layers of type (?:\w+, )*(?:linear_attention|conv)\b",
+    "layers keep a state of a kind that is not known here, or of which their model tells them nothing",
+    r"keeps a state, and no operator stands|is given no states",
 )
 MIXED = Refusal("layers attend and keep a state, both", r"layers of type hybrid\b")
-INDEXED = Refusal("an indexer chooses the positions that a token sees", r"layers of type indexed_attention\b")
-BLOCK_SPARSE = Refusal("an indexer chooses the blocks that a token sees", r"layers of type minimax_m3_sparse\b")
-CHUNKED = Refusal("attention ends at the borders of chunks", r"layers of type chunked_attention\b")
-SHAPES = Refusal("layers have heads of different sizes", r"layers of different shapes")
+INDEXED = Refusal(
+    "an indexer that is not known here chooses the positions that a token sees",
+    r"'NoneType' object (?:is not subscriptable|has no attribute 'dtype')",
+)
+REFERENCES = Refusal("layers see the image, and a window", r"layers of type reference_sliding_attention\b")
+RANKS = Refusal("latents are of several sizes", r"kv_lora_rank \[")
+
 
 # -- attention that goes around the cache
 
 OWN_ATTENTION = Refusal(
     "attention is computed by code of its own, not through transformers' attention interface",
-    r"attention found for layers|does not say its head_dim|the key 'ktransformers' is missing|by code of its own",
+    r"does not say its head_dim|the key 'ktransformers' is missing|attends by (?:code|classes) of its own",
 )
 TWICE = Refusal("a layer attends more than once", r"calls attention 2 times|expert parameters .* do not fit")
 OWN_MASK = Refusal("layers change the mask", r"passes attention_mask|_MaskStandIn")
@@ -67,14 +70,9 @@ EXPERTS_IN_ATTENTION = Refusal("experts are a part of attention", r"first step f
 
 # -- files and configs
 
-COMPOSITE = Refusal(
-    "the language model is a part of a larger one, and its tensors have that one's names",
-    r"tensors are missing or of another shape: tensor model\.",
-)
-PART_OF_COMPOSITE = Refusal(
-    "the language model is a part of a larger one, and has no class of its own",
-    r"is no language model that answers in text",
-)
+CROSS = Refusal("layers see the image only", r"layer 3 runs 0 times in a step")
+ROTATION = Refusal("layers ask the rotary embedding for what it knows of them", r"no attribute 'layer_types'")
+OWN_TOKENS = Refusal("attention is handed the tokens themselves", r"passes input_ids to attention")
 TENSOR_NAMES = Refusal("tensors have other names in files than in the model", r"tensor lm_head\.weight is missing")
 ENDLESS = Refusal("the config says no length of a sequence", r"max_position_embeddings -1")
 NO_LAYERS = Refusal("bytes go through several models, one inside the other", r"says no num_hidden_layers")
@@ -92,8 +90,8 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "aria_text": CHECKED,
     "axk1": CHECKED,
     "axk2": INDEXED,
-    "bailing_hybrid": RECURRENT,
-    "bamba": RECURRENT,
+    "bailing_hybrid": CHECKED,
+    "bamba": CHECKED,
     "bart": OWN_POSITIONS,
     "beam": CHECKED,
     "bert": OWN_ATTENTION,
@@ -125,9 +123,9 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "doge": OWN_MASK,
     "dots1": TESTED,
     "dots3_note": NOT_BUILT,
-    "dots3_note_text": SHAPES,
+    "dots3_note_text": RANKS,
     "electra": OWN_ATTENTION,
-    "emu3": PART_OF_COMPOSITE,
+    "emu3": CHECKED,
     "ernie": OWN_ATTENTION,
     "ernie4_5": CHECKED,
     "ernie4_5_moe": TESTED,
@@ -138,26 +136,26 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "falcon_mamba": RECURRENT,
     "flex_olmo": TESTED,
     "flint": CHECKED,
-    "fuyu": COMPOSITE,
+    "fuyu": CHECKED,
     "gemma": CHECKED,
     "gemma2": TESTED,
-    "gemma3": COMPOSITE,
+    "gemma3": CHECKED,
     "gemma3_text": TESTED,
     "gemma3n": NOT_BUILT,
     "gemma3n_text": TESTED,
-    "gemma4": SHAPES,
+    "gemma4": CHECKED,
     "gemma4_assistant": NOT_BUILT,
     "gemma4_text": TESTED,
-    "gemma4_unified": SHAPES,
+    "gemma4_unified": CHECKED,
     "gemma4_unified_assistant": NOT_BUILT,
-    "gemma4_unified_text": SHAPES,
+    "gemma4_unified_text": CHECKED,
     "git": OWN_ATTENTION,
     "glm": CHECKED,
     "glm4": CHECKED,
     "glm4_moe": TESTED,
     "glm4_moe_lite": TESTED,
     "glm_moe_dsa": TESTED,
-    "got_ocr2": COMPOSITE,
+    "got_ocr2": CHECKED,
     "gpt-sw3": CHECKED,
     "gpt2": CHECKED,
     "gpt_bigcode": CHECKED,
@@ -170,7 +168,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "granite_swa": CHECKED,
     "granitemoe": TESTED,
     "granitemoe_swa": CHECKED,
-    "granitemoehybrid": RECURRENT,
+    "granitemoehybrid": CHECKED,
     "granitemoeshared": TESTED,
     "helium": CHECKED,
     "hrm_text": OWN_ATTENTION,
@@ -184,16 +182,16 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "internlm3": CHECKED,
     "iquestcoder": CHECKED,
     "jais2": CHECKED,
-    "jamba": RECURRENT,
+    "jamba": CHECKED,
     "jetmoe": EXPERTS_IN_ATTENTION,
-    "kimi_linear": RECURRENT,
+    "kimi_linear": CHECKED,
     "kolibri1": CHECKED,
     "laguna": TESTED,
-    "lfm2": RECURRENT,
-    "lfm2_moe": RECURRENT,
-    "lfm3": RECURRENT,
+    "lfm2": CHECKED,
+    "lfm2_moe": CHECKED,
+    "lfm3": ROTATION,
     "llama": TESTED,
-    "llama4": CHUNKED,
+    "llama4": CHECKED,
     "llama4_text": TESTED,
     "longcat_flash": TESTED,
     "mamba": RECURRENT,
@@ -204,24 +202,24 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "mellum": TESTED,
     "mimo_v2_flash": TESTED,
     "minicpm3": CHECKED,
-    "minimax": RECURRENT,
+    "minimax": CHECKED,
     "minimax_m2": TESTED,
     "minimax_m3_vl_text": TESTED,
     "ministral": CHECKED,
     "ministral3": TESTED,
     "mistral": TESTED,
     "mixtral": TESTED,
-    "mllama": PART_OF_COMPOSITE,
+    "mllama": CROSS,
     "modernbert-decoder": CHECKED,
     "moshi": CHECKED,
-    "moss_transcribe_diarize": COMPOSITE,
+    "moss_transcribe_diarize": CHECKED,
     "mpt": OWN_ATTENTION,
     "musicgen": NOT_BUILT,
     "musicgen_melody": NOT_BUILT,
     "mvp": OWN_MASK,
     "nanochat": CHECKED,
     "nemotron": TESTED,
-    "nemotron_h": RECURRENT,
+    "nemotron_h": CHECKED,
     "olmo": CHECKED,
     "olmo2": CHECKED,
     "olmo3": TESTED,
@@ -240,14 +238,14 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "qwen2": TESTED,
     "qwen2_moe": TESTED,
     "qwen3": TESTED,
-    "qwen3_5": RECURRENT,
-    "qwen3_5_moe": RECURRENT,
-    "qwen3_5_moe_text": RECURRENT,
-    "qwen3_5_text": RECURRENT,
+    "qwen3_5": CHECKED,
+    "qwen3_5_moe": CHECKED,
+    "qwen3_5_moe_text": CHECKED,
+    "qwen3_5_text": CHECKED,
     "qwen3_moe": TESTED,
-    "qwen3_next": RECURRENT,
-    "qwen4_exp": RECURRENT,
-    "qwen4_exp_text": RECURRENT,
+    "qwen3_next": CHECKED,
+    "qwen4_exp": INDEXED,
+    "qwen4_exp_text": INDEXED,
     "recurrent_gemma": RECURRENT,
     "reformer": OWN_ATTENTION,
     "rembert": OWN_ATTENTION,
@@ -272,27 +270,27 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "xlstm": OWN_ATTENTION,
     "xmod": OWN_ATTENTION,
     "youtu": CHECKED,
-    "zamba": RECURRENT,
-    "zamba2": RECURRENT,
+    "zamba": MIXED,
+    "zamba2": MIXED,
     "zaya": MIXED,
     # Families that AutoModelForCausalLM does not know: a language model with experts inside of one for images.
-    "aria": COMPOSITE,
-    "deepseek_ocr2": PART_OF_COMPOSITE,
-    "ernie4_5_vl_moe": PART_OF_COMPOSITE,
-    "glm4v_moe": PART_OF_COMPOSITE,
-    "glm5_next": PART_OF_COMPOSITE,
+    "aria": CHECKED,
+    "deepseek_ocr2": CHECKED,
+    "ernie4_5_vl_moe": CHECKED,
+    "glm4v_moe": CHECKED,
+    "glm5_next": OWN_TOKENS,
     "inkling2": MIXED,
     "inkling_mm_model": NOT_BUILT,
-    "kimi_k25": COMPOSITE,
-    "minimax_m3_vl": COMPOSITE,
-    "mistral4": PART_OF_COMPOSITE,
-    "mistral_large4": PART_OF_COMPOSITE,
+    "kimi_k25": CHECKED,
+    "minimax_m3_vl": CHECKED,
+    "mistral4": CHECKED,
+    "mistral_large4": INDEXED,
     "muse_spark": NOT_BUILT,
     "nemotron_h_omni": NOT_BUILT,
-    "qwen3_omni_moe_thinker": PART_OF_COMPOSITE,
-    "qwen3_vl_moe": PART_OF_COMPOSITE,
-    "step3p7": PART_OF_COMPOSITE,
-    "unlimited_ocr": PART_OF_COMPOSITE,
+    "qwen3_omni_moe_thinker": CHECKED,
+    "qwen3_vl_moe": CHECKED,
+    "step3p7": CHECKED,
+    "unlimited_ocr": REFERENCES,
 }
 """By model_type of a model's config. One line is one family."""
 

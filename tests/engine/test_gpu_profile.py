@@ -91,11 +91,11 @@ def test_parts_of_steps_are_timed_while_somebody_asks(experts: str, tmp_path: Pa
     layer = ["linear", "attention", "linear", "router", "experts"]
     layer += ["wait_cpu"] if experts == EXPERTS_ON_CPU else []
     labels = [("other", -1), *((part, i) for i in (0, 1) for part in layer), ("lm_head", -1), ("end", -1)]
-    assert timed.labels == labels
+    assert list(timed.labels) == labels
     times = torch.frombuffer(bytearray(timed.times), dtype=torch.int64)
     assert (times.diff() >= 0).all()
     engine.runner.forward(ids[5:6], 5, [0])
-    assert profile.latest.devices[0].labels == labels
+    assert list(profile.latest.devices[0].labels) == labels
     engine.runner.profile_gpus(False)
     seen = profile.latest
     engine.runner.forward(ids[6:7], 6, [0])

@@ -26,7 +26,9 @@ def some_ids(count: int, seed: int = 7) -> list[int]:
     return torch.randint(3, 160, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "lfm2_moe", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_next", "jamba", "lfm2_moe", "granitemoehybrid", "kimi_linear", "minimax"]
+)
 def test_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
     model, ids, graphs = recurrent_model(model_type), some_ids(24), FakeGraphs()
     model.save_pretrained(tmp_path)

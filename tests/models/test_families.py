@@ -54,8 +54,8 @@ def test_a_family_without_a_line_fails_by_its_name(tmp_path: Path, monkeypatch: 
     ("model_type", "line", "complaint"),
     [
         ("llama", OWN_ATTENTION, "refuses llama, and it agrees with transformers; write CHECKED there"),
-        ("bloom", Support.CHECKED, "says that bloom runs, but it is refused: model type bloom: attention found for"),
-        ("bloom", NO_CONTEXT, "refuses bloom for another reason; it is refused: model type bloom: attention found for"),
+        ("bloom", Support.CHECKED, "says that bloom runs, but it is refused: model type bloom attends by code"),
+        ("bloom", NO_CONTEXT, "refuses bloom for another reason; it is refused: model type bloom attends by code"),
     ],
 )
 def test_a_line_that_lapsed_fails(

@@ -214,18 +214,23 @@ _QWEN4 = {
     "indexer_compress_ratio": 4,
 }
 
+# With few heads many scores are 0, and which of their positions are chosen is up to torch's top-k, which does not say.
+_MANY_INDEX_HEADS = {"index_n_heads": 16}
+
 _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "cohere_compass_text": {**_of_kinds("sliding_attention", "full_attention")}
     | {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE}},
     "deepseek_ocr2": {"mlp_layer_types": ["dense"] + ["sparse"] * (_LAYERS - 1), "num_key_value_heads": 4},
+    "deepseek_v32": _MANY_INDEX_HEADS,
     "deepseek_v4": deepseek_v4_values(_LAYERS),
     "ernie4_5_vl_moe": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "gemma3n": {"num_kv_shared_layers": 2},
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "glm4v_moe": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+    "glm_moe_dsa": _MANY_INDEX_HEADS,
     "glm5_next": {"num_key_value_heads": 4, "linear_num_heads": 4, "index_kpool": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**_of_kinds("linear_attention", "full_attention"), **_MAMBA},
@@ -242,6 +247,8 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "rotary_dim": 8,
         "index_block_size": 8,
         "index_topk_blocks": 2,
+        "index_n_heads": 2,  # one for each head of keys
+        "num_key_value_heads": 2,
     },
     "phimoe": {"sliding_window": None},  # its mask has the window, its attention does not
     "qwen4_exp": _QWEN4,

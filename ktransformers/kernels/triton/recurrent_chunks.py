@@ -63,12 +63,18 @@ def _tile(base, rows, stride, is_row, first, BLOCK: tl.constexpr, WIDTH: tl.cons
 def _decays(
     base, rows, stride, is_row, first, BK: tl.constexpr, K: tl.constexpr, PER_KEY: tl.constexpr
 ):  # fmt: skip
-    """Sums of log decays up to each row of the chunk: [CHUNK, BK] of a slice, or [CHUNK, 1] without PER_KEY."""
+    """Sums of log decays up to each row of the chunk: [CHUNK, BK] of a slice, or [CHUNK, 1] without PER_KEY.
+
+    By a triangle of ones: Triton 3.6 does not compile a cumulative sum of such tiles.
+    """
+    order = tl.arange(0, _CHUNK)
+    is_before = order[:, None] >= order[None, :]
     if PER_KEY:
         decay = _tile(base, rows, stride, is_row, first, BK, K)
-    else:
-        decay = tl.load(base + rows.to(tl.int64) * stride, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    return tl.cumsum(decay, 0)
+        return _dot(tl.where(is_before, 1.0, 0.0), decay)
+    else:  # noqa: RET505 (decided while compiling: only one side exists)
+        decay = tl.load(base + rows.to(tl.int64) * stride, mask=is_row, other=0.0).to(tl.float32)
+        return tl.sum(tl.where(is_before, decay[None, :], 0.0), 1)[:, None]
 
 
 @jit

@@ -140,6 +140,8 @@ class KRotaryEmbedding(WrapperOperator):
         if isinstance(self.inner, SettledRotation):  # a position beyond would become the longest of the step
             size = self.inner.longest + 1
         positions = torch.arange(size, device=x.device)[None]
+        if hasattr(self.inner, "mrope_section"):  # not all versions of transformers take one position for the three
+            positions = positions.expand(3, 1, -1)
         for kind in self._kinds:
             rows = self.inner(x[:1, :1], positions, **({} if kind is None else {"layer_type": kind}))
             parts = rows if isinstance(rows, tuple) else (rows,)

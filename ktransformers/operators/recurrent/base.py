@@ -35,13 +35,11 @@ class RecurrentOperator(WrapperOperator):
 
     CHILDREN: names of the module's children, a set for each arrangement that is known. CONV: the convolution among
     them, which the operator reads itself as it does OWNED_CHILDREN. NUMBERS: attributes that have to be there.
-    TAKES_CONTEXT: its layer of `transformers` hands it no keywords, see `hear`.
     """
 
     CHILDREN: ClassVar[tuple[frozenset[str], ...]] = ()
     NUMBERS: ClassVar[tuple[str, ...]] = ()
     CONV: ClassVar[str | None] = "conv1d"
-    TAKES_CONTEXT: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
@@ -105,7 +103,8 @@ class RecurrentOperator(WrapperOperator):
     # A step.
 
     def hear(self, context: object) -> None:
-        """The context of the step that comes, for layers that do not hand keywords down. None: it is over."""
+        """The context of the step that comes: layers of some families and versions do not hand keywords down. None: it
+        is over."""
         self._heard = context if isinstance(context, ForwardContext) else None
 
     @override

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.triton.recurrent_mixers import DeltaNet, gated_delta_net, interleaved_columns
-from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.base import OperatorConfig, Placement, Site
 from ktransformers.operators.context import StateStep
 from ktransformers.operators.device import use
 from ktransformers.operators.recurrent.base import RecurrentOperator
@@ -170,7 +170,9 @@ class KKimiDeltaAttention(RecurrentOperator):
         return {"conv": self.conv_shape(), "recurrent": (self.num_heads, self.head_dim, self.head_dim)}
 
     @override
-    def prepare(self) -> None:
+    def settle(self, site: Site) -> None:
+        """Its forget gate is a module of its own, which is loaded by now."""
+        super().settle(site)
         if not self.device.is_gpu or self.bound is not None:
             return
         inner: Any = self.inner
@@ -178,8 +180,8 @@ class KKimiDeltaAttention(RecurrentOperator):
         self._net = DeltaNet(
             *(self.num_heads, self.num_heads, size, size),
             inner.conv1d.weight[:, 0].contiguous(),
-            -forget.A_log.float().exp().flatten().contiguous(),
-            forget.dt_bias.float().view(self.num_heads, size).contiguous(),
+            self.device.move(-forget.A_log.float().exp().flatten()).contiguous(),
+            self.device.move(forget.dt_bias.float().view(self.num_heads, size)).contiguous(),
             inner.o_norm.weight,
             float(inner.o_norm.variance_epsilon),
             conv_bias=inner.conv1d.bias,

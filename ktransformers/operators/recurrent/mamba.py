@@ -93,7 +93,6 @@ class KMamba(RecurrentOperator):
         | {"dt_layernorm", "b_layernorm", "c_layernorm"},
     )
     NUMBERS: ClassVar[tuple[str, ...]] = ("intermediate_size", "ssm_state_size", "time_step_rank")
-    TAKES_CONTEXT: ClassVar[bool] = True
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
