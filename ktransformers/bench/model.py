@@ -141,6 +141,8 @@ class _Ours:
             token_source=None,
             block_table=range(first, first + self._pages_each),
             is_sampled=is_sampled,
+            read_slot=index if start else -1,
+            write_slot=index,
         )
 
     def _step(self, rows: list[Row], starts: Sequence[SequenceStart] = (), ended: Sequence[int] = ()) -> float:

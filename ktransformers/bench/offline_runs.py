@@ -115,7 +115,10 @@ def _pages(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
-def _row(run_id: int, start: int, token_ids: list[int], block_table: list[int], is_sampled: bool) -> Row:
+def _row(
+    run_id: int, start: int, token_ids: list[int], block_table: list[int], index: int, *, is_sampled: bool = True
+) -> Row:
+    """index: of the sequence, and of its slot for states."""
     return Row(
         run_id=run_id,
         start=start,
@@ -123,6 +126,8 @@ def _row(run_id: int, start: int, token_ids: list[int], block_table: list[int], 
         token_source=None,
         block_table=block_table,
         is_sampled=is_sampled,
+        read_slot=index if start else -1,
+        write_slot=index,
     )
 
 
@@ -161,14 +166,14 @@ class OfflineRuns:
     def decode(self, batch: int, case: DecodeCase) -> Figure:
         """`batch` sequences of case.prompt_len tokens, case.steps tokens further."""
         each = _pages(case.prompt_len + case.steps, self._engine.cache.page_size)
-        runs = [self._prompt(case.prompt_len, first_page=i * each)[0] for i in range(batch)]
+        runs = [self._prompt(case.prompt_len, first_page=i * each, index=i)[0] for i in range(batch)]
         tables = [list(range(i * each, (i + 1) * each)) for i in range(batch)]
 
         def one_pass(steps: int = case.steps) -> _Counts:
             counts = _Counts()
             for position in range(case.prompt_len, case.prompt_len + steps):
-                pairs = zip(runs, tables, strict=True)
-                rows = [_row(run, position, self._tokens(1), table, is_sampled=True) for run, table in pairs]
+                pairs = enumerate(zip(runs, tables, strict=True))
+                rows = [_row(run, position, self._tokens(1), table, i) for i, (run, table) in pairs]
                 counts.add(self._step(rows), batch)
             return counts
 
@@ -209,7 +214,7 @@ class OfflineRuns:
         even = [self.weights.even(top_k, num_tokens) for num_tokens in counted.step_tokens]
         return counted.touched / counted.samples, sum(even) / len(even)
 
-    def _prompt(self, num_tokens: int, first_page: int) -> tuple[int, _Counts]:
+    def _prompt(self, num_tokens: int, first_page: int, index: int = 0) -> tuple[int, _Counts]:
         """Run a new sequence's prompt, in chunks. Returns its run, which stays until it is named in _ended."""
         counts = _Counts()
         page_size, chunk = self._engine.cache.page_size, self._engine.config.chunk_size
@@ -223,7 +228,7 @@ class OfflineRuns:
         ]
         for start in range(0, num_tokens, chunk):
             part = token_ids[start : start + chunk]
-            row = _row(run_id, start, part, table, is_sampled=start + len(part) == num_tokens)
+            row = _row(run_id, start, part, table, index, is_sampled=start + len(part) == num_tokens)
             counts.add(self._step([row], starts), len(part))
             starts = []
         return run_id, counts
