@@ -7,6 +7,8 @@ forwards: routers always, and the whole step when a rule file leaves linears or 
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,6 +114,24 @@ def _in_whole_vectors(func: Callable[..., Any], input: torch.Tensor, *args: Any,
     return result[: input.numel()].view(input.shape)
 
 
+_NAMES = frozenset(function.__name__ for function in (*_ELEMENTWISE, *_TRANSCENDENTAL))
+
+
+@functools.cache
+def _computes(forward: Callable[..., Any], depth: int = 2) -> bool:
+    """Whether a module's forward, or functions of its file that it calls, ask torch for an activation or the like."""
+    function = inspect.unwrap(forward)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    names = set(code.co_names)
+    if names & _NAMES:
+        return True
+    found = (function.__globals__.get(name) for name in names) if depth else ()
+    called = (one for one in found if inspect.isfunction(one) and one.__module__ == function.__module__)
+    return any(_computes(one, depth - 1) for one in called)
+
+
 def modules_on_torch(model: nn.Module) -> list[str]:
     """Dotted names of modules whose matrix products or activations would run on torch's own code."""
     return sorted(_walk(model, ""))
@@ -123,7 +143,8 @@ def _walk(module: nn.Module, key: str) -> Iterator[str]:
     else:
         bypassed = set()
         has_matrix = any(p.dim() > 1 for p in module.parameters(recurse=False))
-        if (has_matrix and not isinstance(module, nn.Embedding)) or recognize_activation(module) is not None:
+        has_matrix = has_matrix and not isinstance(module, nn.Embedding)
+        if has_matrix or recognize_activation(module) is not None or _computes(type(module).forward):
             yield key
     for name, child in module.named_children():
         if id(child) not in bypassed:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
@@ -21,19 +22,27 @@ from tests.support.cuda_engines import check
 from tests.support.gpu_engines import logits_in_steps
 from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.recurrent_models import RECURRENT_TYPES, recurrent_model
+from tests.support.tiny_models import NUM_EXPERTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTH = 150  # more than two chunks of the chunked scans
+ALL = {"num_experts_per_tok": NUM_EXPERTS, "num_experts_per_token": NUM_EXPERTS}
+"""Every token takes every expert: a near tie in a router would change a state, and with it all that follows."""
+
+
+def known(*model_types: str) -> list[str]:
+    """Those of them that the installed transformers has."""
+    return [model_type for model_type in model_types if model_type in CONFIG_MAPPING]
 
 
 def some_ids(count: int, seed: int = 7) -> list[int]:
     return torch.randint(3, 160, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("model_type", RECURRENT_TYPES)
+@pytest.mark.parametrize("model_type", known(*RECURRENT_TYPES))
 def test_agrees_with_transformers(model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, ids = recurrent_model(model_type), some_ids(LENGTH)
+    model, ids = recurrent_model(model_type, **ALL), some_ids(LENGTH)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         want = model(torch.tensor([ids]), use_cache=False).logits[0]

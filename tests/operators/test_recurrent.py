@@ -28,6 +28,7 @@ KINDS = {
     "nemotron_h": "KMamba2",
     "granitemoehybrid": "KMamba2",
     "kimi_linear": "KKimiDeltaAttention",
+    "bailing_hybrid": "KKimiDeltaAttention",
     "minimax": "KLightningAttention",
 }
 

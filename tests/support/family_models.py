@@ -199,7 +199,7 @@ def _of_kinds(*kinds: str) -> dict[str, list[str]]:
 
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+_MAMBA = {"hidden_size": 64, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
 
 _QWEN4 = {
     **_of_kinds("linear_attention", "indexed_attention"),
@@ -225,11 +225,14 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_ocr2": {"mlp_layer_types": ["dense"] + ["sparse"] * (_LAYERS - 1), "num_key_value_heads": 4},
     "deepseek_v32": _MANY_INDEX_HEADS,
     "deepseek_v4": deepseek_v4_values(_LAYERS),
-    "ernie4_5_vl_moe": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
+    "ernie4_5_vl_moe": {"hidden_size": 64, "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "gemma3n": {"num_kv_shared_layers": 2},
     "gemma3n_text": {"num_kv_shared_layers": 2},
-    "glm4v_moe": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+    "glm4v_moe": {
+        "hidden_size": 64,
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
+    },
     "glm_moe_dsa": _MANY_INDEX_HEADS,
     "glm5_next": {"num_key_value_heads": 4, "linear_num_heads": 4, "index_kpool": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -239,6 +242,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8},
     "lfm2": {**_of_kinds("conv", "full_attention"), "full_attn_idxs": None},
     "lfm2_moe": {**_of_kinds("conv", "full_attention"), "num_dense_layers": 1},
+    "longcat_flash": {"moe_topk": 3, "num_experts_per_tok": 3},  # with one, transformers takes a list for a pair
     "mamba2": {"num_heads": 8},
     "mistral4": {"head_dim": 32},  # rotated and not
     "mimo_v2_flash": {"num_key_value_heads": 2},  # twice as many in layers with windows
