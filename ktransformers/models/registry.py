@@ -62,6 +62,7 @@ class Family:
 _SPARSE_BLOCK = ("mlp", "block_sparse_moe")
 
 FAMILIES: Mapping[str, Family] = {
+    "axk2": Family("AXK2.yaml"),
     "bailing_hybrid": Family("BailingHybrid.yaml"),
     "deepseek_v2": Family(
         "DeepSeek-V2-Chat.yaml", "DeepSeek-V2-Lite-Chat.yaml", "deepseek2", upstream=UpstreamNames("deepseek")
@@ -78,6 +79,7 @@ FAMILIES: Mapping[str, Family] = {
     "hunyuan_v1_moe": Family(
         "Hunyuan-A13B.yaml", upstream=UpstreamNames("hunyuan", prefixes=("HunYuan", "HunYuanMoEV1"))
     ),
+    "hy_v4": Family("HYV4.yaml"),
     "kimi_linear": Family("KimiLinear.yaml"),
     "llama4_text": Family("Llama4.yaml"),
     "longcat_flash": Family("LongcatFlash.yaml"),

@@ -48,7 +48,8 @@ def check_agrees(model: PreTrainedModel, runner: StaticRunner) -> None:
 @pytest.mark.parametrize("model_type", LATENT_TYPES)
 def test_the_latent_is_cached_and_logits_agree(model_type: str) -> None:
     model = latent_model(model_type, seed=1)
-    runner = runner_of(model, 96)
+    has_rules_for_others = model_type in ("kimi_linear", "bailing_hybrid")  # layers: tests/engine/test_recurrent.py
+    runner = runner_of(model, 96, strict=not has_rules_for_others)
     check_agrees(model, runner)
     found = [module for module in runner.model.modules() if isinstance(module, KMLAAttention)]
     assert len(found) == 4

@@ -218,6 +218,7 @@ _QWEN4 = {
 _MANY_INDEX_HEADS = {"index_n_heads": 16}
 
 _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "axk2": _MANY_INDEX_HEADS,
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "cohere_compass_text": {**_of_kinds("sliding_attention", "full_attention")}
@@ -237,6 +238,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "glm5_next": {"num_key_value_heads": 4, "linear_num_heads": 4, "index_kpool": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**_of_kinds("linear_attention", "full_attention"), **_MAMBA},
+    "hy_v4": _MANY_INDEX_HEADS,
     "helium": {"hidden_size": 64},  # which its heads have to fill
     "internlm3": {"attention_bias": True, "mlp_bias": True},  # the same for both
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8},

@@ -132,8 +132,13 @@ _VALUES: dict[str, dict[str, object]] = {
 RECURRENT_TYPES = tuple(_VALUES)
 
 
+def recurrent_values(model_type: str) -> dict[str, object]:
+    """Of its config."""
+    return {**_COMMON, **_VALUES[model_type]}
+
+
 def recurrent_config(model_type: str, **overrides: object) -> PretrainedConfig:
-    config: PretrainedConfig = CONFIG_MAPPING[model_type](**{**_COMMON, **_VALUES[model_type], **overrides})
+    config: PretrainedConfig = CONFIG_MAPPING[model_type](**{**recurrent_values(model_type), **overrides})
     return config
 
 

@@ -79,6 +79,7 @@ class KIndexer(Chooser):
         inner, spec = self.inner_module, self.spec
         q = inner.wq_b(query).view(-1, spec.num_heads, spec.head_dim)
         k = inner.k_norm(inner.wk(x)).view(-1, 1, spec.head_dim)
+        q, k = (spec.rotated_first(part) for part in (q, k))
         weights = inner.weights_proj(x)[0].float() * spec.head_scale
         if self.device.is_gpu:
             return self._choose_on_gpu(q, k, weights, angles, context, keys)

@@ -40,8 +40,12 @@ class LatentSpec:
     """rank, nope_dim, rope_dim, v_dim: of the latent, and of a head's key without and with rotation and its value.
 
     scale: of scores, the module's scale of its queries included. latent_scale: of latents, behind their norm.
-    has_rotation: False where the rope_dim columns stay as they are. has_gate: whether each head's result is multiplied
-    with the sigmoid of a column of g_proj. hands_selection: whether the module gives and takes what its indexer chose.
+    has_rotation: False where the rope_dim columns stay as they are. rotates_halves: they are always paired with those
+    half a head away; else as the config says. has_gate: whether each head's result is multiplied with the sigmoid of a
+    column of g_proj; has_wide_gate: each element with that of a column of gate_proj; has_joint_gate: the same, of
+    q_gate_proj, which makes queries too, of the compressed query with its norm and without. has_sinks: a score of each
+    head that takes part in softmax, and brings no value. hands_selection: whether the module gives and takes what its
+    indexer chose.
     """
 
     rank: int
@@ -52,7 +56,11 @@ class LatentSpec:
     scale: float
     latent_scale: float = 1.0
     has_rotation: bool = True
+    rotates_halves: bool = False
     has_gate: bool = False
+    has_wide_gate: bool = False
+    has_joint_gate: bool = False
+    has_sinks: bool = False
     position_scale: PositionScale | None = None
     hands_selection: bool = False
 
@@ -77,7 +85,11 @@ class LatentSpec:
             scale=float(any_module.scaling) * float(getattr(module, "mla_scale_q_lora", 1.0)),
             latent_scale=float(getattr(module, "mla_scale_kv_lora", 1.0)),
             has_rotation="position_embeddings" in takes,
+            rotates_halves=_rotates_halves(module),
             has_gate=gate is not None,
+            has_wide_gate=_is_wide(module, num_heads),
+            has_joint_gate=getattr(module, "q_gate_proj", None) is not None,
+            has_sinks=isinstance(getattr(module, "sinks", None), nn.Parameter),
             position_scale=_position_scale(module) if "position_ids" in takes else None,
             hands_selection="prev_topk_indices" in takes,
         )
@@ -86,6 +98,22 @@ class LatentSpec:
     def head_dim(self) -> int:
         """Of a query before absorption."""
         return self.nope_dim + self.rope_dim
+
+    @property
+    def is_for_cpu(self) -> bool:
+        """Whether kernels of a GPU do without something that it has."""
+        return self.has_joint_gate or self.has_sinks
+
+
+def _rotates_halves(module: nn.Module) -> bool:
+    """By the function that its forward asks for: there are two in transformers, and some modules know both."""
+    names = inspect.unwrap(type(module).forward).__code__.co_names
+    return "apply_rotary_pos_emb" in names and "apply_rotary_pos_emb_interleave" not in names
+
+
+def _is_wide(module: nn.Module, num_heads: int) -> bool:
+    gate = getattr(module, "gate_proj", None)
+    return getattr(gate, "out_features", None) == num_heads * int(module.v_head_dim)  # type: ignore[arg-type]
 
 
 def _position_scale(module: nn.Module) -> PositionScale | None:

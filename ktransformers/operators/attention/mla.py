@@ -102,6 +102,8 @@ class KMLAAttention(WrapperOperator):
         if absorb_for_prefill is False and not self.device.is_gpu:
             _say_absorbed()
         if self.device.is_gpu:
+            if spec.is_for_cpu:
+                raise UnsupportedError(f"{key}: sinks, or gates made with the queries; place it on cpu")
             check_gpu_shape(key, self.rank, self.rope_dim)
             self._latent_norm = recognize_norm(module.get_submodule("kv_a_layernorm"))
             if self._latent_norm is None or self._latent_norm.offset:
@@ -231,7 +233,7 @@ class KMLAAttention(WrapperOperator):
         assert self._v_b is not None
         pool = self.config.require_pool()
         cos, sin, is_interleaved = self._angles(position_embeddings, forward_context)
-        q, compressed = self._projected_query(hidden_states)
+        q, compressed, gate = self._projected_query(hidden_states)
         q = self._scaled(q, forward_context)
         query = self._absorbed_query(q, cos, sin, is_interleaved, pool)
         keys, values = forward_context.cache.layer(self.layer_idx)
@@ -243,8 +245,15 @@ class KMLAAttention(WrapperOperator):
             seq_ids, kv_lens = forward_context.seq_ids, forward_context.kv_lens
         else:
             table, page_size, seq_ids, kv_lens = selection.slots, 1, selection.seq_ids, selection.counts
-        latent = cpu.attention(query, keys, values, table, page_size, seq_ids, kv_lens, self.spec.scale, pool)
-        return self._result(self._output(hidden_states, cpu.batched_linear(latent, self._v_b, pool)), selection)
+        places = (table, page_size, seq_ids, kv_lens)
+        latent = cpu.attention(query, keys, values, *places, self.spec.scale, pool, sinks=self._sinks)
+        return self._result(self._output(hidden_states, cpu.batched_linear(latent, self._v_b, pool), gate), selection)
+
+    @property
+    def _sinks(self) -> torch.Tensor | None:
+        """fp32 [H]."""
+        inner: Any = self.inner
+        return inner.sinks.float() if self.spec.has_sinks else None
 
     def _result(self, output: torch.Tensor, selection: Selection | None) -> tuple[Any, ...]:
         """As the module returns it: with what was chosen, where layers behind this one are to attend to the same."""
@@ -279,9 +288,16 @@ class KMLAAttention(WrapperOperator):
             "files have, or attend to everything with --sparse_attention off"
         )
 
-    def _output(self, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The heads' values [T, H, V] of rows x [1, T, hidden], gated where the family does, through o_proj."""
+    def _output(self, x: torch.Tensor, values: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        """The heads' values [T, H, V] of rows x [1, T, hidden], gated where the family does, through o_proj.
+
+        gate: [T, H, V], what is known of it already.
+        """
         inner: Any = self.inner
+        if self.spec.has_wide_gate:
+            gate = inner.gate_proj(x)[0].view(values.shape)
+        if gate is not None:
+            values = values * torch.sigmoid(gate.float()).to(values.dtype)
         if self.spec.has_gate:
             values = values * torch.sigmoid(inner.g_proj(x)[0].float()).to(values.dtype)[..., None]
         output: torch.Tensor = inner.o_proj(values.reshape(1, -1, self.num_heads * self.v_dim))
@@ -354,7 +370,7 @@ class KMLAAttention(WrapperOperator):
             return *context.derived(position_embeddings, _real_parts), True
         cos, sin = (part[0, :, : self.rope_dim // 2] for part in position_embeddings)
         latent = self.config.facts.latent
-        return cos, sin, latent is None or latent.is_interleaved
+        return cos, sin, not self.spec.rotates_halves and (latent is None or latent.is_interleaved)
 
     def _absorbed_query(
         self, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, pool: cpu.WorkerPool
@@ -364,15 +380,24 @@ class KMLAAttention(WrapperOperator):
         absorbed = cpu.batched_linear(q[..., : self.nope_dim].contiguous(), self._k_b, pool)
         return torch.cat((absorbed, rotate(q[..., self.nope_dim :], cos, sin, is_interleaved)), dim=-1)
 
-    def _projected_query(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Query before absorption and rotation, [T, H, N + P], and the compressed one that it was made of, if any."""
+    def _projected_query(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Query before absorption and rotation, [T, H, N + P]; the compressed one that it was made of, and a gate
+        [T, H, V] that was made with it, if any."""
         inner: Any = self.inner
+        if self.spec.has_joint_gate:
+            raw = inner.q_a_proj(x)
+            compressed = inner.q_a_layernorm(raw)
+            joined = inner.q_gate_proj(torch.cat((compressed, raw), dim=-1))
+            q, gate = joined.view(-1, self.num_heads, self.spec.head_dim + self.v_dim).split(
+                (self.spec.head_dim, self.v_dim), dim=-1
+            )
+            return q, compressed, gate
         if getattr(inner, "q_a_proj", None) is None:
             compressed, q = None, inner.q_proj(x)
         else:
             compressed = inner.q_a_layernorm(inner.q_a_proj(x))
             q = inner.q_b_proj(compressed)
-        return q.view(-1, self.num_heads, self.spec.head_dim), compressed
+        return q.view(-1, self.num_heads, self.spec.head_dim), compressed, None
 
     def _latent(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
         """What the cache stores: fp32 [T, 1, R + P]."""

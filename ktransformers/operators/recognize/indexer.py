@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ _CHILDREN = frozenset({"wq_b", "wk", "k_norm", "weights_proj"})
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """A lightning indexer (DeepSeek-V3.2): heads, columns of a head and how many of them come first and are rotated.
+    """A lightning indexer (DeepSeek-V3.2): heads, columns of a head and how many of them are rotated.
+
+    is_last: those are the last ones, else the first.
 
     score of a position = sum_h weights[h] * head_scale * max(scale * q[h] . k, 0)
     """
@@ -31,6 +34,11 @@ class IndexSpec:
     num_chosen: int
     scale: float
     head_scale: float
+    is_last: bool = False
+
+    def rotated_first(self, x: Tensor) -> Tensor:
+        """[..., D] with the columns in front that are rotated. Products of queries and keys stay what they are."""
+        return x.roll(self.rotary_dim, dims=-1) if self.is_last else x
 
 
 class _Fixed(nn.Module):
@@ -40,6 +48,17 @@ class _Fixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.value
+
+
+class _Handed(nn.Module):
+    """A norm that changes nothing, of whose weight only the type is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.ones(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
 @recognizer("an indexer that kernels compute")
@@ -54,15 +73,16 @@ def recognize_indexer(module: nn.Module) -> IndexSpec:
     draws = Draws()
     q, k, weights = draws.normal(1, _ROWS, heads * dim), draws.normal(1, _ROWS, dim), draws.normal(1, _ROWS, heads)
     angles = draws.normal(_ROWS, rotary // 2)
-    children = {"wq_b": _Fixed(q), "wk": _Fixed(k), "k_norm": nn.Identity(), "weights_proj": _Fixed(weights)}
+    children = {"wq_b": _Fixed(q), "wk": _Fixed(k), "k_norm": _Handed(), "weights_proj": _Fixed(weights)}
     twin = twin_of(module, modules=children, index_topk=_CHOSEN)
     mask = torch.full((1, _ROWS, _ROWS), float("-inf")).triu(1)
     twice = torch.cat((angles, angles), dim=-1)[None]
     rows = torch.zeros(1, _ROWS, 8)
     chosen = answer(lambda: twin(rows, rows, (twice.cos(), twice.sin()), mask, torch.arange(_ROWS)[None]))
+    sizes = (heads, dim, rotary)
     specs = [
-        IndexSpec(heads, dim, rotary, is_interleaved, int(sized.index_topk), float(sized.softmax_scale), heads**-0.5)
-        for is_interleaved in (False, True)
+        IndexSpec(*sizes, is_interleaved, int(sized.index_topk), float(sized.softmax_scale), heads**-0.5, is_last)
+        for is_interleaved, is_last in product((False, True), repeat=2)
     ]
     parts = q.view(_ROWS, heads, dim), k.view(_ROWS, 1, dim), weights[0]
     want = answer(lambda: _seen(chosen[0, _CHOSEN - 1 :]))
@@ -75,7 +95,7 @@ def _seen(chosen: Tensor) -> Tensor:
 
 def choose(q: Tensor, k: Tensor, weights: Tensor, angles: Tensor, spec: IndexSpec) -> Tensor:
     """Positions [T, _CHOSEN] that rows 0 .. T - 1 of one sequence choose, in plain torch."""
-    q, k = (_turned(x, angles, spec) for x in (q, k))
+    q, k = (_turned(spec.rotated_first(x), angles, spec) for x in (q, k))
     scores = (torch.einsum("thd,sd->ths", q, k[:, 0]) * spec.scale).relu()
     total = torch.einsum("th,ths->ts", weights * spec.head_scale, scores)
     return total.masked_fill(torch.ones_like(total).triu(1).bool(), float("-inf")).topk(_CHOSEN, dim=-1).indices
