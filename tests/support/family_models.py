@@ -260,6 +260,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
+    "stablelm": {"hidden_size": 64},  # a quarter of each head is rotated, by pairs
     "unlimited_ocr": {"num_key_value_heads": 4},
     "xlstm": {"qk_dim_factor": 0.5, "num_blocks": _LAYERS},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_d_state": 8, "mamba_dt_rank": 8}
