@@ -65,30 +65,16 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
 
     query [1, Hq, T, D]; key, value [1, Hkv, T, D]; returns [1, T, Hq, D]; all fp32, or of a GPU's type. s_aux [Hq] are
     attention sinks; softcap bounds the logits (Gemma 2); query_factors [T] multiply queries (Llama 4); block_indices:
-    what a KBlockIndexer made. Raises
-    UnsupportedError for an argument that would change the result.
+    what a KBlockIndexer made. Raises UnsupportedError for an argument that would change the result.
     """
-    if forward_context is None:
-        raise UnsupportedError(
-            f"{type(module).__name__} is given no forward_context: it runs outside of the engine, or its model does "
-            "not hand keyword arguments down to attention, which every supported family does"
-        )
-    unknown = sorted(name for name in kwargs if name not in _NEUTRAL_KWARGS and kwargs[name] is not None)
-    if unknown or attention_mask is not None or dropout:
-        what = ", ".join(unknown) or ("attention_mask" if attention_mask is not None else "dropout")
-        raise UnsupportedError(f"{type(module).__name__} passes {what} to attention, which is not supported")
-    if _is_tempered(module):
-        raise UnsupportedError(
-            f"{type(module).__name__} scales queries by positions that it counts from 0 in every step; a rule with "
-            "KAttention for it counts them right"
-        )
+    context = _checked(module, forward_context, attention_mask, dropout, kwargs)
     if query_factors is not None:
         query = (query * query_factors[:, None]).to(query.dtype)
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
-    keys, values = forward_context.cache.layer(layer_idx)
+    keys, values = context.cache.layer(layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    shape = forward_context.cache.shape(layer_idx)
+    shape = context.cache.shape(layer_idx)
     if shape.chunk and sliding_window:
         raise UnsupportedError(
             f"{type(module).__name__} has a window within chunks of positions, which is not supported"
@@ -99,7 +85,7 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
         "sinks": None if s_aux is None else s_aux.float().contiguous(),
         "softcap": softcap or 0.0,
     }
-    context = forward_context.on(keys.device)
+    context = context.on(keys.device)
     selection = _selection(module, block_indices, context, options)
     # [T, heads, D]; keys and values that another layer made may be on that one's device
     rows = query[0].transpose(0, 1), _here(key, query), _here(value, query)
@@ -123,6 +109,34 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
         **options,
     )
     return out[None], None
+
+
+def _checked(
+    module: nn.Module,
+    forward_context: ForwardContext | None,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    others: dict[str, Any],
+) -> ForwardContext:
+    """The step's context. Raises UnsupportedError for what attention is handed and does not know.
+
+    others: what was given by keyword.
+    """
+    if forward_context is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} is given no forward_context: it runs outside of the engine, or its model does "
+            "not hand keyword arguments down to attention, which every supported family does"
+        )
+    unknown = sorted(name for name in others if name not in _NEUTRAL_KWARGS and others[name] is not None)
+    if unknown or attention_mask is not None or dropout:
+        what = ", ".join(unknown) or ("attention_mask" if attention_mask is not None else "dropout")
+        raise UnsupportedError(f"{type(module).__name__} passes {what} to attention, which is not supported")
+    if _is_tempered(module):
+        raise UnsupportedError(
+            f"{type(module).__name__} scales queries by positions that it counts from 0 in every step; a rule with "
+            "KAttention for it counts them right"
+        )
+    return forward_context
 
 
 def _here(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
