@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from ktransformers.cache.paged import LayerShape
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
@@ -75,16 +76,7 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     keys, values = context.cache.layer(layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     shape = context.cache.shape(layer_idx)
-    if shape.chunk and sliding_window:
-        raise UnsupportedError(
-            f"{type(module).__name__} has a window within chunks of positions, which is not supported"
-        )
-    options: dict[str, Any] = {
-        "window": shape.chunk or sliding_window or 0,
-        "is_chunked": bool(shape.chunk),
-        "sinks": None if s_aux is None else s_aux.float().contiguous(),
-        "softcap": softcap or 0.0,
-    }
+    options = _options(module, shape, sliding_window, softcap, s_aux)
     context = context.on(keys.device)
     selection = _selection(module, block_indices, context, options)
     # [T, heads, D]; keys and values that another layer made may be on that one's device
@@ -137,6 +129,22 @@ def _checked(
             "KAttention for it counts them right"
         )
     return forward_context
+
+
+def _options(
+    module: nn.Module, shape: LayerShape, window: int | None, softcap: float | None, sinks: torch.Tensor | None
+) -> dict[str, Any]:
+    """Of the kernels. Raises UnsupportedError for a window within chunks."""
+    if shape.chunk and window:
+        raise UnsupportedError(
+            f"{type(module).__name__} has a window within chunks of positions, which is not supported"
+        )
+    return {
+        "window": shape.chunk or window or 0,
+        "is_chunked": bool(shape.chunk),
+        "sinks": None if sinks is None else sinks.float().contiguous(),
+        "softcap": softcap or 0.0,
+    }
 
 
 def _here(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
