@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,20 +21,27 @@ from ktransformers.bench.machine import (
     vram_peak,
 )
 from ktransformers.bench.offline_runs import DecodeCase, OfflineRuns, slots_needed
+from ktransformers.bench.peers.base import PeerProcess, is_missing
+from ktransformers.bench.peers.llama_model import llama_model_peer
 from ktransformers.bench.report import Column, Record, Row, Table
-from ktransformers.config import EngineConfig
+from ktransformers.bench.work import ModelWork
+from ktransformers.config import EngineConfig, physical_cores
 from ktransformers.core import Progress
 from ktransformers.engine.builder import PagedEngine, build_paged_engine, plan_model
 from ktransformers.engine.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.errors import ConfigError
 from ktransformers.models.synthetic_shapes import find_shape
+from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
+from ktransformers.weights.gguf import open_gguf
 
 __all__ = ["OfflineWork", "bench_offline", "fitting_layers"]
 
 PAGE_SIZE = 64
 SPARE_BYTES = 2 << 30
 """RAM left for activations when the number of layers is chosen by what fits."""
+
+_PEER_ROUNDS = 2
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 _COLUMNS = (
@@ -53,7 +60,8 @@ class OfflineWork:
     """Prompts of `prefills` tokens; `batches` sequences that decode as `case` says; least seconds per figure.
 
     synthetic: random weights in this shape instead of the config's model, with `layers` of its layers; None: as many as
-    fit into memory.
+    fit into memory. peers: of "llama.cpp", measured in turns with ours on the same GGUF file, everything on the GPU but
+    the routed experts that our plan leaves to the CPU.
     """
 
     config: EngineConfig
@@ -63,10 +71,13 @@ class OfflineWork:
     seconds: float
     synthetic: str | None = None
     layers: int | None = None
+    peers: tuple[str, ...] = ()
 
 
 def bench_offline(work: OfflineWork, loading: Callable[[], AbstractContextManager[Progress | None]]) -> Record:
     """Load, measure and print a table. Returns the record. loading: shows progress while it is open."""
+    if work.peers and work.config.gguf_path is None:
+        raise ConfigError("--peer reads a GGUF file: name one as MODEL, and leave --synthetic out")
     opened = _open(work)
     prefills = _within_context(opened, work.prefills, work.case)
     config = _with_cache(opened.config, slots_needed(prefills, work.batches, work.case, PAGE_SIZE))
@@ -77,11 +88,20 @@ def bench_offline(work: OfflineWork, loading: Callable[[], AbstractContextManage
         engine, report = _load(opened, max(work.batches), progress)
     _print_report(report)
     report["settings"] |= {"decode_prompt_len": work.case.prompt_len, "decode_steps": work.case.steps}
-    try:
-        rows, memory = _measure(engine, OfflineRuns(engine, work.seconds), replace(work, prefills=prefills))
-    finally:
-        engine.close()
+    with ExitStack() as stack:
+        stack.callback(engine.close)
+        peers = _start_peers(engine, opened, replace(work, prefills=prefills), stack)
+        rows, memory = _measure(engine, OfflineRuns(engine, work.seconds), replace(work, prefills=prefills), peers)
     return {**report, "memory": memory, "rows": rows}
+
+
+def _beside(row: Row, peers: Sequence[PeerProcess]) -> Row:
+    """The row with what the peers do, the better of two rounds: their first one warms up."""
+    for peer in peers:
+        answers = [peer.ask(f"{row['phase']} {row['tokens']}") for _ in range(_PEER_ROUNDS)]
+        rate = max((one for one in answers if one is not None), default=None)
+        row |= {peer.name: rate, f"ours / {peer.name}": row["tokens_per_s"] / rate if rate else None}
+    return row
 
 
 def _with_cache(config: EngineConfig, num_slots: int) -> EngineConfig:
@@ -189,16 +209,41 @@ def _print_report(report: Record) -> None:
     )
 
 
-def _measure(engine: PagedEngine, runs: OfflineRuns, work: OfflineWork) -> tuple[list[Row], dict[str, float | None]]:
+def cpu_expert_layers(plan: Plan) -> list[int] | None:
+    """Layers whose routed experts lie in RAM, of a plan that has something on a GPU; None for the CPU alone."""
+    if all(device == "cpu" for device, nbytes in plan.total_bytes.items() if nbytes):
+        return None
+    experts = [entry for entry in plan.entries if isinstance(plan.operators.get(entry.key), KTransformersExperts)]
+    in_ram = [entry for entry in experts if entry.nbytes.get("cpu", 0) > entry.total_bytes // 2]
+    return sorted(int(found[1]) for entry in in_ram if (found := _LAYER.search(entry.key)) is not None)
+
+
+def _start_peers(engine: PagedEngine, opened: OpenedModel, work: OfflineWork, stack: ExitStack) -> list[PeerProcess]:
+    """Closed by `stack`."""
+    path = opened.config.gguf_path
+    if not work.peers or path is None or is_missing("llama.cpp", "llama_cpp", "llama-cpp-python"):
+        return []
+    sizes = ModelWork(work.prefills, work.batches, work.case.steps, work.case.prompt_len)
+    threads = opened.config.cpu_infer or physical_cores()
+    file = open_gguf(path).files[0].path
+    peer = llama_model_peer(file, threads, engine.model.vocab_size, sizes, cpu_expert_layers(engine.plan))
+    stack.callback(peer.close)
+    return [peer]
+
+
+def _measure(
+    engine: PagedEngine, runs: OfflineRuns, work: OfflineWork, peers: Sequence[PeerProcess]
+) -> tuple[list[Row], dict[str, float | None]]:
     """Every figure, printed as it comes, and the peaks of memory meanwhile."""
     reset_ram_peak()
     reset_vram_peak()
     print(f"prompts in chunks of {engine.config.chunk_size} tokens; decode after {work.case.prompt_len} tokens")
-    table = Table(_COLUMNS)
+    columns = [(Column(peer.name, 10, ".1f"), Column(f"ours / {peer.name}", 8, ".2f", "ours, x")) for peer in peers]
+    table = Table([*_COLUMNS, *(one for pair in columns for one in pair)])
     for count in work.prefills:
-        table.add(asdict(runs.prefill(count)))
+        table.add(_beside(asdict(runs.prefill(count)), peers))
     for batch in work.batches:
-        table.add(asdict(runs.decode(batch, work.case)))
+        table.add(_beside(asdict(runs.decode(batch, work.case)), peers))
     ram, vram = ram_peak(), vram_peak()
     print(f"RAM peak {ram / 1e9:.2f} GB", end="")
     print("" if vram is None else f", VRAM peak {vram.reserved / 1e9:.2f} GB")

@@ -66,18 +66,19 @@ class PredictionWork:
 
 
 def bench_prediction(work: PredictionWork, measured: Callable[[], MachineSpeed]) -> Record:
-    """Print a line per figure: tokens/s predicted and measured. measured: the machine, asked for before each shape."""
+    """Print a line per figure: tokens/s predicted and measured. measured: the machine, asked for in each visit."""
     speed: MachineSpeed | None = None
     outlooks: dict[str, tuple[Outlook, int]] = {}
     rates: dict[tuple[str, str, int], float] = {}
-    for shape in work.shapes * work.visits:
+    for _ in range(work.visits):
         found = measured()
         speed = found if speed is None else best_of(speed, found)
-        with closing(_Run(shape, work)) as run:
-            outlooks[shape] = run.outlook, run.chunk_size
-            for phase, tokens in work.figures:
-                key = (shape, phase, tokens)
-                rates[key] = max(rates.get(key, 0.0), run.tokens_per_s(phase, tokens))
+        for shape in work.shapes:
+            with closing(_Run(shape, work)) as run:
+                outlooks[shape] = run.outlook, run.chunk_size
+                for phase, tokens in work.figures:
+                    key = (shape, phase, tokens)
+                    rates[key] = max(rates.get(key, 0.0), run.tokens_per_s(phase, tokens))
     assert speed is not None
     table = Table(_COLUMNS)
     for shape, (outlook, chunk_size) in outlooks.items():

@@ -94,6 +94,8 @@ def _add_offline(kinds: Kinds) -> None:
     group.add_argument("--decode", default="1,2,4,8,16", help="sequences at once (%(default)s)")
     group.add_argument("--prompt_len", type=int, default=64, help="tokens in the cache before decode (%(default)s)")
     group.add_argument("--seconds", type=float, default=2.0, help="least time per figure (%(default)s)")
+    text = "measure it too, on the same GGUF file; needs llama-cpp-python, built for the GPU where there is one"
+    group.add_argument("--peer", action="append", choices=MODEL_PEERS, default=[], help=text)
     add_model_flags(parser)
     add_logging_flag(group)
     parser.set_defaults(max_new_tokens=32)  # here: tokens per sequence in one pass of decode
@@ -294,7 +296,8 @@ def _offline(args: argparse.Namespace) -> int:
     from ktransformers.bench.offline_runs import DecodeCase
 
     case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
-    work = OfflineWork(config, prefills, batches, case, args.seconds, args.synthetic, args.layers)
+    peers = tuple(dict.fromkeys(args.peer))
+    work = OfflineWork(config, prefills, batches, case, args.seconds, args.synthetic, args.layers, peers)
     return print_record("offline", args.json, partial(bench_offline, work, partial(loading_bar, sys.stderr)))
 
 

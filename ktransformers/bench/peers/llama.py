@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from ktransformers.bench.peers.base import PeerProcess, answer_questions
 
-__all__ = ["library_folder", "llama_peer", "start_llama"]
+__all__ = ["library_folder", "llama_peer", "load_library", "start_llama"]
 
 _F32, _I32, _BF16, _Q6_K = 0, 26, 30, 14
 _K_WITH_MIN = (12, 13)  # a second scale follows the first
@@ -98,6 +98,14 @@ def library_folder() -> Path | None:
     """The folder with the shared libraries of llama_cpp; None when the package is not installed."""
     spec = importlib.util.find_spec("llama_cpp")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "lib"
+
+
+def load_library(name: str) -> ctypes.CDLL:
+    """ "ggml-base", say, of the installed package. Raises FileNotFoundError without it."""
+    folder = library_folder()
+    if folder is None:
+        raise FileNotFoundError("llama_cpp is not installed (pip install llama-cpp-python)")
+    return _load(folder, name)
 
 
 def start_llama(module: str, options: dict[str, Any]) -> PeerProcess:

@@ -19,21 +19,31 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.bench.peers.base import PeerProcess, answer_questions
-from ktransformers.bench.peers.llama import start_llama
+from ktransformers.bench.peers.llama import load_library, start_llama
 from ktransformers.bench.work import ModelWork
 
 __all__ = ["llama_model_peer"]
 
 _LOG_ERROR = 4
 _ROUNDING = 256  # llama.cpp rounds a sequence's cache up to this
+_ALL_LAYERS = 9999
+_GPU_CHUNK = 2048
+"""Rows of a step: weights that go to the GPU for a prompt's step pay the more, the more rows there are. llama.cpp's own
+default of 512 is slower for it."""
 
 Entry = tuple[int, int, int, bool]
 """Token id, position, sequence, whether its logits are wanted."""
 
 
-def llama_model_peer(path: Path, threads: int, vocab_size: int, work: ModelWork) -> PeerProcess:
-    """Start the child, which loads the GGUF at `path`. Token ids are drawn below vocab_size."""
+def llama_model_peer(
+    path: Path, threads: int, vocab_size: int, work: ModelWork, cpu_experts: Sequence[int] | None = None
+) -> PeerProcess:
+    """Start the child, which loads the GGUF at `path`. Token ids are drawn below vocab_size.
+
+    cpu_experts: layers whose routed experts stay in RAM while all else goes to the GPU; None: the CPU alone.
+    """
     options = {"path": str(path), "threads": threads, "vocab_size": vocab_size, "work": asdict(work)}
+    options["cpu_experts"] = None if cpu_experts is None else list(cpu_experts)
     return start_llama("ktransformers.bench.peers.llama_model", options)
 
 
@@ -50,7 +60,10 @@ class _Child:
         self._log = llama_cpp.llama_log_callback(_log)
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = 0
+        self._is_on_gpu = options["cpu_experts"] is not None
+        params.n_gpu_layers = _ALL_LAYERS if self._is_on_gpu else 0
+        self._overrides = _in_ram(options["cpu_experts"] or [])  # llama.cpp reads them until the model is loaded
+        params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
         self._model = llama_cpp.llama_model_load_from_file(options["path"].encode(), params)
         if not self._model:
             raise SystemExit(f"llama.cpp cannot load {options['path']}")
@@ -63,6 +76,8 @@ class _Child:
         lc, params = self._lc, self._lc.llama_context_default_params()
         params.n_ctx = sequences * -(-length // _ROUNDING) * _ROUNDING
         params.n_batch = params.n_ctx
+        if self._is_on_gpu:
+            params.n_ubatch = _GPU_CHUNK
         params.n_seq_max = sequences
         params.n_threads = params.n_threads_batch = self._threads
         context = lc.llama_init_from_model(self._model, params)
@@ -116,6 +131,23 @@ class _Child:
     def answer(self, words: list[str]) -> float | None:
         """See peers.base.answer_questions."""
         return self.prefill(int(words[1])) if words[0] == "prefill" else self.decode(int(words[1]))
+
+
+class _Override(ctypes.Structure):
+    """struct llama_model_tensor_buft_override: a pattern of names, and where those tensors lie."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def _in_ram(layers: Sequence[int]) -> ctypes.Array[_Override]:
+    """What llama.cpp's --n-cpu-moe does: these layers' routed experts in plain memory of the CPU."""
+    if not layers:
+        return (_Override * 1)(_Override(None, None))
+    base = load_library("ggml-base")
+    base.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    there = base.ggml_backend_cpu_buffer_type()
+    patterns = [rf"blk\.{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps".encode() for layer in layers]
+    return (_Override * (len(patterns) + 1))(*(_Override(one, there) for one in patterns), _Override(None, None))
 
 
 def _log(level: int, text: bytes, _: object) -> None:
