@@ -122,6 +122,19 @@ class PagedCache:
         """(keys, values) of layer `layer_idx`; the attention operator writes to them in place."""
         return self._layers[layer_idx]
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that is kept by position, by name ("3.keys"): [num_slots, ...] each, no byte of them twice."""
+        found = {}
+        for index, shape in enumerate(self.shapes):
+            if shape.has_pages and shape.shares is None:
+                keys, values = self._layers[index]
+                found[f"{index}.keys"] = keys
+                if not shape.is_latent:
+                    found[f"{index}.values"] = values
+            if shape.index_dim:
+                found[f"{index}.index_keys"] = self._index_keys[index]
+        return found
+
     def shape(self, layer_idx: int) -> LayerShape:
         """What layer `layer_idx` caches."""
         return self.shapes[layer_idx]

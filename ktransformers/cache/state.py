@@ -60,6 +60,10 @@ class StateCache:
     def nbytes(self) -> int:
         return sum(self.size_by_place(self.shapes, self.num_slots).values())
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All states, by name ("3.conv"): fp32 [num_slots, ...] each."""
+        return {f"{index}.{name}": part for index, parts in self._layers.items() for name, part in parts.items()}
+
     def layer(self, layer_idx: int) -> Mapping[str, torch.Tensor]:
         """By part: fp32 [num_slots, *shape], which kernels write in place. Raises KeyError for layers without."""
         return self._layers[layer_idx]

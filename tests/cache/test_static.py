@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ktransformers.cache.paged import PagedCache
+from ktransformers.cache.state import StateShape
 from ktransformers.cache.static import LayerShape, StaticCache
 
 
@@ -20,3 +22,22 @@ def test_latent_values_are_the_head_of_the_keys() -> None:
     keys[1, 0] = 7
     assert values.shape == (3, 1, 4)
     assert values[1, 0].tolist() == [7, 7, 7, 7]
+
+
+def test_all_tensors_hold_all_bytes_once() -> None:
+    """Of a layer of its own, one that shares it, a latent one with an indexer, and a recurrent one."""
+    state = StateShape({"conv": (3, 8), "recurrent": (2, 4, 4)})
+    shapes = [
+        LayerShape(2, 8, 4),
+        LayerShape(2, 8, 4, shares=0),
+        LayerShape(1, 12, 8, is_latent=True, index_dim=6),
+        LayerShape.without_pages(state),
+    ]
+    cache = PagedCache(shapes, num_pages=3, page_size=4, num_states=2)
+    found = cache.tensors()
+    assert list(found) == ["0.keys", "0.values", "2.keys", "2.index_keys"]
+    assert {len(tensor) for tensor in found.values()} == {cache.num_slots}
+    assert cache.states is not None
+    states = cache.states.tensors()
+    assert list(states) == ["3.conv", "3.recurrent"]
+    assert sum(one.nbytes for one in (*found.values(), *states.values())) == cache.nbytes
