@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ktransformers.engine.runner import StaticRunner
-from ktransformers.kernels.cpu.layer import MlpLayer, MoeLayer
+from ktransformers.kernels.cpu.layer import MlpLayer, MoeLayer, RecurrentLayer
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers
 from tests.support.agreement import TOLERANCE
+from tests.support.recurrent_models import recurrent_model
 from tests.support.runners import fused_runner, random_ids, runner_of
 from tests.support.tiny_models import tiny_model
 
@@ -22,7 +23,10 @@ NATIVE = {
     "qwen2_moe": (True, MoeLayer),  # a shared expert with a score
     "deepseek_v3": (False, MoeLayer),  # shared experts
     "gpt_oss": (False, None),  # sinks, and a router with a bias
+    "olmoe": (False, MoeLayer),  # by the default rules; its norms are of all heads at once
 }
+
+RECURRENT = ("qwen3_next", "qwen3_5_moe_text")
 
 
 def layers_of(runner: StaticRunner) -> list[torch.nn.Module]:
@@ -44,6 +48,16 @@ def test_fused_layers_agree_with_transformers(family: str) -> None:
         want = model(torch.tensor([ids])).logits[0]
     got = torch.cat([runner.forward(ids[:9], 0, range(9))] + [runner.forward([ids[i]], i, [0]) for i in range(9, 13)])
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_layers_of_recurrent_families_run_whole_in_native_calls(family: str) -> None:
+    model = recurrent_model(family)
+    runner = fused_runner(model)
+    layers = layers_of(runner)
+    assert all(isinstance(layer, FusedLayer) for layer in layers)
+    assert [type(layer.attention) for layer in layers if layer.mixer == "linear_attn"] == [RecurrentLayer] * 3
+    assert all(isinstance(layer.feed_forward, MoeLayer) for layer in layers)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "llama"])
