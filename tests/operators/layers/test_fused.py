@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ktransformers.engine.runner import StaticRunner
-from ktransformers.kernels.cpu.layer import MlpLayer, MoeLayer, RecurrentLayer
+from ktransformers.kernels.cpu.layer import AttentionLayer, MlpLayer, MoeLayer, RecurrentLayer
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers
 from tests.support.agreement import TOLERANCE
 from tests.support.recurrent_models import recurrent_model
@@ -52,12 +52,31 @@ def test_fused_layers_agree_with_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_layers_of_recurrent_families_run_whole_in_native_calls(family: str) -> None:
+    """Gated DeltaNets, attention whose output is gated, experts chosen for a row and a shared one."""
     model = recurrent_model(family)
     runner = fused_runner(model)
     layers = layers_of(runner)
     assert all(isinstance(layer, FusedLayer) for layer in layers)
-    assert [type(layer.attention) for layer in layers if layer.mixer == "linear_attn"] == [RecurrentLayer] * 3
+    kinds = [AttentionLayer if layer.mixer == "self_attn" else RecurrentLayer for layer in layers]
+    assert [type(layer.attention) for layer in layers] == kinds
+    assert set(kinds) == {AttentionLayer, RecurrentLayer}
     assert all(isinstance(layer.feed_forward, MoeLayer) for layer in layers)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("values", [{}, {"attention_bias": True, "head_dim": 20, "num_key_value_heads": 1}])
+def test_gated_attention_computes_what_its_module_does(family: str, values: dict[str, object]) -> None:
+    model = recurrent_model(family, layer_types=["full_attention"] * 2, num_hidden_layers=2, **values)
+    runner = fused_runner(model)
+    assert all(isinstance(layer.attention, AttentionLayer) for layer in layers_of(runner))
+    ids = random_ids(runner.vocab_size, 21)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    whole = runner.forward(ids, 0, range(21)).clone()
+    assert (whole - want).abs().max() <= TOLERANCE / 2 * want.abs().max()
+    for size in (1, 4):
+        parts = [runner.forward(ids[i : i + size], i, range(len(ids[i : i + size]))).clone() for i in range(0, 21, size)]
+        assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "llama"])
