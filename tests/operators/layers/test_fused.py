@@ -75,7 +75,8 @@ def test_gated_attention_computes_what_its_module_does(family: str, values: dict
     whole = runner.forward(ids, 0, range(21)).clone()
     assert (whole - want).abs().max() <= TOLERANCE / 2 * want.abs().max()
     for size in (1, 4):
-        parts = [runner.forward(ids[i : i + size], i, range(len(ids[i : i + size]))).clone() for i in range(0, 21, size)]
+        pieces = [(i, ids[i : i + size]) for i in range(0, 21, size)]
+        parts = [runner.forward(piece, i, range(len(piece))).clone() for i, piece in pieces]
         assert torch.equal(torch.cat(parts), whole)
 
 
