@@ -9,9 +9,10 @@ from ktransformers.engine.runner import StaticRunner
 from ktransformers.kernels.cpu.layer import AttentionLayer, MlpLayer, MoeLayer, RecurrentLayer
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers
 from tests.support.agreement import TOLERANCE
+from tests.support.family_models import family_config
 from tests.support.recurrent_models import recurrent_model
 from tests.support.runners import fused_runner, random_ids, runner_of
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import random_model, tiny_model
 
 # Family -> (attention, feed-forward) that must run in native calls; layers of one model may differ.
 NATIVE = {
@@ -78,6 +79,20 @@ def test_gated_attention_computes_what_its_module_does(family: str, values: dict
         pieces = [(i, ids[i : i + size]) for i in range(0, 21, size)]
         parts = [runner.forward(piece, i, range(len(piece))).clone() for i, piece in pieces]
         assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_layer_whose_attention_is_another_keeps_that_module_only() -> None:
+    """Every second layer of this model rotates nothing; the others do."""
+    model = random_model(family_config("exaone_moe"), seed=0)
+    runner = fused_runner(model)
+    layers = layers_of(runner)
+    assert [type(layer.feed_forward) for layer in layers] == [MlpLayer, MoeLayer, MoeLayer, MoeLayer]
+    assert [layer.attention is None for layer in layers] == [False, True, False, True]
+    ids = random_ids(runner.vocab_size, 12)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    got = runner.forward(ids, 0, range(12))
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "llama"])
