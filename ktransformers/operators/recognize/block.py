@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -113,7 +115,7 @@ def weighs_outputs(module: nn.Module) -> bool:
     weights, ids = draws.positive(_ROWS, _TOP_K), logits.topk(_TOP_K, dim=-1)[1]
     children: dict[str, nn.Module] = {"gate": _Router(logits, weights, ids), "experts": experts}
     children |= {name: _Shared() for name in shared} | ({_SCORE: _Score()} if has_score else {})
-    sizes = {name: _COLS for name in _SIZES if hasattr(module, name)}
+    sizes: dict[str, Any] = {name: _COLS for name in _SIZES if hasattr(module, name)}
     got = answer(lambda: twin_of(module, modules=children, training=False, **sizes)(rows[None]))
     want = experts(rows, ids, weights)
     if shared:
