@@ -171,7 +171,14 @@ def route(
 
 class AttentionBlock:
     def __init__(
-        self, norms: list[_Norm], weights: list[_Weight], biases: list[int], sizes: list[int], scale: float, layer: int
+        self,
+        norms: list[_Norm],
+        weights: list[_Weight],
+        biases: list[int],
+        sizes: list[int],
+        scale: float,
+        has_gate: bool,
+        layer: int,
     ) -> None: ...
     def forward(
         self,

@@ -53,7 +53,8 @@ void bind_layer(nb::module_& m) {
       .def(
           "__init__",
           [](kt::AttentionBlock* self, const std::vector<NormTuple>& norms, const std::vector<WeightTuple>& weights,
-             const std::vector<Address>& biases, const std::vector<int64_t>& sizes, float scale, int layer) {
+             const std::vector<Address>& biases, const std::vector<int64_t>& sizes, float scale, bool has_gate,
+             int layer) {
             if (norms.size() != 3 || weights.size() != 4 || biases.size() != 4 || sizes.size() != 5)
               throw std::invalid_argument("AttentionBlock wants 3 norms, 4 weights, 4 biases and 5 sizes");
             new (self) kt::AttentionBlock{norm_of(norms[0]),
@@ -73,9 +74,11 @@ void bind_layer(nb::module_& m) {
                                           sizes[3],
                                           scale,
                                           sizes[4],
+                                          has_gate,
                                           layer};
           },
-          nb::arg("norms"), nb::arg("weights"), nb::arg("biases"), nb::arg("sizes"), nb::arg("scale"), nb::arg("layer"))
+          nb::arg("norms"), nb::arg("weights"), nb::arg("biases"), nb::arg("sizes"), nb::arg("scale"),
+          nb::arg("has_gate"), nb::arg("layer"))
       // sizes: rows, rows and columns and stride of the block table, page size, slots
       .def(
           "forward",

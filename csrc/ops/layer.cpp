@@ -32,7 +32,7 @@ void norm_rows(WorkerPool& pool, const NormSpec& norm, const float* x, int64_t r
 // Norms of heads and rotation; keys and values to their slots.
 void place_heads(WorkerPool& pool, const AttentionBlock& block, const AttentionStep& step, float* q, float* k,
                  const float* v) {
-  const int64_t dim = block.head_dim, kv_width = block.num_kv_heads * dim;
+  const int64_t dim = block.head_dim, kv_width = block.num_kv_heads * dim, stride = block.query_stride();
   WorkerPool::Session session(pool);
   const ProfiledOp op(session, Part::Attention, step.rows, true);
   const KernelTable& kernels = session.kernels();
@@ -41,16 +41,29 @@ void place_heads(WorkerPool& pool, const AttentionBlock& block, const AttentionS
       throw std::out_of_range("row " + std::to_string(row) + " goes to slot " + std::to_string(step.slots[row]) +
                               " of a cache of " + std::to_string(step.num_slots));
     const float *cos = step.cos + row * block.rotary_dims, *sin = step.sin + row * block.rotary_dims;
-    const auto prepare = [&](float* heads, int64_t count, const NormSpec& norm) {
-      for (float* head = heads; head < heads + count * dim; head += dim) {
+    const auto prepare = [&](float* heads, int64_t count, int64_t apart, const NormSpec& norm) {
+      for (float* head = heads; head < heads + count * apart; head += apart) {
         if (norm.weight != nullptr) kernels.rms_norm_row(head, norm.weight, dim, norm.eps, head);
         kernels.rotate_row(head, cos, sin, block.rotary_dims);
       }
     };
-    prepare(q + row * block.num_heads * dim, block.num_heads, block.query);
-    prepare(k + row * kv_width, block.num_kv_heads, block.key);
+    prepare(q + row * block.num_heads * stride, block.num_heads, stride, block.query);
+    prepare(k + row * kv_width, block.num_kv_heads, dim, block.key);
     std::copy_n(k + row * kv_width, kv_width, step.keys + step.slots[row] * kv_width);
     std::copy_n(v + row * kv_width, kv_width, step.values + step.slots[row] * kv_width);
+  });
+}
+
+// x [rows, heads, D] times the sigmoid of the gates, which lie behind the queries.
+void gate_heads(WorkerPool& pool, const AttentionBlock& block, const float* q, int64_t rows, float* x) {
+  const int64_t dim = block.head_dim, heads = block.num_heads;
+  WorkerPool::Session session(pool);
+  const ProfiledOp op(session, Part::Attention, rows, true);
+  for_rows(session, rows, rows_per_task(heads * dim), [&](int64_t r) {
+    for (int64_t head = r * heads; head < (r + 1) * heads; ++head) {
+      float* result = x + head * dim;
+      session.kernels().activate({ActKind::Sigmoid, 0, 0}, q + (2 * head + 1) * dim, result, dim, result);
+    }
   });
 }
 
@@ -185,10 +198,10 @@ void attention_block(WorkerPool& pool, const AttentionBlock& block, const Attent
                      LayerBuffers& buffers) {
   const ScopedProfile scope(pool, block.layer, Part::Other);
   const int64_t rows = step.rows, hidden = block.o.rows, width = block.num_heads * block.head_dim,
-                kv_width = block.num_kv_heads * block.head_dim;
+                q_width = block.num_heads * block.query_stride(), kv_width = block.num_kv_heads * block.head_dim;
   float* normed = at_least(buffers.a, rows * std::max(hidden, width));
-  float* q = at_least(buffers.b, rows * (width + 2 * kv_width));
-  float *k = q + rows * width, *v = k + rows * kv_width;
+  float* q = at_least(buffers.b, rows * (q_width + 2 * kv_width));
+  float *k = q + rows * q_width, *v = k + rows * kv_width;
   float* out = at_least(buffers.c, rows * hidden);
   norm_rows(pool, block.input, x, rows, hidden, normed);
   {
@@ -202,8 +215,9 @@ void attention_block(WorkerPool& pool, const AttentionBlock& block, const Attent
   a.k = step.keys;
   a.v = step.values;
   a.out = normed;  // read by the projections only, which are done
-  a.q_row = width;
-  a.q_head = a.k_head = a.v_head = block.head_dim;
+  a.q_row = q_width;
+  a.q_head = block.query_stride();
+  a.k_head = a.v_head = block.head_dim;
   a.k_slot = a.v_slot = kv_width;
   a.block_table = step.block_table;
   a.table_stride = step.table_stride;
@@ -220,6 +234,7 @@ void attention_block(WorkerPool& pool, const AttentionBlock& block, const Attent
   a.scale = block.scale;
   a.window = block.window;
   attention(pool, a);
+  if (block.has_gate) gate_heads(pool, block, q, rows, normed);
   {
     const ScopedProfile output(pool, -1, Part::Linear, kOutput);
     linear(pool, normed, rows, block.o, block.o_bias, out);

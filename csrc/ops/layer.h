@@ -14,7 +14,8 @@ struct NormSpec {
   float eps;
 };
 
-// Norm, projections, rotation, cache, attention, output projection; adds to the rows.
+// Norm, projections, rotation, cache, attention, output projection; adds to the rows. has_gate: q is [query, gate] of
+// each head, one behind the other, and what a head attends to is multiplied by the sigmoid of its gate.
 struct AttentionBlock {
   NormSpec input, query, key;  // query and key: over a head
   WeightView q, k, v, o;
@@ -22,7 +23,10 @@ struct AttentionBlock {
   int64_t num_heads, num_kv_heads, head_dim, rotary_dims;
   float scale;
   int64_t window;
+  bool has_gate;
   int layer = -1;  // of the model, for the profile
+
+  int64_t query_stride() const { return has_gate ? 2 * head_dim : head_dim; }
 };
 
 // Where the step's rows go and what they see; cos, sin [rows, rotary_dims].

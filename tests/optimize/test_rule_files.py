@@ -87,6 +87,8 @@ def test_recurrent_layers_have_operators(file: str, model_type: str) -> None:
     kinds = ["full_attention", *["conv" if model_type == "lfm2" else "linear_attention"] * 3]
     config = CONFIG_MAPPING[model_type](hidden_size=64, vocab_size=32, num_hidden_layers=4, layer_types=kinds)
     plan = plan_with(build_skeleton(config), load_rules(RULES_DIR / file), strict=True)
+    blocks = [key for key, name in operators(plan).items() if name == "KMoEBlock"]
+    assert blocks == [f"model.layers.{i}.mlp" for i in range(4)] * (model_type == "qwen3_next")
     kinds = [name for name in operators(plan).values() if name in ("KGatedDeltaNet", "KShortConv", "KAttention")]
     assert kinds.count("KAttention") == 1
     assert len(kinds) == 4

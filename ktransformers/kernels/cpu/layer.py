@@ -95,7 +95,9 @@ class AttentionStep:
 class AttentionLayer:
     """x += o(attention(rotate(norm(q)), rotate(norm(k)), v)) over the cache, with q, k, v projections of norm(x).
 
-    norms: of the rows [H], and of each query and key head [D] or None. Raises ValueError when shapes do not fit.
+    norms: of the rows [H], and of each query and key head [D] or None. A q of twice the rows that o has columns gives
+    each head its query and then its gate: what it attends to is multiplied by the logistic function of the gate.
+    Raises ValueError when shapes do not fit.
     """
 
     def __init__(
@@ -110,10 +112,11 @@ class AttentionLayer:
     ) -> None:
         q, k, v, o = projections
         self.hidden_size = q.weight.shape[1]
-        width, kv_width = q.weight.shape[0], k.weight.shape[0]
+        width, kv_width = o.weight.shape[1], k.weight.shape[0]
+        has_gate = q.weight.shape[0] == 2 * width
         fits = all(part.weight.shape[1] == self.hidden_size for part in (q, k, v)) and v.weight.shape[0] == kv_width
-        if not fits or o.weight.shape != (self.hidden_size, width):
-            raise ValueError("projections must be q [Hq D, H], k and v [Hkv D, H], o [H, Hq D]")
+        if not fits or q.weight.shape[0] not in (width, 2 * width) or o.weight.shape[0] != self.hidden_size:
+            raise ValueError("projections must be q [Hq D or 2 Hq D, H], k and v [Hkv D, H], o [H, Hq D]")
         if width % head_dim or kv_width % head_dim or width % kv_width or rotary_dims > head_dim or rotary_dims % 2:
             raise ValueError(f"heads of {head_dim} ({rotary_dims} rotated) do not fit widths {width} and {kv_width}")
         self._kept: Any = (norms, projections)
@@ -124,6 +127,7 @@ class AttentionLayer:
             [_bias(part) for part in projections],
             [width // head_dim, self._kv_heads, head_dim, rotary_dims, window],
             float(scale),
+            has_gate,
             layer,
         )
 

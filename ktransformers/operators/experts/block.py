@@ -15,6 +15,7 @@ from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.device import give_back
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
+from ktransformers.operators.recognize.block import weighs_outputs
 from ktransformers.operators.wrapper import WrapperOperator
 
 __all__ = ["Addends", "KMoEBlock"]
@@ -39,24 +40,25 @@ class KMoEBlock(WrapperOperator):
     """MoE block of the Qwen, DeepSeek, GLM and Mixtral families: fp32 [..., H] in and out.
 
     Takes blocks that hold a router named `gate` and `experts`, and optionally `shared_experts` (`shared_mlp` in
-    Hunyuan), or `shared_expert` with a sigmoid `shared_expert_gate`, and nothing else that computes. Other blocks keep
-    their own forward: leave this rule out for them, the experts operator alone does the same work.
+    Hunyuan), or `shared_expert` with a sigmoid `shared_expert_gate`, and compute nothing else; they are asked. Other
+    blocks keep their own forward, in which the experts operator does the same work.
     """
 
     OPS: ClassVar[dict[str, str]] = {"KMoEBlock": "experts issued before the shared experts, collected after"}
-    PARTS: ClassVar[frozenset[str]] = frozenset(
-        {"gate", "experts", "shared_experts", "shared_mlp", "shared_expert", "shared_expert_gate"}
-    )
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        parts = {name for name, child in module.named_children() if child is not None}
-        has_own_state = any(True for _ in module.parameters(recurse=False))
-        if not {"gate", "experts"} <= parts <= self.PARTS or has_own_state:
+        if not self.is_for(module):
             raise UnsupportedError(
-                f"KMoEBlock cannot replace {key} ({type(module).__name__}): it knows blocks made of "
-                f"{', '.join(sorted(self.PARTS))}; drop this rule, KTransformersExperts works without it"
+                f"KMoEBlock cannot replace {key} ({type(module).__name__}): it knows blocks that weigh what experts "
+                "give and add shared ones; drop this rule, KTransformersExperts works without it"
             )
+
+    @classmethod
+    @override
+    def is_for(cls, module: nn.Module) -> bool:
+        has_experts = all(module._modules.get(name) is not None for name in ("gate", "experts"))
+        return has_experts and weighs_outputs(module) is True
 
     @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

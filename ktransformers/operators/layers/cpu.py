@@ -3,7 +3,7 @@
 Python and torch cost more than the kernels once a step carries one token: about 0.3 ms a layer. A layer whose parts
 are all operators of ours, arranged as in Llama and Qwen (norm, attention, add, norm, feed-forward, add), is computed
 part by part in native code. Whether a layer is arranged so is found by computing it both ways on random rows behind a
-history longer than its window, layer by layer; parts that do not fit keep their modules.
+history longer than its window, layer by layer; parts that do not fit, or compute something else, keep their modules.
 """
 
 from __future__ import annotations
@@ -262,13 +262,15 @@ class FusedLayer(nn.Module):
         self.attention.forward(rows, keys, values, step, self.pool, self.memory)
 
 
-def _fused(layer: nn.Module, call: LayerCall, pool: WorkerPool, buffers: LayerBuffers) -> FusedLayer | None:
-    """The layer with all native parts that it allows; None when there are none."""
+def _native_parts(
+    layer: nn.Module, call: LayerCall
+) -> tuple[AttentionLayer | RecurrentLayer | None, MoeLayer | MlpLayer | None]:
+    """What native calls may compute of a layer, attention and feed-forward."""
     attention: AttentionLayer | RecurrentLayer | None = None
     feed_forward: MoeLayer | MlpLayer | None = None
     names = {name for name, _ in layer.named_children()}
     if names not in [{mixer, "mlp", "input_layernorm", "post_attention_layernorm"} for mixer in _MIXERS]:
-        return None
+        return None, None
     try:
         attention = _mixing(layer, call)
     except (_DoesNotFit, AttributeError) as error:
@@ -281,9 +283,28 @@ def _fused(layer: nn.Module, call: LayerCall, pool: WorkerPool, buffers: LayerBu
             feed_forward = MlpLayer(_norm(_child(layer, "post_attention_layernorm")), _gated_mlp(mlp), layer_of(layer))
     except (_DoesNotFit, AttributeError, ValueError) as error:
         logger.debug("layer %s keeps its feed-forward module: %s", type(layer).__name__, error)
-    if attention is None and feed_forward is None:
-        return None
-    return FusedLayer(layer, pool, buffers, attention, feed_forward)
+    return attention, feed_forward
+
+
+def _fused(
+    layer: nn.Module, call: LayerCall, shape: LayerShape, pool: WorkerPool, buffers: LayerBuffers
+) -> FusedLayer | None:
+    """The layer with most native parts that gives what its modules give; None when there is none."""
+    attention, feed_forward = _native_parts(layer, call)
+    ways = dict.fromkeys([(attention, feed_forward), (None, feed_forward), (attention, None)])  # none twice
+    ways.pop((None, None), None)
+    reason = "the results differ"
+    for parts in ways:
+        fused = FusedLayer(layer, pool, buffers, *parts)
+        try:
+            agrees = _agrees(fused, call, shape, pool)
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, KTransformersError) as error:
+            agrees, reason = False, str(error)
+        if agrees:
+            return fused
+        what = " and ".join(type(part).__name__ for part in parts if part is not None)
+        logger.info("layer %d (%s) is not computed by %s: %s", fused.layer_idx, type(layer).__name__, what, reason)
+    return None
 
 
 def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerPool) -> bool:
@@ -379,16 +400,8 @@ def fuse_layers(
     calls = watch_step(model, shapes, pool) if calls is None else calls
     buffers, count = LayerBuffers(), 0
     for i, (layer, call) in enumerate(zip(list(layers), calls, strict=True)):
-        fused = _fused(layer, call, pool, buffers)
+        fused = _fused(layer, call, shapes[i], pool, buffers)
         if fused is None:
-            continue
-        try:
-            agrees = _agrees(fused, call, shapes[i], pool)
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, KTransformersError) as error:
-            logger.info("layer %d (%s) keeps its modules: %s", i, type(layer).__name__, error)
-            continue
-        if not agrees:
-            logger.info("layer %d (%s) is arranged in its own way: its modules run one by one", i, type(layer).__name__)
             continue
         layers[i] = fused
         count += 1

@@ -1,15 +1,21 @@
-"""Which MoE blocks scale what their experts see, rather than what they give."""
+"""Which MoE blocks weigh what their experts give, as most do, and which scale what they see."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, recognizer, twin_of
 
-__all__ = ["scales_inputs"]
+__all__ = ["scales_inputs", "weighs_outputs"]
 
 _ROWS, _COLS = 5, 8
+_EXPERTS, _TOP_K = 6, 2
+_SIZES = ("hidden_dim", "hidden_size")
+_SHARED = ("shared_experts", "shared_mlp", "shared_expert")
+_SCORE = "shared_expert_gate"
 
 
 class _Scores(nn.Module):
@@ -62,4 +68,58 @@ def scales_inputs(module: nn.Module) -> bool:
         want = want + torch.sin((ids[:, rank, None] + 1) * rows * best[:, rank, None].sigmoid())
     if not close(got, want):
         raise Unlike("it weighs its experts in its own way")
+    return True
+
+
+class _Router(nn.Module):
+    """Returns what it is given."""
+
+    def __init__(self, *routed: Tensor):
+        super().__init__()
+        self.routed = routed
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.clone() for part in self.routed)
+
+
+class _Weighed(nn.Module):
+    """Expert e computes sin((e + 1) x); rows [..., H], their experts and weights [T, K]."""
+
+    def forward(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        results = torch.sin((ids[..., None] + 1) * rows.reshape(-1, 1, rows.shape[-1]))
+        return (results * weights[..., None]).sum(1).view(rows.shape)
+
+
+class _Score(nn.Module):
+    """Of a row, [..., 1]."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows.sum(-1, keepdim=True)
+
+
+@recognizer("a block whose router weighs what its experts give")
+def weighs_outputs(module: nn.Module) -> bool:
+    """True for a block that computes experts(x, *gate(x)), and adds shared(x) or shared(x) sigmoid(score(x)).
+
+    None for others: whose gate does not choose by itself, whose sum is scaled, that return more than that sum.
+    """
+    parts = {name for name, child in module.named_children() if child is not None}
+    shared = sorted(parts & set(_SHARED))
+    has_score = shared == ["shared_expert"]
+    if len(shared) > 1 or parts != {"gate", "experts", *shared, *([_SCORE] if has_score else [])}:
+        raise Unlike(f"it is made of {', '.join(sorted(parts))}")
+    if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
+        raise Unlike("it holds more than its parts")
+    draws, experts = Draws(), _Weighed()
+    rows, logits = draws.normal(_ROWS, _COLS), draws.normal(_ROWS, _EXPERTS)
+    weights, ids = draws.positive(_ROWS, _TOP_K), logits.topk(_TOP_K, dim=-1)[1]
+    children: dict[str, nn.Module] = {"gate": _Router(logits, weights, ids), "experts": experts}
+    children |= {name: _Shared() for name in shared} | ({_SCORE: _Score()} if has_score else {})
+    sizes: dict[str, Any] = {name: _COLS for name in _SIZES if hasattr(module, name)}
+    got = answer(lambda: twin_of(module, modules=children, training=False, **sizes)(rows[None]))
+    want = experts(rows, ids, weights)
+    if shared:
+        want = want + torch.cos(rows) * (_Score()(rows).sigmoid() if has_score else 1.0)
+    if not close(got, want[None]):
+        raise Unlike("it adds up in its own way")
     return True

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from ktransformers.engine.runner import StaticRunner
-from ktransformers.kernels.cpu.layer import MlpLayer, MoeLayer
+from ktransformers.kernels.cpu.layer import AttentionLayer, MlpLayer, MoeLayer, RecurrentLayer
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers
 from tests.support.agreement import TOLERANCE
+from tests.support.family_models import family_config
+from tests.support.recurrent_models import recurrent_model
 from tests.support.runners import fused_runner, random_ids, runner_of
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import random_model, tiny_model
 
 # Family -> (attention, feed-forward) that must run in native calls; layers of one model may differ.
 NATIVE = {
@@ -22,7 +24,10 @@ NATIVE = {
     "qwen2_moe": (True, MoeLayer),  # a shared expert with a score
     "deepseek_v3": (False, MoeLayer),  # shared experts
     "gpt_oss": (False, None),  # sinks, and a router with a bias
+    "olmoe": (False, MoeLayer),  # by the default rules; its norms are of all heads at once
 }
+
+RECURRENT = ("qwen3_next", "qwen3_5_moe_text")
 
 
 def layers_of(runner: StaticRunner) -> list[torch.nn.Module]:
@@ -43,6 +48,50 @@ def test_fused_layers_agree_with_transformers(family: str) -> None:
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     got = torch.cat([runner.forward(ids[:9], 0, range(9))] + [runner.forward([ids[i]], i, [0]) for i in range(9, 13)])
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_layers_of_recurrent_families_run_whole_in_native_calls(family: str) -> None:
+    """Gated DeltaNets, attention whose output is gated, experts chosen for a row and a shared one."""
+    model = recurrent_model(family)
+    runner = fused_runner(model)
+    layers = layers_of(runner)
+    assert all(isinstance(layer, FusedLayer) for layer in layers)
+    kinds = [AttentionLayer if layer.mixer == "self_attn" else RecurrentLayer for layer in layers]
+    assert [type(layer.attention) for layer in layers] == kinds
+    assert set(kinds) == {AttentionLayer, RecurrentLayer}
+    assert all(isinstance(layer.feed_forward, MoeLayer) for layer in layers)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("values", [{}, {"attention_bias": True, "head_dim": 20, "num_key_value_heads": 1}])
+def test_gated_attention_computes_what_its_module_does(family: str, values: dict[str, object]) -> None:
+    model = recurrent_model(family, layer_types=["full_attention"] * 2, num_hidden_layers=2, **values)
+    runner = fused_runner(model)
+    assert all(isinstance(layer.attention, AttentionLayer) for layer in layers_of(runner))
+    ids = random_ids(runner.vocab_size, 21)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    whole = runner.forward(ids, 0, range(21)).clone()
+    assert (whole - want).abs().max() <= TOLERANCE / 2 * want.abs().max()
+    for size in (1, 4):
+        pieces = [(i, ids[i : i + size]) for i in range(0, 21, size)]
+        parts = [runner.forward(piece, i, range(len(piece))).clone() for i, piece in pieces]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_layer_whose_attention_is_another_keeps_that_module_only() -> None:
+    """Every second layer of this model rotates nothing; the others do."""
+    model = random_model(family_config("exaone_moe"), seed=0)
+    runner = fused_runner(model)
+    layers = layers_of(runner)
+    assert [type(layer.feed_forward) for layer in layers] == [MlpLayer, MoeLayer, MoeLayer, MoeLayer]
+    assert [layer.attention is None for layer in layers] == [False, True, False, True]
+    ids = random_ids(runner.vocab_size, 12)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    got = runner.forward(ids, 0, range(12))
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 

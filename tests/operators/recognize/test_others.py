@@ -11,10 +11,12 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7MLP
 from ktransformers.kernels.types import Activation
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
 from ktransformers.operators.recognize.attention import TemperatureSpec, recognize_temperature
-from ktransformers.operators.recognize.block import scales_inputs
+from ktransformers.operators.recognize.block import scales_inputs, weighs_outputs
 from ktransformers.operators.recognize.embedding import recognize_embedding
 from ktransformers.operators.recognize.layer import keeps_keywords
 from tests.support.attention_families import config_of
+from tests.support.family_models import family_config
+from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny_models import random_model, tiny_model
 
 
@@ -42,6 +44,32 @@ def test_queries_that_grow_with_their_position(llama4: nn.Module) -> None:
 def test_blocks_that_scale_what_experts_see(llama4: nn.Module) -> None:
     assert scales_inputs(llama4.get_submodule("model.layers.0.feed_forward")) is True
     assert scales_inputs(tiny_model("qwen2_moe").get_submodule("model.layers.0.mlp")) is None
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "hunyuan_v1_moe"])
+def test_blocks_that_weigh_what_experts_give(model_type: str) -> None:
+    assert weighs_outputs(tiny_model(model_type).get_submodule("model.layers.1.mlp")) is True
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
+def test_blocks_of_recurrent_families_weigh_what_experts_give(model_type: str) -> None:
+    assert weighs_outputs(recurrent_model(model_type).get_submodule("model.layers.1.mlp")) is True
+
+
+def test_blocks_of_the_same_parts_that_compute_something_else(llama4: nn.Module) -> None:
+    cohere = random_model(family_config("cohere2_moe"), seed=0).get_submodule("model.layers.0.mlp")
+    assert {"gate", "experts"} <= {name for name, _ in cohere.named_children()}
+    assert weighs_outputs(cohere) is None  # the mean with what shared experts give
+    assert weighs_outputs(llama4.get_submodule("model.layers.0.feed_forward")) is None
+    assert weighs_outputs(tiny_model("granitemoe").get_submodule("model.layers.0.block_sparse_moe")) is None
+
+    class Scaled(type(tiny_model("qwen3_moe").get_submodule("model.layers.0.mlp"))):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return 2.5 * super().forward(hidden_states)
+
+    block = tiny_model("qwen3_moe", seed=3).get_submodule("model.layers.0.mlp")
+    block.__class__ = Scaled
+    assert weighs_outputs(block) is None
 
 
 def test_embeddings(gemma3n: nn.Module) -> None:
