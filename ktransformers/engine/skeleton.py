@@ -17,6 +17,7 @@ from ktransformers.cache.static import LayerShape
 from ktransformers.engine.bounds import check_config_values
 from ktransformers.engine.file_layouts import arrange
 from ktransformers.engine.text_models import causal_class
+from ktransformers.engine.usual_experts import give_usual_experts
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.models.facts import LayerKind, ModelFacts
@@ -130,6 +131,7 @@ def build_causal(hf_config: PretrainedConfig, trust_remote_code: bool, **options
         return remote
     model: PreTrainedModel = causal_class(hf_config)._from_config(hf_config, **options)
     arrange(model, hf_config)
+    give_usual_experts(model)
     return model
 
 

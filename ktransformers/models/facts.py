@@ -32,8 +32,12 @@ MAX_NUMBER = (1 << 31) - 1
 MAX_POSITIONS = 1 << 40
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-_EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_TOP_K = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
+    "top_k_experts",
+)
+_EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
+_OF_EXPERTS = "ffn_config"  # where some configs keep a config of their own for experts
 _SHARED_WIDTH = (
     *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
     "share_expert_dim",
@@ -248,6 +252,11 @@ class _Fields:
         except RuntimeError:  # what transformers raises for a field that has no value of all layers
             return [getattr(layer, name, None) for layer in self.of.per_layer_config]
 
+    def part(self, name: str) -> _Fields:
+        """The config of a part of the model; this one where it has none of its own."""
+        part = self.raw(name)
+        return _Fields(part) if hasattr(part, "to_dict") else self
+
     def first(self, names: Sequence[str]) -> str | None:
         """The first of these fields that says something."""
         return next((name for name in names if self.raw(name) is not None), None)
@@ -398,6 +407,7 @@ def _delta(config: _Fields) -> DeltaFacts | None:
 
 
 def _experts(config: _Fields, num_layers: int) -> ExpertFacts | None:
+    config = config.part(_OF_EXPERTS)
     counts = config.numbers(num_layers, *_NUM_EXPERTS)
     num_experts = max(counts or (0,))
     if num_experts <= 1 or any(config.raw(name) is False for name in _IS_MOE):

@@ -76,7 +76,6 @@ OWN_TOKENS = Refusal("attention is handed the tokens themselves", r"passes input
 TENSOR_NAMES = Refusal("tensors have other names in files than in the model", r"tensor lm_head\.weight is missing")
 ENDLESS = Refusal("the config says no length of a sequence", r"max_position_embeddings -1")
 NO_LAYERS = Refusal("bytes go through several models, one inside the other", r"says no num_hidden_layers")
-FUSED_NORMS = Refusal("a norm and attention are one module", r"first step fails in \S+norm_attn_norm ")
 BUFFERS = Refusal("a buffer that no file holds is computed in a way of its own", r"its buffers cannot be computed")
 NOT_BUILT = Refusal(
     "transformers itself builds no model from a small config of the family",
@@ -114,7 +113,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "ctrl": CHECKED,
     "cwm": CHECKED,
     "data2vec-text": OWN_ATTENTION,
-    "dbrx": FUSED_NORMS,
+    "dbrx": CHECKED,
     "deepseek_v2": TESTED,
     "deepseek_v3": TESTED,
     "deepseek_v32": TESTED,

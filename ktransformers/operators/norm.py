@@ -29,6 +29,12 @@ class KRMSNorm(WrapperOperator):
         "KNormTorch": "the module's own forward (not RMSNorm)",
     }
 
+    @classmethod
+    @override
+    def is_for(cls, module: nn.Module) -> bool:
+        """Blocks of norms and other parts may be called norms too (DBRX)."""
+        return not any(True for child in module.children() for _ in child.parameters())
+
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         self.spec: NormSpec | None = recognize_norm(module)

@@ -271,6 +271,9 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 """Of the text model: what does not follow from the names of fields."""
 _OF_COMPOSITES: Mapping[str, Mapping[str, Any]] = {
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"ffn_hidden_size": 96}},
+    "dbrx": {  # without clipping transformers computes nothing
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.05, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
+    },
     "dots3_note": {"vision_config": {"hidden_size": 64, "adapter_in_dim": 64}},
 }

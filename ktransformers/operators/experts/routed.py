@@ -41,7 +41,7 @@ __all__ = ["KTransformersExperts", "Ticket", "read_layout"]
 
 logger = logging.getLogger(__name__)
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
