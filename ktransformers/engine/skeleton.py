@@ -20,7 +20,7 @@ from ktransformers.engine.text_models import causal_class
 from ktransformers.engine.usual_experts import give_usual_experts
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
-from ktransformers.models.facts import LayerKind, ModelFacts
+from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
 from ktransformers.models.registry import OTHER_NAMES
 from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.compressed import KCompressedAttention
@@ -232,7 +232,7 @@ def cache_shapes(
         elif layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.COMPRESSED:
             raise UnsupportedError(f"{key} has to be a KCompressedAttention, which alone knows where its keys lie")
         else:
-            num_kv_heads = facts.layers[layer_idx].num_kv_heads if layer_idx < facts.num_layers else 0
+            num_kv_heads = _handed_heads(module, facts.layers[layer_idx]) if layer_idx < facts.num_layers else 0
             shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)
             if layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.CHUNKED:
                 shapes[layer_idx] = replace(shapes[layer_idx], chunk=facts.layers[layer_idx].window or 0)
@@ -277,6 +277,12 @@ def _add_states(shapes: dict[int, LayerShape], facts: ModelFacts, operators: Map
             )
         if layer.kind is LayerKind.ROWWISE:
             shapes[index] = LayerShape.without_pages()
+
+
+def _handed_heads(module: Any, layer: LayerFacts) -> int:
+    """KV heads that the attention function is given: some modules repeat those that they project (JetMoE)."""
+    is_repeated = getattr(module, "num_key_value_groups", None) == 1
+    return layer.num_heads if is_repeated else layer.num_kv_heads
 
 
 def _expanded_shape(module: Any, key: str, num_kv_heads: int) -> LayerShape:

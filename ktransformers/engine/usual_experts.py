@@ -1,6 +1,7 @@
 """Experts modules of a form of their own, made into the form that all other families have in transformers.
 
-    DBRX   experts.mlp.w1, v1, w2 [E I, H], one expert below another --> gate_up_proj [E, 2 I, H], down_proj [E, H, I]
+    DBRX     experts.mlp.w1, v1, w2 [E I, H], one expert below another --> gate_up_proj [E, 2 I, H], down_proj [E, H, I]
+    JetMoE   a block of input_linear, output_linear and a router that sorts rows --> the same, in a block of GraniteMoE
 
 Skeleton and twin are changed alike; where the numbers lie in safetensors is in weights/checkpoint_names.py.
 """
@@ -24,6 +25,9 @@ def give_usual_experts(model: PreTrainedModel) -> None:
         inner = getattr(experts, "mlp", None)
         if all(name in getattr(inner, "_parameters", ()) for name in ("w1", "v1", "w2")):
             parent.experts = _below_one_another(experts, model.config)
+        block: Any = parent._modules.get("mlp")
+        if {"input_linear", "output_linear", "router"} <= getattr(block, "_modules", {}).keys():
+            parent.mlp = _with_bias(block, model.config)
 
 
 def _below_one_another(experts: Any, config: Any) -> nn.Module:
@@ -44,4 +48,29 @@ def _below_one_another(experts: Any, config: Any) -> nn.Module:
     shape._experts_implementation = config._experts_implementation
     found = RowsOfSequences(shape)
     found.act_fn = experts.mlp.activation_fn
+    return found
+
+
+def _with_bias(block: Any, config: Any) -> nn.Module:
+    """JetMoE's block: GraniteMoE's, whose result has a bias [H] added."""
+    import torch
+    from torch import nn
+    from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeConfig, GraniteMoeMoE
+
+    class BlockWithBias(GraniteMoeMoE):  # type: ignore[misc]
+        def forward(self, layer_input: torch.Tensor) -> torch.Tensor:
+            """[B, T, H] in and out."""
+            output: torch.Tensor = super().forward(layer_input)
+            return output + self.bias
+
+    shape = GraniteMoeConfig(
+        hidden_size=block.input_size,
+        intermediate_size=block.hidden_size,
+        num_local_experts=block.router.num_experts,
+        num_experts_per_tok=block.router.top_k,
+    )
+    shape._experts_implementation = config._experts_implementation
+    found = BlockWithBias(shape)
+    found.bias = nn.Parameter(torch.empty(block.input_size))
+    found.experts.act_fn = block.activation
     return found

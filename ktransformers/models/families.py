@@ -66,7 +66,6 @@ OWN_POSITIONS = Refusal(
 NO_CONTEXT = Refusal(
     "layers do not hand keyword arguments down to attention", r"does not hand keyword arguments down to attention"
 )
-EXPERTS_IN_ATTENTION = Refusal("experts are a part of attention", r"first step fails in \S+self_attention ")
 
 # -- files and configs
 
@@ -182,7 +181,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "iquestcoder": CHECKED,
     "jais2": CHECKED,
     "jamba": CHECKED,
-    "jetmoe": EXPERTS_IN_ATTENTION,
+    "jetmoe": CHECKED,
     "kimi_linear": CHECKED,
     "kolibri1": CHECKED,
     "laguna": TESTED,

@@ -132,7 +132,7 @@ class _Table:
         kinds = (*(names.get(model_type) for names in classes), model_type)  # a class's own come first
         found = (get_checkpoint_conversion_mapping(kind) for kind in kinds if kind is not None)
         transforms: list[Any] = next((mapping for mapping in found if mapping is not None), [])
-        transforms = [*transforms, *_own_converters(model_type)]
+        transforms = [*transforms, *_own_names(model_type)]
         self.renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         self.converters = [one for one in transforms if not isinstance(one, WeightRenaming)]
 
@@ -141,14 +141,21 @@ class _Table:
         return renamed
 
 
-def _own_converters(model_type: str) -> list[WeightConverter]:
+def _own_names(model_type: str) -> list[WeightRenaming | WeightConverter]:
     """For families whose experts modules are of another form here than in transformers (engine/usual_experts.py)."""
-    if model_type != "dbrx":
-        return []
-    gate_up = WeightConverter(
-        ["experts.mlp.w1", "experts.mlp.v1"], "experts.gate_up_proj", operations=[Concatenate(dim=1)]
-    )
-    return [gate_up, WeightConverter("experts.mlp.w2", "experts.down_proj", operations=[Transpose(1, 2)])]
+    if model_type == "dbrx":
+        parts = ["experts.mlp.w1", "experts.mlp.v1"]
+        return [
+            WeightConverter(parts, "experts.gate_up_proj", operations=[Concatenate(dim=1)]),
+            WeightConverter("experts.mlp.w2", "experts.down_proj", operations=[Transpose(1, 2)]),
+        ]
+    if model_type == "jetmoe":
+        return [
+            WeightRenaming("mlp.input_linear.weight", "mlp.experts.gate_up_proj"),
+            WeightRenaming("mlp.output_linear.weight", "mlp.experts.down_proj"),
+            WeightRenaming("mlp.router.layer.weight", "mlp.router.weight"),
+        ]
+    return []
 
 
 def _renamed(name: str, tables: Sequence[_Table], is_composite: bool) -> str | None:

@@ -223,6 +223,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "cohere_compass_text": {**_of_kinds("sliding_attention", "full_attention")}
     | {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE}},
+    "dbrx": {"num_key_value_heads": 2, "tie_word_embeddings": False},  # as below, and never tied
     "deepseek_ocr2": {"mlp_layer_types": ["dense"] + ["sparse"] * (_LAYERS - 1), "num_key_value_heads": 4},
     "deepseek_v32": _MANY_INDEX_HEADS,
     "deepseek_v4": deepseek_v4_values(_LAYERS),
@@ -242,6 +243,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "helium": {"hidden_size": 64},  # which its heads have to fill
     "internlm3": {"attention_bias": True, "mlp_bias": True},  # the same for both
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8},
+    "jetmoe": {"num_key_value_heads": 2, "num_experts_per_tok": 2},  # heads are as many as both give
     "lfm2": {**_of_kinds("conv", "full_attention"), "full_attn_idxs": None},
     "lfm2_moe": {**_of_kinds("conv", "full_attention"), "num_dense_layers": 1},
     "longcat_flash": {"moe_topk": 3, "num_experts_per_tok": 3},  # with one, transformers takes a list for a pair
