@@ -106,7 +106,8 @@ class LayerFacts:
 class LatentFacts:
     """Attention over latents. rank, q_rank: of the latent and of the query's, None for queries projected at once.
 
-    A head has nope_dim elements without rotation and rope_dim with, rotated by neighbours where is_interleaved.
+    Where layers differ these are the largest of each; LayerFacts have what single layers have. A head has nope_dim
+    elements without rotation and rope_dim with, rotated by neighbours where is_interleaved.
     """
 
     rank: int
@@ -192,7 +193,7 @@ class ModelFacts:
         is_composite = config.of is not hf_config
         _check_supported(config)
         num_layers = config.number("num_hidden_layers", most=MAX_LAYERS)
-        latent, experts = _latent(config), _experts(config, num_layers)
+        latent, experts = _latent(config, num_layers), _experts(config, num_layers)
         architectures = config.raw("architectures") or whole.raw("architectures")
         return cls(
             model_type=str(config.raw("model_type")),
@@ -355,6 +356,7 @@ def _layers(
     if words is None:
         words = tuple("sliding_attention" if window else "full_attention" for window in windows)
     sparse = _with_experts(config, num_layers) if experts is not None else (False,) * num_layers
+    nope, rope = (config.numbers(num_layers, f"qk_{part}_head_dim") or none for part in ("nope", "rope"))
     layers = []
     for index, word in enumerate(words):
         kind = _KINDS.get(word, LayerKind.OTHER)
@@ -364,7 +366,7 @@ def _layers(
         v_head_dim = values[index] or head_dim
         if latent is not None and kind not in (LayerKind.RECURRENT, LayerKind.ROWWISE):
             kind = LayerKind.LATENT if kind in (LayerKind.FULL, LayerKind.SLIDING) else kind
-            num_kv_heads, head_dim, v_head_dim = num_heads, latent.nope_dim + latent.rope_dim, latent.v_dim
+            num_kv_heads, head_dim, v_head_dim = num_heads, nope[index] + rope[index], values[index]
         layers.append(LayerFacts(kind, word, num_heads, num_kv_heads, head_dim, v_head_dim, looks_back, sparse[index]))
     return _with_shares(config, layers)
 
@@ -378,16 +380,19 @@ def _with_shares(config: _Fields, layers: list[LayerFacts]) -> tuple[LayerFacts,
     )
 
 
-def _latent(config: _Fields) -> LatentFacts | None:
-    rank = config.find("kv_lora_rank")
+def _latent(config: _Fields, num_layers: int) -> LatentFacts | None:
+    def largest(name: str) -> int:
+        return max(config.numbers(num_layers, name) or (0,))
+
+    rank = largest("kv_lora_rank")
     if not rank:
         return None
     return LatentFacts(
         rank=rank,
-        q_rank=config.find("q_lora_rank") or None,
-        nope_dim=config.number("qk_nope_head_dim"),
-        rope_dim=config.find("qk_rope_head_dim") or 0,  # none rotates in some families
-        v_dim=config.number("v_head_dim"),
+        q_rank=largest("q_lora_rank") or None,
+        nope_dim=largest("qk_nope_head_dim") or config.number("qk_nope_head_dim"),
+        rope_dim=largest("qk_rope_head_dim"),  # none rotates in some families
+        v_dim=largest("v_head_dim") or config.number("v_head_dim"),
         is_interleaved=bool(getattr(config.of, "rope_interleave", True)),
     )
 

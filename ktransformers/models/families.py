@@ -48,7 +48,6 @@ INDEXED = Refusal(
     r"'NoneType' object (?:is not subscriptable|has no attribute 'dtype')",
 )
 REFERENCES = Refusal("layers see the image, and a window", r"layers of type reference_sliding_attention\b")
-RANKS = Refusal("latents are of several sizes", r"kv_lora_rank \[")
 
 
 # -- attention that goes around the cache
@@ -121,7 +120,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "doge": OWN_MASK,
     "dots1": TESTED,
     "dots3_note": NOT_BUILT,
-    "dots3_note_text": RANKS,
+    "dots3_note_text": CHECKED,
     "electra": OWN_ATTENTION,
     "emu3": CHECKED,
     "ernie": OWN_ATTENTION,

@@ -217,6 +217,19 @@ _QWEN4 = {
 # With few heads many scores are 0, and which of their positions are chosen is up to torch's top-k, which does not say.
 _MANY_INDEX_HEADS = {"index_n_heads": 16}
 
+_DOTS3 = {
+    **_MANY_INDEX_HEADS,
+    **_of_kinds("indexed_attention", "sliding_attention"),
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 64,
+    "swa_head_dim": 32,
+    "swa_qk_nope_head_dim": 24,
+    "swa_v_head_dim": 20,
+}
+"""Layers with windows have latents and heads of their own."""
+
 _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "axk2": _MANY_INDEX_HEADS,
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
@@ -227,6 +240,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_ocr2": {"mlp_layer_types": ["dense"] + ["sparse"] * (_LAYERS - 1), "num_key_value_heads": 4},
     "deepseek_v32": _MANY_INDEX_HEADS,
     "deepseek_v4": deepseek_v4_values(_LAYERS),
+    "dots3_note_text": _DOTS3,
     "ernie4_5_vl_moe": {"hidden_size": 64, "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "gemma3n": {"num_kv_shared_layers": 2},

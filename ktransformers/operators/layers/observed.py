@@ -25,6 +25,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, KAttention, attention_forward
+from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.operators.recognize.layer import keeps_keywords
 
@@ -322,7 +323,7 @@ def _window_of(attention: object) -> int:
     """Of an operator that asks no attention function."""
     if isinstance(attention, KCompressedAttention):
         return attention.window
-    spec = attention.spec if isinstance(attention, KAttention) else None
+    spec = attention.spec if isinstance(attention, KAttention | KMLAAttention) else None
     return 0 if spec is None else spec.window
 
 
