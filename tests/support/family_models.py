@@ -220,6 +220,7 @@ _MANY_INDEX_HEADS = {"index_n_heads": 16}
 _DOTS3 = {
     **_MANY_INDEX_HEADS,
     **_of_kinds("indexed_attention", "sliding_attention"),
+    "index_head_dim": 32,
     "swa_num_attention_heads": 2,
     "swa_num_key_value_heads": 2,
     "swa_q_lora_rank": 24,
