@@ -119,7 +119,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "diffllama": TWICE,
     "doge": OWN_MASK,
     "dots1": TESTED,
-    "dots3_note": NOT_BUILT,
+    "dots3_note": CHECKED,
     "dots3_note_text": CHECKED,
     "electra": OWN_ATTENTION,
     "emu3": CHECKED,

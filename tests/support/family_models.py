@@ -241,6 +241,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_ocr2": {"mlp_layer_types": ["dense"] + ["sparse"] * (_LAYERS - 1), "num_key_value_heads": 4},
     "deepseek_v32": _MANY_INDEX_HEADS,
     "deepseek_v4": deepseek_v4_values(_LAYERS),
+    "dots3_note": _DOTS3,
     "dots3_note_text": _DOTS3,
     "ernie4_5_vl_moe": {"hidden_size": 64, "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
@@ -287,10 +288,14 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """Of the text model: what does not follow from the names of fields."""
+_TOWER = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 _OF_COMPOSITES: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {  # without clipping transformers computes nothing
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.05, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
     },
-    "dots3_note": {"vision_config": {"hidden_size": 64, "adapter_in_dim": 64}},
+    "dots3_note": {
+        "vision_config": {**_TOWER, "adapter_in_dim": 64, "adapter_out_dim": 64, "mlp_layer_types": ["dense"]},
+        "audio_config": {**_TOWER, "adapter_input_size": 64, "adapter_out_dim": 64, "downsample_hidden_size": 16},
+    },
 }
