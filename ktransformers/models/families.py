@@ -283,7 +283,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "mistral4": CHECKED,
     "mistral_large4": INDEXED,
     "muse_spark": NOT_BUILT,
-    "nemotron_h_omni": NOT_BUILT,
+    "nemotron_h_omni": CHECKED,
     "qwen3_omni_moe_thinker": CHECKED,
     "qwen3_vl_moe": CHECKED,
     "step3p7": CHECKED,

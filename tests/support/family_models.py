@@ -241,7 +241,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_ocr2": {"mlp_layer_types": ["dense"] + ["sparse"] * (_LAYERS - 1), "num_key_value_heads": 4},
     "deepseek_v32": _MANY_INDEX_HEADS,
     "deepseek_v4": deepseek_v4_values(_LAYERS),
-    "dots3_note": _DOTS3,
+    "dots3_note": {**_DOTS3, "hidden_size": 64},  # as its towers give
     "dots3_note_text": _DOTS3,
     "ernie4_5_vl_moe": {"hidden_size": 64, "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
@@ -298,4 +298,5 @@ _OF_COMPOSITES: Mapping[str, Mapping[str, Any]] = {
         "vision_config": {**_TOWER, "adapter_in_dim": 64, "adapter_out_dim": 64, "mlp_layer_types": ["dense"]},
         "audio_config": {**_TOWER, "adapter_input_size": 64, "adapter_out_dim": 64, "downsample_hidden_size": 16},
     },
+    "nemotron_h_omni": {"vision_config": {**_TOWER, "model_type": "radio", "video_temporal_patch_size": 2}},
 }
