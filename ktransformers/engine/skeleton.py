@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _SUPPORTED_KINDS = frozenset(
     {LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.LATENT, LayerKind.COMPRESSED}
-    | {LayerKind.RECURRENT, LayerKind.ROWWISE}
+    | {LayerKind.RECURRENT, LayerKind.HYBRID, LayerKind.ROWWISE}
 )
 
 

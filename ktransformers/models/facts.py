@@ -62,6 +62,7 @@ class LayerKind(StrEnum):
     LATENT = "latent_attention"  # keys and values out of one vector for all heads (DeepSeek's MLA)
     COMPRESSED = "compressed_attention"  # older tokens as entries, each of several (DeepSeek-V4)
     RECURRENT = "recurrent"  # a state of one size, however long the sequence
+    HYBRID = "hybrid"  # full attention, and a state beside it
     ROWWISE = "rowwise"  # it works row by row, and keeps nothing
     OTHER = "other"
 
@@ -78,6 +79,8 @@ _KINDS = {
     "linear_attention": LayerKind.RECURRENT,
     "mamba": LayerKind.RECURRENT,
     "conv": LayerKind.RECURRENT,
+    "hybrid": LayerKind.HYBRID,
+    "hybrid_sliding": LayerKind.HYBRID,  # within a window
     "moe": LayerKind.ROWWISE,
     "mlp": LayerKind.ROWWISE,
 }
@@ -360,7 +363,8 @@ def _layers(
     layers = []
     for index, word in enumerate(words):
         kind = _KINDS.get(word, LayerKind.OTHER)
-        looks_back = {LayerKind.SLIDING: windows[index], LayerKind.CHUNKED: chunks[index]}.get(kind) or None
+        bounds = {"hybrid_sliding": windows[index], LayerKind.SLIDING: windows[index], LayerKind.CHUNKED: chunks[index]}
+        looks_back = bounds.get(word) or bounds.get(kind) or None
         num_heads, num_kv_heads = heads[index], kv_heads[index] or heads[index]
         head_dim = given[index] or hidden // max(num_heads, 1)
         v_head_dim = values[index] or head_dim

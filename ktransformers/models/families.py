@@ -269,7 +269,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "youtu": CHECKED,
     "zamba": MIXED,
     "zamba2": MIXED,
-    "zaya": MIXED,
+    "zaya": CHECKED,
     # Families that AutoModelForCausalLM does not know: a language model with experts inside of one for images.
     "aria": CHECKED,
     "deepseek_ocr2": CHECKED,

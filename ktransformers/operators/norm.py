@@ -32,8 +32,10 @@ class KRMSNorm(WrapperOperator):
     @classmethod
     @override
     def is_for(cls, module: nn.Module) -> bool:
-        """Blocks of norms and other parts may be called norms too (DBRX)."""
-        return not any(True for child in module.children() for _ in child.parameters())
+        """Blocks of norms and other parts may be called norms too (DBRX), and what scales keys and queries (ZAYA)."""
+        own = {name for name, _ in module.named_parameters(recurse=False)}
+        is_block = any(True for child in module.children() for _ in child.parameters())
+        return not is_block and (not own or "weight" in own)
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)

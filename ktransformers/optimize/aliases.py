@@ -65,6 +65,7 @@ _EMBEDDING = "embedding.KEmbedding"
 _ACTIVATION = "activation.KActivation"
 _RECURRENT = {
     "kinds": "KRecurrent",
+    "convolved": "KConvolvedProjection",
     "delta": "KGatedDeltaNet KKimiDeltaAttention",
     "mamba": "KMamba KMamba2",
     "short": "KShortConv KLightningAttention",

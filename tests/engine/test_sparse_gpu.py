@@ -75,8 +75,8 @@ def test_gates_scales_and_keys_without_rotation(model_type: str, tmp_path: Path)
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
-@pytest.mark.parametrize("model_type", ["dots3_note_text", "dbrx", "jetmoe"])
-def test_windows_over_latents_and_experts_of_other_forms(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["dots3_note_text", "dbrx", "jetmoe", "zaya"])
+def test_attention_and_experts_of_other_forms(model_type: str, tmp_path: Path) -> None:
     """Of 16 positions that are chosen, or that a window has."""
     model = family_model(model_type)
     write_safetensors(model, tmp_path)

@@ -285,7 +285,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     | {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_d_state": 8, "mamba_headdim": 16}
     | {"layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts_per_tok": 1, **_of_kinds("hybrid", "hybrid_sliding")},
 }
 """Of the text model: what does not follow from the names of fields."""
 _TOWER = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -205,7 +206,8 @@ def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]
     current: list[LayerCall] = []
 
     def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        masks = [value for value in (*args, *kwargs.values()) if isinstance(value, _MaskStandIn)]
+        values = chain(args, *(part.values() if isinstance(part, dict) else (part,) for part in kwargs.values()))
+        masks = [value for value in values if isinstance(value, _MaskStandIn)]
         clean_args = tuple(None if isinstance(value, _MaskStandIn) else value for value in args)
         clean = {name: None if isinstance(value, _MaskStandIn) else value for name, value in kwargs.items()}
         kept = {name: value for name, value in clean.items() if name not in ("forward_context", "hidden_states")}
