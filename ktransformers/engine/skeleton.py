@@ -17,11 +17,11 @@ from ktransformers.cache.static import LayerShape
 from ktransformers.engine.bounds import check_config_values
 from ktransformers.engine.file_layouts import arrange
 from ktransformers.engine.text_models import causal_class
-from ktransformers.engine.usual_experts import give_usual_experts
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
 from ktransformers.models.registry import OTHER_NAMES
+from ktransformers.models.usual_experts import give_usual_experts
 from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention

@@ -282,7 +282,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "minimax_m3_vl": CHECKED,
     "mistral4": CHECKED,
     "mistral_large4": INDEXED,
-    "muse_spark": NOT_BUILT,
+    "muse_spark": CHECKED,
     "nemotron_h_omni": CHECKED,
     "qwen3_omni_moe_thinker": CHECKED,
     "qwen3_vl_moe": CHECKED,

@@ -142,7 +142,7 @@ class _Table:
 
 
 def _own_names(model_type: str) -> list[WeightRenaming | WeightConverter]:
-    """For families whose experts modules are of another form here than in transformers (engine/usual_experts.py)."""
+    """For families whose experts modules are of another form here than in transformers (models/usual_experts.py)."""
     if model_type == "dbrx":
         parts = ["experts.mlp.w1", "experts.mlp.v1"]
         return [

@@ -274,6 +274,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "index_n_heads": 2,  # one for each head of keys
         "num_key_value_heads": 2,
     },
+    "muse_spark": {"hidden_size": 64, "moe_hidden_size": 32, **_of_kinds("full_attention", "sliding_attention")},
     "phimoe": {"sliding_window": None},  # its mask has the window, its attention does not
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
@@ -297,6 +298,11 @@ _OF_COMPOSITES: Mapping[str, Mapping[str, Any]] = {
     "dots3_note": {
         "vision_config": {**_TOWER, "adapter_in_dim": 64, "adapter_out_dim": 64, "mlp_layer_types": ["dense"]},
         "audio_config": {**_TOWER, "adapter_input_size": 64, "adapter_out_dim": 64, "downsample_hidden_size": 16},
+    },
+    "muse_spark": {
+        "vision_config": _TOWER,
+        "audio_config": {"patch_sizes": [16], "hidden_sizes": [64], "depths": [1], "num_hidden_layers": 1}
+        | {"out_hidden_size": 64},
     },
     "nemotron_h_omni": {"vision_config": {**_TOWER, "model_type": "radio", "video_temporal_patch_size": 2}},
 }

@@ -37,14 +37,15 @@ class KConvolvedProjection(RecurrentOperator):
     CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (
         _CONVOLUTIONS | {"q_proj", "k_proj", "v_proj_current", "v_proj_delayed"},
     )
-    NUMBERS: ClassVar[tuple[str, ...]] = ("head_dim", "num_attention_heads", "num_key_value_heads")
+    NUMBERS: ClassVar[tuple[str, ...]] = ("head_dim",)
     CONV: ClassVar[str | None] = "conv_qk_depthwise"
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         inner: Any = module
-        self.head_dim, self.num_heads = int(inner.head_dim), int(inner.num_attention_heads)
-        self.num_kv_heads = int(inner.num_key_value_heads)
+        self.head_dim = int(inner.head_dim)
+        self.num_heads = int(inner.q_proj.out_features) // self.head_dim
+        self.num_kv_heads = int(inner.k_proj.out_features) // self.head_dim
         self.num_groups = self.num_heads + self.num_kv_heads
         self.num_lags = int(inner.conv_qk_grouped.kernel_size[0]) - 1
         self.num_delayed = int(inner.v_proj_delayed.out_features)
