@@ -333,6 +333,11 @@ def _check_supported(config: _Fields) -> None:
         raise UnsupportedError(
             f"model type {model_type} has layers without some of their parts, which is not supported"
         )
+    if config.raw("rel_extent"):
+        raise UnsupportedError(
+            f"model type {model_type} adds to attention's scores what it has learned of distances (rel_extent), which "
+            "no kernel does"
+        )
     if config.raw("is_encoder_decoder"):
         raise UnsupportedError(f"model type {model_type} is an encoder-decoder, only decoders are supported")
 

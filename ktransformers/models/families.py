@@ -42,7 +42,10 @@ RECURRENT = Refusal(
     "layers keep a state of a kind that is not known here, or of which their model tells them nothing",
     r"keeps a state, and no operator stands|is given no states",
 )
-MIXED = Refusal("layers attend and keep a state, both", r"layers of type hybrid\b")
+MIXED = Refusal(
+    "layers attend and keep a state of a kind that is not known here, both",
+    r"mup_vector|keeps a state, and no operator stands|were found of layers \[-1",
+)
 INDEXED = Refusal(
     "an indexer that is not known here chooses the positions that a token sees",
     r"'NoneType' object (?:is not subscriptable|has no attribute 'dtype')",
@@ -57,7 +60,8 @@ OWN_ATTENTION = Refusal(
     r"does not say its head_dim|the key 'ktransformers' is missing|attends by (?:code|classes) of its own",
 )
 TWICE = Refusal("a layer attends more than once", r"calls attention 2 times|expert parameters .* do not fit")
-OWN_MASK = Refusal("layers change the mask", r"passes attention_mask|_MaskStandIn")
+DISTANCES = Refusal("attention adds what it has learned of distances to its scores", r"has learned of distances")
+OWN_MASK = Refusal("layers make a mask of their own", r"passes attention_mask|_MaskStandIn")
 OWN_POSITIONS = Refusal(
     "the decoder of an encoder-decoder, which counts positions by transformers' cache",
     r"the embeddings differ from transformers'|in two chunks have the shape",
@@ -174,8 +178,8 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "hy_v3": TESTED,
     "hy_v4": CHECKED,
     "hyperclovax": CHECKED,
-    "inkling2_text": MIXED,
-    "inkling_text": MIXED,
+    "inkling2_text": DISTANCES,
+    "inkling_text": DISTANCES,
     "internlm3": CHECKED,
     "iquestcoder": CHECKED,
     "jais2": CHECKED,
@@ -276,7 +280,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "ernie4_5_vl_moe": CHECKED,
     "glm4v_moe": CHECKED,
     "glm5_next": OWN_TOKENS,
-    "inkling2": MIXED,
+    "inkling2": DISTANCES,
     "inkling_mm_model": NOT_BUILT,
     "kimi_k25": CHECKED,
     "minimax_m3_vl": CHECKED,
