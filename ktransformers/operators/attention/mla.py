@@ -334,6 +334,7 @@ class KMLAAttention(WrapperOperator):
             self.spec.scale,
             attend=None if self._flash is None or expansion is not None else self._flash.of(forward_context),
             expansion=expansion,
+            window=self.spec.window,
             workspace=None if expansion is None or choice is None else self.device.latent_workspace(choice.room),
         )
         normed = None
@@ -347,8 +348,6 @@ class KMLAAttention(WrapperOperator):
         q = query if normed is None else inner.q_b_proj(normed)
         compressed_query = None if normed is None else normed[None]
         selection = self._selection(hidden_states, compressed_query, angles[:2], forward_context, given)
-        if self.spec.window:
-            selection = Selection.of_window(context, self.spec.window)
         step = replace(step, selection=selection)
         self.device.mark("attention")
         q = self._scaled(q.view(-1, self.num_heads, self.spec.head_dim), context)
