@@ -38,7 +38,8 @@ def _below_one_another(experts: Any, config: Any) -> nn.Module:
         def forward(self, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             """hidden_states [B, T, H], ids and weights [B T, K]; returns [B, T, H]."""
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-            return super().forward(rows, ids, weights).view(hidden_states.shape)
+            output: torch.Tensor = super().forward(rows, ids, weights)
+            return output.view(hidden_states.shape)
 
     shape = MixtralConfig(
         hidden_size=experts.hidden_size,
@@ -60,8 +61,8 @@ def _with_bias(block: Any, config: Any) -> nn.Module:
     class BlockWithBias(GraniteMoeMoE):  # type: ignore[misc]
         def forward(self, layer_input: torch.Tensor) -> torch.Tensor:
             """[B, T, H] in and out."""
-            output: torch.Tensor = super().forward(layer_input)
-            return output + self.bias
+            output: torch.Tensor = super().forward(layer_input) + self.bias
+            return output
 
     shape = GraniteMoeConfig(
         hidden_size=block.input_size,

@@ -246,8 +246,8 @@ class KMLAAttention(WrapperOperator):
         else:
             table, page_size, seq_ids, kv_lens = selection.slots, 1, selection.seq_ids, selection.counts
         places = (table, page_size, seq_ids, kv_lens)
-        options = {"window": self.spec.window, "sinks": self._sinks}
-        latent = cpu.attention(query, keys, values, *places, self.spec.scale, pool, **options)
+        spec = self.spec
+        latent = cpu.attention(query, keys, values, *places, spec.scale, pool, window=spec.window, sinks=self._sinks)
         return self._result(self._output(hidden_states, cpu.batched_linear(latent, self._v_b, pool), gate), selection)
 
     @property

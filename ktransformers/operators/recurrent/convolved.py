@@ -92,11 +92,12 @@ class KConvolvedProjection(RecurrentOperator):
     def _delayed(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
         """What rows before gave; before the first was one of zeros."""
         inner: Any = self.inner
-        values = inner.v_proj_delayed(rows).float()
+        values: Tensor = inner.v_proj_delayed(rows).float()
         if not self._delayed_bias:
             return self._before(values, states["values"], step)
-        nothing = inner.v_proj_delayed(torch.zeros_like(rows[:1])).float()
-        return self._before(values - nothing, states["values"], step) + nothing
+        nothing: Tensor = inner.v_proj_delayed(torch.zeros_like(rows[:1])).float()
+        before = self._before(values - nothing, states["values"], step)
+        return before + nothing
 
     def _grouped(self, x: Tensor) -> Tensor:
         """The second convolution: [T, G, W' D], oldest rows first -> [T, G, D]."""
@@ -111,5 +112,5 @@ class KConvolvedProjection(RecurrentOperator):
 
     @override
     def answer(self, hidden_states: Tensor) -> Any:
-        heads = hidden_states.unflatten(-1, (-1, self.head_dim))
-        return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
+        heads = hidden_states.view(*hidden_states.shape[:-1], -1, self.head_dim)
+        return torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=-2)
