@@ -75,12 +75,12 @@ def test_gates_scales_and_keys_without_rotation(model_type: str, tmp_path: Path)
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
-@pytest.mark.parametrize("model_type", ["dots3_note_text", "dbrx", "jetmoe", "zaya"])
+@pytest.mark.parametrize("model_type", ["dots3_note_text", "dbrx", "jetmoe", "zaya", "muse_spark"])
 def test_attention_and_experts_of_other_forms(model_type: str, tmp_path: Path) -> None:
     """Of 16 positions that are chosen, or that a window has."""
     model = family_model(model_type)
     write_safetensors(model, tmp_path)
-    ids = random_ids(model.config.vocab_size, CHUNKS[-1][1])
+    ids = random_ids(model.config.get_text_config(decoder=True).vocab_size, CHUNKS[-1][1])
     config = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1, self_check=False)
     with closing(build_engine(config, hardware=fake_hardware())) as engine:
         attention = [op for op in engine.plan.operators.values() if isinstance(op, KMLAAttention | KAttention)]
