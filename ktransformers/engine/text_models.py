@@ -82,7 +82,7 @@ def _with_head(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def forward(
             self, input_ids: torch.Tensor | None = None, logits_to_keep: int | torch.Tensor = 0, **kwargs: object
         ) -> object:
-            """See the causal classes of transformers. input_ids int64 [B, T], or inputs_embeds; logits of rows to keep."""
+            """See the causal classes of transformers. input_ids int64 [B, T], or inputs_embeds; logits to keep."""
             from transformers.modeling_outputs import CausalLMOutputWithPast
 
             outputs = self.model(input_ids=input_ids, **kwargs)
