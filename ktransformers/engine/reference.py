@@ -175,7 +175,7 @@ def _filled(opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
     done = 0
     for key in routed_experts(model):
         done += _fill_experts(model.get_submodule(key), key, source)
-        names = [name for name in names if not name.startswith(f"{key}.")]
+        names = [name for name in names if name.rpartition(".")[0] != key]
         if progress is not None:
             progress(done, total, key)
     for name in names:

@@ -19,8 +19,9 @@ from ktransformers.engine.file_layouts import arrange
 from ktransformers.engine.text_models import causal_class
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
-from ktransformers.models.facts import LayerKind, ModelFacts
+from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
 from ktransformers.models.registry import OTHER_NAMES
+from ktransformers.models.usual_experts import give_usual_experts
 from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _SUPPORTED_KINDS = frozenset(
     {LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.LATENT, LayerKind.COMPRESSED}
-    | {LayerKind.RECURRENT, LayerKind.ROWWISE}
+    | {LayerKind.RECURRENT, LayerKind.HYBRID, LayerKind.ROWWISE}
 )
 
 
@@ -130,6 +131,7 @@ def build_causal(hf_config: PretrainedConfig, trust_remote_code: bool, **options
         return remote
     model: PreTrainedModel = causal_class(hf_config)._from_config(hf_config, **options)
     arrange(model, hf_config)
+    give_usual_experts(model)
     return model
 
 
@@ -230,7 +232,7 @@ def cache_shapes(
         elif layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.COMPRESSED:
             raise UnsupportedError(f"{key} has to be a KCompressedAttention, which alone knows where its keys lie")
         else:
-            num_kv_heads = facts.layers[layer_idx].num_kv_heads if layer_idx < facts.num_layers else 0
+            num_kv_heads = _handed_heads(module, facts.layers[layer_idx]) if layer_idx < facts.num_layers else 0
             shapes[layer_idx] = _expanded_shape(module, key, num_kv_heads)
             if layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.CHUNKED:
                 shapes[layer_idx] = replace(shapes[layer_idx], chunk=facts.layers[layer_idx].window or 0)
@@ -275,6 +277,12 @@ def _add_states(shapes: dict[int, LayerShape], facts: ModelFacts, operators: Map
             )
         if layer.kind is LayerKind.ROWWISE:
             shapes[index] = LayerShape.without_pages()
+
+
+def _handed_heads(module: Any, layer: LayerFacts) -> int:
+    """KV heads that the attention function is given: some modules repeat those that they project (JetMoE)."""
+    is_repeated = getattr(module, "num_key_value_groups", None) == 1
+    return layer.num_heads if is_repeated else layer.num_kv_heads
 
 
 def _expanded_shape(module: Any, key: str, num_kv_heads: int) -> LayerShape:

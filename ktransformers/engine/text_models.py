@@ -14,12 +14,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ktransformers.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["causal_class"]
@@ -79,16 +79,19 @@ def _with_head(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self.post_init()
 
-        def forward(self, input_ids: torch.Tensor, logits_to_keep: int | torch.Tensor = 0, **kwargs: object) -> object:
-            """See the causal classes of transformers. input_ids int64 [B, T]; logits of the rows to keep."""
+        def forward(
+            self, input_ids: torch.Tensor | None = None, logits_to_keep: int | torch.Tensor = 0, **kwargs: object
+        ) -> object:
+            """See the causal classes of transformers. input_ids int64 [B, T], or inputs_embeds; logits to keep."""
             from transformers.modeling_outputs import CausalLMOutputWithPast
 
             outputs = self.model(input_ids=input_ids, **kwargs)
             hidden_states = outputs.last_hidden_state
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            return CausalLMOutputWithPast(
-                logits=self.lm_head(hidden_states[:, keep, :]), past_key_values=outputs.past_key_values
-            )
+            logits = self.lm_head(hidden_states[:, keep, :]) * getattr(self.config, "output_multiplier", 1.0)
+            bound = getattr(self.config, "final_logit_softcapping", None)
+            logits = logits if bound is None else bound * torch.tanh(logits / bound)
+            return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
 
     TextForCausalLM.__name__ = f"{text_model.__name__.removesuffix('Model')}ForCausalLM"
     return TextForCausalLM

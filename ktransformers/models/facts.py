@@ -32,8 +32,12 @@ MAX_NUMBER = (1 << 31) - 1
 MAX_POSITIONS = 1 << 40
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-_EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_TOP_K = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
+    "top_k_experts",
+)
+_EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
+_OF_EXPERTS = "ffn_config"  # where some configs keep a config of their own for experts
 _SHARED_WIDTH = (
     *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
     "share_expert_dim",
@@ -58,6 +62,7 @@ class LayerKind(StrEnum):
     LATENT = "latent_attention"  # keys and values out of one vector for all heads (DeepSeek's MLA)
     COMPRESSED = "compressed_attention"  # older tokens as entries, each of several (DeepSeek-V4)
     RECURRENT = "recurrent"  # a state of one size, however long the sequence
+    HYBRID = "hybrid"  # full attention, and a state beside it
     ROWWISE = "rowwise"  # it works row by row, and keeps nothing
     OTHER = "other"
 
@@ -74,6 +79,8 @@ _KINDS = {
     "linear_attention": LayerKind.RECURRENT,
     "mamba": LayerKind.RECURRENT,
     "conv": LayerKind.RECURRENT,
+    "hybrid": LayerKind.HYBRID,
+    "hybrid_sliding": LayerKind.HYBRID,  # within a window
     "moe": LayerKind.ROWWISE,
     "mlp": LayerKind.ROWWISE,
 }
@@ -102,7 +109,8 @@ class LayerFacts:
 class LatentFacts:
     """Attention over latents. rank, q_rank: of the latent and of the query's, None for queries projected at once.
 
-    A head has nope_dim elements without rotation and rope_dim with, rotated by neighbours where is_interleaved.
+    Where layers differ these are the largest of each; LayerFacts have what single layers have. A head has nope_dim
+    elements without rotation and rope_dim with, rotated by neighbours where is_interleaved.
     """
 
     rank: int
@@ -188,7 +196,7 @@ class ModelFacts:
         is_composite = config.of is not hf_config
         _check_supported(config)
         num_layers = config.number("num_hidden_layers", most=MAX_LAYERS)
-        latent, experts = _latent(config), _experts(config, num_layers)
+        latent, experts = _latent(config, num_layers), _experts(config, num_layers)
         architectures = config.raw("architectures") or whole.raw("architectures")
         return cls(
             model_type=str(config.raw("model_type")),
@@ -247,6 +255,11 @@ class _Fields:
             return getattr(self.of, name, None)
         except RuntimeError:  # what transformers raises for a field that has no value of all layers
             return [getattr(layer, name, None) for layer in self.of.per_layer_config]
+
+    def part(self, name: str) -> _Fields:
+        """The config of a part of the model; this one where it has none of its own."""
+        part = self.raw(name)
+        return _Fields(part) if hasattr(part, "to_dict") else self
 
     def first(self, names: Sequence[str]) -> str | None:
         """The first of these fields that says something."""
@@ -320,6 +333,11 @@ def _check_supported(config: _Fields) -> None:
         raise UnsupportedError(
             f"model type {model_type} has layers without some of their parts, which is not supported"
         )
+    if config.raw("rel_extent"):
+        raise UnsupportedError(
+            f"model type {model_type} adds to attention's scores what it has learned of distances (rel_extent), which "
+            "no kernel does"
+        )
     if config.raw("is_encoder_decoder"):
         raise UnsupportedError(f"model type {model_type} is an encoder-decoder, only decoders are supported")
 
@@ -346,16 +364,18 @@ def _layers(
     if words is None:
         words = tuple("sliding_attention" if window else "full_attention" for window in windows)
     sparse = _with_experts(config, num_layers) if experts is not None else (False,) * num_layers
+    nope, rope = (config.numbers(num_layers, f"qk_{part}_head_dim") or none for part in ("nope", "rope"))
     layers = []
     for index, word in enumerate(words):
         kind = _KINDS.get(word, LayerKind.OTHER)
-        looks_back = {LayerKind.SLIDING: windows[index], LayerKind.CHUNKED: chunks[index]}.get(kind) or None
+        bounds = {"hybrid_sliding": windows[index], LayerKind.SLIDING: windows[index], LayerKind.CHUNKED: chunks[index]}
+        looks_back = bounds.get(word) or bounds.get(kind) or None
         num_heads, num_kv_heads = heads[index], kv_heads[index] or heads[index]
         head_dim = given[index] or hidden // max(num_heads, 1)
         v_head_dim = values[index] or head_dim
         if latent is not None and kind not in (LayerKind.RECURRENT, LayerKind.ROWWISE):
             kind = LayerKind.LATENT if kind in (LayerKind.FULL, LayerKind.SLIDING) else kind
-            num_kv_heads, head_dim, v_head_dim = num_heads, latent.nope_dim + latent.rope_dim, latent.v_dim
+            num_kv_heads, head_dim, v_head_dim = num_heads, nope[index] + rope[index], values[index]
         layers.append(LayerFacts(kind, word, num_heads, num_kv_heads, head_dim, v_head_dim, looks_back, sparse[index]))
     return _with_shares(config, layers)
 
@@ -369,16 +389,19 @@ def _with_shares(config: _Fields, layers: list[LayerFacts]) -> tuple[LayerFacts,
     )
 
 
-def _latent(config: _Fields) -> LatentFacts | None:
-    rank = config.find("kv_lora_rank")
+def _latent(config: _Fields, num_layers: int) -> LatentFacts | None:
+    def largest(name: str) -> int:
+        return max(config.numbers(num_layers, name) or (0,))
+
+    rank = largest("kv_lora_rank")
     if not rank:
         return None
     return LatentFacts(
         rank=rank,
-        q_rank=config.find("q_lora_rank") or None,
-        nope_dim=config.number("qk_nope_head_dim"),
-        rope_dim=config.find("qk_rope_head_dim") or 0,  # none rotates in some families
-        v_dim=config.number("v_head_dim"),
+        q_rank=largest("q_lora_rank") or None,
+        nope_dim=largest("qk_nope_head_dim") or config.number("qk_nope_head_dim"),
+        rope_dim=largest("qk_rope_head_dim"),  # none rotates in some families
+        v_dim=largest("v_head_dim") or config.number("v_head_dim"),
         is_interleaved=bool(getattr(config.of, "rope_interleave", True)),
     )
 
@@ -398,6 +421,7 @@ def _delta(config: _Fields) -> DeltaFacts | None:
 
 
 def _experts(config: _Fields, num_layers: int) -> ExpertFacts | None:
+    config = config.part(_OF_EXPERTS)
     counts = config.numbers(num_layers, *_NUM_EXPERTS)
     num_experts = max(counts or (0,))
     if num_experts <= 1 or any(config.raw(name) is False for name in _IS_MOE):

@@ -42,13 +42,15 @@ RECURRENT = Refusal(
     "layers keep a state of a kind that is not known here, or of which their model tells them nothing",
     r"keeps a state, and no operator stands|is given no states",
 )
-MIXED = Refusal("layers attend and keep a state, both", r"layers of type hybrid\b")
+MIXED = Refusal(
+    "layers attend and keep a state of a kind that is not known here, both",
+    r"mup_vector|keeps a state, and no operator stands|were found of layers \[-1",
+)
 INDEXED = Refusal(
     "an indexer that is not known here chooses the positions that a token sees",
     r"'NoneType' object (?:is not subscriptable|has no attribute 'dtype')",
 )
 REFERENCES = Refusal("layers see the image, and a window", r"layers of type reference_sliding_attention\b")
-RANKS = Refusal("latents are of several sizes", r"kv_lora_rank \[")
 
 
 # -- attention that goes around the cache
@@ -58,7 +60,8 @@ OWN_ATTENTION = Refusal(
     r"does not say its head_dim|the key 'ktransformers' is missing|attends by (?:code|classes) of its own",
 )
 TWICE = Refusal("a layer attends more than once", r"calls attention 2 times|expert parameters .* do not fit")
-OWN_MASK = Refusal("layers change the mask", r"passes attention_mask|_MaskStandIn")
+DISTANCES = Refusal("attention adds what it has learned of distances to its scores", r"has learned of distances")
+OWN_MASK = Refusal("layers make a mask of their own", r"passes attention_mask|_MaskStandIn")
 OWN_POSITIONS = Refusal(
     "the decoder of an encoder-decoder, which counts positions by transformers' cache",
     r"the embeddings differ from transformers'|in two chunks have the shape",
@@ -66,7 +69,6 @@ OWN_POSITIONS = Refusal(
 NO_CONTEXT = Refusal(
     "layers do not hand keyword arguments down to attention", r"does not hand keyword arguments down to attention"
 )
-EXPERTS_IN_ATTENTION = Refusal("experts are a part of attention", r"first step fails in \S+self_attention ")
 
 # -- files and configs
 
@@ -76,7 +78,6 @@ OWN_TOKENS = Refusal("attention is handed the tokens themselves", r"passes input
 TENSOR_NAMES = Refusal("tensors have other names in files than in the model", r"tensor lm_head\.weight is missing")
 ENDLESS = Refusal("the config says no length of a sequence", r"max_position_embeddings -1")
 NO_LAYERS = Refusal("bytes go through several models, one inside the other", r"says no num_hidden_layers")
-FUSED_NORMS = Refusal("a norm and attention are one module", r"first step fails in \S+norm_attn_norm ")
 BUFFERS = Refusal("a buffer that no file holds is computed in a way of its own", r"its buffers cannot be computed")
 NOT_BUILT = Refusal(
     "transformers itself builds no model from a small config of the family",
@@ -114,7 +115,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "ctrl": CHECKED,
     "cwm": CHECKED,
     "data2vec-text": OWN_ATTENTION,
-    "dbrx": FUSED_NORMS,
+    "dbrx": CHECKED,
     "deepseek_v2": TESTED,
     "deepseek_v3": TESTED,
     "deepseek_v32": TESTED,
@@ -122,8 +123,8 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "diffllama": TWICE,
     "doge": OWN_MASK,
     "dots1": TESTED,
-    "dots3_note": NOT_BUILT,
-    "dots3_note_text": RANKS,
+    "dots3_note": CHECKED,
+    "dots3_note_text": CHECKED,
     "electra": OWN_ATTENTION,
     "emu3": CHECKED,
     "ernie": OWN_ATTENTION,
@@ -177,13 +178,13 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "hy_v3": TESTED,
     "hy_v4": CHECKED,
     "hyperclovax": CHECKED,
-    "inkling2_text": MIXED,
-    "inkling_text": MIXED,
+    "inkling2_text": DISTANCES,
+    "inkling_text": DISTANCES,
     "internlm3": CHECKED,
     "iquestcoder": CHECKED,
     "jais2": CHECKED,
     "jamba": TESTED,
-    "jetmoe": EXPERTS_IN_ATTENTION,
+    "jetmoe": CHECKED,
     "kimi_linear": TESTED,
     "kolibri1": CHECKED,
     "laguna": TESTED,
@@ -272,21 +273,21 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "youtu": CHECKED,
     "zamba": MIXED,
     "zamba2": MIXED,
-    "zaya": MIXED,
+    "zaya": CHECKED,
     # Families that AutoModelForCausalLM does not know: a language model with experts inside of one for images.
     "aria": CHECKED,
     "deepseek_ocr2": CHECKED,
     "ernie4_5_vl_moe": CHECKED,
     "glm4v_moe": CHECKED,
     "glm5_next": OWN_TOKENS,
-    "inkling2": MIXED,
+    "inkling2": DISTANCES,
     "inkling_mm_model": NOT_BUILT,
     "kimi_k25": CHECKED,
     "minimax_m3_vl": CHECKED,
     "mistral4": CHECKED,
     "mistral_large4": INDEXED,
-    "muse_spark": NOT_BUILT,
-    "nemotron_h_omni": NOT_BUILT,
+    "muse_spark": CHECKED,
+    "nemotron_h_omni": CHECKED,
     "qwen3_omni_moe_thinker": CHECKED,
     "qwen3_vl_moe": CHECKED,
     "step3p7": CHECKED,

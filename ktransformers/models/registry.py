@@ -71,6 +71,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v32": Family("DeepSeek-V32.yaml"),
     "deepseek_v4": Family("DeepSeek-V4.yaml"),
     "dots1": Family("Dots1.yaml"),
+    "dots3_note_text": Family("Dots3Note.yaml"),
     "ernie4_5_moe": Family("Ernie4_5_Moe.yaml"),
     "glm4_moe": Family("Glm4Moe.yaml", gguf_arch="glm4moe"),
     "glm4_moe_lite": Family("Glm4MoeLite.yaml"),
@@ -80,6 +81,7 @@ FAMILIES: Mapping[str, Family] = {
         "Hunyuan-A13B.yaml", upstream=UpstreamNames("hunyuan", prefixes=("HunYuan", "HunYuanMoEV1"))
     ),
     "hy_v4": Family("HYV4.yaml"),
+    "jetmoe": Family("JetMoe.yaml"),
     "kimi_linear": Family("KimiLinear.yaml"),
     "llama4_text": Family("Llama4.yaml"),
     "longcat_flash": Family("LongcatFlash.yaml"),

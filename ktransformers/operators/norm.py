@@ -29,6 +29,14 @@ class KRMSNorm(WrapperOperator):
         "KNormTorch": "the module's own forward (not RMSNorm)",
     }
 
+    @classmethod
+    @override
+    def is_for(cls, module: nn.Module) -> bool:
+        """Blocks of norms and other parts may be called norms too (DBRX), and what scales keys and queries (ZAYA)."""
+        own = {name for name, _ in module.named_parameters(recurse=False)}
+        is_block = any(True for child in module.children() for _ in child.parameters())
+        return not is_block and (not own or "weight" in own)
+
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         self.spec: NormSpec | None = recognize_norm(module)

@@ -48,6 +48,7 @@ OPERATORS_PREFIX = "ktransformers.operators."
 
 _LINEAR = "linear.KTransformersLinear"
 _EXPERTS = "experts.KTransformersExperts"
+_EXPERT_LINEAR = "experts.KExpertLinear"
 _MOE = "moe.KMoEBlock"
 _SCALED_MOE = "moe.KScaledMoEBlock"
 _ROUTER = "router.KRouter"
@@ -64,6 +65,7 @@ _EMBEDDING = "embedding.KEmbedding"
 _ACTIVATION = "activation.KActivation"
 _RECURRENT = {
     "kinds": "KRecurrent",
+    "convolved": "KConvolvedProjection",
     "delta": "KGatedDeltaNet KKimiDeltaAttention",
     "mamba": "KMamba KMamba2",
     "short": "KShortConv KLightningAttention",
@@ -81,6 +83,7 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
         "DeepseekV2MoEInjected KMisrtalSparseMoEBlock Qwen2MoeSparseMoeBlockInjected"
     },
     _SCALED_MOE: {},
+    _EXPERT_LINEAR: {},
     _ROUTER: {"gate": "KMoEGate KMoEGateQwen2Moe KMoEGateDeepSeekV3"},
     _GQA: {
         "attention": "KLlamaAttention KHunYuanAttention",
@@ -118,6 +121,7 @@ _HOMES = {
     _EXPERTS: "experts.routed",
     _MOE: "experts.block",
     _SCALED_MOE: "experts.scaled",
+    _EXPERT_LINEAR: "experts.single",
     _ROUTER: "experts.router",
     _GQA: "attention.gqa",
     _MLA: "attention.mla",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import Concatenate, Transpose, WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -27,7 +27,7 @@ _BY_MODALITY = ("ErnieFuseAndSplitTextVisionExperts",)
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
-_LANGUAGE = re.compile(r"(?:model\.)?language_model\.(?:(lm_head\.)|(?:model\.)?)")
+_LANGUAGE = re.compile(r"(?:model\.)?language_model\.(?:(lm_head\.|backbone\.)|(?:model\.)?)")
 _TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm)|lm_head)\.")
 
 
@@ -132,12 +132,30 @@ class _Table:
         kinds = (*(names.get(model_type) for names in classes), model_type)  # a class's own come first
         found = (get_checkpoint_conversion_mapping(kind) for kind in kinds if kind is not None)
         transforms: list[Any] = next((mapping for mapping in found if mapping is not None), [])
+        transforms = [*transforms, *_own_names(model_type)]
         self.renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         self.converters = [one for one in transforms if not isinstance(one, WeightRenaming)]
 
     def apply(self, name: str) -> str:
         renamed: str = rename_source_key(name, self.renamings, [])[0]
         return renamed
+
+
+def _own_names(model_type: str) -> list[WeightRenaming | WeightConverter]:
+    """For families whose experts modules are of another form here than in transformers (models/usual_experts.py)."""
+    if model_type == "dbrx":
+        parts = ["experts.mlp.w1", "experts.mlp.v1"]
+        return [
+            WeightConverter(parts, "experts.gate_up_proj", operations=[Concatenate(dim=1)]),
+            WeightConverter("experts.mlp.w2", "experts.down_proj", operations=[Transpose(1, 2)]),
+        ]
+    if model_type == "jetmoe":
+        return [
+            WeightRenaming("mlp.input_linear.weight", "mlp.experts.gate_up_proj"),
+            WeightRenaming("mlp.output_linear.weight", "mlp.experts.down_proj"),
+            WeightRenaming("mlp.router.layer.weight", "mlp.router.weight"),
+        ]
+    return []
 
 
 def _renamed(name: str, tables: Sequence[_Table], is_composite: bool) -> str | None:

@@ -3,6 +3,7 @@
     [E, 2 I, H]  gate above up (or row by row in turn), as modules of transformers have it      [E, H, I]  down
     [E, H, 2 I]  the same, every matrix transposed
     [E, I, H]    one tensor for each projection
+    [E I, H]     the same, experts one below another, down transposed (DBRX)
 
 FP8 scales are laid out like their tensor, one per block of rows and columns. Knows no files: gets tensors.
 """
@@ -19,7 +20,7 @@ from ktransformers.weights.checkpoint_names import Origin
 from ktransformers.weights.experts import BlockScaledMatrix, check_expert_shape
 from ktransformers.weights.source import ExpertsLayout
 
-__all__ = ["FusedPart", "fused_parts"]
+__all__ = ["FusedPart", "by_expert", "fused_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,13 @@ class FusedPart:
         return not self.is_transposed and self.step == 1
 
 
+def by_expert(shape: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
+    """The shape [E, rows, cols] of a tensor, which may hold experts one below another."""
+    if len(shape) != 2 or shape[0] % num_experts:
+        return shape
+    return (num_experts, shape[0] // num_experts, shape[1])
+
+
 def fused_parts(
     up: Origin, down: Origin, layout: ExpertsLayout, shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> dict[str, FusedPart] | None:
@@ -73,11 +81,17 @@ def fused_parts(
     None for conversions that are not known here. Raises TensorMismatchError for shapes that no layout has.
     """
     inner, hidden = layout.intermediate_size, layout.hidden_size
-    if up.operations == ("Concatenate",) and up.dim == 1 and len(up.sources) == 2 and not down.operations:
+    shapes = [[by_expert(shape, layout.num_experts) for shape in several] for several in shapes]
+    if up.operations == ("Concatenate",) and up.dim == 1 and len(up.sources) == 2:
+        if down.operations not in ((), ("Transpose",)):
+            return None
         for name, shape in zip(up.sources, shapes[0], strict=True):
             check_expert_shape(name, shape, (layout.num_experts, inner, hidden))
-        check_expert_shape(down.sources[0], shapes[1][0], (layout.num_experts, hidden, inner))
-        return {"gate": FusedPart(up.sources[0]), "up": FusedPart(up.sources[1]), "down": FusedPart(down.sources[0])}
+        is_turned = bool(down.operations)
+        wanted = (inner, hidden) if is_turned else (hidden, inner)
+        check_expert_shape(down.sources[0], shapes[1][0], (layout.num_experts, *wanted))
+        down_part = FusedPart(down.sources[0], is_turned)
+        return {"gate": FusedPart(up.sources[0]), "up": FusedPart(up.sources[1]), "down": down_part}
     width = 2 * inner if layout.has_gate else inner
     turned = []
     for origin, shape, rows, cols in ((up, shapes[0][0], width, hidden), (down, shapes[1][0], hidden, inner)):

@@ -31,7 +31,7 @@ from ktransformers.weights.experts import (
     expert_info,
     load_matrices,
 )
-from ktransformers.weights.fused_experts import FusedPart, fused_parts
+from ktransformers.weights.fused_experts import FusedPart, by_expert, fused_parts
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.merged import MergedExperts, MergedTensors
 from ktransformers.weights.safetensors import SafetensorsModel
@@ -376,6 +376,7 @@ class SafetensorsSource:
             return [self._matrix(name) for name in where]
         fused = self._model.torch_tensor(where.stored)
         if self._tensors[where.stored].dtype != FP8:
+            fused = fused.view(by_expert(tuple(fused.shape), layout.num_experts))
             return [FloatMatrix(where.of(fused[e])) for e in range(layout.num_experts)]
         scales = self._scales(where.stored).reshape(layout.num_experts, *self._scale_grid(where.stored))
         return [where.scaled(fused[e], scales[e], self._block) for e in range(layout.num_experts)]
@@ -401,7 +402,7 @@ class SafetensorsSource:
         if not isinstance(where, FusedPart):
             return all(self._is_native_fp8(name) for name in where)
         tensor = self._tensors[where.stored]
-        if tensor.dtype != FP8 or not where.is_in_rows or tensor.shape[2] % 4:
+        if tensor.dtype != FP8 or len(tensor.shape) != 3 or not where.is_in_rows or tensor.shape[2] % 4:
             return False
         if where.start % FP8_BLOCK:
             return False

@@ -15,9 +15,12 @@ from transformers import PreTrainedModel
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import build_engine
 from ktransformers.operators.attention.block_indexer import KBlockIndexer
+from ktransformers.operators.attention.gqa import KAttention
 from ktransformers.operators.attention.indexer import KIndexer
+from ktransformers.operators.attention.mla import KMLAAttention
 from tests.support.agreement import TOLERANCE
 from tests.support.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.family_models import family_model
 from tests.support.latent_models import BLOCK_VALUES, INDEXED_TYPES, latent_model
 from tests.support.runners import random_ids
 from tests.support.tiny_models import tiny_model, write_safetensors
@@ -67,6 +70,23 @@ def test_gates_scales_and_keys_without_rotation(model_type: str, tmp_path: Path)
         steps = [(0, 9), (9, 11), (11, 12)]
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in steps])
     assert graphs.replays > 0
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+@pytest.mark.parametrize("model_type", ["dots3_note_text", "dbrx", "jetmoe", "zaya", "muse_spark"])
+def test_attention_and_experts_of_other_forms(model_type: str, tmp_path: Path) -> None:
+    """Of 16 positions that are chosen, or that a window has."""
+    model = family_model(model_type)
+    write_safetensors(model, tmp_path)
+    ids = random_ids(model.config.get_text_config(decoder=True).vocab_size, CHUNKS[-1][1])
+    config = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1, self_check=False)
+    with closing(build_engine(config, hardware=fake_hardware())) as engine:
+        attention = [op for op in engine.plan.operators.values() if isinstance(op, KMLAAttention | KAttention)]
+        got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
+    assert len(attention) == 4
+    assert all(operator.device.is_gpu for operator in attention)
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()

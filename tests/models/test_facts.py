@@ -28,6 +28,7 @@ from ktransformers.models.registry import TESTED_TYPES, routed_experts
 from ktransformers.models.synthetic_shapes import find_shape
 from tests.support.attention_families import config_of
 from tests.support.fake_operators import meta_model
+from tests.support.family_models import family_config
 from tests.support.recurrent_models import RECURRENT_TYPES
 from tests.support.recurrent_shapes import RECURRENT, recurrent_config
 from tests.support.tiny_models import MODEL_TYPES, UNROTATED_TYPES, WINDOWED_TYPES, tiny_config
@@ -276,6 +277,25 @@ def test_what_is_no_decoder_of_one_config() -> None:
     config = CONFIG_MAPPING["llama"](num_hidden_layers=3, per_layer_config={1: {"skip": ["mlp"]}})
     with pytest.raises(UnsupportedError, match="without some of their parts"):
         ModelFacts.of(config)
+
+
+def test_latents_of_several_sizes() -> None:
+    facts = ModelFacts.of(family_config("dots3_note_text"))
+    full, sliding = facts.layers[:2]
+    assert facts.latent == LatentFacts(64, 32, 24, 16, 20, is_interleaved=True)  # the largest of each
+    assert full == LayerFacts(LATENT, "indexed_attention", 4, 4, 32, 16, None)
+    assert sliding == LayerFacts(LATENT, "sliding_attention", 2, 2, 32, 20, 16, has_experts=True)
+
+
+def test_experts_in_a_config_of_their_own() -> None:
+    facts = ModelFacts.of(family_config("dbrx"))
+    assert facts.experts == ExpertFacts(8, (2,) * 4, 96)
+    assert all(layer.has_experts and layer.num_kv_heads == 2 for layer in facts.layers)
+
+
+def test_biases_by_distance_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"inkling_text adds .* learned of distances \(rel_extent\)"):
+        ModelFacts.of(CONFIG_MAPPING["inkling_text"]())
 
 
 def test_layers_of_different_shapes_and_layers_that_share() -> None:

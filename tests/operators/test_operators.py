@@ -23,6 +23,7 @@ from ktransformers.operators.base import OperatorConfig
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts, read_layout
 from ktransformers.operators.experts.router import KRouter
+from ktransformers.operators.experts.single import KExpertLinear
 from ktransformers.operators.layers.model import KModel
 from ktransformers.operators.linear.embedding import KEmbedding
 from ktransformers.operators.linear.linear import KTransformersLinear
@@ -30,6 +31,7 @@ from ktransformers.operators.linear.mlp import KMLP
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.activation import recognize_expert_activation
 from tests.support.dict_source import DictSource
+from tests.support.family_models import family_model
 from tests.support.tiny_models import tiny_model
 
 
@@ -178,6 +180,32 @@ def test_clamped_experts_of_deepseek_v4_are_found() -> None:
 def test_experts_refuse_what_is_not_experts(config: OperatorConfig) -> None:
     with pytest.raises(UnsupportedError, match="3-D"):
         KTransformersExperts(nn.Linear(4, 4), "x", config)
+
+
+class Single(nn.Module):
+    """One matrix for each of three experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(rows(3 * 8, 16).view(3, 8, 16))
+
+
+def test_experts_of_single_matrices_take_rows_by_expert(config: OperatorConfig) -> None:
+    module, x = Single(), rows(5, 16, seed=7)
+    want = torch.cat([x[:2] @ module.weight[0].T, x[2:] @ module.weight[2].T])
+    operator = loaded(KExpertLinear(module, "m", config), module, "m")
+    got = operator(x, [2, 0, 3])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(operator(x[3:4], [0, 0, 1]), got[3:4])
+    with pytest.raises(UnsupportedError, match="holds other things than one weight"):
+        KExpertLinear(nn.Linear(4, 4), "x", config)
+
+
+def test_norms_are_norms_alone() -> None:
+    model = family_model("dbrx")
+    found = [key for key, module in model.named_modules() if key.endswith("norm") and not KRMSNorm.is_for(module)]
+    assert found == [f"transformer.blocks.{index}.norm_attn_norm" for index in range(4)]
+    assert KRMSNorm.is_for(tiny_model("mixtral").get_submodule("model.norm"))
 
 
 def test_router_rows_do_not_depend_on_their_company(config: OperatorConfig) -> None:

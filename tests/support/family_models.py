@@ -217,15 +217,32 @@ _QWEN4 = {
 # With few heads many scores are 0, and which of their positions are chosen is up to torch's top-k, which does not say.
 _MANY_INDEX_HEADS = {"index_n_heads": 16}
 
+_DOTS3 = {
+    **_MANY_INDEX_HEADS,
+    **_of_kinds("indexed_attention", "sliding_attention"),
+    "index_head_dim": 32,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 64,
+    "swa_head_dim": 32,
+    "swa_qk_nope_head_dim": 24,
+    "swa_v_head_dim": 20,
+}
+"""Layers with windows have latents and heads of their own."""
+
 _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "axk2": _MANY_INDEX_HEADS,
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "cohere_compass_text": {**_of_kinds("sliding_attention", "full_attention")}
     | {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE}},
+    "dbrx": {"num_key_value_heads": 2, "tie_word_embeddings": False},  # as below, and never tied
     "deepseek_ocr2": {"mlp_layer_types": ["dense"] + ["sparse"] * (_LAYERS - 1), "num_key_value_heads": 4},
     "deepseek_v32": _MANY_INDEX_HEADS,
     "deepseek_v4": deepseek_v4_values(_LAYERS),
+    "dots3_note": {**_DOTS3, "hidden_size": 64},  # as its towers give
+    "dots3_note_text": _DOTS3,
     "ernie4_5_vl_moe": {"hidden_size": 64, "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "gemma3n": {"num_kv_shared_layers": 2},
@@ -242,6 +259,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "helium": {"hidden_size": 64},  # which its heads have to fill
     "internlm3": {"attention_bias": True, "mlp_bias": True},  # the same for both
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8},
+    "jetmoe": {"num_key_value_heads": 2, "num_experts_per_tok": 2},  # heads are as many as both give
     "lfm2": {**_of_kinds("conv", "full_attention"), "full_attn_idxs": None},
     "lfm2_moe": {**_of_kinds("conv", "full_attention"), "num_dense_layers": 1},
     "longcat_flash": {"moe_topk": 3, "num_experts_per_tok": 3},  # with one, transformers takes a list for a pair
@@ -256,6 +274,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "index_n_heads": 2,  # one for each head of keys
         "num_key_value_heads": 2,
     },
+    "muse_spark": {"hidden_size": 64, "moe_hidden_size": 32, **_of_kinds("full_attention", "sliding_attention")},
     "phimoe": {"sliding_window": None},  # its mask has the window, its attention does not
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
@@ -267,10 +286,23 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     | {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_d_state": 8, "mamba_headdim": 16}
     | {"layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts_per_tok": 1, **_of_kinds("hybrid", "hybrid_sliding")},
 }
 """Of the text model: what does not follow from the names of fields."""
+_TOWER = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 _OF_COMPOSITES: Mapping[str, Mapping[str, Any]] = {
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"ffn_hidden_size": 96}},
-    "dots3_note": {"vision_config": {"hidden_size": 64, "adapter_in_dim": 64}},
+    "dbrx": {  # without clipping transformers computes nothing
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.05, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "dots3_note": {
+        "vision_config": {**_TOWER, "adapter_in_dim": 64, "adapter_out_dim": 64, "mlp_layer_types": ["dense"]},
+        "audio_config": {**_TOWER, "adapter_input_size": 64, "adapter_out_dim": 64, "downsample_hidden_size": 16},
+    },
+    "muse_spark": {
+        "vision_config": _TOWER,
+        "audio_config": {"patch_sizes": [16], "hidden_sizes": [64], "depths": [1], "num_hidden_layers": 1}
+        | {"out_hidden_size": 64},
+    },
+    "nemotron_h_omni": {"vision_config": {**_TOWER, "model_type": "radio", "video_temporal_patch_size": 2}},
 }

@@ -128,6 +128,18 @@ _VALUES: dict[str, dict[str, object]] = {
         "linear_attn_alpha_factor": 1.5,
         "head_dim": 16,
     },
+    "zaya": {
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 48,
+        "router_hidden_size": 32,
+        "head_dim": 16,
+        "layer_types": ["hybrid", "hybrid_sliding", "hybrid", "hybrid"],
+        "sliding_window": 16,
+        "attention_bias": True,
+        "cca_time0": 3,
+        "cca_time1": 3,
+    },
 }
 RECURRENT_TYPES = tuple(_VALUES)
 

@@ -30,6 +30,7 @@ def mla_attention(
     kv_lens: Tensor,
     scale: float,
     *,
+    window: int = 0,
     softcap: float = 0.0,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
@@ -47,7 +48,7 @@ def mla_attention(
     result = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device) if out is None else out
     call = Call(
         q, cache, cache[..., :rank], block_table, page_size, seq_ids, kv_lens, scale, result,
-        softcap=float(softcap), is_shared=True,
+        window=window, softcap=float(softcap), is_shared=True,
     )  # fmt: skip
     check_call(call)
     if q.shape[0] == 0:

@@ -45,7 +45,7 @@ class LatentStep:
     angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. is_cached: the latents are in the cache.
     attend: over the cache, None for Triton's kernels. expansion: rows that attend on expanded keys instead, None for
     none. workspace: values that keys are expanded into, as many as it was chosen for. selection: the positions that
-    rows attend to, None for all.
+    rows attend to, None for all. window: most positions that a row sees, 0 for all.
     """
 
     compressed: torch.Tensor
@@ -59,6 +59,7 @@ class LatentStep:
     expansion: Expansion | None = None
     workspace: torch.Tensor | None = None
     selection: Selection | None = None
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class GpuLatent:
             context.seq_ids[rows],
             context.kv_lens[rows],
             step.scale,
+            window=step.window,
         )
 
     def _values(self, latent: torch.Tensor) -> torch.Tensor:

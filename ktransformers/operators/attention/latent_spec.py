@@ -44,8 +44,9 @@ class LatentSpec:
     half a head away; else as the config says. has_gate: whether each head's result is multiplied with the sigmoid of a
     column of g_proj; has_wide_gate: each element with that of a column of gate_proj; has_joint_gate: the same, of
     q_gate_proj, which makes queries too, of the compressed query with its norm and without. has_sinks: a score of each
-    head that takes part in softmax, and brings no value. hands_selection: whether the module gives and takes what its
-    indexer chose.
+    head that takes part in softmax, and brings no value. window: most positions that a row sees, 0 for all.
+    has_rope_norm: whether the shared key is normalized before it is rotated, by k_rope_only_layernorm. hands_selection:
+    whether the module gives and takes what its indexer chose.
     """
 
     rank: int
@@ -61,6 +62,8 @@ class LatentSpec:
     has_wide_gate: bool = False
     has_joint_gate: bool = False
     has_sinks: bool = False
+    has_rope_norm: bool = False
+    window: int = 0
     position_scale: PositionScale | None = None
     hands_selection: bool = False
 
@@ -82,14 +85,16 @@ class LatentSpec:
             rope_dim=int(any_module.qk_rope_head_dim),
             v_dim=int(any_module.v_head_dim),
             num_heads=num_heads,
-            scale=float(any_module.scaling) * float(getattr(module, "mla_scale_q_lora", 1.0)),
-            latent_scale=float(getattr(module, "mla_scale_kv_lora", 1.0)),
+            scale=float(any_module.scaling) * _lora_scale(module, "q"),
+            latent_scale=_lora_scale(module, "kv"),
             has_rotation="position_embeddings" in takes,
             rotates_halves=_rotates_halves(module),
             has_gate=gate is not None,
             has_wide_gate=_is_wide(module, num_heads),
             has_joint_gate=getattr(module, "q_gate_proj", None) is not None,
             has_sinks=isinstance(getattr(module, "sinks", None), nn.Parameter),
+            has_rope_norm=getattr(module, "k_rope_only_layernorm", None) is not None,
+            window=int(getattr(module, "sliding_window", None) or 0),
             position_scale=_position_scale(module) if "position_ids" in takes else None,
             hands_selection="prev_topk_indices" in takes,
         )
@@ -103,6 +108,11 @@ class LatentSpec:
     def is_for_cpu(self) -> bool:
         """Whether kernels of a GPU do without something that it has."""
         return self.has_joint_gate or self.has_sinks
+
+
+def _lora_scale(module: nn.Module, of: str) -> float:
+    """What compressed queries or latents are multiplied with. It changes no indexer's choice: all scores grow alike."""
+    return float(getattr(module, f"mla_scale_{of}_lora", getattr(module, f"{of}_lora_scale", 1.0)))
 
 
 def _rotates_halves(module: nn.Module) -> bool:

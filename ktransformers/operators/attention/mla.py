@@ -119,14 +119,14 @@ class KMLAAttention(WrapperOperator):
 
     def attention_shape(self) -> Shape | None:
         """What FlashInfer is asked about; None where another kernel has to attend."""
-        if not self.device.is_gpu or self.is_sparse:
+        if not self.device.is_gpu or self.is_sparse or self.spec.window:
             return None
         return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, self.spec.scale)
 
     def expansion_choice(self, flash: FlashLayer | None = None) -> Choice | None:
         """How prefill steps would choose between the two forms on a site with `flash`; None where all are absorbed."""
         is_bound = flash is not None and flash.is_required
-        if not self.device.is_gpu or self.absorb_for_prefill or is_bound or self.is_sparse:
+        if not self.device.is_gpu or self.absorb_for_prefill or is_bound or self.is_sparse or self.spec.window:
             return None
         rates = Rates() if flash is None else Rates().with_flashinfer()
         dims = LatentDims(self.num_heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
@@ -246,7 +246,8 @@ class KMLAAttention(WrapperOperator):
         else:
             table, page_size, seq_ids, kv_lens = selection.slots, 1, selection.seq_ids, selection.counts
         places = (table, page_size, seq_ids, kv_lens)
-        latent = cpu.attention(query, keys, values, *places, self.spec.scale, pool, sinks=self._sinks)
+        spec = self.spec
+        latent = cpu.attention(query, keys, values, *places, spec.scale, pool, window=spec.window, sinks=self._sinks)
         return self._result(self._output(hidden_states, cpu.batched_linear(latent, self._v_b, pool), gate), selection)
 
     @property
@@ -320,6 +321,8 @@ class KMLAAttention(WrapperOperator):
         context = forward_context.on(keys.device)
         self.device.mark("linear", self.layer_idx)
         query, compressed = self._compressions(hidden_states[0])
+        if self.spec.has_rope_norm:
+            compressed = torch.cat((compressed[:, : self.rank], self._shared_key(compressed)), dim=-1)
         choice = self._choice if forward_context.phase is Phase.PREFILL else None
         expansion = None if choice is None else StepRuns.expansion_of(forward_context, choice, keys.device)
         step = LatentStep(
@@ -331,6 +334,7 @@ class KMLAAttention(WrapperOperator):
             self.spec.scale,
             attend=None if self._flash is None or expansion is not None else self._flash.of(forward_context),
             expansion=expansion,
+            window=self.spec.window,
             workspace=None if expansion is None or choice is None else self.device.latent_workspace(choice.room),
         )
         normed = None
@@ -406,5 +410,11 @@ class KMLAAttention(WrapperOperator):
         latent = inner.kv_a_layernorm(compressed[:, : self.rank])
         if self.spec.latent_scale != 1.0:
             latent = latent * self.spec.latent_scale
-        k_rot = rotate(compressed[:, None, self.rank :], cos, sin, is_interleaved)
+        k_rot = rotate(self._shared_key(compressed)[:, None], cos, sin, is_interleaved)
         return torch.cat((latent[:, None], k_rot), dim=-1)
+
+    def _shared_key(self, compressed: torch.Tensor) -> torch.Tensor:
+        """[T, P] of [T, R + P]: what of the keys is rotated, before that."""
+        inner: Any = self.inner
+        key = compressed[:, self.rank :]
+        return inner.k_rope_only_layernorm(key) if self.spec.has_rope_norm else key

@@ -35,13 +35,14 @@ from ktransformers.operators.experts.streamed import PrefillLayer, PrefillTicket
 from ktransformers.operators.linear.packed import CpuProducts, pack_experts, resident_nbytes
 from ktransformers.operators.recognize.activation import expert_activation, recognize_expert_activation
 from ktransformers.operators.usage import ExpertUsage
+from ktransformers.operators.wrapper import DenseState
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
 __all__ = ["KTransformersExperts", "Ticket", "read_layout"]
 
 logger = logging.getLogger(__name__)
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,6 @@ def read_layout(module: nn.Module, key: str) -> ExpertsLayout:
             f"{key} ({type(module).__name__}) is not an experts module of transformers >= 5: it must hold 3-D "
             "gate_up_proj (or up_proj) and down_proj parameters"
         )
-    if getattr(module, "has_post_expert_norm", False):
-        raise UnsupportedError(f"{key} ({type(module).__name__}): a norm after each expert is not supported")
     is_transposed = bool(getattr(module, "is_transposed", first.shape[1] == down.shape[2]))
     num_experts, rows, cols = down.shape
     hidden, intermediate = (cols, rows) if is_transposed else (rows, cols)
@@ -114,7 +113,7 @@ class KTransformersExperts(Operator):
         "KExpertsMarlin": "experts on the GPU, in the types of the file",
     }
     KWARGS: ClassVar[frozenset[str]] = CpuProducts.KWARGS
-    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn", "identity_expert"})  # fused into the kernel
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"act_fn", "identity_expert", "post_expert_norm"})
     PREFILLS_AT_HOME: ClassVar[bool] = True
 
     def __init__(
@@ -131,13 +130,19 @@ class KTransformersExperts(Operator):
         self.num_experts = self.layout.num_experts
         found = _LAYER.search(key)
         self._layer = -1 if found is None else int(found.group(1))
-        self.activation = recognize_expert_activation(module, self.layout)
+        self.post_expert_norm: nn.Module | None = None  # of each expert's result, before it is weighed
+        if getattr(module, "has_post_expert_norm", False):
+            self.post_expert_norm = module.get_submodule("post_expert_norm")
+        is_plain = self.post_expert_norm is None  # kernels add up what experts give
+        self.activation = recognize_expert_activation(module, self.layout) if is_plain else None
         reason = why_not_on_gpu(self.layout, self.activation) if self.device.is_gpu else None
         if reason is not None:
             raise UnsupportedError(f"the experts {key} cannot run on {self.device.name}: {reason}; place them on cpu")
         if self.activation is None:
             logger.warning(
-                "%s: no native kernel for its activation, runs as KExpertsTorch (slow)", type(module).__name__
+                "%s: no native kernel for its %s, runs as KExpertsTorch (slow)",
+                type(module).__name__,
+                "activation" if is_plain else "norm behind each expert",
             )
         self._act = expert_activation(module, self.layout)
         self.gate_up_proj = empty_parameter((self.num_experts, 0, 0))
@@ -163,6 +168,10 @@ class KTransformersExperts(Operator):
             raise TensorMismatchError(f"the experts of {self.key} are missing from the weight files")
         return info
 
+    def _norm_state(self) -> DenseState | None:
+        norm = self.post_expert_norm
+        return None if norm is None else DenseState(norm, f"{self.key}.post_expert_norm")
+
     def _resident_nbytes(self, part: TensorInfo) -> int:
         return resident_nbytes(part, self.products)
 
@@ -175,6 +184,9 @@ class KTransformersExperts(Operator):
         else:
             nbytes = info.nbytes + sum(self._resident_nbytes(part) - part.nbytes for part in parts)
         needs = Requirements(nbytes={self.device.name: nbytes}, stored_names=set(info.stored_names))
+        norm = self._norm_state()
+        if norm is not None:
+            needs.stored_names |= norm.requirements(source).stored_names
         for part in (info.gate, info.up, info.down):
             if part is not None:
                 shown = part.resident_type.name
@@ -209,7 +221,9 @@ class KTransformersExperts(Operator):
 
     @override
     def load(self, source: WeightSource) -> None:
-        weights = source.experts(self.key, self.layout, self.config.cpu_quant)
+        weights, norm = source.experts(self.key, self.layout, self.config.cpu_quant), self._norm_state()
+        if norm is not None:
+            norm.load(source)
         if self.device.is_gpu:
             assert self.activation is not None, "the constructor refuses such experts"
             self._gpu = GpuExperts.of(weights, self.activation, self.device)
@@ -343,6 +357,8 @@ class KTransformersExperts(Operator):
                 continue
             token, slot = torch.where(topk_ids == expert)
             acted = self._expert(weights, expert, rows[token])
+            if self.post_expert_norm is not None:
+                acted = self.post_expert_norm(acted)
             out.index_add_(0, token, acted * topk_weights[token, slot, None])
         return out
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, KAttention, attention_forward
+from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.operators.recognize.layer import keeps_keywords
 
@@ -204,7 +206,8 @@ def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]
     current: list[LayerCall] = []
 
     def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        masks = [value for value in (*args, *kwargs.values()) if isinstance(value, _MaskStandIn)]
+        values = chain(args, *(part.values() if isinstance(part, dict) else (part,) for part in kwargs.values()))
+        masks = [value for value in values if isinstance(value, _MaskStandIn)]
         clean_args = tuple(None if isinstance(value, _MaskStandIn) else value for value in args)
         clean = {name: None if isinstance(value, _MaskStandIn) else value for name, value in kwargs.items()}
         kept = {name: value for name, value in clean.items() if name not in ("forward_context", "hidden_states")}
@@ -322,7 +325,7 @@ def _window_of(attention: object) -> int:
     """Of an operator that asks no attention function."""
     if isinstance(attention, KCompressedAttention):
         return attention.window
-    spec = attention.spec if isinstance(attention, KAttention) else None
+    spec = attention.spec if isinstance(attention, KAttention | KMLAAttention) else None
     return 0 if spec is None else spec.window
 
 

@@ -121,7 +121,7 @@ class RecurrentOperator(WrapperOperator):
         self.device.mark("linear", self.layer_idx)
         with self._math():
             out = self.mix(rows, context.cache.states.layer(self.layer_idx), step)
-        return self.answer(give_back(out, hidden_states).view(hidden_states.shape))
+        return self.answer(give_back(out, hidden_states).view(*hidden_states.shape[:-1], -1))
 
     def _math(self) -> AbstractContextManager[Any]:
         """Exponentials that do not depend on where in a tensor a value stands."""
@@ -133,7 +133,7 @@ class RecurrentOperator(WrapperOperator):
 
     @abstractmethod
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
-        """rows [T, H] on the device -> [T, H]. states: by part, of all slots."""
+        """rows [T, H] on the device -> [T, H], or what `answer` takes. states: by part, of all slots."""
 
     # The convolution.
 

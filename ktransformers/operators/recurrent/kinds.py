@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.recurrent.base import RecurrentOperator
+from ktransformers.operators.recurrent.convolved import KConvolvedProjection
 from ktransformers.operators.recurrent.delta import KGatedDeltaNet, KKimiDeltaAttention
 from ktransformers.operators.recurrent.mamba import KMamba, KMamba2
 from ktransformers.operators.recurrent.short import KLightningAttention, KShortConv
@@ -23,6 +24,7 @@ _KINDS: tuple[type[RecurrentOperator], ...] = (
     KMamba,
     KShortConv,
     KLightningAttention,
+    KConvolvedProjection,
 )
 
 
