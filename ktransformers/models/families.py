@@ -273,7 +273,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "youtu": CHECKED,
     "zamba": MIXED,
     "zamba2": MIXED,
-    "zaya": CHECKED,
+    "zaya": TESTED,
     # Families that AutoModelForCausalLM does not know: a language model with experts inside of one for images.
     "aria": CHECKED,
     "deepseek_ocr2": CHECKED,
