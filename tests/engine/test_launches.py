@@ -13,6 +13,7 @@ from ktransformers.operators.layers.gpu import LayerStack
 from ktransformers.operators.recognize.layer import LayerSpec, recognize_layer
 from tests.support.gpu_engines import gpu_engine
 from tests.support.launches import counted_launches
+from tests.support.recurrent_models import recurrent_config, recurrent_model
 from tests.support.tiny_models import tiny_config, tiny_model, write_safetensors
 
 pytest.importorskip("triton")
@@ -93,6 +94,26 @@ def layer_of(model_type: str) -> torch.nn.Module:
 def test_usual_layers_are_recognized(model_type: str) -> None:
     # gpt_oss takes its router's scores beside the result of its feed-forward part.
     assert recognize_layer(layer_of(model_type)) == LayerSpec("mlp", in_tuple=model_type == "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mixer"),
+    [("qwen3_next", "linear_attn"), ("qwen3_5_moe_text", "linear_attn"), ("kimi_linear", "self_attn")],
+)
+def test_layers_with_a_state_are_recognized(model_type: str, mixer: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(recurrent_config(model_type)).model.layers
+    assert recognize_layer(layers[1]) == LayerSpec("mlp", in_tuple=False, mixer=mixer, is_recurrent=True)
+    assert recognize_layer(layers[2]) == LayerSpec("mlp", in_tuple=False)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear"])
+def test_layers_with_and_without_a_state_are_one_stack(model_type: str, tmp_path: Path) -> None:
+    recurrent_model(model_type).save_pretrained(tmp_path)
+    modules = gpu_engine(tmp_path).runner.model.modules()
+    assert [len(module.layers) for module in modules if isinstance(module, LayerStack)] == [4]
 
 
 def test_other_layers_are_left_alone(tmp_path: Path) -> None:

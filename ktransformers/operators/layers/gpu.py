@@ -1,8 +1,9 @@
 """Decoder layers on a GPU one after another, each addition in the launch of the norm that follows it.
 
 A layer of Llama's arrangement (norm, attention, add, norm, feed-forward, add) ends with an addition, the next one
-begins with a norm: a run of such layers on one GPU is one module, `LayerStack`, which hands the addends over. Whether
-a layer is arranged so is found by asking it (`recognize/layer.py`). Knows modules; not what they compute.
+begins with a norm: a run of such layers on one GPU is one module, `LayerStack`, which hands the addends over. In the
+place of attention there may be a layer with a state: what else layers are handed is nothing to it. Whether a layer is
+arranged so is found by asking it (`recognize/layer.py`). Knows modules; not what they compute.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ktransformers.operators.experts.block import Addends, KMoEBlock
 from ktransformers.operators.layers.observed import LayerCall, keep_attention_type, layer_list
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.layer import LAYER_NORMS, recognize_layer
+from ktransformers.operators.recurrent.base import RecurrentOperator
 
 __all__ = ["LayerStack", "stack_gpu_layers"]
 
@@ -35,7 +37,7 @@ class _Parts:
     """The modules of one layer."""
 
     norms: tuple[KRMSNorm, KRMSNorm]
-    attention: nn.Module
+    mixer: nn.Module  # attention, or a layer with a state
     feed_forward: nn.Module
     in_tuple: bool  # as a LayerSpec has it
     layer: int
@@ -54,10 +56,12 @@ def _parts(layer: nn.Module, number: int, device: Device) -> _Parts | None:
     norms = [norm for norm in map(layer.get_submodule, LAYER_NORMS) if isinstance(norm, KRMSNorm)]
     if len(norms) < 2 or any(norm.spec is None or norm.device.name != device.name for norm in norms):
         return None
-    attention, feed_forward = layer.get_submodule("self_attn"), layer.get_submodule(spec.feed_forward)
-    if isinstance(attention, KMLAAttention) and attention.spec.hands_selection:
+    mixer, feed_forward = layer.get_submodule(spec.mixer), layer.get_submodule(spec.feed_forward)
+    if isinstance(mixer, KMLAAttention) and mixer.spec.hands_selection:
         return None  # what it chose goes to the next layer through the model's own loop
-    return _Parts((norms[0], norms[1]), attention, feed_forward, spec.in_tuple, number)
+    if spec.is_recurrent and not isinstance(mixer, RecurrentOperator):
+        return None  # it may look at keywords that its layer keeps from it
+    return _Parts((norms[0], norms[1]), mixer, feed_forward, spec.in_tuple, number)
 
 
 class LayerStack(nn.Module):
@@ -84,10 +88,10 @@ class LayerStack(nn.Module):
         for parts in self._parts:
             self.device.mark("linear", parts.layer)  # with the norm, a launch of some microseconds
             normed, total = _add_norm(added, total, parts.norms[0])
-            attended = parts.attention(*args, hidden_states=normed[None], **kwargs)
-            attended = attended[0] if isinstance(attended, tuple) else attended
+            mixed = parts.mixer(*args, hidden_states=normed[None], **kwargs)
+            mixed = mixed[0] if isinstance(mixed, tuple) else mixed
             self.device.mark(parts.feed_forward_part)
-            normed, total = _add_norm(Addends(attended.reshape(total.shape)), total, parts.norms[1])
+            normed, total = _add_norm(Addends(mixed.reshape(total.shape)), total, parts.norms[1])
             added = _feed_forward(parts, normed)
         if added is not None:
             total = total + _summed(added)
