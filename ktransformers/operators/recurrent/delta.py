@@ -11,6 +11,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.triton.recurrent import workspace_nbytes
 from ktransformers.kernels.triton.recurrent_mixers import DeltaNet, gated_delta_net, interleaved_columns
 from ktransformers.operators.base import OperatorConfig, Placement, Site
 from ktransformers.operators.context import StateStep
@@ -57,6 +58,11 @@ class KGatedDeltaNet(RecurrentOperator):
     @override
     def state_parts(self) -> Mapping[str, tuple[int, ...]]:
         return {"conv": self.conv_shape(), "recurrent": (self.v_heads, self.k_dim, self.v_dim)}
+
+    @override
+    def scan_nbytes(self, num_rows: int) -> int:
+        gates = 2 * 4 * num_rows * self.v_heads  # decay and beta, fp32
+        return workspace_nbytes(num_rows, self.v_heads, self.k_dim, self.v_dim) + gates
 
     @override
     def prepare(self) -> None:
@@ -180,6 +186,11 @@ class KKimiDeltaAttention(RecurrentOperator):
     @override
     def state_parts(self) -> Mapping[str, tuple[int, ...]]:
         return {"conv": self.conv_shape(), "recurrent": (self.num_heads, self.head_dim, self.head_dim)}
+
+    @override
+    def scan_nbytes(self, num_rows: int) -> int:
+        gates = 4 * num_rows * self.num_heads * (self.head_dim + 1)  # decay and beta, fp32
+        return workspace_nbytes(num_rows, self.num_heads, self.head_dim, self.head_dim) + gates
 
     @override
     def settle(self, site: Site) -> None:
