@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ktransformers.engine.builder import Engine
+from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.gpu import LayerStack
 from ktransformers.operators.recognize.layer import LayerSpec, recognize_layer
@@ -50,11 +52,33 @@ GLM4_MOE = {**QWEN3_MOE, "torch linear": 4, "_activation_kernel": 1}
 GPT_OSS = {**QWEN3_MOE, "torch to": 1}
 
 
+# What stands around a mixer where the MoE block and its parts are ours, its results added by the norm that follows: two
+# norms, router, gate and up of the shared expert, activation, down, and the score that weighs it.
+_AROUND = {"_rms_norm_kernel": 2, "_product_kernel": 1, "_activation_kernel": 1, "torch linear": 3}
+# All projections, convolution, scan with its gates and its norm, out_proj.
+DELTA_NET = {**_AROUND, "torch linear": 5, "conv_kernel": 1, "rows_kernel": 1}
+# Queries with their gates, keys and values, norms and rotation and cache write, attention, gates, o_proj.
+GATED_ATTENTION = {**_AROUND, "torch linear": 5, "_rope_kernel": 1, "decode_kernel": 1, "_gate_heads_kernel": 1}
+# As a Gated DeltaNet, with second products for both gates and without the score.
+KIMI = {**_AROUND, "torch linear": 6, "conv_kernel": 1, "rows_kernel": 1}
+
+_PLACE = "kwargs: {generate_device: cuda, prefill_device: cuda}"
+_BLOCKS = f"""
+- match: {{name: "[.]mlp$"}}
+  replace: {{class: ktransformers.operators.moe.KMoEBlock, {_PLACE}}}
+- match: {{name: "[.]shared_expert$"}}
+  replace: {{class: ktransformers.operators.mlp.KMLP, {_PLACE}}}
+"""
+
+
 def launches_of_a_step(model_type: str, layers: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Of one row, without the routed experts."""
     folder.mkdir()
     write_safetensors(tiny_model(model_type, seed=1, layers=layers), folder)
-    engine = gpu_engine(folder)
+    return launches_of_one_row(gpu_engine(folder), monkeypatch)
+
+
+def launches_of_one_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     engine.runner.forward([1, 2, 3], 0, [2])
     with counted_launches(monkeypatch) as counts:
         engine.runner.forward([4], 3, [0])
@@ -79,6 +103,42 @@ def test_launches_for_a_layer(
     monkeypatch.setattr(KTransformersExperts, "collect", lambda self, ticket: ticket)
     fewer = launches_of_a_step(model_type, 2, tmp_path / "fewer", monkeypatch)
     more = launches_of_a_step(model_type, 3, tmp_path / "more", monkeypatch)
+    assert dict(more - fewer) == expected
+
+
+def launches_of_layers(
+    model_type: str, kinds: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Counter[str]:
+    """Of one row of layers of such kinds, with MoE blocks of ours behind the first."""
+    folder.mkdir()
+    blocks: dict[str, object] = {}
+    if model_type == "kimi_linear":
+        blocks["mlp_layer_types"] = ["dense"] + ["sparse"] * (len(kinds) - 1)
+    else:
+        rules = folder / "rules.yaml"
+        rules.write_text(_BLOCKS + (RULES_DIR / "default-moe.yaml").read_text())
+    recurrent_model(model_type, num_hidden_layers=len(kinds), layer_types=kinds, **blocks).save_pretrained(folder)
+    path = None if model_type == "kimi_linear" else folder / "rules.yaml"
+    return launches_of_one_row(gpu_engine(folder, optimize_config_path=path, self_check=False), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "expected"),
+    [
+        ("qwen3_next", "linear_attention", DELTA_NET),
+        ("qwen3_next", "full_attention", GATED_ATTENTION),
+        ("qwen3_5_moe_text", "linear_attention", DELTA_NET),
+        ("kimi_linear", "linear_attention", KIMI),
+    ],
+)
+def test_launches_for_a_layer_among_layers_with_a_state(
+    model_type: str, kind: str, expected: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KTransformersExperts, "submit", lambda self, hidden_states, *args, **kwargs: hidden_states)
+    monkeypatch.setattr(KTransformersExperts, "collect", lambda self, ticket: ticket)
+    few = ["linear_attention", "full_attention"]
+    fewer = launches_of_layers(model_type, few, tmp_path / "fewer", monkeypatch)
+    more = launches_of_layers(model_type, [*few, kind], tmp_path / "more", monkeypatch)
     assert dict(more - fewer) == expected
 
 
