@@ -78,7 +78,7 @@ def gqa_forward(
     q, k, v = parts.projections(hidden_states[0])
     gate = None
     if spec.has_gate:  # by head: a query, then its gate
-        q, gate = q.unflatten(1, (spec.num_heads, 2 * spec.head_dim)).split(spec.head_dim, dim=-1)
+        q, gate = q.view(len(q), spec.num_heads, -1).chunk(2, dim=-1)
     use(keys.device)
     parts.device.mark("attention")
     query = _to_cache(parts, (q, k, v), position_embeddings, (keys, values), here.slot_mapping)

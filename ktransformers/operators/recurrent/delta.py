@@ -97,15 +97,15 @@ class KGatedDeltaNet(RecurrentOperator):
 
     def _mix_on_gpu(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
         """In few launches, without taking interleaved projections apart."""
-        share = self.v_heads // self.k_heads
+        count, share = len(rows), self.v_heads // self.k_heads
         x, *others = self._projections(rows)
         if self.is_interleaved:
-            of_keys = x.unflatten(-1, (self.k_heads, -1))
-            gate = of_keys[..., 2 * self.k_dim + share * self.v_dim :].unflatten(-1, (share, self.v_dim))
-            b, a = others[0].unflatten(-1, (self.k_heads, -1)).split((share, share), dim=-1)
+            of_keys = x.view(count, self.k_heads, -1)
+            gate = of_keys[..., 2 * self.k_dim + share * self.v_dim :].view(count, self.k_heads, share, self.v_dim)
+            b, a = others[0].view(count, self.k_heads, -1).chunk(2, dim=-1)
         else:
-            gate = others[0].unflatten(-1, (self.k_heads, share, self.v_dim))
-            b, a = (part.unflatten(-1, (self.k_heads, share)) for part in others[1:])
+            gate = others[0].view(count, self.k_heads, share, self.v_dim)
+            b, a = (part.view(count, self.k_heads, share) for part in others[1:])
         use(self.device.torch_device)
         out = gated_delta_net(x, gate, a, b, self._net, (states["conv"], states["recurrent"]), step)
         result: Tensor = self.inner.get_submodule("out_proj")(out)
@@ -232,8 +232,8 @@ class KKimiDeltaAttention(RecurrentOperator):
             gate = inner.g_b_proj(gate)
         if hasattr(inner.forget_gate, "f_b_proj"):
             forget = inner.forget_gate.f_b_proj(forget)
-        shape = (self.num_heads, self.head_dim)
-        return side_by_side(qkv), beta, gate.unflatten(-1, shape), forget.unflatten(-1, shape)
+        shape = (len(rows), self.num_heads, self.head_dim)
+        return side_by_side(qkv), beta, gate.view(shape), forget.view(shape)
 
     def decay(self, forget: Tensor) -> Tensor:
         """The forget gate's product -> the logarithm of what is kept, both [T, heads, head_dim]."""
