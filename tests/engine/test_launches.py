@@ -12,7 +12,7 @@ from ktransformers.engine.builder import Engine
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.gpu import LayerStack
-from ktransformers.operators.recognize.layer import LayerSpec, recognize_layer
+from ktransformers.operators.recognize.layer import LayerSpec, PartKind, PartSpec, recognize_layer
 from tests.support.gpu_engines import gpu_engine
 from tests.support.launches import counted_launches
 from tests.support.recurrent_models import recurrent_config, recurrent_model
@@ -142,6 +142,11 @@ def test_launches_for_a_layer_among_layers_with_a_state(
     assert dict(more - fewer) == expected
 
 
+def usual(mixer: str, mixing: PartKind, kind: PartKind = PartKind.FEED_FORWARD) -> LayerSpec:
+    first = PartSpec("input_layernorm", mixer, mixing)
+    return LayerSpec((first, PartSpec("post_attention_layernorm", "mlp", kind)))
+
+
 def layer_of(model_type: str) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
@@ -153,7 +158,8 @@ def layer_of(model_type: str) -> torch.nn.Module:
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepseek_v3", "mixtral", "glm4_moe", "gpt_oss"])
 def test_usual_layers_are_recognized(model_type: str) -> None:
     # gpt_oss takes its router's scores beside the result of its feed-forward part.
-    assert recognize_layer(layer_of(model_type)) == LayerSpec("mlp", in_tuple=model_type == "gpt_oss")
+    kind = PartKind.IN_TUPLE if model_type == "gpt_oss" else PartKind.FEED_FORWARD
+    assert recognize_layer(layer_of(model_type)) == usual("self_attn", PartKind.ATTENTION, kind)
 
 
 @pytest.mark.parametrize(
@@ -165,15 +171,26 @@ def test_layers_with_a_state_are_recognized(model_type: str, mixer: str) -> None
 
     with torch.device("meta"):
         layers = AutoModelForCausalLM.from_config(recurrent_config(model_type)).model.layers
-    assert recognize_layer(layers[1]) == LayerSpec("mlp", in_tuple=False, mixer=mixer, is_recurrent=True)
-    assert recognize_layer(layers[2]) == LayerSpec("mlp", in_tuple=False)
+    assert recognize_layer(layers[1]) == usual(mixer, PartKind.RECURRENT)
+    assert recognize_layer(layers[2]) == usual("self_attn", PartKind.ATTENTION)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear"])
-def test_layers_with_and_without_a_state_are_one_stack(model_type: str, tmp_path: Path) -> None:
+def test_layers_of_one_part_are_recognized() -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(recurrent_config("nemotron_h")).model.layers
+    kinds = [PartKind.RECURRENT, PartKind.FEED_FORWARD, PartKind.ATTENTION, PartKind.FEED_FORWARD, PartKind.RECURRENT]
+    assert [recognize_layer(layer) for layer in layers] == [
+        LayerSpec((PartSpec("norm", "mixer", kind),)) for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize(("model_type", "layers"), [("qwen3_next", 4), ("kimi_linear", 4), ("nemotron_h", 5)])
+def test_layers_with_and_without_a_state_are_one_stack(model_type: str, layers: int, tmp_path: Path) -> None:
     recurrent_model(model_type).save_pretrained(tmp_path)
     modules = gpu_engine(tmp_path).runner.model.modules()
-    assert [len(module.layers) for module in modules if isinstance(module, LayerStack)] == [4]
+    assert [len(module.layers) for module in modules if isinstance(module, LayerStack)] == [layers]
 
 
 def test_other_layers_are_left_alone(tmp_path: Path) -> None:
