@@ -186,7 +186,9 @@ def test_layers_of_one_part_are_recognized() -> None:
     ]
 
 
-@pytest.mark.parametrize(("model_type", "layers"), [("qwen3_next", 4), ("kimi_linear", 4), ("nemotron_h", 5)])
+@pytest.mark.parametrize(
+    ("model_type", "layers"), [("qwen3_next", 4), ("kimi_linear", 4), ("bailing_hybrid", 4), ("nemotron_h", 5)]
+)
 def test_layers_with_and_without_a_state_are_one_stack(model_type: str, layers: int, tmp_path: Path) -> None:
     recurrent_model(model_type).save_pretrained(tmp_path)
     modules = gpu_engine(tmp_path).runner.model.modules()

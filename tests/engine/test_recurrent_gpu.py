@@ -28,7 +28,8 @@ def some_ids(count: int, seed: int = 7) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen3_next", "jamba", "lfm2_moe", "granitemoehybrid", "kimi_linear", "minimax", "nemotron_h"]
+    "model_type",
+    ["qwen3_next", "qwen3_5_moe_text", "jamba", "lfm2_moe", "granitemoehybrid", "kimi_linear", "minimax", "nemotron_h"],
 )
 def test_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
     model, ids, graphs = recurrent_model(model_type), some_ids(24), FakeGraphs()
