@@ -29,6 +29,7 @@ from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Device, Devices
 from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Choices, Plan, make_plan
@@ -187,8 +188,10 @@ class Planner:
         gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]
         if gpus:
             expansion = expansion_nbytes(plan, opened.config.attention_backend)
+            scans = _scans(plan, chunk_size)
             extra["workspace"] = {
-                gpu.name: max(gpu.workspace_nbytes(), step) + expansion.get(gpu.name, 0) for gpu in gpus
+                gpu.name: max(gpu.workspace_nbytes(), step) + expansion.get(gpu.name, 0) + scans.get(gpu.name, 0)
+                for gpu in gpus
             }
         tables = _rope_tables(plan, opened.facts.longest_sequence(num_slots))
         if tables:
@@ -237,6 +240,16 @@ class Planner:
         )
         homes = [plan.devices[home.device] for home in plan.homes]
         return plan, cache_shapes(model, opened.facts, plan.operators, homes or None)
+
+
+def _scans(plan: Plan, num_rows: int) -> dict[str, int]:
+    """{GPU: bytes that scans of layers with a state work in there}, in a step of so many rows: one after the other."""
+    needs: dict[str, int] = {}
+    for operator in plan.operators.values():
+        if isinstance(operator, RecurrentOperator) and operator.device.is_gpu:
+            name = operator.device.name
+            needs[name] = max(needs.get(name, 0), operator.scan_nbytes(num_rows))
+    return needs
 
 
 def _rope_tables(plan: Plan, longest: int) -> dict[str, int]:

@@ -108,7 +108,9 @@ def _spread(count: int, most: int) -> list[int]:
 
 def _off(got: torch.Tensor, want: torch.Tensor, given: torch.Tensor) -> str | None:
     """By how much, in words; None when it is near enough. Rows that are sent to other experts are few."""
-    floor, bits = _FLOOR.get(want.dtype, 3e-2), torch.finfo(want.dtype).eps
+    # Norms of some families widen what they are given, which a stack does not.
+    coarse = max(got.dtype, want.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    floor, bits = _FLOOR.get(coarse, 3e-2), torch.finfo(coarse).eps
     got, want, given = got.float(), want.float(), given.float()
     size: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows.norm(dim=-1)  # noqa: E731
     change = size(want - given).clamp_min(torch.finfo(torch.float32).tiny)

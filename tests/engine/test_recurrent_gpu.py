@@ -10,10 +10,11 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.builder import build_engine, build_paged_engine
+from ktransformers.engine.builder import build_engine, build_paged_engine, plan_model
 from ktransformers.engine.graphs import DecodeInputs, StaticInputs
 from ktransformers.engine.session import Session
 from ktransformers.kernels.types import StateStep
+from ktransformers.operators.attention.latent_expansion import EXPANSION_NBYTES
 from tests.support.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.recurrent_models import recurrent_model
@@ -27,7 +28,8 @@ def some_ids(count: int, seed: int = 7) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen3_next", "jamba", "lfm2_moe", "granitemoehybrid", "kimi_linear", "minimax"]
+    "model_type",
+    ["qwen3_next", "qwen3_5_moe_text", "jamba", "lfm2_moe", "granitemoehybrid", "kimi_linear", "minimax", "nemotron_h"],
 )
 def test_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
     model, ids, graphs = recurrent_model(model_type), some_ids(24), FakeGraphs()
@@ -45,6 +47,26 @@ def test_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
     assert {shape.place for shape in states.shapes.values()} == {"cuda:0"}
     assert engine.plan.extra_bytes["states"] == {"cuda:0": states.nbytes}
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "of_row"),
+    [
+        # By head: products within a chunk, two factors, with the delta rule keys and values that correct the state;
+        # and the gates, decay and beta (of Kimi by column of a key) or dt. All fp32.
+        ("qwen3_next", 4 * (64 + 2 + 16 + 24 + 2)),
+        ("kimi_linear", 4 * (64 + 2 + 16 + 16 + 16 + 1)),
+        ("nemotron_h", 8 * (64 + 2 + 2)),
+        ("minimax", 4 * (64 + 2)),
+        ("jamba", 0),
+    ],
+)
+def test_what_scans_work_in_is_in_the_plan(model_type: str, of_row: int, tmp_path: Path) -> None:
+    recurrent_model(model_type).save_pretrained(tmp_path)
+    config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1, chunk_size=2048)
+    plan = plan_model(config, hardware=fake_hardware())
+    others = (512 << 20) + (EXPANSION_NBYTES if model_type == "kimi_linear" else 0)
+    assert plan.extra_bytes["workspace"]["cuda:0"] == others + 4 * 2048 * of_row
 
 
 def test_replayed_steps_of_several_sequences(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Row-wise kernels on the GPU: RMSNorm, activations. Knows tensors; not modules or caches.
+"""Row-wise kernels on the GPU: RMSNorm, activations, gates of heads. Knows tensors; not modules or caches.
 
 Inputs and outputs are fp16, bf16 or fp32 on one device, the last dimension contiguous; arithmetic is fp32 with one
 rounding at the end. Grids depend on shapes only. A wrong argument raises TypeError or ValueError that names it.
@@ -12,7 +12,7 @@ from torch import Tensor
 from ktransformers.kernels.triton.runtime import jit, tl
 from ktransformers.kernels.types import ActivationSpec
 
-__all__ = ["activate", "activation_value", "add_rms_norm", "check_float", "rms_norm"]
+__all__ = ["activate", "activation_value", "add_rms_norm", "check_float", "gate_heads", "rms_norm"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -198,5 +198,42 @@ def activate(spec: ActivationSpec, gate: Tensor | None, up: Tensor, out: Tensor 
         gate, up, result, 0 if gate is None else gate.stride(0), up.stride(0), result.stride(0),
         float(spec.alpha), float(spec.limit),
         WIDTH=width, BLOCK=block, KIND=spec.kind.name, HAS_GATE=gate is not None, num_warps=max(1, block // 256),
+    )  # fmt: skip
+    return result
+
+
+@jit
+def _gate_heads_kernel(
+    x_ptr, gate_ptr, out_ptr, x_row, x_head, gate_row, gate_head, out_row, out_head,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, cdiv(WIDTH, BLOCK)): BLOCK of the WIDTH columns that the heads of a row have."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    head, column = columns // DIM, columns % DIM
+    x = tl.load(x_ptr + row * x_row + head * x_head + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_row + head * gate_head + column, mask=mask, other=0.0).to(tl.float32)
+    out = (x * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * out_row + head * out_head + column, out, mask=mask)
+
+
+def gate_heads(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+    """x sigmoid(gate), head by head (the gated attention of qwen3_next).
+
+    x, gate: [T, heads, D], any row and head strides. out: the same shape, made like x when None; may be x.
+    """
+    check_float("x", x, (None, None, None))
+    check_float("gate", gate, tuple(x.shape))
+    result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    check_float("out", result, tuple(x.shape))
+    rows, heads, dim = x.shape
+    if result.numel() == 0:
+        return result
+    width = heads * dim
+    block = min(1024, _block(width))
+    _gate_heads_kernel[(rows, -(-width // block))](
+        x, gate, result, *x.stride()[:2], *gate.stride()[:2], *result.stride()[:2],
+        DIM=dim, WIDTH=width, BLOCK=block, num_warps=max(1, block // 256),
     )  # fmt: skip
     return result

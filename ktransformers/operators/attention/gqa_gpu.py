@@ -1,4 +1,4 @@
-"""Grouped-query attention on a GPU: projections in one launch, norms, rotation and cache write in one, then attention.
+"""Grouped-query attention on a GPU: projections in one launch, norms, rotation and cache write in one, attention, gate.
 
 Knows what was recognized, and kernels; no modules but the one it stands in for.
 """
@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ktransformers.kernels.triton.attention import attention
-from ktransformers.kernels.triton.elementwise import rms_norm
+from ktransformers.kernels.triton.elementwise import gate_heads, rms_norm
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.linear.joined import JoinedLinears
+from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.attention import GqaSpec, NormPlace
 
 __all__ = ["GqaParts", "gqa_forward"]
@@ -26,8 +27,8 @@ __all__ = ["GqaParts", "gqa_forward"]
 class GqaParts:
     """What a loaded attention module's forward on a GPU is made of.
 
-    projections: q, k and v. norm_weights: of queries and keys, where spec has norms. sinks: fp32 [heads]. flash: what
-    attends in prefill steps, None for Triton's kernels.
+    projections: q, k and v. norm_weights: of queries and keys, where spec has norms, with its offset. sinks: fp32
+    [heads]. flash: what attends in prefill steps, None for Triton's kernels.
     """
 
     spec: GqaSpec
@@ -49,11 +50,19 @@ class GqaParts:
             int(module.layer_idx),  # type: ignore[arg-type]
             projections,
             module.get_submodule("o_proj"),
-            tuple(module.get_parameter(f"{name}.weight") for name in norms),
+            tuple(_norm_weight(module.get_submodule(name), spec) for name in norms),
             module.get_parameter("sinks").float() if spec.has_sinks else None,
             device,
             flash,
         )
+
+
+def _norm_weight(norm: nn.Module, spec: GqaSpec) -> torch.Tensor:
+    """What a norm of queries or keys multiplies with."""
+    weight = norm.get_parameter("weight")
+    if spec.norms is None or not spec.norms.offset or isinstance(norm, KRMSNorm):  # which has added it
+        return weight
+    return weight + spec.norms.offset
 
 
 def gqa_forward(
@@ -66,10 +75,13 @@ def gqa_forward(
     keys, values = context.cache.layer(parts.layer_idx)
     here, spec = context.on(keys.device), parts.spec
     parts.device.mark("linear", parts.layer_idx)
-    flat = parts.projections(hidden_states[0])
+    q, k, v = parts.projections(hidden_states[0])
+    gate = None
+    if spec.has_gate:  # by head: a query, then its gate
+        q, gate = q.view(len(q), spec.num_heads, -1).chunk(2, dim=-1)
     use(keys.device)
     parts.device.mark("attention")
-    query = _to_cache(parts, tuple(flat), position_embeddings, (keys, values), here.slot_mapping)
+    query = _to_cache(parts, (q, k, v), position_embeddings, (keys, values), here.slot_mapping)
     attend = None if parts.flash is None else parts.flash.of(context)
     if attend is not None:
         out = attend(query, keys, values)
@@ -88,6 +100,8 @@ def gqa_forward(
             softcap=spec.softcap,
             counters=parts.device.counters(),
         )
+    if gate is not None:
+        gate_heads(out, gate, out=out)
     parts.device.mark("linear")
     output: torch.Tensor = parts.o_proj(out.view(1, out.shape[0], -1))
     return output
@@ -100,7 +114,10 @@ def _to_cache(
     cache: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Write keys and values, normalized and rotated, to their slots; returns such queries [T, heads, D]."""
+    """Write keys and values, normalized and rotated, to their slots; returns such queries [T, heads, D].
+
+    flat: queries, keys and values [T, heads D]; queries may be [T, heads, D].
+    """
     spec, weights, eps = parts.spec, parts.norm_weights, 0.0
     place = None
     if spec.norms is not None:
@@ -109,7 +126,9 @@ def _to_cache(
         flat = (*(rms_norm(part, weight, eps) for part, weight in zip(flat, weights, strict=False)), flat[2])
         weights = ()
     widths = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    q, k, v = (part.view(len(part), heads, -1) for part, heads in zip(flat, widths, strict=True))
+    q, k, v = (
+        part if part.dim() == 3 else part.view(len(part), heads, -1) for part, heads in zip(flat, widths, strict=True)
+    )
     cos, sin = (part[0, :, : spec.rotary_dim // 2] for part in position_embeddings)
     return rope_to_cache(
         q,

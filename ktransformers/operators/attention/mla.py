@@ -367,14 +367,17 @@ class KMLAAttention(WrapperOperator):
         Where nothing is rotated all angles are 0.
         """
         if not self.spec.has_rotation:
-            kv_lens = context.on(self.home.torch_device).kv_lens
-            ones = torch.ones(len(kv_lens), self.rope_dim // 2, device=kv_lens.device)
-            return ones, torch.zeros_like(ones), False
+            here = context.on(self.home.torch_device)
+            return *here.derived(here.kv_lens, self._angles_of_0), False
         if isinstance(position_embeddings, torch.Tensor):
             return *context.derived(position_embeddings, _real_parts), True
         cos, sin = (part[0, :, : self.rope_dim // 2] for part in position_embeddings)
         latent = self.config.facts.latent
         return cos, sin, not self.spec.rotates_halves and (latent is None or latent.is_interleaved)
+
+    def _angles_of_0(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ones = torch.ones(len(rows), self.rope_dim // 2, device=rows.device)
+        return ones, torch.zeros_like(ones)
 
     def _absorbed_query(
         self, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool, pool: cpu.WorkerPool

@@ -1,8 +1,10 @@
 """Decoder layers on a GPU one after another, each addition in the launch of the norm that follows it.
 
 A layer of Llama's arrangement (norm, attention, add, norm, feed-forward, add) ends with an addition, the next one
-begins with a norm: a run of such layers on one GPU is one module, `LayerStack`, which hands the addends over. Whether
-a layer is arranged so is found by asking it (`recognize/layer.py`). Knows modules; not what they compute.
+begins with a norm: a run of such layers on one GPU is one module, `LayerStack`, which hands the addends over. In the
+place of attention there may be a layer with a state: what else layers are handed is nothing to it. Layers of one part
+(Nemotron-H's) are such layers too. Whether a layer is arranged so is found by asking it (`recognize/layer.py`). Knows
+modules; not what they compute.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from ktransformers.operators.device import Device, use
 from ktransformers.operators.experts.block import Addends, KMoEBlock
 from ktransformers.operators.layers.observed import LayerCall, keep_attention_type, layer_list
 from ktransformers.operators.norm import KRMSNorm
-from ktransformers.operators.recognize.layer import LAYER_NORMS, recognize_layer
+from ktransformers.operators.recognize.layer import PartKind, recognize_layer
+from ktransformers.operators.recurrent.base import RecurrentOperator
 
 __all__ = ["LayerStack", "stack_gpu_layers"]
 
@@ -31,33 +34,40 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    """The modules of one layer."""
+class _Part:
+    """rows become rows + module(norm(rows))."""
 
-    norms: tuple[KRMSNorm, KRMSNorm]
-    attention: nn.Module
-    feed_forward: nn.Module
-    in_tuple: bool  # as a LayerSpec has it
-    layer: int
+    norm: KRMSNorm
+    module: nn.Module
+    kind: PartKind
 
     @property
-    def feed_forward_part(self) -> str:
-        """How profiles name what comes first in it."""
-        return "router" if isinstance(self.feed_forward, KMoEBlock) else "mlp"
+    def is_mixer(self) -> bool:
+        """Whether it is handed what its layer is: attention, or a layer with a state."""
+        return self.kind in (PartKind.ATTENTION, PartKind.RECURRENT)
+
+    @property
+    def name(self) -> str:
+        """How profiles name what comes first in it, with its norm: that is a launch of some microseconds."""
+        return "linear" if self.is_mixer else "router" if isinstance(self.module, KMoEBlock) else "mlp"
 
 
-def _parts(layer: nn.Module, number: int, device: Device) -> _Parts | None:
+def _parts(layer: nn.Module, device: Device) -> list[_Part] | None:
     """Of a layer of the usual arrangement whose norms run in kernels on the device; None for others."""
     spec = recognize_layer(layer)
     if spec is None:
         return None
-    norms = [norm for norm in map(layer.get_submodule, LAYER_NORMS) if isinstance(norm, KRMSNorm)]
-    if len(norms) < 2 or any(norm.spec is None or norm.device.name != device.name for norm in norms):
-        return None
-    attention, feed_forward = layer.get_submodule("self_attn"), layer.get_submodule(spec.feed_forward)
-    if isinstance(attention, KMLAAttention) and attention.spec.hands_selection:
-        return None  # what it chose goes to the next layer through the model's own loop
-    return _Parts((norms[0], norms[1]), attention, feed_forward, spec.in_tuple, number)
+    parts: list[_Part] = []
+    for part in spec.parts:
+        norm, module = layer.get_submodule(part.norm), layer.get_submodule(part.name)
+        if not isinstance(norm, KRMSNorm) or norm.spec is None or norm.device.name != device.name:
+            return None
+        if isinstance(module, KMLAAttention) and module.spec.hands_selection:
+            return None  # what it chose goes to the next layer through the model's own loop
+        if part.kind is PartKind.RECURRENT and not isinstance(module, RecurrentOperator):
+            return None  # it may look at keywords that its layer keeps from it
+        parts.append(_Part(norm, module, part.kind))
+    return parts
 
 
 class LayerStack(nn.Module):
@@ -66,29 +76,27 @@ class LayerStack(nn.Module):
     What the model hands to the first layer is what it hands to each of them.
     """
 
-    def __init__(self, layers: list[nn.Module], parts: list[_Parts], device: Device):
+    def __init__(self, layers: list[nn.Module], parts: list[list[_Part]], first: int, device: Device):
+        """parts: of each layer. first: the number of the first layer."""
         super().__init__()
-        self.layers, self.device = nn.ModuleList(layers), device
+        self.layers, self.first, self.device = nn.ModuleList(layers), first, device
         self._parts = parts
         keep_attention_type(self, layers[0])
 
     def part(self, first: int, last: int) -> LayerStack:
         """The layers from `first` to before `last` as a stack of their own."""
-        return LayerStack(list(self.layers[first:last]), self._parts[first:last], self.device)
+        return LayerStack(list(self.layers[first:last]), self._parts[first:last], self.first + first, self.device)
 
     @override
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         use(self.device.torch_device)
         shape = hidden_states.shape
         total, added = hidden_states.reshape(-1, shape[-1]), None
-        for parts in self._parts:
-            self.device.mark("linear", parts.layer)  # with the norm, a launch of some microseconds
-            normed, total = _add_norm(added, total, parts.norms[0])
-            attended = parts.attention(*args, hidden_states=normed[None], **kwargs)
-            attended = attended[0] if isinstance(attended, tuple) else attended
-            self.device.mark(parts.feed_forward_part)
-            normed, total = _add_norm(Addends(attended.reshape(total.shape)), total, parts.norms[1])
-            added = _feed_forward(parts, normed)
+        for layer, parts in enumerate(self._parts, self.first):
+            for part in parts:
+                self.device.mark(part.name, layer)
+                normed, total = _add_norm(added, total, part.norm)
+                added = _mix(part, normed, args, kwargs) if part.is_mixer else _feed_forward(part, normed)
         if added is not None:
             total = total + _summed(added)
         self.device.mark("lm_head", -1)  # or whatever else follows
@@ -120,12 +128,18 @@ def _summed(added: Addends) -> torch.Tensor:
     return added.routed + (added.shared if added.score is None else added.shared * torch.sigmoid(added.score))
 
 
-def _feed_forward(parts: _Parts, rows: torch.Tensor) -> Addends:
-    module = parts.feed_forward
+def _mix(part: _Part, rows: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Addends:
+    output = part.module(*args, hidden_states=rows[None], **kwargs)
+    mixed: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return Addends(mixed.reshape(rows.shape))
+
+
+def _feed_forward(part: _Part, rows: torch.Tensor) -> Addends:
+    module = part.module
     if isinstance(module, KMoEBlock) and module.device.torch_device == rows.device:
         return module.addends(rows)
     output = module(rows[None])
-    routed: torch.Tensor = output[0] if parts.in_tuple else output
+    routed: torch.Tensor = output[0] if part.kind is PartKind.IN_TUPLE else output
     return Addends(routed.reshape(rows.shape))
 
 
@@ -167,14 +181,14 @@ def stack_gpu_layers(
     if layers is None or len(layers) != len(homes):
         return 0
     devices, count = list(homes.values()), 0
-    parts = [_parts(layer, i, devices[i]) if devices[i].is_gpu else None for i, layer in enumerate(layers)]
+    parts = [_parts(layer, device) if device.is_gpu else None for layer, device in zip(layers, devices, strict=True)]
     handed = _handed(calls)
     for _, run in groupby(range(len(layers)), key=lambda i: (parts[i] is None, devices[i].name, handed[i])):
         first, *others = run
         usual = [part for i in (first, *others) if (part := parts[i]) is not None]
         if not usual:
             continue
-        stack = LayerStack([layers[i] for i in (first, *others)], usual, devices[first])
+        stack = LayerStack([layers[i] for i in (first, *others)], usual, first, devices[first])
         watch(stack, devices[first])
         layers[first] = stack
         for i in others:

@@ -138,8 +138,9 @@ def layer_list(model: nn.Module) -> nn.ModuleList | None:
 
 def keep_attention_type(stand_in: nn.Module, layer: nn.Module) -> None:
     """Let what stands in for a layer name its kind of attention: some models choose a mask by it."""
-    if hasattr(layer, "attention_type"):
-        stand_in.attention_type = layer.attention_type
+    for name in ("attention_type", "block_type"):
+        if hasattr(layer, name):
+            setattr(stand_in, name, getattr(layer, name))
 
 
 def hand_contexts_on(model: nn.Module) -> int:

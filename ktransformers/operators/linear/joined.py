@@ -1,13 +1,15 @@
 """Linear layers that read the same rows, in one launch instead of one each: q, k and v; gate and up with activation.
 
 Matrices of one type become one matrix, those of two types share a launch. The layers that gave their matrices away
-still work, on the joined one. What cannot be joined (layers elsewhere, of three types, dense beside quantized) runs one
-by one. Knows linear operators and matrices on GPUs; not attention or layers.
+still work, on the joined one. Dense matrices, quantized ones and those of FP8 are joined each with their like; what has
+none (layers elsewhere, of three types) runs one by one. Knows linear operators and matrices on GPUs; not attention or
+layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +23,7 @@ from ktransformers.operators.device import use
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.matrix import DenseMatrix, GpuMatrix, QuantizedMatrix
 
-__all__ = ["GatedLinears", "JoinedLinears"]
+__all__ = ["GatedLinears", "JoinedLinears", "side_by_side"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,32 +118,76 @@ def _side_by_side(parts: list[QuantizedMatrix]) -> tuple[GpuMatrix, list[slice]]
     return whole, [columns[i] for i in range(len(parts))]
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Layers that have one product. members: which of the layers; columns: their shares of it."""
+
+    members: tuple[int, ...]
+    whole: GpuMatrix
+    columns: list[slice]
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """Equal for layers that may be joined; None where that is impossible."""
+    matrix = module.matrix if isinstance(module, KTransformersLinear) else None
+    if isinstance(matrix, DenseMatrix):
+        return matrix.weight.shape[1], matrix.weight.device, matrix.weight.dtype
+    if isinstance(matrix, QuantizedMatrix) and matrix.layout is GpuLayout.PLANES:
+        return matrix.cols, matrix.device.name, matrix.qtype is OwnType.F8_E4M3
+    return None
+
+
+def _join(modules: Sequence[nn.Module]) -> tuple[GpuMatrix, list[slice]] | None:
+    """All layers of a kind as one product, and the columns of each; None where they cannot be."""
+    quantized, dense = _quantized(modules), _dense(modules)
+    if quantized is not None:
+        return _side_by_side(quantized)
+    if dense is None:
+        return None
+    bias = _biases([(m.bias, m.weight.shape[0]) for m in dense], dense[0].weight)
+    return DenseMatrix(torch.cat([m.weight for m in dense]), bias), _slices([m.weight.shape[0] for m in dense])
+
+
 class JoinedLinears:
     """Linear layers on the same rows: [T, K] in, a [T, N] for each layer out (columns of one result, or their own)."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         self.modules = tuple(modules)
-        self._whole: GpuMatrix | None = None
-        self._columns: list[slice] = []
-        quantized, dense = _quantized(modules), _dense(modules)
-        if quantized is not None:
-            made = _side_by_side(quantized)
+        self._groups: list[_Group] = []
+        kinds = defaultdict[Hashable, list[int]](list)
+        for i, module in enumerate(modules):
+            kinds[_kind(module)].append(i)
+        for kind, members in kinds.items():
+            parts = [modules[i] for i in members]
+            made = _join(parts) if kind is not None and len(parts) > 1 else None
             if made is not None:
-                self._whole, self._columns = made
-        elif dense is not None:
-            bias = _biases([(m.bias, m.weight.shape[0]) for m in dense], dense[0].weight)
-            self._whole = DenseMatrix(torch.cat([m.weight for m in dense]), bias)
-            self._columns = _slices([m.weight.shape[0] for m in dense])
-        if self._whole is not None:
-            _give_away(self.modules, self._whole, self._columns)
+                _give_away(parts, *made)
+                self._groups.append(_Group(tuple(members), *made))
+
+    @property
+    def num_products(self) -> int:
+        """How many products a call computes."""
+        return len(self.modules) - sum(len(group.members) - 1 for group in self._groups)
 
     def __call__(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """What each of the modules makes of rows [T, K]."""
-        if self._whole is None:
-            return [module(rows) for module in self.modules]
         use(rows.device)
-        result = self._whole(rows, rows.dtype)
-        return [result[:, columns] for columns in self._columns]
+        found: dict[int, torch.Tensor] = {}
+        for group in self._groups:
+            result = group.whole(rows, rows.dtype)
+            found |= {i: result[:, columns] for i, columns in zip(group.members, group.columns, strict=True)}
+        return [found[i] if i in found else module(rows) for i, module in enumerate(self.modules)]
+
+
+def side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors [T, N] as one [T, sum of N]: a view where they are neighbouring columns of one result, else a copy."""
+    first, at = parts[0], parts[0].storage_offset()
+    for part in parts:
+        is_beside = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not is_beside or part.storage_offset() != at or part.stride() != first.stride():
+            return torch.cat(list(parts), dim=-1)
+        at += part.shape[1]
+    return first.as_strided((first.shape[0], at - first.storage_offset()), first.stride())
 
 
 def _give_away(modules: Sequence[nn.Module], whole: GpuMatrix, columns: Sequence[slice]) -> None:

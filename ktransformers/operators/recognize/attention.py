@@ -47,11 +47,12 @@ class NormPlace(Enum):
 
 @dataclass(frozen=True, slots=True)
 class QueryNorms:
-    """RMS norms of queries and keys: the names of the two modules, and their epsilon."""
+    """RMS norms of queries and keys: the names of the two modules, their epsilon, what is added to their weights."""
 
     place: NormPlace
     names: tuple[str, str]
     eps: float
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class GqaSpec:
     """What a module's attention needs to know.
 
     is_interleaved: whether columns 2 i and 2 i + 1 of a head are rotated together, rather than i and i + P / 2.
-    has_sinks: whether each head has a sink, the module's parameter `sinks`.
+    has_sinks: whether each head has a sink, the module's parameter `sinks`. has_gate: whether q_proj gives each head
+    a query and, behind it, a gate, by whose logistic function the head's result is multiplied.
     """
 
     num_heads: int
@@ -72,6 +74,7 @@ class GqaSpec:
     softcap: float
     norms: QueryNorms | None
     has_sinks: bool
+    has_gate: bool = False
 
     def shape(self, dtype: torch.dtype) -> GqaShape | None:
         """Of its attention over a cache of `dtype`; None with sinks, which a GqaShape has not."""
@@ -142,7 +145,7 @@ def _record(
 
 @recognizer("attention of grouped queries as kernels compute it")
 def recognize_attention(module: nn.Module) -> GqaSpec:
-    """What `module`'s own forward computes; None when that is something else (gates, other norms or rotations)."""
+    """What `module`'s own forward computes; None when that is something else (other gates, norms or rotations)."""
     head_dim = getattr(module, "head_dim", None)
     children = {name for name, child in module.named_children() if child is not None}
     names = next((pair for pair in _NORM_NAMES if children == _PROJECTIONS | set(pair)), ())
@@ -175,8 +178,9 @@ def recognize_temperature(module: nn.Module) -> TemperatureSpec:
 def _asked(module: nn.Module, head_dim: int, names: tuple[str, ...], copies: int) -> GqaSpec:
     rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     angles = Draws(1).normal(_ROWS, int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2)
-    twin, parts = _twin(module, head_dim, names)
-    call = _answer(twin, torch.cat([angles] * copies, dim=-1))
+    has_gate = _width(module, "q_proj") == 2 * int(getattr(module.get_submodule("o_proj"), "in_features", 0))
+    twin, parts = _twin(module, head_dim, names, has_gate=has_gate)
+    call = _answer(twin, torch.cat([angles] * copies, dim=-1), parts.get("gate"))
     _check_plain(call, parts)
     scaling = call.options.get("scaling")
     specs = [
@@ -191,6 +195,7 @@ def _asked(module: nn.Module, head_dim: int, names: tuple[str, ...], copies: int
             softcap=call.number("softcap"),
             norms=norms,
             has_sinks="s_aux" in call.options,
+            has_gate=has_gate,
         )
         for norms, is_interleaved in product(_possible_norms(module, head_dim, names), (False, True))
     ]
@@ -205,29 +210,39 @@ def _possible_norms(module: nn.Module, head_dim: int, names: tuple[str, ...]) ->
     norms = [module.get_submodule(name) for name in names]
     specs = {recognize_norm(norm) for norm in norms}
     spec = specs.pop()
-    if specs or spec is None or spec.offset:
+    if specs or spec is None:
         raise Unlike("its norms are not plain RMSNorm of one epsilon")
     widths = [tuple(norm.get_parameter("weight").shape) for norm in norms]
     heads = [(_width(module, name),) for name in ("q_proj", "k_proj")]
     places = [NormPlace.HEADS, NormPlace.ROTATED] if widths == [(head_dim,)] * 2 else []
     if widths == heads:
         places.append(NormPlace.WHOLE)
-    return [QueryNorms(place, (names[0], names[1]), spec.eps) for place in places]
+    return [QueryNorms(place, (names[0], names[1]), spec.eps, spec.offset) for place in places]
 
 
 def _width(module: nn.Module, name: str) -> int:
     return int(getattr(module.get_submodule(name), "out_features", 0))
 
 
-def _twin(module: nn.Module, head_dim: int, norm_names: tuple[str, ...]) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A copy of the module on made-up projections, and these: [T, heads, D], norm weights, sinks [heads]."""
+def _twin(
+    module: nn.Module, head_dim: int, norm_names: tuple[str, ...], *, has_gate: bool = False
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A copy of the module on made-up projections, and these: [T, heads, D], norm weights, sinks [heads].
+
+    has_gate: half of each head of q_proj is a "gate", of numbers small enough that its logistic function is not 0 or 1.
+    """
     draws, parts = Draws(), dict[str, Tensor]()
     children: dict[str, nn.Module] = {"o_proj": nn.Identity()}
     for name in ("q_proj", "k_proj", "v_proj"):
         value = draws.normal(1, _ROWS, _width(module, name), scale=_SIZE)
         if value.shape[-1] % head_dim:
             raise Unlike(f"{name} gives {value.shape[-1]} columns, which are no heads of {head_dim}")
-        children[name], parts[name] = _Fixed(value), value.view(_ROWS, -1, head_dim)
+        parts[name] = value.view(_ROWS, -1, head_dim)
+        if has_gate and name == "q_proj":
+            parts[name], gate = value.view(_ROWS, -1, 2 * head_dim).chunk(2, dim=-1)
+            parts["gate"] = gate / _SIZE
+            value = torch.cat((parts[name], parts["gate"]), dim=-1).view(value.shape)
+        children[name] = _Fixed(value)
     for name in norm_names:
         norm = module.get_submodule(name)
         parts[name] = draws.positive(*norm.get_parameter("weight").shape)
@@ -238,17 +253,29 @@ def _twin(module: nn.Module, head_dim: int, norm_names: tuple[str, ...]) -> tupl
     return twin_of(module, parameters=sinks, modules=children, config=config), parts | sinks
 
 
-def _answer(twin: nn.Module, angles: Tensor, **given: object) -> _Call:
-    """What the twin hands to attention. Raises Unlike unless it hands on what attention gives, and calls it once."""
+def _answer(twin: nn.Module, angles: Tensor, gate: Tensor | None = None, **given: object) -> _Call:
+    """What the twin hands to attention. Raises Unlike unless it calls it once, and hands on what that gives.
+
+    gate: [T, heads, D], what the result is to be multiplied by, as logits; None: nothing.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(_PROBE, _record)
     calls, embeddings = list[_Call](), (angles.cos()[None], angles.sin()[None])
     rows = torch.zeros(1, _ROWS, 8)
     output = answer(lambda: twin(rows, position_embeddings=embeddings, attention_mask=None, calls=calls, **given)[0])
-    if len(calls) != 1 or not close(output, calls[0].result.reshape(1, _ROWS, -1)):
+    if len(calls) != 1 or not close(output, _gated(calls[0].result, gate)):
         raise Unlike("it calls attention otherwise than once, or changes its result")
     return calls[0]
+
+
+def _gated(result: Tensor, gate: Tensor | None) -> Tensor:
+    """What is made of attention's result [1, T, heads, D]: [1, T, heads D]."""
+    if gate is None:
+        return result.reshape(1, _ROWS, -1)
+    if gate.shape != result.shape[1:]:
+        raise Unlike(f"its gates {list(gate.shape)} are not of its results {list(result.shape[1:])}")
+    return (result * torch.sigmoid(gate)).reshape(1, _ROWS, -1)
 
 
 def _check_plain(call: _Call, parts: dict[str, Tensor]) -> None:
@@ -268,7 +295,7 @@ def _rotated(parts: dict[str, Tensor], index: int, angles: Tensor, spec: GqaSpec
     x, norms = parts[("q_proj", "k_proj")[index]], spec.norms
     if norms is None:
         return _turned(x, angles, spec.is_interleaved)
-    weight = parts[norms.names[index]]
+    weight = norms.offset + parts[norms.names[index]]
     if norms.place is NormPlace.ROTATED:
         return rms_norm(_turned(x, angles, spec.is_interleaved), weight, norms.eps)
     rows = x.flatten(1) if norms.place is NormPlace.WHOLE else x

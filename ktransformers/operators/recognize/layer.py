@@ -1,8 +1,14 @@
-"""Which decoder layers are arranged as in Llama: norm, attention, add, norm, feed-forward, add."""
+"""Which decoder layers are made of parts that each get a norm of the rows and are added to them.
+
+Llama's have two: norm, attention, add, norm, feed-forward, add. A layer with a state may take attention's place.
+Nemotron-H's have one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 import torch
@@ -10,17 +16,36 @@ from torch import Tensor, nn
 
 from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, first_of, recognizer, twin_of
 
-__all__ = ["LAYER_NORMS", "LayerSpec", "keeps_keywords", "recognize_layer"]
+__all__ = ["LayerSpec", "PartKind", "PartSpec", "keeps_keywords", "recognize_layer"]
 
-LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_MIXERS = frozenset({"self_attn", "linear_attn"})
+_ONE_PART = ("norm", "mixer")
+
+
+class PartKind(Enum):
+    """What a part is handed beside the rows, and what it returns."""
+
+    ATTENTION = "all that its layer is handed; its result and something else"
+    RECURRENT = "some of what its layer is handed; its result, as layers with a state do"
+    FEED_FORWARD = "nothing; its result"
+    IN_TUPLE = "nothing; its result and something else"
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """x becomes x + part(norm(x)): names of both modules."""
+
+    norm: str
+    name: str
+    kind: PartKind
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """feed_forward: the name of that part; in_tuple: it returns its result and something else."""
+    """Parts in their order."""
 
-    feed_forward: str
-    in_tuple: bool
+    parts: tuple[PartSpec, ...]
 
 
 class _StandIn(nn.Module):
@@ -32,6 +57,7 @@ class _StandIn(nn.Module):
     def __init__(self, factor: float, *, in_tuple: bool = False):
         super().__init__()
         self.factor, self.in_tuple = factor, in_tuple
+        self.weight = torch.ones(1)  # some layers look at the type of their norm's
         self.seen: dict[str, object] = {}
 
     def apply_to(self, x: Tensor) -> Tensor:
@@ -45,12 +71,24 @@ class _StandIn(nn.Module):
 
 @recognizer("a layer of the usual arrangement")
 def recognize_layer(layer: nn.Module) -> LayerSpec:
-    """The arrangement of `layer` if it is h = x + attention(norm(x)), h + feed_forward(norm(h)); None for others."""
+    """The arrangement of `layer` if each part is added to the rows that its norm was given; None for others."""
     names = {name for name, child in layer.named_children() if child is not None}
-    others = sorted(names - {"self_attn", *LAYER_NORMS})
-    if len(others) != 1 or len(names) != 4 or any(True for _ in layer.parameters(recurse=False)):
+    specs = list(_possible(names))
+    if not specs or any(True for _ in layer.parameters(recurse=False)):
         raise Unlike(f"it is made of {', '.join(sorted(names))}")
-    return first_of(partial(_asked, layer, others[0], in_tuple) for in_tuple in (False, True))
+    return first_of(partial(_asked, layer, spec) for spec in specs)
+
+
+def _possible(names: set[str]) -> Iterator[LayerSpec]:
+    """Of a layer with such children."""
+    mixers, others = sorted(names & _MIXERS), sorted(names - _MIXERS - set(_NORMS))
+    if names == set(_ONE_PART):
+        for kind in PartKind:
+            yield LayerSpec((PartSpec(*_ONE_PART, kind),))
+    elif len(mixers) == len(others) == 1 and len(names) == 4:
+        for mixing in (PartKind.ATTENTION, PartKind.RECURRENT):
+            for kind in (PartKind.FEED_FORWARD, PartKind.IN_TUPLE):
+                yield LayerSpec((PartSpec(_NORMS[0], mixers[0], mixing), PartSpec(_NORMS[1], others[0], kind)))
 
 
 def keeps_keywords(layer: nn.Module) -> bool:
@@ -68,16 +106,29 @@ def keeps_keywords(layer: nn.Module) -> bool:
     return bool(attention.seen) and attention.seen.get("probe") is not probe
 
 
-def _asked(layer: nn.Module, feed_forward: str, in_tuple: bool) -> LayerSpec:
-    first, second, third = _StandIn(0.7), _StandIn(1.3, in_tuple=True), _StandIn(0.9)
-    fourth = _StandIn(1.7, in_tuple=in_tuple)
-    parts = {LAYER_NORMS[0]: first, "self_attn": second, LAYER_NORMS[1]: third, feed_forward: fourth}
-    twin, x = twin_of(layer, modules=parts), Draws().normal(1, 3, 8)
+def _asked(layer: nn.Module, spec: LayerSpec) -> LayerSpec:
+    norms = [_StandIn(0.7 + 0.2 * i) for i in range(len(spec.parts))]
+    in_tuples = {PartKind.ATTENTION, PartKind.IN_TUPLE}
+    parts = [_StandIn(1.3 + 0.4 * i, in_tuple=part.kind in in_tuples) for i, part in enumerate(spec.parts)]
+    modules = {part.norm: norm for part, norm in zip(spec.parts, norms, strict=True)}
+    modules |= {part.name: stand_in for part, stand_in in zip(spec.parts, parts, strict=True)}
+    twin, x = twin_of(layer, modules=modules), Draws().normal(1, 3, 8)
     given = {"attention_mask": None, "position_embeddings": object(), "probe": object()}
     got = answer(lambda: twin(x.clone(), past_key_values=None, use_cache=False, position_ids=object(), **given))
-    middle = x + second.apply_to(first.apply_to(x))
-    if not close(got, middle + fourth.apply_to(third.apply_to(middle))):
+    want = x
+    for norm, stand_in in zip(norms, parts, strict=True):
+        want = want + stand_in.apply_to(norm.apply_to(want))
+    if not close(got, want):
         raise Unlike("it adds or normalizes in its own way")
-    if any(second.seen.get(name) is not value for name, value in given.items()):
-        raise Unlike("it does not hand its keywords to attention")
-    return LayerSpec(feed_forward, in_tuple)
+    for part, stand_in in zip(spec.parts, parts, strict=True):
+        _check_handed(part, stand_in.seen, given)
+    return spec
+
+
+def _check_handed(part: PartSpec, seen: dict[str, object], given: dict[str, object]) -> None:
+    """Raise Unlike unless a part was handed (`seen`) what its kind is, of what its layer was given."""
+    if part.kind is PartKind.ATTENTION:
+        if any(seen.get(name) is not value for name, value in given.items()):
+            raise Unlike("it does not hand its keywords to attention")
+    elif bool(seen) != (part.kind is PartKind.RECURRENT):
+        raise Unlike(f"it hands {', '.join(sorted(seen)) or 'nothing'} to {part.name}")

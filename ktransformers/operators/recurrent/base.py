@@ -100,6 +100,10 @@ class RecurrentOperator(WrapperOperator):
     def bypassed(self) -> Iterable[nn.Module]:
         return (self.inner, *(child for name, child in self.inner.named_children() if name in self.OWNED_CHILDREN))
 
+    def scan_nbytes(self, num_rows: int) -> int:
+        """Bytes that the scan of a step of so many rows works in on a GPU, beside rows in and out."""
+        return 0
+
     # A step.
 
     def hear(self, context: object) -> None:

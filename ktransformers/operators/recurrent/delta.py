@@ -11,10 +11,12 @@ from torch.nn import functional
 from typing_extensions import override
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.triton.recurrent import workspace_nbytes
 from ktransformers.kernels.triton.recurrent_mixers import DeltaNet, gated_delta_net, interleaved_columns
 from ktransformers.operators.base import OperatorConfig, Placement, Site
 from ktransformers.operators.context import StateStep
 from ktransformers.operators.device import use
+from ktransformers.operators.linear.joined import JoinedLinears, side_by_side
 from ktransformers.operators.recurrent.base import RecurrentOperator
 
 __all__ = ["KGatedDeltaNet", "KKimiDeltaAttention"]
@@ -58,6 +60,11 @@ class KGatedDeltaNet(RecurrentOperator):
         return {"conv": self.conv_shape(), "recurrent": (self.v_heads, self.k_dim, self.v_dim)}
 
     @override
+    def scan_nbytes(self, num_rows: int) -> int:
+        gates = 2 * 4 * num_rows * self.v_heads  # decay and beta, fp32
+        return workspace_nbytes(num_rows, self.v_heads, self.k_dim, self.v_dim) + gates
+
+    @override
     def prepare(self) -> None:
         inner: Any = self.inner
         self.a = -inner.A_log.float().exp()
@@ -76,21 +83,32 @@ class KGatedDeltaNet(RecurrentOperator):
             gate=self.gate,
         )
 
+    @override
+    def settle(self, site: Site) -> None:
+        super().settle(site)
+        if self.device.is_gpu:
+            self._projections = JoinedLinears([self.inner.get_submodule(name) for name in self._inputs()])
+
+    def _inputs(self) -> tuple[str, ...]:
+        """Names of the projections of hidden states."""
+        if self.is_interleaved:
+            return "in_proj_qkvz", "in_proj_ba"
+        return "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+
     def _mix_on_gpu(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
         """In few launches, without taking interleaved projections apart."""
-        inner: Any = self.inner
         count, share = len(rows), self.v_heads // self.k_heads
+        x, *others = self._projections(rows)
         if self.is_interleaved:
-            x = inner.in_proj_qkvz(rows)
             of_keys = x.view(count, self.k_heads, -1)
-            gate = of_keys[..., 2 * self.k_dim + share * self.v_dim :].unflatten(-1, (share, self.v_dim))
-            b, a = inner.in_proj_ba(rows).view(count, self.k_heads, -1).split((share, share), dim=-1)
+            gate = of_keys[..., 2 * self.k_dim + share * self.v_dim :].view(count, self.k_heads, share, self.v_dim)
+            b, a = others[0].view(count, self.k_heads, -1).chunk(2, dim=-1)
         else:
-            x, gate = inner.in_proj_qkv(rows), inner.in_proj_z(rows).view(count, self.k_heads, share, self.v_dim)
-            b, a = (part(rows).view(count, self.k_heads, share) for part in (inner.in_proj_b, inner.in_proj_a))
+            gate = others[0].view(count, self.k_heads, share, self.v_dim)
+            b, a = (part.view(count, self.k_heads, share) for part in others[1:])
         use(self.device.torch_device)
         out = gated_delta_net(x, gate, a, b, self._net, (states["conv"], states["recurrent"]), step)
-        result: Tensor = inner.out_proj(out)
+        result: Tensor = self.inner.get_submodule("out_proj")(out)
         return result
 
     def project(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -170,13 +188,21 @@ class KKimiDeltaAttention(RecurrentOperator):
         return {"conv": self.conv_shape(), "recurrent": (self.num_heads, self.head_dim, self.head_dim)}
 
     @override
+    def scan_nbytes(self, num_rows: int) -> int:
+        gates = 4 * num_rows * self.num_heads * (self.head_dim + 1)  # decay and beta, fp32
+        return workspace_nbytes(num_rows, self.num_heads, self.head_dim, self.head_dim) + gates
+
+    @override
     def settle(self, site: Site) -> None:
         """Its forget gate is a module of its own, which is loaded by now."""
         super().settle(site)
-        if not self.device.is_gpu or self.bound is not None:
+        if not self.device.is_gpu:
             return
         inner: Any = self.inner
         forget, size = inner.forget_gate, self.head_dim
+        self._projections = JoinedLinears([inner.get_submodule(name) for name in self._inputs()])
+        if self.bound is not None:
+            return
         self._net = DeltaNet(
             *(self.num_heads, self.num_heads, size, size),
             inner.conv1d.weight[:, 0].contiguous(),
@@ -188,16 +214,31 @@ class KKimiDeltaAttention(RecurrentOperator):
             gate=self.gate,
         )
 
-    def _forget(self, rows: Tensor) -> Tensor:
-        """The product of the forget gate, [T, heads, head_dim]."""
-        gate: Any = self.inner.forget_gate
-        product: Tensor = gate.f_proj(rows) if hasattr(gate, "f_proj") else gate.f_b_proj(gate.f_a_proj(rows))
-        return product.view(len(rows), self.num_heads, self.head_dim)
+    def _inputs(self) -> tuple[str, ...]:
+        """Names of the projections of hidden states: q, k, v, beta, the output's gate, the forget gate."""
+        gate = "g_proj" if hasattr(self.inner, "g_proj") else "g_a_proj"
+        forget = "f_proj" if hasattr(self.inner.forget_gate, "f_proj") else "f_a_proj"
+        return "q_proj", "k_proj", "v_proj", "b_proj", gate, f"forget_gate.{forget}"
 
-    def decay(self, rows: Tensor) -> Tensor:
-        """rows [T, H] -> the logarithm of what is kept, [T, heads, head_dim]."""
+    def project(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """rows [T, H] -> q, k and v side by side [T, channels], beta as logits [T, heads], the output's gate and the
+        product of the forget gate [T, heads, head_dim]."""
+        inner: Any = self.inner
+        if self.device.is_gpu:
+            *qkv, beta, gate, forget = self._projections(rows)
+        else:
+            *qkv, beta, gate, forget = (inner.get_submodule(name)(rows) for name in self._inputs())
+        if hasattr(inner, "g_b_proj"):
+            gate = inner.g_b_proj(gate)
+        if hasattr(inner.forget_gate, "f_b_proj"):
+            forget = inner.forget_gate.f_b_proj(forget)
+        shape = (len(rows), self.num_heads, self.head_dim)
+        return side_by_side(qkv), beta, gate.view(shape), forget.view(shape)
+
+    def decay(self, forget: Tensor) -> Tensor:
+        """The forget gate's product -> the logarithm of what is kept, both [T, heads, head_dim]."""
         gate: Any = self.inner.forget_gate
-        raw = self._forget(rows).float() + gate.dt_bias.float().view(self.num_heads, self.head_dim)
+        raw = forget.float() + gate.dt_bias.float().view(self.num_heads, self.head_dim)
         rate: Tensor = gate.A_log.float().exp().view(-1, 1)
         return -rate * functional.softplus(raw) if self.bound is None else self.bound * torch.sigmoid(rate * raw)
 
@@ -205,18 +246,17 @@ class KKimiDeltaAttention(RecurrentOperator):
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
         inner: Any = self.inner
         shape = (len(rows), self.num_heads, self.head_dim)
-        joined = torch.cat((inner.q_proj(rows), inner.k_proj(rows), inner.v_proj(rows)), dim=-1)
-        gate = inner.g_proj(rows) if hasattr(inner, "g_proj") else inner.g_b_proj(inner.g_a_proj(rows))
+        joined, logits, gate, forget = self.project(rows)
         if self.device.is_gpu and self.bound is None:
             use(self.device.torch_device)
-            given = gate.view(shape).unsqueeze(2), self._forget(rows), inner.b_proj(rows).unsqueeze(-1)
+            given = gate.unsqueeze(2), forget, logits.unsqueeze(-1)
             out = gated_delta_net(joined, *given, self._net, (states["conv"], states["recurrent"]), step)
             mixed_out: Tensor = inner.o_proj(out)
             return mixed_out
         mixed = self.convolve(joined, states, step, "silu")
         q, k, v = (part.view(shape) for part in mixed.chunk(3, dim=-1))
-        beta = torch.sigmoid(inner.b_proj(rows).float())
-        out = self.scans.delta_scan((q, k, v), self.decay(rows), beta, states["recurrent"], step)
+        beta = torch.sigmoid(logits.float())
+        out = self.scans.delta_scan((q, k, v), self.decay(forget), beta, states["recurrent"], step)
         norm = inner.o_norm
         normed = self.scans.gated_norm(
             out.reshape(-1, self.head_dim),

@@ -11,6 +11,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.triton.recurrent import workspace_nbytes
 from ktransformers.kernels.triton.recurrent_mixers import ssd_scan
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.context import StateStep
@@ -49,6 +50,11 @@ class KMamba2(RecurrentOperator):
     @override
     def state_parts(self) -> Mapping[str, tuple[int, ...]]:
         return {"conv": self.conv_shape(), "recurrent": (self.num_heads, self.state_size, self.head_dim)}
+
+    @override
+    def scan_nbytes(self, num_rows: int) -> int:
+        steps = 2 * 4 * num_rows * self.num_heads  # dt and decay, fp32
+        return workspace_nbytes(num_rows, self.num_heads, self.state_size, self.head_dim, is_delta=False) + steps
 
     @override
     def prepare(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ktransformers.kernels.triton.recurrent import workspace_nbytes
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.context import StateStep
 from ktransformers.operators.recurrent.base import RecurrentOperator
@@ -55,6 +56,10 @@ class KLightningAttention(RecurrentOperator):
     @override
     def state_parts(self) -> Mapping[str, tuple[int, ...]]:
         return {"recurrent": (self.num_heads, self.head_dim, self.head_dim)}
+
+    @override
+    def scan_nbytes(self, num_rows: int) -> int:
+        return workspace_nbytes(num_rows, self.num_heads, self.head_dim, self.head_dim, is_delta=False)
 
     @override
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:

@@ -17,6 +17,7 @@ if runtime.triton is None:
 
 PRODUCTS = ("_vector_kernel", "_tile_kernel", "_gate_up_vector", "_down_vector", "_gate_up_tile", "_down_tile")
 RECURRENT = ("conv_kernel", "rows_kernel", "prepare_kernel", "chunks_kernel", "gates_kernel", "selective_kernel")
+GATED = ("_rope_kernel", "_gate_heads_kernel")
 ATTENTION = ("decode_kernel", "prefill_kernel", "_expanded_kernel")
 
 
@@ -34,7 +35,7 @@ def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedP
 @pytest.mark.parametrize(
     ("arguments", "kernels"),
     [
-        pytest.param(["--sm", "90", "--few"], (*PRODUCTS, *ATTENTION, *RECURRENT, "_score_kernel"), id="sm90"),
+        pytest.param(["--sm", "90", "--few"], (*PRODUCTS, *ATTENTION, *RECURRENT, *GATED, "_score_kernel"), id="sm90"),
         pytest.param(["--sm", "90"], (*PRODUCTS, *ATTENTION), id="sm90-more", marks=pytest.mark.exhaustive),
         pytest.param(["--sm", "89", "--attention"], ATTENTION, id="sm89"),
         pytest.param(["--sm", "90", "--recurrent"], RECURRENT, id="sm90-recurrent", marks=pytest.mark.exhaustive),

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.elementwise import activate, add_rms_norm, rms_norm
+from ktransformers.kernels.triton.elementwise import activate, add_rms_norm, gate_heads, rms_norm
 from ktransformers.kernels.triton.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.attention.mla import rotate
@@ -90,6 +90,19 @@ def test_silu_mul_in_half_precision_and_in_place(device):
     assert activate(ActivationSpec(), gate, up, out=gate) is gate
     close(gate, want)
     assert activate(ActivationSpec(), gate[:0], up[:0]).shape == (0, 96)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gate_heads(dtype, device):
+    beside = normal(3, 5, 2 * 48, dtype=dtype, device=device, seed=1)  # by head: a query and a gate
+    x, gate = normal(3, 5, 48, dtype=dtype, device=device), beside[..., 48:]
+    want = x.double() * torch.sigmoid(gate.double())
+    close(gate_heads(x, gate), want)
+    assert gate_heads(x, gate, out=x) is x
+    close(x, want)
+    assert gate_heads(x[:0], gate[:0]).shape == (0, 5, 48)
+    with pytest.raises(ValueError, match="gate must have shape"):
+        gate_heads(x, gate[:, :4])
 
 
 def head_norm(x, weight, eps):

@@ -49,17 +49,17 @@ def test_joined_matrices_compute_what_each_does(layer: MakeLayer, tokens: int) -
     x = parts[0].device.take(torch.randn(tokens, 160, generator=torch.Generator().manual_seed(4)))
     each = [part(x).clone() for part in parts]
     joined = JoinedLinears(parts)
-    assert joined._whole is not None
+    assert joined.num_products == 1
     # A bias is added to fp32 sums, in another order perhaps where columns are split; results are fp16.
     for got, want in zip(joined(x), each, strict=True):
         assert torch.allclose(got, want, rtol=2**-10, atol=1e-4)
 
 
 def test_what_cannot_be_joined(layer: MakeLayer) -> None:
-    assert JoinedLinears([layer(130, 64, 0), layer(128, 64, 1)])._whole is None  # rows in no multiple of 8
-    assert JoinedLinears([layer(136, 64, 0), layer(128, 64, 1)])._whole is None  # scales would lie across both
-    assert JoinedLinears([layer(128, 64, 0), layer(128, 96, 1)])._whole is None
-    assert JoinedLinears([layer(128, 64, 0), layer(136, 64, 1)])._whole is not None
+    assert JoinedLinears([layer(130, 64, 0), layer(128, 64, 1)]).num_products == 2  # rows in no multiple of 8
+    assert JoinedLinears([layer(136, 64, 0), layer(128, 64, 1)]).num_products == 2  # scales would lie across both
+    assert JoinedLinears([layer(128, 64, 0), layer(128, 96, 1)]).num_products == 2
+    assert JoinedLinears([layer(128, 64, 0), layer(136, 64, 1)]).num_products == 1
 
 
 def test_shapes_that_no_kernel_takes() -> None:

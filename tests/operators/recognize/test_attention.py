@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ktransformers.operators.recognize.attention import GqaSpec, NormPlace, recognize_attention
+from tests.support.recurrent_models import recurrent_config
 from tests.support.tiny_models import tiny_config
 
 
@@ -35,6 +36,36 @@ def test_families(model_type: str, place: NormPlace | None, is_interleaved: bool
     assert spec is not None
     assert (spec.norms and spec.norms.place, spec.is_interleaved, spec.has_sinks) == (place, is_interleaved, has_sinks)
     assert (spec.shape(torch.bfloat16) is None) == has_sinks
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
+def test_gates_beside_queries(model_type: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(recurrent_config(model_type)).model.layers[2].self_attn
+    spec = recognize_attention(module)
+    assert spec is not None
+    assert spec.norms is not None
+    assert (spec.has_gate, spec.num_heads, spec.head_dim, spec.rotary_dim) == (True, 4, 32, 16)
+    assert (spec.norms.place, spec.norms.offset) == (NormPlace.HEADS, 1.0)
+
+
+def test_another_gate_is_seen() -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(recurrent_config("qwen3_next")).model.layers[2].self_attn
+    forward = modeling_qwen3_next.Qwen3NextAttention.forward
+
+    class Other(type(module)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
+            output, weights = forward(self, hidden_states, *args, **kwargs)
+            return output * output.abs().sqrt(), weights
+
+    module.__class__ = Other
+    assert recognize_attention(module) is None
 
 
 def test_clipping_is_seen() -> None:

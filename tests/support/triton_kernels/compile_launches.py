@@ -22,13 +22,14 @@ from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.choose import choose_positions
 from ktransformers.kernels.triton.clock import write_device_time
 from ktransformers.kernels.triton.convert import convert_rows
-from ktransformers.kernels.triton.elementwise import add_rms_norm
+from ktransformers.kernels.triton.elementwise import add_rms_norm, gate_heads
 from ktransformers.kernels.triton.expanded import ExpandedRun, expanded_attention, expanded_tile, tiles_of
 from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.moe import SILU, Between, ExpertMatrices, moe
 from ktransformers.kernels.triton.relay import GpuLayout, can_relay, layout_nbytes
+from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
 from ktransformers.kernels.types import Activation, ActivationSpec, OwnType, QuantType, StateStep
 
@@ -137,6 +138,18 @@ def call_attention(heads, kv_heads, dim, tokens, seqs, pages=64):
     table, counters = torch.zeros(seqs, pages, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
     q = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16)
     attention(q, cache, cache, table, 256, ids, ids, 0.1, counters=counters)
+
+
+def call_gated_attention(heads, kv_heads, dim, rotary, tokens):
+    """Queries with gates beside them, norms, and a part of each head rotated (Qwen3-Next)."""
+    beside = torch.zeros(tokens, heads, 2 * dim, dtype=torch.bfloat16)
+    k, cache = beside.new_zeros(tokens, kv_heads, dim), beside.new_zeros(64, kv_heads, dim)
+    angles, slots, norms = torch.zeros(tokens, rotary), torch.zeros(tokens, dtype=torch.int64), torch.zeros(2, dim)
+    query = beside.new_empty(tokens, heads, dim)
+    given = (beside[..., :dim], k, k, angles, angles, cache, cache, slots)
+    rope_to_cache(*given, rotary_dim=rotary, norm_weights=(norms[0], norms[1]), eps=1e-6, q_out=query)
+    call_attention(heads, kv_heads, dim, tokens, 1)
+    gate_heads(query, beside[..., dim:], out=query)
 
 
 def call_mla(heads, tokens, seqs, pages=64):
@@ -266,6 +279,7 @@ def few():
     call_convert(4, 2048)
     call_latent(2)
     call_norm(7168, 2)
+    call_gated_attention(16, 2, 256, 64, 1)
     call_router(256, 7168, 4, RouterSpec(8, "sigmoid", num_groups=8, topk_groups=4, scaling=2.5))
     call_linear(QuantType.Q4_K, 2048, 4096, 1)
     call_linear(QuantType.Q6_K, 2048, 2048, 200)
