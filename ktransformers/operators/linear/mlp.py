@@ -31,6 +31,12 @@ class KMLP(WrapperOperator):
     }
     PARTS: ClassVar[frozenset[str]] = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
 
+    @classmethod
+    @override
+    def is_for(cls, module: nn.Module) -> bool:
+        """Blocks of routed experts are called so too, and return more than their rows."""
+        return {name for name, _ in module.named_children()} >= cls.PARTS - {"act_fn"}
+
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         self.spec: ActivationSpec | None = recognize_gated_mlp(module)
