@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ktransformers.cache.paged import LayerShape, PagedCache
+from ktransformers.cache.paged import LayerShape, PagedCache, check_page_size
 from ktransformers.config import EngineConfig, why_crowded
 from ktransformers.core import Progress
 from ktransformers.engine.attention import find_flash
@@ -238,6 +238,7 @@ def _build(
         model = replace(model, card=replace(model.card, gpu_bytes=plan.gpu_bytes))
         _say_prefill(plan, pool)
         longest, page_size = opened.facts.longest_sequence(num_slots), cache_plan.page_size(num_slots)
+        check_page_size(planned.shapes, num_slots, page_size)
         loaded = _Loaded(opened, planned, pool, _load(opened, plan, longest, progress), longest)
         flash = find_flash(plan, config.attention_backend, page_size)
         prefill = open_prefills(plan, planned.streamings, hardware.prefill_tools, cache_plan.max_batch_size)

@@ -236,7 +236,9 @@ def cache_shapes(
                 shapes[layer_idx] = replace(shapes[layer_idx], chunk=facts.layers[layer_idx].window or 0)
         chooser = operators.get(f"{key}.indexer")
         if isinstance(chooser, Chooser):
-            shapes[layer_idx] = replace(shapes[layer_idx], index_dim=chooser.index_dim)
+            shapes[layer_idx] = replace(
+                shapes[layer_idx], index_dim=chooser.index_dim, index_pool=chooser.index_pool
+            )
     _add_states(shapes, facts, operators)
     if sorted(shapes) != list(range(facts.num_layers)):
         what = f"of layers {sorted(shapes)} only" if shapes else "in none of its layers"

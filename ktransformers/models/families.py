@@ -278,7 +278,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "deepseek_ocr2": CHECKED,
     "ernie4_5_vl_moe": CHECKED,
     "glm4v_moe": CHECKED,
-    "glm5_next": OWN_TOKENS,
+    "glm5_next": CHECKED,
     "inkling2": MIXED,
     "inkling_mm_model": NOT_BUILT,
     "kimi_k25": CHECKED,

@@ -75,6 +75,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe": Family("Glm4Moe.yaml", gguf_arch="glm4moe"),
     "glm4_moe_lite": Family("Glm4MoeLite.yaml"),
     "glm_moe_dsa": Family("GlmMoeDsa.yaml"),
+    "glm5_next_text": Family("Glm5Next.yaml"),
     "gpt_oss": Family(expert_type="MXFP4"),
     "hunyuan_v1_moe": Family(
         "Hunyuan-A13B.yaml", upstream=UpstreamNames("hunyuan", prefixes=("HunYuan", "HunYuanMoEV1"))

@@ -56,6 +56,7 @@ _MLA = "mla.KMLAAttention"
 _COMPRESSED = "compressed.KCompressedAttention"
 _INDEXER = "indexer.KIndexer"
 _BLOCK_INDEXER = "indexer.KBlockIndexer"
+_POOLED_INDEXER = "indexer.KPooledIndexer"
 _MODEL = "model.KModel"
 _ROPE = "rope.KRotaryEmbedding"
 _NORM = "norm.KRMSNorm"
@@ -109,6 +110,7 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
     _MLP: {"mlp": "kDeepseekV3MLP KQwen2MoeMLP KQwen3MoeMLP KGlm4MoeMLP KHunYuanMLP"},
     _INDEXER: {},
     _BLOCK_INDEXER: {},
+    _POOLED_INDEXER: {},
     _EMBEDDING: {},
     _ACTIVATION: {},
 }
@@ -124,6 +126,7 @@ _HOMES = {
     _COMPRESSED: "attention.compressed",
     _INDEXER: "attention.indexer",
     _BLOCK_INDEXER: "attention.block_indexer",
+    _POOLED_INDEXER: "attention.pooled_indexer",
     _MODEL: "layers.model",
     _ROPE: "attention.rope",
     _MLP: "linear.mlp",

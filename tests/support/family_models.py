@@ -235,7 +235,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
     },
     "glm_moe_dsa": _MANY_INDEX_HEADS,
-    "glm5_next": {"num_key_value_heads": 4, "linear_num_heads": 4, "index_kpool": 4},
+    "glm5_next": {"num_key_value_heads": 4, "linear_num_heads": 4, "index_kpool": 4, **_MANY_INDEX_HEADS},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**_of_kinds("linear_attention", "full_attention"), **_MAMBA},
     "hy_v4": _MANY_INDEX_HEADS,

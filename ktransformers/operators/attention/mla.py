@@ -36,6 +36,7 @@ from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.latent_expansion import Choice, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
 from ktransformers.operators.attention.latent_spec import LatentSpec
+from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.operators.attention.rotation import rotate
 from ktransformers.operators.attention.selection import Selection
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape
@@ -56,6 +57,11 @@ _TWO_BYTE = frozenset({QuantType.F16, QuantType.BF16})
 def _real_parts(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [T, P / 2] of complex [1, T, P / 2]."""
     return angles[0].real.contiguous(), angles[0].imag.contiguous()
+
+
+def _masks_positions(mask: torch.Tensor | None) -> bool:
+    """Whether a mask says more than which rows [1, T] are padding, of which a step has none (GLM-5.3 makes one)."""
+    return mask is not None and not (mask.dim() == 2 and mask.dtype is torch.bool)
 
 
 @functools.cache
@@ -224,7 +230,7 @@ class KMLAAttention(WrapperOperator):
         forward_context: ForwardContext | None = None,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        if forward_context is None or attention_mask is not None:
+        if forward_context is None or _masks_positions(attention_mask):
             raise UnsupportedError("latent attention runs inside the engine only: it needs forward_context and no mask")
         if self._gpu is not None:
             given = kwargs.get("prev_topk_indices")
@@ -279,12 +285,13 @@ class KMLAAttention(WrapperOperator):
         assert compressed is not None
         return self._require_indexer().choose(x, compressed, angles, context.on(keys.device), keys)
 
-    def _require_indexer(self) -> KIndexer:
+    def _require_indexer(self) -> KIndexer | KPooledIndexer:
         indexer = self.inner.get_submodule("indexer")
-        if isinstance(indexer, KIndexer):
+        if isinstance(indexer, KIndexer | KPooledIndexer):
             return indexer
+        kind = "KPooledIndexer" if hasattr(indexer, "index_kpool") else "KIndexer"
         raise UnsupportedError(
-            f"{self.key}.indexer chooses what is attended to: add a rule with class KIndexer for it, as the shipped "
+            f"{self.key}.indexer chooses what is attended to: add a rule with class {kind} for it, as the shipped "
             "files have, or attend to everything with --sparse_attention off"
         )
 

@@ -1,0 +1,127 @@
+"""The indexers of GLM-5.3 and Qwen4: they choose pools of neighbouring positions that attention sees.
+
+    T rows, H index heads, D columns of one, M positions of a pool
+
+    GLM-5.3   entry[w] = sum over positions j of pool w of softmax_j(gate[j] + bias[j - w M]) k[j], column by column
+              score[t, w] = sum_h weights[t, h] max(q[t, h] . entry[w] / sqrt(D), 0)
+    Qwen4     entry[w] = norm(mean of k[j]), rotated as the pool's first position; all heads weigh 1
+
+A row sees the best pools of those that are whole where it stands, of equal scores the lower ones, and what is behind the
+last of them always. Where keys and entries lie, operators/attention/pools.py draws.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ktransformers.core import Phase
+from ktransformers.errors import UnsupportedError
+from ktransformers.kernels import cpu
+from ktransformers.operators.attention.chooser import Chooser
+from ktransformers.operators.attention.pools import PoolStep, in_order, pooled_by_gates
+from ktransformers.operators.attention.rope import KRotaryEmbedding, SettledRotation
+from ktransformers.operators.attention.rotation import rotated_columns
+from ktransformers.operators.attention.selection import Selection
+from ktransformers.operators.base import OperatorConfig, Placement, Site
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.exact import NativeMathMode
+from ktransformers.operators.recognize.pooled_indexer import recognize_pooled_indexer
+
+__all__ = ["KPooledIndexer"]
+
+
+class KPooledIndexer(Chooser):
+    """Chooses pools for the attention that it is a child of; its projections and norms are operators of their own."""
+
+    OPS: ClassVar[dict[str, str]] = {"KPooledIndexerNative": "native scores and choice"}
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        if not self.is_used:
+            return
+        spec = recognize_pooled_indexer(module)
+        if spec is None:
+            raise UnsupportedError(
+                f"{key} ({type(module).__name__}) is no indexer that KPooledIndexer knows; --sparse_attention off runs "
+                "the model without it, attending to all positions"
+            )
+        if spec.num_heads > cpu.MAX_INDEX_HEADS:
+            raise UnsupportedError(f"{key} has {spec.num_heads} heads; up to {cpu.MAX_INDEX_HEADS} are supported")
+        if self.device.is_gpu:
+            raise UnsupportedError(f"{key}: no kernel of a GPU chooses pools of positions; place it on cpu")
+        self.spec, self.index_dim, self.index_pool = spec, spec.cached_dim, spec.pool
+        self._rotary: nn.Module | None = None
+
+    @override
+    def op(self, phase: Phase) -> str:
+        return "KPooledIndexerNative"
+
+    @override
+    def settle(self, site: Site) -> None:
+        """What rotates, which is asked for the first positions of pools."""
+        if self.is_used and not self.spec.is_gated:
+            self._rotary = site.find(KRotaryEmbedding) or site.find(SettledRotation) or site.find(nn.Module)
+            if self._rotary is None:
+                raise UnsupportedError(f"{self.key}: the model has no module rotary_emb, which rotates its entries")
+
+    def choose(
+        self,
+        x: Tensor,
+        query: Tensor | None,
+        angles: tuple[Tensor, Tensor],
+        context: ForwardContext,
+        keys: Tensor,
+    ) -> Selection | None:
+        """What the rows attend to; None where all of them take all that they see.
+
+        x: [1, T, hidden]. query: what queries are made of where that is not x, [1, T, q_lora_rank]. angles: cos and sin
+        [T, P / 2]. context: on the device of keys [slots, index_dim], this layer's, to which what x leaves is written.
+        """
+        spec, pool = self.spec, self.config.require_pool()
+        with NativeMathMode(pool):
+            if spec.is_gated:
+                assert query is not None
+                q, columns, weights = self._gated(x, query)
+            else:
+                q, columns, weights = self._plain(x, angles)
+            step = PoolStep.of(context, spec.pool)
+            keys[context.slot_mapping] = columns
+            if len(step.last):
+                keys[context.slot_mapping[step.last], : spec.head_dim] = self._entries(x, keys, step)
+        return step.choose(q, weights, keys[:, : spec.head_dim], spec.scale, spec.num_chosen, pool)
+
+    def _gated(self, x: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D], what is cached [T, 2 D], weights [T, H]."""
+        inner: Any = self.inner
+        spec = self.spec
+        q = inner.wq_b(query).view(-1, spec.num_heads, spec.head_dim)
+        gates = nn.functional.linear(x, inner.index_kpool_compress_gate)
+        columns = torch.cat((inner.k_norm(inner.wk(x)), gates), dim=-1)[0]
+        weights = inner.weights_proj(x)[0].float() * spec.head_scale
+        return q, columns, weights.contiguous()
+
+    def _plain(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, with [T, D] to be cached."""
+        inner: Any = self.inner
+        spec = self.spec
+        width = spec.num_heads * spec.head_dim
+        q, k = inner.index_qk_proj(x)[0].split((width, spec.head_dim), dim=-1)
+        q = inner.q_layernorm(q.reshape(-1, spec.num_heads, spec.head_dim))
+        weights = torch.full((len(q), spec.num_heads), spec.head_scale)
+        return rotated_columns(q, *angles).contiguous(), k, weights
+
+    def _entries(self, x: Tensor, keys: Tensor, step: PoolStep) -> Tensor:
+        """Of the pools that end in this step, [N, D]."""
+        inner: Any = self.inner
+        dim, found = self.spec.head_dim, keys[step.slots_of_last()]
+        if self.spec.is_gated:
+            return pooled_by_gates(found[..., :dim], found[..., dim:], inner.index_kpool_compress_ape)
+        entries = inner.k_layernorm(in_order(found) / step.size)
+        assert self._rotary is not None, f"{self.key} is not attached"
+        cos, sin = self._rotary(x, step.firsts[None])
+        half = cos.shape[-1] // 2
+        return rotated_columns(entries[:, None], cos[0, :, :half], sin[0, :, :half])[:, 0]
