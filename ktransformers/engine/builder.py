@@ -23,7 +23,14 @@ from ktransformers.engine.constraints import mask_of
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
-from ktransformers.engine.layout import StepLayout, hand_contexts, install_moves, move_into, settle_buffers
+from ktransformers.engine.layout import (
+    StepLayout,
+    hand_contexts,
+    install_moves,
+    move_into,
+    rotations_of,
+    settle_buffers,
+)
 from ktransformers.engine.opened import (
     ModelDescription,
     OpenedModel,
@@ -242,7 +249,7 @@ def _build(
         loaded = _Loaded(opened, planned, pool, _load(opened, plan, longest, progress), longest)
         flash = find_flash(plan, config.attention_backend, page_size)
         prefill = open_prefills(plan, planned.streamings, hardware.prefill_tools, cache_plan.max_batch_size)
-        attach_plan(plan, longest, {**flash, **prefill})
+        attach_plan(plan, longest, {**flash, **prefill, **rotations_of(opened.model, plan)})
         _arrange_layers(loaded)
         cache = cache_plan.make(planned.shapes, num_slots, planned.num_states)
         forward = ForwardPass(opened.model, pool, loaded.layout)

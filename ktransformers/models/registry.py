@@ -91,6 +91,7 @@ FAMILIES: Mapping[str, Family] = {
     "phimoe": Family(old_segments=_SPARSE_BLOCK),
     "qwen2_moe": Family("Qwen2-57B-A14B-Instruct.yaml", gguf_arch="qwen2moe"),
     "qwen3_moe": Family("Qwen3Moe-ktransformers.yaml", gguf_arch="qwen3moe"),
+    "qwen4_exp_text": Family("Qwen4Exp.yaml"),
 }
 
 OTHER_NAMES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}

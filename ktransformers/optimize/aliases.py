@@ -68,6 +68,7 @@ _RECURRENT = {
     "delta": "KGatedDeltaNet KKimiDeltaAttention",
     "mamba": "KMamba KMamba2",
     "short": "KShortConv KLightningAttention",
+    "per_layer": "KPerLayerEmbedding",
 }
 """Operators of recurrent layers, by the module that defines them; rule files know them as of `recurrent`."""
 

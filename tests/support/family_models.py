@@ -204,10 +204,11 @@ _MAMBA = {"hidden_size": 64, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_st
 _QWEN4 = {
     **_of_kinds("linear_attention", "indexed_attention"),
     "hc_lowrank": 16,
+    "ple_layer_ids": [1, 3],
     "ple_embed_dim": 32,
     "ngram_vocab_size_base": 200,
     "split_ngram_parts": 4,
-    "indexer_n_heads": 4,
+    "indexer_n_heads": 16,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 16,
     "indexer_budget": 16,

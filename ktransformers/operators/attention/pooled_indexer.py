@@ -6,12 +6,13 @@
               score[t, w] = sum_h weights[t, h] max(q[t, h] . entry[w] / sqrt(D), 0)
     Qwen4     entry[w] = norm(mean of k[j]), rotated as the pool's first position; all heads weigh 1
 
-A row sees the best pools of those that are whole where it stands, of equal scores the lower ones, and what is behind the
-last of them always. Where keys and entries lie, operators/attention/pools.py draws.
+A row sees the best pools of those that are whole where it stands, of equal scores the lower ones, and always what is
+behind the last whole one. Where keys and entries lie, operators/attention/pools.py draws.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,6 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.pools import PoolStep, in_order, pooled_by_gates
-from ktransformers.operators.attention.rope import KRotaryEmbedding, SettledRotation
 from ktransformers.operators.attention.rotation import rotated_columns
 from ktransformers.operators.attention.selection import Selection
 from ktransformers.operators.base import OperatorConfig, Placement, Site
@@ -31,7 +31,22 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.recognize.pooled_indexer import recognize_pooled_indexer
 
-__all__ = ["KPooledIndexer"]
+__all__ = ["ChoiceMask", "KPooledIndexer"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceMask:
+    """Goes where a module makes a mask of what its indexer chose, and brings the choice to attention.
+
+    selection: None for all positions.
+    """
+
+    context: ForwardContext
+    selection: Selection | None = None
+    dtype: ClassVar[torch.dtype] = torch.bool
+
+    def __and__(self, other: ChoiceMask) -> ChoiceMask:
+        return other
 
 
 class KPooledIndexer(Chooser):
@@ -64,9 +79,24 @@ class KPooledIndexer(Chooser):
     def settle(self, site: Site) -> None:
         """What rotates, which is asked for the first positions of pools."""
         if self.is_used and not self.spec.is_gated:
-            self._rotary = site.find(KRotaryEmbedding) or site.find(SettledRotation) or site.find(nn.Module)
+            self._rotary = site.find(nn.Module)
             if self._rotary is None:
                 raise UnsupportedError(f"{self.key}: the model has no module rotary_emb, which rotates its entries")
+
+    @override
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any, *args: Any
+    ) -> ChoiceMask:
+        """What takes the place of a mask in a module of grouped keys, see ChoiceMask."""
+        if not isinstance(attention_mask, ChoiceMask):
+            raise UnsupportedError(f"{self.key} chooses for a KAttention inside of the engine only")
+        context = attention_mask.context
+        if not self.is_used:
+            return ChoiceMask(context)
+        keys = context.cache.index_keys(int(self.inner.layer_idx))  # type: ignore[arg-type]
+        half = position_embeddings[0].shape[-1] // 2
+        cos, sin = (part[0, :, :half] for part in position_embeddings)
+        return ChoiceMask(context, self.choose(hidden_states, None, (cos, sin), context.on(keys.device), keys))
 
     def choose(
         self,
