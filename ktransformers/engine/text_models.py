@@ -79,8 +79,11 @@ def _with_head(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self.post_init()
 
-        def forward(self, input_ids: torch.Tensor, logits_to_keep: int | torch.Tensor = 0, **kwargs: object) -> object:
-            """See the causal classes of transformers. input_ids int64 [B, T]; logits of the rows to keep."""
+        def forward(
+            self, input_ids: torch.Tensor | None = None, logits_to_keep: int | torch.Tensor = 0, **kwargs: object
+        ) -> object:
+            """See the causal classes of transformers. input_ids int64 [B, T], or inputs_embeds; logits of the rows to
+            keep."""
             from transformers.modeling_outputs import CausalLMOutputWithPast
 
             outputs = self.model(input_ids=input_ids, **kwargs)

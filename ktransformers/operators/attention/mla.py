@@ -51,6 +51,8 @@ __all__ = ["KMLAAttention", "rotate"]
 
 logger = logging.getLogger(__name__)
 
+_LEAST_ROTARY = 16
+"""Columns behind the latent that a GPU's kernels want; of a family that has none they are 0."""
 _TWO_BYTE = frozenset({QuantType.F16, QuantType.BF16})
 
 
@@ -108,6 +110,7 @@ class KMLAAttention(WrapperOperator):
         if absorb_for_prefill is False and not self.device.is_gpu:
             _say_absorbed()
         if self.device.is_gpu:
+            self.rope_dim = spec.rope_dim or _LEAST_ROTARY
             if spec.is_for_cpu:
                 raise UnsupportedError(f"{key}: sinks, or gates made with the queries; place it on cpu")
             check_gpu_shape(key, self.rank, self.rope_dim)
@@ -327,6 +330,7 @@ class KMLAAttention(WrapperOperator):
         context = forward_context.on(keys.device)
         self.device.mark("linear", self.layer_idx)
         query, compressed = self._compressions(hidden_states[0])
+        compressed = self._padded(compressed)
         choice = self._choice if forward_context.phase is Phase.PREFILL else None
         expansion = None if choice is None else StepRuns.expansion_of(forward_context, choice, keys.device)
         step = LatentStep(
@@ -353,10 +357,15 @@ class KMLAAttention(WrapperOperator):
         selection = self._selection(hidden_states, compressed_query, angles[:2], forward_context, given)
         step = replace(step, selection=selection)
         self.device.mark("attention")
-        q = self._scaled(q.view(-1, self.num_heads, self.spec.head_dim), context)
+        q = self._padded(self._scaled(q.view(-1, self.num_heads, self.spec.head_dim), context))
         out = gpu.attend(q.to(keys.dtype), step)
         self.device.mark("linear")
         return self._result(self._output(hidden_states, out), selection)
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        """With columns of zeros where there should be rotary ones."""
+        added = self.rope_dim - self.spec.rope_dim
+        return torch.nn.functional.pad(x, (0, added)) if added else x
 
     def _scaled(self, q: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries [T, H, N + P], grown with their positions where the family does that."""

@@ -12,18 +12,15 @@ A pool lies in one page (LayerShape.index_pool), so that its slots follow each o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ktransformers.kernels import cpu
-from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.selection import Selection
 from ktransformers.operators.context import ForwardContext
 
-__all__ = ["PoolStep"]
+__all__ = ["PoolStep", "in_order", "pooled_by_gates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,49 +28,43 @@ class PoolStep:
     """The pools of a step's sequences, for all layers.
 
     size: positions of a pool. counts: int32 [T], whole pools that a row sees. table: int32 [S, E], the slot of each
-    pool's last position. last: int64, the rows that end a pool. firsts: int64, the first positions of these pools.
+    pool's last position.
     """
 
     context: ForwardContext
     size: int
     counts: Tensor
     table: Tensor
-    last: Tensor
-    firsts: Tensor
-    most: int
 
     @classmethod
-    def of(cls, context: ForwardContext, size: int) -> PoolStep:
-        """Of the context's rows, on the CPU; made once per step."""
-        return context.derived(context.kv_lens, lambda lens: cls._made(context, lens, size))
+    def of(cls, context: ForwardContext, size: int, *, is_replayed: bool = False) -> PoolStep:
+        """Of the context's rows; made once per step.
 
-    @classmethod
-    def _made(cls, context: ForwardContext, lens: Tensor, size: int) -> PoolStep:
-        counts = lens // size
-        most = int(counts.max()) if len(counts) else 0
-        ends = (torch.arange(most) + 1) * size - 1
-        last = ((lens % size == 0) & (lens > 0)).nonzero()[:, 0]
-        firsts = lens[last].long() - size
-        return cls(context, size, counts, _slots(context, ends), last, firsts, most)
-
-    def slots_of_last(self) -> Tensor:
-        """Slots of the pools that end in this step, int64 [N, M]."""
-        ends = self.context.slot_mapping[self.last]
-        return ends[:, None] - (self.size - 1) + torch.arange(self.size)
-
-    def choose(
-        self, q: Tensor, weights: Tensor, entries: Tensor, scale: float, num_chosen: int, pool: WorkerPool
-    ) -> Selection | None:
-        """What rows attend to: the best pools, of equal scores the lower ones, and what is behind the last whole one.
-
-        q: [T, H, D]; weights: fp32 [T, H]; entries: [slots, D], in the slots of the pools' last positions. None where
-        all rows take all that they see.
+        is_replayed: how long sequences are is known on the device alone, so that the table has all that there is room
+        for.
         """
-        if self.most <= num_chosen:
-            return None
-        ids = self.context.seq_ids
-        given = (q, weights, entries, self.table, 1, ids, self.counts, scale, num_chosen)
-        return self.expanded(*cpu.choose_positions(*given, pool))
+        return context.derived(context.kv_lens, lambda lens: cls._made(context, lens, size, is_replayed))
+
+    @classmethod
+    def _made(cls, context: ForwardContext, lens: Tensor, size: int, is_replayed: bool) -> PoolStep:
+        counts, page_size = lens // size, context.page_size
+        most = context.block_table.shape[1] * page_size // size
+        if not is_replayed:
+            most = int(counts.max()) if len(counts) else 0
+        ends = (torch.arange(most, device=lens.device) + 1) * size - 1
+        table = context.block_table[:, ends // page_size] * page_size + ends % page_size
+        return cls(context, size, counts, table.to(torch.int32).contiguous())
+
+    @property
+    def most(self) -> int:
+        """Whole pools of the longest sequence, or as many as there is room for."""
+        return self.table.shape[1]
+
+    def ended(self) -> tuple[Tensor, Tensor]:
+        """The rows that end a pool, int64 [N], and the slots of those pools, int64 [N, M]. On the CPU."""
+        context = self.context
+        last = ((context.kv_lens % self.size == 0) & (context.kv_lens > 0)).nonzero()[:, 0]
+        return last, context.slot_mapping[last][:, None] - (self.size - 1) + torch.arange(self.size)
 
     def expanded(self, chosen: Tensor, num_chosen: Tensor) -> Selection:
         """The positions of chosen pools, and those behind a row's last whole pool.
@@ -96,17 +87,10 @@ class PoolStep:
         return Selection(slots.to(torch.int32).contiguous(), (of_pools + context.kv_lens - first).to(torch.int32))
 
 
-def _slots(context: ForwardContext, positions: Tensor) -> Tensor:
-    """int32 [S, N] of positions [N] in every sequence; of those that it has no page for, some number."""
-    size = context.page_size
-    pages = context.block_table[:, (positions // size).long()]
-    return (pages * size + positions % size).to(torch.int32).contiguous()
-
-
-def pooled_by_gates(keys: Tensor, gates: Tensor, bias: Tensor, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
+def pooled_by_gates(keys: Tensor, gates: Tensor, bias: Tensor) -> Tensor:
     """[N, D] of keys and gates [N, M, D]; added up position by position, whatever else is computed beside it."""
     gates = gates + bias
-    weights = exp(gates - gates.amax(dim=1, keepdim=True))
+    weights = torch.exp(gates - gates.amax(dim=1, keepdim=True))
     total = in_order(weights)
     return in_order(keys * (weights / total[:, None]))
 
