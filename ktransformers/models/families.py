@@ -245,7 +245,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "qwen3_moe": TESTED,
     "qwen3_next": CHECKED,
     "qwen4_exp": CHECKED,
-    "qwen4_exp_text": CHECKED,
+    "qwen4_exp_text": TESTED,
     "recurrent_gemma": RECURRENT,
     "reformer": OWN_ATTENTION,
     "rembert": OWN_ATTENTION,

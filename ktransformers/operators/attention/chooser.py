@@ -59,3 +59,6 @@ class Chooser(WrapperOperator):
     def load(self, source: WeightSource) -> None:
         if self.is_used:
             super().load(source)
+            return
+        for name in self.inner._parameters:  # its own, which would be missed
+            self.inner._parameters[name] = None
