@@ -279,6 +279,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "ernie4_5_vl_moe": CHECKED,
     "glm4v_moe": CHECKED,
     "glm5_next": CHECKED,
+    "glm5_next_text": TESTED,
     "inkling2": MIXED,
     "inkling_mm_model": NOT_BUILT,
     "kimi_k25": CHECKED,

@@ -28,6 +28,7 @@ from ktransformers.models.registry import TESTED_TYPES, routed_experts
 from ktransformers.models.synthetic_shapes import find_shape
 from tests.support.attention_families import config_of
 from tests.support.fake_operators import meta_model
+from tests.support.pooled_models import POOLED_TYPES
 from tests.support.recurrent_shapes import RECURRENT, recurrent_config
 from tests.support.tiny_models import MODEL_TYPES, UNROTATED_TYPES, WINDOWED_TYPES, tiny_config
 
@@ -43,7 +44,7 @@ OF_THEIR_OWN = {
     "longcat_flash",
     "mimo_v2_flash",
 }
-FAMILIES = sorted({*MODEL_TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *TESTED_TYPES} - OF_THEIR_OWN)
+FAMILIES = sorted({*MODEL_TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *TESTED_TYPES} - OF_THEIR_OWN - {*POOLED_TYPES})
 FULL, SLIDING, LATENT = LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT
 
 

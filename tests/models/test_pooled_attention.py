@@ -104,6 +104,7 @@ def qwen4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_agrees_with_transformers_whatever_the_steps(made: Made) -> None:
     ids = some_ids(PROMPT_LEN + NUM_STEPS)
     want = logits_of(made.model, ids)
+    assert made.engine.plan.unmatched == ()
     got = logits_in(made.engine, ids, [PROMPT_LEN, *[1] * NUM_STEPS])
     assert float((got - want).abs().max()) <= TOLERANCE * float(want.abs().max())
     for sizes in ([80], [7] * 12, [1] * 80, [63, 2, 15]):
@@ -228,7 +229,7 @@ def test_rules_without_the_indexer_are_refused(file: str, model_type: str, tmp_p
 
 def test_rows_that_see_nothing_are_refused(tmp_path: Path) -> None:
     write_safetensors(pooled_model("glm5_next_text", index_kpool_always_select_tail=False), tmp_path)
-    with pytest.raises(UnsupportedError, match="no indexer that KPooledIndexer knows; --sparse_attention off"):
+    with pytest.raises(RuleError, match="no indexer that KPooledIndexer knows; --sparse_attention off"):
         build_engine(config_of(tmp_path))
 
 
@@ -268,5 +269,5 @@ def test_tables_of_tokens_do_not_run_behind_a_gpu(qwen4: Path, tmp_path: Path) -
     path.write_text(before + "KPerLayerEmbedding" + after.replace("cpu", "cuda", 2))
     from tests.support.fake_gpus import fake_hardware
 
-    with pytest.raises((UnsupportedError, RuleError), match="bring no tokens to their layers; place it on cpu"):
+    with pytest.raises(RuleError, match="bring no tokens to their layers; place it on cpu"):
         build_engine(config_of(qwen4, optimize_config_path=path), hardware=fake_hardware(1))
