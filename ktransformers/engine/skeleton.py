@@ -265,6 +265,11 @@ def _add_states(shapes: dict[int, LayerShape], facts: ModelFacts, operators: Map
             shape = shapes.get(operator.layer_idx, LayerShape.without_pages())
             state = operator.state_shape()
             if shape.state is not None:  # a layer with two operators that keep something
+                if shape.state.place != state.place:
+                    raise UnsupportedError(
+                        f"{operator.key} keeps a state on {state.place}, and the layer another one on "
+                        f"{shape.state.place}; place both on one device"
+                    )
                 state = replace(state, parts={**shape.state.parts, **state.parts})
             shapes[operator.layer_idx] = replace(shape, state=state)
     for index, layer in enumerate(facts.layers):

@@ -32,6 +32,7 @@ from ktransformers.errors import ConfigError, RuleError, TensorMismatchError, Un
 from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.chooser import say_dense
 from ktransformers.operators.recurrent.per_layer import hash_multipliers
+from tests.support.fake_gpus import fake_hardware
 from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.pooled_models import EOS, POOLED_TYPES, pooled_model
 from tests.support.tiny_models import VOCAB_SIZE, write_safetensors
@@ -244,10 +245,10 @@ def test_multipliers_are_those_of_transformers(sizes: tuple[int, int, int, int])
 def test_tables_lie_in_the_parts_of_the_files(qwen4: Path) -> None:
     stored = load_file(qwen4 / "model.safetensors")
     parts = [name for name in stored if ".ngram_embedding.shard_" in name]
-    assert len(parts) == 2 * 5
+    assert len(parts) == 2 * 12
     with closing(build_engine(config_of(qwen4))) as engine:
         table = engine.runner.model.get_submodule("model.layers.2.ple")._parts  # type: ignore[union-attr]
-        assert len(table) == 5
+        assert len(table) == 12
         assert engine.runner.cache.states is not None
         assert "ngram_tokens" in engine.runner.cache.states.layer(2)
         assert "recurrent" in engine.runner.cache.states.layer(2)
@@ -262,12 +263,16 @@ def test_other_multipliers_in_the_files_are_refused(qwen4: Path, tmp_path: Path)
         build_engine(config_of(tmp_path))
 
 
-def test_tables_of_tokens_do_not_run_behind_a_gpu(qwen4: Path, tmp_path: Path) -> None:
-    rules = (RULES_DIR / "Qwen4Exp.yaml").read_text()
-    before, _, after = rules.partition("KPerLayerEmbedding")
+@pytest.mark.parametrize(
+    ("operator", "complaint"),
+    [
+        ("KPerLayerEmbedding", "bring no tokens to their layers; place it on cpu"),
+        ("KRecurrent", "place both on one device"),
+    ],
+)
+def test_tables_of_tokens_do_not_run_behind_a_gpu(operator: str, complaint: str, qwen4: Path, tmp_path: Path) -> None:
+    before, _, after = (RULES_DIR / "Qwen4Exp.yaml").read_text().partition(operator)
     path = tmp_path / "rules.yaml"
-    path.write_text(before + "KPerLayerEmbedding" + after.replace("cpu", "cuda", 2))
-    from tests.support.fake_gpus import fake_hardware
-
-    with pytest.raises(RuleError, match="bring no tokens to their layers; place it on cpu"):
+    path.write_text(before + operator + after.replace("device: cpu", "device: cuda", 2))
+    with pytest.raises((UnsupportedError, RuleError), match=complaint):
         build_engine(config_of(qwen4, optimize_config_path=path), hardware=fake_hardware(1))

@@ -77,7 +77,7 @@ _VALUES: dict[str, dict[str, object]] = {
         "ngram_size": 3,
         "heads_per_ngram": 4,
         "ngram_vocab_size_base": 200,
-        "split_ngram_parts": 5,
+        "split_ngram_parts": 12,  # more than sort by their names alone
         "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 24,

@@ -135,8 +135,9 @@ def _asked_mean(module: nn.Module, given: _Given) -> Tensor:
         "q_layernorm": nn.Identity(),
         "k_layernorm": nn.Identity(),
     }
-    sizes = {"compress_ratio": _POOL, "block_topk": _CHOSEN, "token_budget": _CHOSEN * _POOL}
-    twin = twin_of(module, modules=children, **sizes)
+    twin = twin_of(
+        module, modules=children, compress_ratio=_POOL, block_topk=_CHOSEN, token_budget=_CHOSEN * _POOL
+    )  # fmt: skip
     twice = torch.cat((given.angles, given.angles), dim=-1)[None]
     causal = torch.ones(1, 1, _ROWS, _ROWS, dtype=torch.bool).tril()
     chosen: Tensor = twin(torch.zeros(1, _ROWS, 8), (twice.cos(), twice.sin()), causal, None)

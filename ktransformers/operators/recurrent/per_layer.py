@@ -160,7 +160,8 @@ class KPerLayerEmbedding(RecurrentOperator):
         score = (key * query).sum(dim=-1, keepdim=True) / math.sqrt(shape[-1])
         score = score.abs().clamp_min(1e-6).sqrt() * score.sign()
         values = (torch.sigmoid(score) * inner.value_proj(found)[:, None]).flatten(1)
-        return values + self._convolved(inner.norm_conv(values), states, step)
+        out: Tensor = values + self._convolved(inner.norm_conv(values), states, step)
+        return out
 
     def _convolved(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
         taps = self.conv.weight[:, 0].unbind(-1)
@@ -199,7 +200,7 @@ class KPerLayerEmbedding(RecurrentOperator):
             return cpu.dequantize_rows(self._parts[0], flat, pool).view(len(numbers), -1)
         out = torch.empty(len(flat), self._table_shape[1])
         parts = torch.searchsorted(self._starts, flat, right=True) - 1
-        for part in parts.unique().tolist():
+        for part in sorted(set(parts.tolist())):
             at = (parts == part).nonzero()[:, 0]
             out[at] = cpu.dequantize_rows(self._parts[part], flat[at] - self._starts[part], pool)
         return out.view(len(numbers), -1)
