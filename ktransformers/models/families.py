@@ -72,7 +72,6 @@ EXPERTS_IN_ATTENTION = Refusal("experts are a part of attention", r"first step f
 
 CROSS = Refusal("layers see the image only", r"layer 3 runs 0 times in a step")
 ROTATION = Refusal("layers ask the rotary embedding for what it knows of them", r"no attribute 'layer_types'")
-OWN_TOKENS = Refusal("attention is handed the tokens themselves", r"passes input_ids to attention")
 TENSOR_NAMES = Refusal("tensors have other names in files than in the model", r"tensor lm_head\.weight is missing")
 ENDLESS = Refusal("the config says no length of a sequence", r"max_position_embeddings -1")
 NO_LAYERS = Refusal("bytes go through several models, one inside the other", r"says no num_hidden_layers")
