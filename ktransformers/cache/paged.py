@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from ktransformers.cache.state import StateCache, StateShape
+from ktransformers.errors import ConfigError
 
-__all__ = ["LayerShape", "PagedCache", "state_shapes"]
+__all__ = ["LayerShape", "PagedCache", "check_page_size", "state_shapes"]
 
 _CPU = torch.device("cpu")
 
@@ -27,7 +28,8 @@ _CPU = torch.device("cpu")
 class LayerShape:
     """Shape of one layer's cache. is_latent: values are part of the keys and take no bytes of their own.
 
-    index_dim: of the keys that an indexer chooses positions by, 0 without.
+    index_dim: of the keys that an indexer chooses positions by, 0 without; index_pool: how many it chooses together,
+    from multiples of that on, whose slots follow each other.
     place: the device as plans name it; device, dtype: where its tensors are and what they hold.
     shares: the earlier layer whose keys and values these are, which takes no bytes; None for tensors of its own.
     chunk: positions come in chunks of so many, and attention sees those of a row's own; 0: it has no such borders.
@@ -45,6 +47,7 @@ class LayerShape:
     chunk: int = 0
     state: StateShape | None = None
     index_dim: int = 0
+    index_pool: int = 1
 
     @classmethod
     def without_pages(cls, state: StateShape | None = None) -> LayerShape:
@@ -146,6 +149,16 @@ class PagedCache:
     def is_on_gpu(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` lives on a GPU, where other kernels read it."""
         return self.shapes[layer_idx].place != "cpu"
+
+
+def check_page_size(shapes: Sequence[LayerShape], num_slots: int, page_size: int) -> None:
+    """Raises ConfigError for pages whose borders cut what an indexer chooses together."""
+    for shape in shapes:
+        if num_slots > page_size and page_size % shape.index_pool:
+            raise ConfigError(
+                f"--page_size {page_size}: the model's indexer chooses {shape.index_pool} tokens together; a page has "
+                f"to hold a multiple of {shape.index_pool}"
+            )
 
 
 def state_shapes(shapes: Sequence[LayerShape]) -> dict[int, StateShape]:

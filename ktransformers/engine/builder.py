@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ktransformers.cache.paged import LayerShape, PagedCache
+from ktransformers.cache.paged import LayerShape, PagedCache, check_page_size
 from ktransformers.config import EngineConfig, why_crowded
 from ktransformers.core import Progress
 from ktransformers.engine.attention import find_flash
@@ -23,7 +23,14 @@ from ktransformers.engine.constraints import mask_of
 from ktransformers.engine.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.forward import ForwardPass
 from ktransformers.engine.graphs import GraphBackend
-from ktransformers.engine.layout import StepLayout, hand_contexts, install_moves, move_into, settle_buffers
+from ktransformers.engine.layout import (
+    StepLayout,
+    hand_contexts,
+    install_moves,
+    move_into,
+    rotations_of,
+    settle_buffers,
+)
 from ktransformers.engine.opened import (
     ModelDescription,
     OpenedModel,
@@ -238,10 +245,11 @@ def _build(
         model = replace(model, card=replace(model.card, gpu_bytes=plan.gpu_bytes))
         _say_prefill(plan, pool)
         longest, page_size = opened.facts.longest_sequence(num_slots), cache_plan.page_size(num_slots)
+        check_page_size(planned.shapes, num_slots, page_size)
         loaded = _Loaded(opened, planned, pool, _load(opened, plan, longest, progress), longest)
         flash = find_flash(plan, config.attention_backend, page_size)
         prefill = open_prefills(plan, planned.streamings, hardware.prefill_tools, cache_plan.max_batch_size)
-        attach_plan(plan, longest, {**flash, **prefill})
+        attach_plan(plan, longest, {**flash, **prefill, **rotations_of(opened.model, plan)})
         _arrange_layers(loaded)
         cache = cache_plan.make(planned.shapes, num_slots, planned.num_states)
         forward = ForwardPass(opened.model, pool, loaded.layout)

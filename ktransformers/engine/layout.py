@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.operators.base import Operator
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, distinct
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["StepLayout", "hand_contexts", "install_moves", "move_into", "settle_buffers"]
+__all__ = ["StepLayout", "hand_contexts", "install_moves", "move_into", "rotations_of", "settle_buffers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,16 @@ def hand_contexts(modules: Mapping[str, nn.Module], plan: Plan) -> None:
     for key, operator in plan.operators.items():
         if isinstance(operator, RecurrentOperator):
             _hand_context(modules[key.rpartition(".")[0]], operator)
+
+
+def rotations_of(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
+    """What rotates positions, by the key of each operator that asks for the angles of others than the step's.
+
+    model: with its operators in place.
+    """
+    keys = [key for key, operator in plan.operators.items() if isinstance(operator, KPooledIndexer)]
+    rotary = next((module for name, module in model.named_modules() if name.endswith(".rotary_emb")), None)
+    return {} if rotary is None else dict.fromkeys(keys, rotary)
 
 
 def _hand_context(layer: nn.Module, operator: RecurrentOperator) -> None:

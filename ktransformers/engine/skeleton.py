@@ -238,7 +238,7 @@ def cache_shapes(
                 shapes[layer_idx] = replace(shapes[layer_idx], chunk=facts.layers[layer_idx].window or 0)
         chooser = operators.get(f"{key}.indexer")
         if isinstance(chooser, Chooser):
-            shapes[layer_idx] = replace(shapes[layer_idx], index_dim=chooser.index_dim)
+            shapes[layer_idx] = replace(shapes[layer_idx], index_dim=chooser.index_dim, index_pool=chooser.index_pool)
     _add_states(shapes, facts, operators)
     if sorted(shapes) != list(range(facts.num_layers)):
         what = f"of layers {sorted(shapes)} only" if shapes else "in none of its layers"
@@ -265,7 +265,15 @@ def _add_states(shapes: dict[int, LayerShape], facts: ModelFacts, operators: Map
     for operator in operators.values():
         if isinstance(operator, RecurrentOperator):
             shape = shapes.get(operator.layer_idx, LayerShape.without_pages())
-            shapes[operator.layer_idx] = replace(shape, state=operator.state_shape())
+            state = operator.state_shape()
+            if shape.state is not None:  # a layer with two operators that keep something
+                if shape.state.place != state.place:
+                    raise UnsupportedError(
+                        f"{operator.key} keeps a state on {state.place}, and the layer another one on "
+                        f"{shape.state.place}; place both on one device"
+                    )
+                state = replace(state, parts={**shape.state.parts, **state.parts})
+            shapes[operator.layer_idx] = replace(shape, state=state)
     for index, layer in enumerate(facts.layers):
         if index in shapes:
             continue

@@ -74,7 +74,6 @@ NO_CONTEXT = Refusal(
 
 CROSS = Refusal("layers see the image only", r"layer 3 runs 0 times in a step")
 ROTATION = Refusal("layers ask the rotary embedding for what it knows of them", r"no attribute 'layer_types'")
-OWN_TOKENS = Refusal("attention is handed the tokens themselves", r"passes input_ids to attention")
 TENSOR_NAMES = Refusal("tensors have other names in files than in the model", r"tensor lm_head\.weight is missing")
 ENDLESS = Refusal("the config says no length of a sequence", r"max_position_embeddings -1")
 NO_LAYERS = Refusal("bytes go through several models, one inside the other", r"says no num_hidden_layers")
@@ -245,8 +244,8 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "qwen3_5_text": CHECKED,
     "qwen3_moe": TESTED,
     "qwen3_next": TESTED,
-    "qwen4_exp": INDEXED,
-    "qwen4_exp_text": INDEXED,
+    "qwen4_exp": CHECKED,
+    "qwen4_exp_text": TESTED,
     "recurrent_gemma": RECURRENT,
     "reformer": OWN_ATTENTION,
     "rembert": OWN_ATTENTION,
@@ -279,7 +278,8 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "deepseek_ocr2": CHECKED,
     "ernie4_5_vl_moe": CHECKED,
     "glm4v_moe": CHECKED,
-    "glm5_next": OWN_TOKENS,
+    "glm5_next": CHECKED,
+    "glm5_next_text": TESTED,
     "inkling2": DISTANCES,
     "inkling_mm_model": NOT_BUILT,
     "kimi_k25": CHECKED,

@@ -76,6 +76,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe": Family("Glm4Moe.yaml", gguf_arch="glm4moe"),
     "glm4_moe_lite": Family("Glm4MoeLite.yaml"),
     "glm_moe_dsa": Family("GlmMoeDsa.yaml"),
+    "glm5_next_text": Family("Glm5Next.yaml"),
     "gpt_oss": Family(expert_type="MXFP4"),
     "hunyuan_v1_moe": Family(
         "Hunyuan-A13B.yaml", upstream=UpstreamNames("hunyuan", prefixes=("HunYuan", "HunYuanMoEV1"))
@@ -92,6 +93,7 @@ FAMILIES: Mapping[str, Family] = {
     "phimoe": Family(old_segments=_SPARSE_BLOCK),
     "qwen2_moe": Family("Qwen2-57B-A14B-Instruct.yaml", gguf_arch="qwen2moe"),
     "qwen3_moe": Family("Qwen3Moe-ktransformers.yaml", gguf_arch="qwen3moe"),
+    "qwen4_exp_text": Family("Qwen4Exp.yaml"),
 }
 
 OTHER_NAMES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}

@@ -57,6 +57,7 @@ _MLA = "mla.KMLAAttention"
 _COMPRESSED = "compressed.KCompressedAttention"
 _INDEXER = "indexer.KIndexer"
 _BLOCK_INDEXER = "indexer.KBlockIndexer"
+_POOLED_INDEXER = "indexer.KPooledIndexer"
 _MODEL = "model.KModel"
 _ROPE = "rope.KRotaryEmbedding"
 _NORM = "norm.KRMSNorm"
@@ -69,6 +70,7 @@ _RECURRENT = {
     "delta": "KGatedDeltaNet KKimiDeltaAttention",
     "mamba": "KMamba KMamba2",
     "short": "KShortConv KLightningAttention",
+    "per_layer": "KPerLayerEmbedding",
 }
 """Operators of recurrent layers, by the module that defines them; rule files know them as of `recurrent`."""
 
@@ -112,6 +114,7 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
     _MLP: {"mlp": "kDeepseekV3MLP KQwen2MoeMLP KQwen3MoeMLP KGlm4MoeMLP KHunYuanMLP"},
     _INDEXER: {},
     _BLOCK_INDEXER: {},
+    _POOLED_INDEXER: {},
     _EMBEDDING: {},
     _ACTIVATION: {},
 }
@@ -128,6 +131,7 @@ _HOMES = {
     _COMPRESSED: "attention.compressed",
     _INDEXER: "attention.indexer",
     _BLOCK_INDEXER: "attention.block_indexer",
+    _POOLED_INDEXER: "attention.pooled_indexer",
     _MODEL: "layers.model",
     _ROPE: "attention.rope",
     _MLP: "linear.mlp",

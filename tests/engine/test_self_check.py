@@ -28,6 +28,7 @@ from tests.support.attention_families import CASES
 from tests.support.fake_gpus import fake_hardware
 from tests.support.gguf_writer import write_gguf
 from tests.support.latent_models import WHOLE_TYPES
+from tests.support.pooled_models import POOLED_TYPES
 from tests.support.recurrent_models import RECURRENT_TYPES
 from tests.support.tiny_models import (
     SCALED_ROPES,
@@ -54,7 +55,7 @@ def _all_untested(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
 
 
 def test_the_list_is_what_the_tests_of_models_cover() -> None:
-    covered = {*TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *SCALED_ROPES, *WHOLE_TYPES, *RECURRENT_TYPES}
+    covered = {*TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *SCALED_ROPES, *WHOLE_TYPES, *RECURRENT_TYPES, *POOLED_TYPES}
     covered |= {model_type for model_type, _ in CASES.values()}
     assert covered == registry.TESTED_TYPES
 

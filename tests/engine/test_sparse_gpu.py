@@ -14,24 +14,37 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import build_engine
+from ktransformers.models.registry import RULES_DIR
 from ktransformers.operators.attention.block_indexer import KBlockIndexer
 from ktransformers.operators.attention.gqa import KAttention
 from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.mla import KMLAAttention
+from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from tests.support.agreement import TOLERANCE
 from tests.support.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.family_models import family_model
 from tests.support.latent_models import BLOCK_VALUES, INDEXED_TYPES, latent_model
+from tests.support.pooled_models import POOLED_TYPES, pooled_model
 from tests.support.runners import random_ids
 from tests.support.tiny_models import tiny_model, write_safetensors
 
 pytest.importorskip("triton")
 
 BLOCK_TYPE = "minimax_m3_vl_text"
+TWO_LAYERS: dict[str, dict[str, object]] = {
+    "glm5_next_text": {
+        "layer_types": ["indexed_attention"] * 2,
+        "indexer_types": ["full", "shared"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "qwen4_exp_text": {"layer_types": ["linear_attention", "indexed_attention"], "ple_layer_ids": None},
+}
 CHUNKS = [(0, 20), (20, 22), (22, 23)]  # 16 positions are chosen
 
 
 def model_of(model_type: str) -> PreTrainedModel:
+    if model_type in POOLED_TYPES:
+        return pooled_model(model_type, num_hidden_layers=2, **TWO_LAYERS[model_type])
     if model_type == BLOCK_TYPE:
         kinds = {"layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense", "sparse"]}
         return tiny_model(model_type, seed=1, **{**BLOCK_VALUES, "layers": 2, **kinds})
@@ -39,16 +52,30 @@ def model_of(model_type: str) -> PreTrainedModel:
     return latent_model(model_type, seed=1, layers=2, mlp_layer_types=["dense", "sparse"], **kinds)
 
 
-@pytest.mark.parametrize("model_type", [*INDEXED_TYPES, BLOCK_TYPE])
+def on_a_gpu(rules: str) -> str:
+    """All but the embeddings and the experts, which are first and last."""
+    first, _, rest = rules.partition("(^|\\\\.)rotary_emb")
+    middle, _, last = rest.partition("# Routed experts")
+    middle = middle.replace("device: cpu", "device: cuda").replace("KLinearCPUInfer", "KLinearTorch")
+    return f"{first}(^|\\\\.)rotary_emb{middle}# Routed experts{last.replace('out_device: cpu', 'out_device: cuda')}"
+
+
+@pytest.mark.parametrize("model_type", [*INDEXED_TYPES, BLOCK_TYPE, *POOLED_TYPES])
 def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_path: Path) -> None:
     model = model_of(model_type)
     write_safetensors(model, tmp_path)
     ids, graphs = random_ids(model.config.vocab_size, CHUNKS[-1][1]), FakeGraphs()
-    config = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1)
+    rules = None
+    if model_type == "qwen4_exp_text":  # without embeddings of n-grams, which the shipped file keeps on the CPU
+        rules = tmp_path / "rules.yaml"
+        rules.write_text(on_a_gpu((RULES_DIR / "Qwen4Exp.yaml").read_text()))
+    config = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1, optimize_config_path=rules)
     with closing(build_engine(config, hardware=fake_hardware(graphs=graphs))) as engine:
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
-        indexers = [m for m in engine.runner.model.modules() if isinstance(m, KIndexer | KBlockIndexer)]
-    assert len(indexers) == (1 if model_type == "glm_moe_dsa" else 2)
+        indexers = [
+            m for m in engine.runner.model.modules() if isinstance(m, KIndexer | KBlockIndexer | KPooledIndexer)
+        ]
+    assert len(indexers) == (1 if model_type in ("glm_moe_dsa", *POOLED_TYPES) else 2)
     assert graphs.replays > 0
     assert all(indexer.device.is_gpu for indexer in indexers)
     with torch.no_grad():

@@ -29,6 +29,7 @@ from ktransformers.models.synthetic_shapes import find_shape
 from tests.support.attention_families import config_of
 from tests.support.fake_operators import meta_model
 from tests.support.family_models import family_config
+from tests.support.pooled_models import POOLED_TYPES
 from tests.support.recurrent_models import RECURRENT_TYPES
 from tests.support.recurrent_shapes import RECURRENT, recurrent_config
 from tests.support.tiny_models import MODEL_TYPES, UNROTATED_TYPES, WINDOWED_TYPES, tiny_config
@@ -45,7 +46,12 @@ OF_THEIR_OWN = {
     "longcat_flash",
     "mimo_v2_flash",
 }
-FAMILIES = sorted({*MODEL_TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *TESTED_TYPES} - OF_THEIR_OWN - {*RECURRENT_TYPES})
+FAMILIES = sorted(
+    {*MODEL_TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *TESTED_TYPES}
+    - OF_THEIR_OWN
+    - {*RECURRENT_TYPES}
+    - {*POOLED_TYPES}
+)
 FULL, SLIDING, LATENT = LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT
 
 

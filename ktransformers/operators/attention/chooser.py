@@ -30,12 +30,13 @@ class Chooser(WrapperOperator):
     """Stands in for an indexer; its projections and norms are operators of their own.
 
     is_used: False with --sparse_attention off, which reads none of its tensors. index_dim: of its keys in the cache.
+    index_pool: positions that it chooses together, which have to lie in one page of the cache.
     """
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         self.is_used = config.sparse_attention != "off"
-        self.index_dim = 0
+        self.index_dim, self.index_pool = 0, 1
         if not self.is_used:
             say_dense()
 
@@ -58,3 +59,6 @@ class Chooser(WrapperOperator):
     def load(self, source: WeightSource) -> None:
         if self.is_used:
             super().load(source)
+            return
+        for name in self.inner._parameters:  # its own, which would be missed
+            self.inner._parameters[name] = None

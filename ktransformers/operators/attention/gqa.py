@@ -26,6 +26,7 @@ from ktransformers.models.facts import LayerKind
 from ktransformers.operators.attention.block_indexer import BlockIndex
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GqaParts, gqa_forward
+from ktransformers.operators.attention.pooled_indexer import ChoiceMask, KPooledIndexer
 from ktransformers.operators.attention.selection import Selection
 from ktransformers.operators.base import Site
 from ktransformers.operators.context import ForwardContext
@@ -51,14 +52,14 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | ChoiceMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     query_factors: torch.Tensor | None = None,
-    block_indices: BlockIndex | None = None,
+    block_indices: BlockIndex | ChoiceMask | None = None,
     forward_context: ForwardContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -66,8 +67,11 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
 
     query [1, Hq, T, D]; key, value [1, Hkv, T, D]; returns [1, T, Hq, D]; all fp32, or of a GPU's type. s_aux [Hq] are
     attention sinks; softcap bounds the logits (Gemma 2); query_factors [T] multiply queries (Llama 4); block_indices:
-    what a KBlockIndexer made. Raises UnsupportedError for an argument that would change the result.
+    what a KBlockIndexer made, and attention_mask what a KPooledIndexer did. Raises UnsupportedError for an argument
+    that would change the result.
     """
+    if isinstance(attention_mask, ChoiceMask):
+        block_indices, attention_mask = attention_mask, None
     context = _checked(module, forward_context, attention_mask, dropout, kwargs)
     if query_factors is not None:
         query = (query * query_factors[:, None]).to(query.dtype)
@@ -157,6 +161,8 @@ def _selection(
     """What rows and KV heads attend to, by an indexer; None: all positions."""
     if block_indices is None:
         return None
+    if isinstance(block_indices, ChoiceMask):
+        return block_indices.selection
     if not isinstance(block_indices, BlockIndex):
         raise UnsupportedError(
             f"{type(module).__name__} has an indexer that chooses what is attended to: add a rule with class "
@@ -175,12 +181,16 @@ def _attend_to_chosen(
     scale: float,
     pool: cpu.WorkerPool | None,
 ) -> torch.Tensor:
-    """query [T, Hq, D], to positions that were chosen for each KV head; returns [T, Hq, Dv]. pool: None on a GPU.
+    """query [T, Hq, D], to positions that were chosen for rows, or for each KV head of a row; returns [T, Hq, Dv].
 
-    A row and a KV head become a row of its own, a slot and a KV head a slot.
+    Where they were for each KV head, a row and a KV head become a row of its own, a slot and a KV head a slot. pool:
+    None on a GPU.
     """
     num_rows, num_heads, dim = query.shape
     kv_heads, dim_v = values.shape[1:]
+    if len(selection.counts) == num_rows:
+        chosen = (query, keys, values, selection.slots, 1, selection.seq_ids, selection.counts, scale)
+        return attention(*chosen) if pool is None else cpu.attention(query.contiguous(), *chosen[1:], pool)
     if len(selection.counts) != num_rows * kv_heads:
         raise UnsupportedError(f"an indexer of {len(selection.counts) // num_rows} heads for {kv_heads} KV heads")
     heads = torch.arange(kv_heads, dtype=torch.int32, device=query.device).repeat(num_rows)
@@ -277,6 +287,9 @@ class KAttention(WrapperOperator):
         self.spec = recognize_attention(self.inner) if self.device.is_gpu and not self._has_chunks() else None
         self._parts: GqaParts | None = None  # on a GPU, once attached
         self.can_be_sparse = getattr(self.inner, "indexer", None) is not None
+        self._has_pools = hasattr(getattr(self.inner, "indexer", None), "compress_ratio")
+        if self._has_pools:
+            self.spec = None
         self._temperature = recognize_temperature(self.inner) if _is_tempered(self.inner) else None
         self._factors: torch.Tensor | None = None  # by position, once attached
         if self._temperature is not None:
@@ -295,6 +308,11 @@ class KAttention(WrapperOperator):
 
     @override
     def settle(self, site: Site) -> None:
+        if self._has_pools and not isinstance(self.inner.get_submodule("indexer"), KPooledIndexer):
+            raise UnsupportedError(
+                f"{self.key}.indexer chooses what is attended to: add a rule with class KPooledIndexer for it, as "
+                "Qwen4Exp.yaml has"
+            )
         if self._temperature is not None:
             self._factors = self.device.move(self._temperature.factors(site.max_len))
         if self.spec is not None:
@@ -312,6 +330,8 @@ class KAttention(WrapperOperator):
         if self._factors is not None and isinstance(context, ForwardContext):
             positions = context.on(self._factors.device).kv_lens.to(torch.int64) - 1
             kwargs["query_factors"] = self._factors[positions]
+        if self._has_pools and isinstance(context, ForwardContext):
+            kwargs["attention_mask"] = ChoiceMask(context)
         if self._parts is None or context is None or not isinstance(angles, tuple) or args:
             return self.inner(*args, **kwargs)
         if kwargs.get("attention_mask") is not None:

@@ -36,6 +36,7 @@ from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.latent_expansion import Choice, LatentDims, Rates, StepRuns
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
 from ktransformers.operators.attention.latent_spec import LatentSpec
+from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.operators.attention.rotation import rotate
 from ktransformers.operators.attention.selection import Selection
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape
@@ -50,12 +51,19 @@ __all__ = ["KMLAAttention", "rotate"]
 
 logger = logging.getLogger(__name__)
 
+_LEAST_ROTARY = 16
+"""Columns behind the latent that a GPU's kernels want; of a family that has none they are 0."""
 _TWO_BYTE = frozenset({QuantType.F16, QuantType.BF16})
 
 
 def _real_parts(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [T, P / 2] of complex [1, T, P / 2]."""
     return angles[0].real.contiguous(), angles[0].imag.contiguous()
+
+
+def _masks_positions(mask: torch.Tensor | None) -> bool:
+    """Whether a mask says more than which rows [1, T] are padding, of which a step has none (GLM-5.3 makes one)."""
+    return mask is not None and not (mask.dim() == 2 and mask.dtype is torch.bool)
 
 
 @functools.cache
@@ -102,6 +110,7 @@ class KMLAAttention(WrapperOperator):
         if absorb_for_prefill is False and not self.device.is_gpu:
             _say_absorbed()
         if self.device.is_gpu:
+            self.rope_dim = spec.rope_dim or _LEAST_ROTARY
             if spec.is_for_cpu:
                 raise UnsupportedError(f"{key}: sinks, or gates made with the queries; place it on cpu")
             check_gpu_shape(key, self.rank, self.rope_dim)
@@ -224,7 +233,7 @@ class KMLAAttention(WrapperOperator):
         forward_context: ForwardContext | None = None,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        if forward_context is None or attention_mask is not None:
+        if forward_context is None or _masks_positions(attention_mask):
             raise UnsupportedError("latent attention runs inside the engine only: it needs forward_context and no mask")
         if self._gpu is not None:
             given = kwargs.get("prev_topk_indices")
@@ -280,12 +289,13 @@ class KMLAAttention(WrapperOperator):
         assert compressed is not None
         return self._require_indexer().choose(x, compressed, angles, context.on(keys.device), keys)
 
-    def _require_indexer(self) -> KIndexer:
+    def _require_indexer(self) -> KIndexer | KPooledIndexer:
         indexer = self.inner.get_submodule("indexer")
-        if isinstance(indexer, KIndexer):
+        if isinstance(indexer, KIndexer | KPooledIndexer):
             return indexer
+        kind = "KPooledIndexer" if hasattr(indexer, "index_kpool") else "KIndexer"
         raise UnsupportedError(
-            f"{self.key}.indexer chooses what is attended to: add a rule with class KIndexer for it, as the shipped "
+            f"{self.key}.indexer chooses what is attended to: add a rule with class {kind} for it, as the shipped "
             "files have, or attend to everything with --sparse_attention off"
         )
 
@@ -323,6 +333,7 @@ class KMLAAttention(WrapperOperator):
         query, compressed = self._compressions(hidden_states[0])
         if self.spec.has_rope_norm:
             compressed = torch.cat((compressed[:, : self.rank], self._shared_key(compressed)), dim=-1)
+        compressed = self._padded(compressed)
         choice = self._choice if forward_context.phase is Phase.PREFILL else None
         expansion = None if choice is None else StepRuns.expansion_of(forward_context, choice, keys.device)
         step = LatentStep(
@@ -350,10 +361,15 @@ class KMLAAttention(WrapperOperator):
         selection = self._selection(hidden_states, compressed_query, angles[:2], forward_context, given)
         step = replace(step, selection=selection)
         self.device.mark("attention")
-        q = self._scaled(q.view(-1, self.num_heads, self.spec.head_dim), context)
+        q = self._padded(self._scaled(q.view(-1, self.num_heads, self.spec.head_dim), context))
         out = gpu.attend(q.to(keys.dtype), step)
         self.device.mark("linear")
         return self._result(self._output(hidden_states, out), selection)
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        """With columns of zeros where there should be rotary ones."""
+        added = self.rope_dim - self.spec.rope_dim
+        return torch.nn.functional.pad(x, (0, added)) if added else x
 
     def _scaled(self, q: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries [T, H, N + P], grown with their positions where the family does that."""

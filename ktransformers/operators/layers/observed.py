@@ -27,6 +27,7 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, KAttention, attention_forward
 from ktransformers.operators.attention.mla import KMLAAttention
+from ktransformers.operators.attention.pooled_indexer import ChoiceMask
 from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.operators.recognize.layer import keeps_keywords
 
@@ -225,7 +226,7 @@ def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]
         if isinstance(mask, _MaskStandIn):
             args = (*args[:2], None, *args[3:])
         if current:
-            current[0].attention.append(_asked(module, query, kwargs))
+            current[0].attention.append(_asked(module, query, kwargs, isinstance(mask, ChoiceMask)))
         return attention_forward(module, query, *args, **kwargs)
 
     handles = [
@@ -248,7 +249,7 @@ def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]
     return [found[0] for found in calls.values()]
 
 
-def _asked(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionCall:
+def _asked(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any], is_chosen: bool) -> AttentionCall:
     scaling, context = kwargs.get("scaling"), kwargs.get("forward_context")
     layer_idx = getattr(module, "layer_idx", None)
     chunk = 0
@@ -261,7 +262,7 @@ def _asked(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> At
         softcap=float(kwargs.get("softcap") or 0.0),
         has_sinks=kwargs.get("s_aux") is not None,
         has_factors=kwargs.get("query_factors") is not None,
-        is_sparse=kwargs.get("block_indices") is not None,
+        is_sparse=is_chosen or kwargs.get("block_indices") is not None,
     )
 
 

@@ -110,7 +110,7 @@ def recognize_expert_activation(module: nn.Module, layout: ExpertsLayout) -> Act
     if not layout.has_gate:
         return matching(want, _PLAIN, lambda spec: _FORMULAS[spec.kind](rows))
     gate, up = rows.chunk(2, dim=-1) if layout.is_concatenated else (rows[..., ::2], rows[..., 1::2])
-    specs, limit = list(_PLAIN), getattr(module, "limit", None)
+    specs, limit = list(_PLAIN), getattr(module, "limit", getattr(module, "swiglu_limit", None))
     alpha = getattr(module, "alpha", getattr(module, "swiglu_alpha", None))
     if isinstance(limit, (int, float)):
         specs.append(ActivationSpec(Activation.SWIGLU_CLAMPED, limit=float(limit)))

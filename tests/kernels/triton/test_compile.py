@@ -35,7 +35,11 @@ def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedP
 @pytest.mark.parametrize(
     ("arguments", "kernels"),
     [
-        pytest.param(["--sm", "90", "--few"], (*PRODUCTS, *ATTENTION, *RECURRENT, *GATED, "_score_kernel"), id="sm90"),
+        pytest.param(
+            ["--sm", "90", "--few"],
+            (*PRODUCTS, *ATTENTION, *RECURRENT, *GATED, "_score_kernel", "_pool_kernel"),
+            id="sm90",
+        ),
         pytest.param(["--sm", "90"], (*PRODUCTS, *ATTENTION), id="sm90-more", marks=pytest.mark.exhaustive),
         pytest.param(["--sm", "89", "--attention"], ATTENTION, id="sm89"),
         pytest.param(["--sm", "90", "--recurrent"], RECURRENT, id="sm90-recurrent", marks=pytest.mark.exhaustive),

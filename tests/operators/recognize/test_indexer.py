@@ -12,8 +12,10 @@ from ktransformers.operators.experts.routed import read_layout
 from ktransformers.operators.recognize.activation import recognize_expert_activation
 from ktransformers.operators.recognize.block_indexer import recognize_block_indexer
 from ktransformers.operators.recognize.indexer import recognize_indexer
+from ktransformers.operators.recognize.pooled_indexer import recognize_pooled_indexer
 from ktransformers.operators.recognize.router import recognize_router, route
 from tests.support.latent_models import BLOCK_VALUES, latent_model
+from tests.support.pooled_models import POOLED_TYPES, pooled_model
 from tests.support.tiny_models import tiny_model
 
 
@@ -41,6 +43,40 @@ def test_blocks() -> None:
     assert spec is not None
     assert (spec.num_heads, spec.block, spec.num_chosen, spec.num_local) == (2, 4, 4, 1)
     assert recognize_block_indexer(torch.nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_gated", "cached_dim"), [(*POOLED_TYPES[:1], True, 48), (*POOLED_TYPES[1:], False, 24)]
+)
+def test_pools(model_type: str, is_gated: bool, cached_dim: int) -> None:
+    indexer = pooled_model(model_type).model.layers[1].self_attn.indexer
+    spec = recognize_pooled_indexer(indexer)
+    assert spec is not None
+    assert (spec.is_gated, spec.cached_dim, spec.num_heads, spec.pool, spec.num_chosen) == (
+        is_gated,
+        cached_dim,
+        16,
+        4,
+        4,
+    )
+    assert spec.scale == pytest.approx(24**-0.5)
+    of_family = type(indexer)
+
+    class Other(of_family):  # type: ignore[misc,valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            chosen: torch.Tensor = super().forward(*args, **kwargs)
+            return chosen.flip(-2)
+
+    indexer.__class__ = Other
+    assert recognize_pooled_indexer(indexer) is None
+    assert recognize_pooled_indexer(torch.nn.Linear(2, 2)) is None
+
+
+def test_experts_that_clamp_by_a_limit_of_their_own_name() -> None:
+    experts = pooled_model("glm5_next_text").model.layers[1].mlp.experts
+    activation = recognize_expert_activation(experts, read_layout(experts, "experts"))
+    assert activation is not None
+    assert (activation.kind, activation.limit) == (Activation.SWIGLU_CLAMPED, 0.5)
 
 
 def test_a_router_with_its_matrix_in_a_child_and_experts_that_are_asked_as_a_whole() -> None:

@@ -28,6 +28,7 @@ from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.mla import mla_attention
 from ktransformers.kernels.triton.moe import SILU, Between, ExpertMatrices, moe
+from ktransformers.kernels.triton.pools import pooled, rows_to_cache
 from ktransformers.kernels.triton.relay import GpuLayout, can_relay, layout_nbytes
 from ktransformers.kernels.triton.rope import rope_to_cache
 from ktransformers.kernels.triton.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
@@ -164,6 +165,11 @@ def call_chosen(heads, tokens, is_summed=True, chosen=32):
     q, weights = torch.zeros(tokens, heads, 128, dtype=torch.bfloat16), torch.zeros(tokens, heads)
     table = torch.zeros(tokens, 2, dtype=torch.int32)
     slots, counts = choose_positions(q, weights if is_summed else None, cache, table, 128, ids, ids, 0.1, chosen)
+    if is_summed:  # what pools of positions are made of
+        keys = torch.zeros(256, 256, dtype=torch.bfloat16)
+        rows_to_cache(keys[:tokens], keys, ids, ids)
+        pooled(keys, keys[:16, :128].contiguous(), table, 128, ids, ids, 128, 16)
+        pooled(cache, None, table, 128, ids, ids, 128, 4)
     latents, rows = torch.zeros(256, 1, 576, dtype=torch.bfloat16), torch.zeros(tokens, 16, 576, dtype=torch.bfloat16)
     if is_summed:
         mla_attention(rows, latents, 512, slots, 1, ids, counts, 0.1)
