@@ -18,6 +18,7 @@ if runtime.triton is None:
 PRODUCTS = ("_vector_kernel", "_tile_kernel", "_gate_up_vector", "_down_vector", "_gate_up_tile", "_down_tile")
 RECURRENT = ("conv_kernel", "rows_kernel", "prepare_kernel", "chunks_kernel", "gates_kernel", "selective_kernel")
 GATED = ("_rope_kernel", "_gate_heads_kernel")
+CHOICES = ("_score_kernel", "_pool_kernel")
 ATTENTION = ("decode_kernel", "prefill_kernel", "_expanded_kernel")
 
 
