@@ -78,7 +78,7 @@ class ForwardContext:
     states: StateStep | None = None
     replicas: Mapping[torch.device, ForwardContext] = field(default_factory=dict)
     _moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    _derived: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    _derived: dict[tuple[str, int], tuple[torch.Tensor, Any]] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> ForwardContext:
         """The context with its tensors on `device`. Raises KeyError when the step was not made ready for it."""
@@ -103,9 +103,11 @@ class ForwardContext:
             self._moved[key] = (tensor, tensor.to(device))  # holding the original keeps its id its own
         return self._moved[key][1]
 
-    def derived(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], _T]) -> _T:
-        """`make(tensor)`, made once per step however many layers ask. All that ask of one tensor must want the same."""
-        if id(tensor) not in self._derived:
-            self._derived[id(tensor)] = (tensor, make(tensor))
-        made: _T = self._derived[id(tensor)][1]
+    def derived(self, what: str, tensor: torch.Tensor, make: Callable[[torch.Tensor], _T]) -> _T:
+        """`make(tensor)`, made once per step however many layers ask. what: names it; all that ask for a name of one
+        tensor must want the same."""
+        key = (what, id(tensor))
+        if key not in self._derived:
+            self._derived[key] = (tensor, make(tensor))
+        made: _T = self._derived[key][1]
         return made

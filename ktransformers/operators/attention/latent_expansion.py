@@ -192,7 +192,7 @@ class StepRuns:
         """
         if context.phase is not Phase.PREFILL:
             return None
-        return context.derived(context.block_table, lambda _: StepRuns(context)).expansion(choice, device)
+        return context.derived("runs", context.block_table, lambda _: StepRuns(context)).expansion(choice, device)
 
     def expansion(self, choice: Choice, device: torch.device) -> Expansion | None:
         """What is expanded by `choice`; None: nothing."""

@@ -384,9 +384,9 @@ class KMLAAttention(WrapperOperator):
         """
         if not self.spec.has_rotation:
             here = context.on(self.home.torch_device)
-            return *here.derived(here.kv_lens, self._angles_of_0), False
+            return *here.derived("angles of 0", here.kv_lens, self._angles_of_0), False
         if isinstance(position_embeddings, torch.Tensor):
-            return *context.derived(position_embeddings, _real_parts), True
+            return *context.derived("real parts", position_embeddings, _real_parts), True
         cos, sin = (part[0, :, : self.rope_dim // 2] for part in position_embeddings)
         latent = self.config.facts.latent
         return cos, sin, not self.spec.rotates_halves and (latent is None or latent.is_interleaved)

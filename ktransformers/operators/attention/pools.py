@@ -43,7 +43,9 @@ class PoolStep:
         is_replayed: how long sequences are is known on the device alone, so that the table has all that there is room
         for.
         """
-        return context.derived(context.kv_lens, lambda lens: cls._made(context, lens, size, is_replayed))
+        return context.derived(
+            f"pools of {size}", context.kv_lens, lambda lens: cls._made(context, lens, size, is_replayed)
+        )
 
     @classmethod
     def _made(cls, context: ForwardContext, lens: Tensor, size: int, is_replayed: bool) -> PoolStep:
