@@ -57,6 +57,7 @@ _COMPRESSED = "compressed.KCompressedAttention"
 _INDEXER = "indexer.KIndexer"
 _BLOCK_INDEXER = "indexer.KBlockIndexer"
 _MODEL = "model.KModel"
+_HYPER = "hyper.KHyperConnection"
 _ROPE = "rope.KRotaryEmbedding"
 _NORM = "norm.KRMSNorm"
 _MLP = "mlp.KMLP"
@@ -91,6 +92,7 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
         "balance_serve_attention": "flashinfer_attn deepseek_torch_attn",
     },
     _COMPRESSED: {},
+    _HYPER: {},
     _MODEL: {
         "models": "KDeepseekV2Model KDeepseekV3Model KQwen2MoeModel KQwen3MoeModel KLlamaModel KMixtralModel "
         "KGlm4MoeModel KHunyuanModel",
@@ -125,6 +127,7 @@ _HOMES = {
     _INDEXER: "attention.indexer",
     _BLOCK_INDEXER: "attention.block_indexer",
     _MODEL: "layers.model",
+    _HYPER: "layers.hyper",
     _ROPE: "attention.rope",
     _MLP: "linear.mlp",
     _EMBEDDING: "linear.embedding",
