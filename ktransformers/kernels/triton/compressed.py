@@ -185,6 +185,25 @@ def _slots_of(table, positions, page_size, keep):
     return pages * page_size + positions % page_size
 
 
+@jit
+def _cos_sin(angles):
+    """Of angles from 0 to some millions: libdevice's functions reduce large ones in local memory.
+
+    The quarter turns are taken off in fp64, by a half of pi in two parts that fp32 holds; what is left is at most
+    pi / 4, for which the terms are exact to fp32.
+    """
+    wide = angles.to(tl.float64)
+    quarters = tl.floor(wide * 0.6366197723675814 + 0.5)
+    x = (wide - quarters * 1.57079637050628662109375 + quarters * 4.371139000186243e-08).to(tl.float32)
+    y = x * x
+    sine = x * (1.0 + y * (-1 / 6 + y * (1 / 120 + y * (-1 / 5040 + y * (1 / 362880)))))
+    cosine = 1.0 + y * (-0.5 + y * (1 / 24 + y * (-1 / 720 + y * (1 / 40320 + y * (-1 / 3628800)))))
+    quarter = quarters.to(tl.int32) & 3
+    is_swapped = (quarter & 1) == 1
+    cos, sin = tl.where(is_swapped, sine, cosine), tl.where(is_swapped, cosine, sine)
+    return tl.where((quarter == 1) | (quarter == 2), -cos, cos), tl.where(quarter >= 2, -sin, sin)
+
+
 @jit(
     do_not_specialize=["table_row", "page_size"],
     do_not_specialize_on_alignment=["slot_ptr", "seq_ptr", "len_ptr", "table_ptr"],
@@ -229,10 +248,10 @@ def _entry_kernel(
     even = 2 * tl.arange(0, DIM_P2 // 2)
     is_turned = (even >= DIM - 2 * HALF) & (even < DIM)
     frequencies = tl.load(frequency_ptr + (even - (DIM - 2 * HALF)) // 2, mask=is_turned, other=0.0)
-    angles = (length - RATE).to(tl.float32) * frequencies
-    cos = tl.where(is_turned, tl.cos(angles) * factor, 1.0)
-    sin = tl.where(is_turned, tl.sin(angles) * factor, 0.0)
-    target, element = cache_ptr + slot * cache_slot + ENTRY + even, cache_ptr.dtype.element_ty
+    cos, sin = _cos_sin((length - RATE).to(tl.float32) * frequencies)
+    cos, sin = tl.where(is_turned, cos * factor, 1.0), tl.where(is_turned, sin * factor, 0.0)
+    target = cache_ptr + slot * cache_slot + ENTRY + even
+    element = cache_ptr.dtype.element_ty
     tl.store(target, (evens * cos - odds * sin).to(element), mask=even < DIM)
     tl.store(target + 1, (odds * cos + evens * sin).to(element), mask=even < DIM)
 

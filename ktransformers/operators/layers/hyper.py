@@ -7,21 +7,46 @@ Their weights are fp32 on every device: they are small, and transformers keeps t
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from typing_extensions import override
 
+from ktransformers.core import Phase
+from ktransformers.kernels.triton.hyper import HyperSpec, collapse
+from ktransformers.operators.base import OperatorConfig, Placement
+from ktransformers.operators.recognize.hyper import recognize_hyper
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 
 __all__ = ["KHyperConnection"]
 
 
 class KHyperConnection(WrapperOperator):
-    """What collapses streams [1, T, N, H]: one of a block, or that behind the last layer. The module's own forward."""
+    """What collapses streams [1, T, N, H]: those that enter a block, or those behind the last layer."""
 
-    OPS: ClassVar[dict[str, str]] = {"KHyperTorch": "the module's own forward, with weights in fp32"}
+    OPS: ClassVar[dict[str, str]] = {
+        "KHyperTriton": "two Triton kernels",
+        "KHyperTorch": "the module's own forward, with weights in fp32",
+    }
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        self.spec: HyperSpec | None = recognize_hyper(module) if self.device.is_gpu else None
+
+    @override
+    def op(self, phase: Phase) -> str:
+        return "KHyperTorch" if self.spec is None else "KHyperTriton"
 
     @override
     def state(self) -> DenseState:
         return DenseState(self.inner, self.key, self.device, torch.float32)
+
+    @override
+    def forward(self, streams: torch.Tensor) -> Any:
+        """What the module returns: how a block's result is mixed with the streams, and its input [1, T, H]."""
+        x, inner = self.device.take(streams), self.inner
+        if self.spec is None:
+            return inner(x)
+        weights: tuple[Any, ...] = inner.fn, inner.base, inner.scale
+        return tuple(part[None] for part in collapse(x[0].contiguous(), *weights, self.spec))
