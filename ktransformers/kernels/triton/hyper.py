@@ -131,16 +131,16 @@ def collapse(
     check_float("scale", scale, (3,))
     if num & (num - 1) or not streams.is_contiguous() or any(w.dtype != torch.float32 for w in (fn, base, scale)):
         raise ValueError(f"streams must be contiguous, {num} of them a power of two, and the weights fp32")
-    make = {"dtype": torch.float32, "device": streams.device}
-    post, comb = torch.empty(rows, num, **make), torch.empty(rows, num, num, **make)
-    out = torch.empty(rows, width, dtype=streams.dtype, device=streams.device)
+    out = streams.new_empty(rows, width)
+    post, comb = (streams.new_empty(shape, dtype=torch.float32) for shape in ((rows, num), (rows, num, num)))
     if not rows:
         return post, comb, out
     shares = 32 if rows <= _FEW_ROWS else 4
     share = -(-columns // shares)
     share = -(-share // _COLUMNS) * _COLUMNS
     shares = -(-columns // share)
-    mixed, squares = torch.empty(shares, rows, spec.width, **make), torch.empty(shares, rows, **make)
+    mixed = streams.new_empty(shares, rows, spec.width, dtype=torch.float32)
+    squares = streams.new_empty(shares, rows, dtype=torch.float32)
     _product_kernel[(-(-rows // _ROWS), shares)](
         streams, fn, mixed, squares, columns, rows, share, WIDTH=spec.width,
         WIDTH_P2=max(16, power_of_two(spec.width)), COLUMNS=columns, BM=_ROWS, BK=_COLUMNS, num_warps=4,

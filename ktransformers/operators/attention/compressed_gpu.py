@@ -73,11 +73,14 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Choosing:
-    """How an indexer chooses entries. entries: its own, by which it scores those of the layer; scale: of products."""
+    """How an indexer chooses entries. entries: its own, by which it scores those of the layer. scale: of products.
+    head_scale: of the weights of its num_heads heads."""
 
     entries: Entries
     num_chosen: int
     scale: float
+    head_scale: float
+    num_heads: int
 
     def choose(self, query: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, pages: Pages) -> torch.Tensor:
         """The entries that rows see, int32 [T, K] in ascending order, as numbers of runs of `rate` slots.
@@ -185,24 +188,24 @@ class GpuCompressed:
         max_len: int,
     ):
         self._inner, self._spec, self._o_a, self._device = inner, spec, o_a, device
+        indexer: Any = None if spec.indexer is None else spec.indexer.module
         self._key_norm = device.move(inner.kv_norm.weight), spec.key_eps
         series = [each for each in (spec.compressor, spec.indexer) if each is not None]
         self._entries = [each.entries(bias, device, key) for each, bias in zip(series, biases, strict=True)]
         self._choosing: Choosing | None = None
         rate, most = (self._entries[0].rate, max_len // self._entries[0].rate) if series else (0, 0)
-        if spec.indexer is not None:
-            indexer = spec.indexer.module
-            if most > int(indexer.index_topk):  # else a row sees all of them
-                most = int(indexer.index_topk)
-                self._choosing = Choosing(self._entries[1], most, float(indexer.scorer.softmax_scale))
+        if indexer is not None and most > int(indexer.index_topk):  # else a row sees all of them
+            most = int(indexer.index_topk)
+            scale, head_scale = float(indexer.scorer.softmax_scale), float(indexer.scorer.weights_scaling)
+            self._choosing = Choosing(self._entries[1], most, scale, head_scale, int(indexer.num_heads))
         sinks = device.move(inner.sinks.detach().float())
         self._attending = Attending(spec.window, spec.units, rate, most, float(inner.scaling), sinks)
         self._narrow = JoinedLinears([inner.q_a_proj, inner.kv_proj])
         of_hidden = [part for each in series for part in (each.module.kv_proj, each.module.gate_proj)]
         of_query = [inner.q_b_proj]
         if self._choosing is not None:
-            of_hidden.append(spec.indexer.module.scorer.weights_proj)
-            of_query.append(spec.indexer.module.q_b_proj)
+            of_hidden.append(indexer.scorer.weights_proj)
+            of_query.append(indexer.q_b_proj)
         self._values = JoinedLinears(of_hidden) if series else None
         self._queries = JoinedLinears(of_query)
 
@@ -226,8 +229,7 @@ class GpuCompressed:
             make_entries(keys[:, 0], each, slots, pages)
         chosen = None
         if self._choosing is not None:
-            scaling = float(spec.indexer.module.scorer.weights_scaling)
-            weights = made[-1].float() * scaling
+            weights = made[-1].float() * self._choosing.head_scale
             chosen = self._choosing.choose(turn(queries[1], *angles).to(keys.dtype), weights, keys[:, 0], pages)
         self._device.mark("attention")
         query = turn(queries[0], *angles, norm=(None, spec.head_eps)).to(keys.dtype)
@@ -239,5 +241,4 @@ class GpuCompressed:
     @property
     def _heads(self) -> list[int]:
         """Heads of what `_queries` makes."""
-        indexer = None if self._choosing is None else self._spec.indexer
-        return [self._spec.num_heads] + ([] if indexer is None else [int(indexer.module.num_heads)])
+        return [self._spec.num_heads] + ([] if self._choosing is None else [self._choosing.num_heads])

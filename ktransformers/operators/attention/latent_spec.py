@@ -99,11 +99,6 @@ class LatentSpec:
         """Of a query before absorption."""
         return self.nope_dim + self.rope_dim
 
-    @property
-    def is_for_cpu(self) -> bool:
-        """Whether kernels of a GPU do without something that it has."""
-        return self.has_joint_gate or self.has_sinks
-
 
 def _rotates_halves(module: nn.Module) -> bool:
     """By the function that its forward asks for: there are two in transformers, and some modules know both."""

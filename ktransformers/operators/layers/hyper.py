@@ -48,5 +48,6 @@ class KHyperConnection(WrapperOperator):
         x, inner = self.device.take(streams), self.inner
         if self.spec is None:
             return inner(x)
-        weights: tuple[Any, ...] = inner.fn, inner.base, inner.scale
-        return tuple(part[None] for part in collapse(x[0].contiguous(), *weights, self.spec))
+        weights: Any = inner
+        made = collapse(x[0].contiguous(), weights.fn, weights.base, weights.scale, self.spec)
+        return tuple(part[None] for part in made)

@@ -20,9 +20,10 @@ def collapsed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `kernels.triton.hyper.collapse` computes, of streams [T, N, H], in plain torch."""
     num = spec.streams
+    sizes = [num, num, num * num]
     flat = streams.flatten(1)
     mixed = (flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + spec.norm_eps)) @ fn.T
-    weights = zip(mixed.split([num, num, num * num], -1), base.split([num, num, num * num]), scale, strict=True)
+    weights = zip(torch.split(mixed, sizes, -1), torch.split(base, sizes), scale, strict=True)
     before, behind, between = (part * factor + more for part, more, factor in weights)
     comb = between.view(-1, num, num).softmax(-1) + spec.eps
     comb = comb / (comb.sum(-2, keepdim=True) + spec.eps)
