@@ -26,7 +26,7 @@ from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.norm import recognize_norm, recognize_weightless_norm
 from ktransformers.operators.recognize.probe import close
 
-__all__ = ["CompressedSpec", "GpuCompressed", "Series"]
+__all__ = ["CompressedSpec", "GpuCompressed", "Series", "angles_of"]
 
 _MAX_LISTED = 1 << 24  # numbers of what rows attend to that are kept at a time
 _PROBED = (0, 1, 7, 1000)
