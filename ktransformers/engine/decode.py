@@ -107,6 +107,7 @@ class DecodeSteps:
             kv_lens=inputs.kv_lens,
             block_table=inputs.block_table,
             states=inputs.states,
+            token_ids=inputs.token_ids,
         ).replicated(device.torch_device for device in self._layout.devices)
         keep = self._keep[: inputs.num_rows]
         entry = self._layout.entry
@@ -135,6 +136,7 @@ class DecodeSteps:
             context.kv_lens,
             context.block_table,
             context.states,
+            token_ids,
         )
         on_device = self._graphs.step(inputs)
         launched(len(token_ids))

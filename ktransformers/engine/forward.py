@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class ForwardPass:
             hidden_states=layout.entry.take(layout.embedding(token_ids[None])),
             positions=layout.entry.move(positions[None]),
             keep=layout.last.move(keep),
-            context=context.replicated(device.torch_device for device in layout.devices),
+            context=replace(context, token_ids=token_ids).replicated(device.torch_device for device in layout.devices),
         )
 
     @torch.inference_mode()

@@ -57,6 +57,7 @@ class DecodeInputs:
     kv_lens: Tensor  # int32 [T]
     block_table: Tensor  # int32 [S, P]
     states: StateStep | None = None
+    token_ids: Tensor | None = None  # int64 [T]; None for a step of a model whose layers look nothing up
 
     @property
     def num_rows(self) -> int:
@@ -73,6 +74,7 @@ class DecodeInputs:
             kv_lens,
             self.block_table.to(device),
             None if self.states is None else self.states.to(device, kv_lens),
+            None if self.token_ids is None else self.token_ids.to(device),
         )
 
 
@@ -90,7 +92,7 @@ class _Extent:
     def fields(self) -> tuple[tuple[int, torch.dtype], ...]:
         """Elements of each type: hidden states, then numbers of either size."""
         num_words = self.rows * (2 + self.pages) + self.has_states * (4 * self.rows + 1)
-        return (self.rows * self.width, self.dtype), (2 * self.rows, torch.int64), (num_words, torch.int32)
+        return (self.rows * self.width, self.dtype), (3 * self.rows, torch.int64), (num_words, torch.int32)
 
     @property
     def nbytes(self) -> int:
@@ -112,11 +114,12 @@ class _Extent:
         return DecodeInputs(
             hidden.view(rows, self.width),
             wide[:rows],
-            wide[rows:],
+            wide[rows : 2 * rows],
             seq_ids,
             kv_lens,
             table.view(rows, self.pages),
             states,
+            wide[2 * rows :],
         )
 
 
@@ -169,6 +172,8 @@ class StaticInputs:
         if not is_there:
             host.hidden_states[:rows] = source.hidden_states
         host.positions[:rows] = source.positions
+        if host.token_ids is not None and source.token_ids is not None:
+            host.token_ids[:rows] = source.token_ids
         host.slot_mapping[:rows] = source.slot_mapping
         host.slot_mapping[rows:] = -1
         host.seq_ids[:rows] = source.seq_ids

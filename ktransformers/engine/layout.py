@@ -134,6 +134,9 @@ def move_into(layer: nn.Module, home: Device) -> None:
                 home.take(arg) if isinstance(arg, torch.Tensor) else _shared(arg, home, context) for arg in args
             )
         moved = {name: _shared(value, home, context) for name, value in kwargs.items() if name in _SHARED}
+        if kwargs.get("input_ids", context) is None:  # the model was given hidden states, and the layer looks tokens up
+            ids = context.on(home.torch_device).token_ids
+            moved["input_ids"] = None if ids is None else ids[None]
         if "hidden_states" in kwargs:
             moved["hidden_states"] = home.take(kwargs["hidden_states"])
         return args, {**kwargs, **moved}
@@ -178,6 +181,8 @@ _SHARED = frozenset({"position_ids", "position_embeddings", "cache_position"})
 def _shared(value: Any, home: Device, context: ForwardContext) -> Any:
     if isinstance(value, torch.Tensor):
         return context.moved(value, home.torch_device)
+    if isinstance(value, dict):
+        return {name: _shared(part, home, context) for name, part in value.items()}
     return tuple(_shared(part, home, context) for part in value) if isinstance(value, tuple) else value
 
 

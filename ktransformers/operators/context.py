@@ -10,6 +10,7 @@ builds a ForwardContext per step; Hugging Face modules hand it down as the keywo
     kv_lens[t]                 positions row t attends to, itself included (its position + 1)
     block_table[s, p]          page that holds positions p * page_size .. (p + 1) * page_size - 1 of sequence s
     states                     which states recurrent layers continue (kernels.types.StateStep); None without them
+    token_ids[t]               row t's token, where layers that look it up get hidden states; None where they get ids
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class ForwardContext:
     kv_lens: torch.Tensor  # int32 [T]
     block_table: torch.Tensor  # int32 [S, P]
     states: StateStep | None = None
+    token_ids: torch.Tensor | None = None  # int64 [T]
     replicas: Mapping[torch.device, ForwardContext] = field(default_factory=dict)
     _moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _derived: dict[tuple[str, int], tuple[torch.Tensor, Any]] = field(default_factory=dict)
@@ -92,7 +94,8 @@ class ForwardContext:
     def _copy(self, device: torch.device) -> ForwardContext:
         moved = {name: getattr(self, name).to(device) for name in ("slot_mapping", "seq_ids", "kv_lens", "block_table")}
         states = None if self.states is None else self.states.to(device, moved["kv_lens"])
-        return replace(self, **moved, states=states, replicas={}, _moved={}, _derived={})
+        ids = None if self.token_ids is None else self.token_ids.to(device)
+        return replace(self, **moved, states=states, token_ids=ids, replicas={}, _moved={}, _derived={})
 
     def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """`tensor` on `device`, copied once per step however many layers ask."""

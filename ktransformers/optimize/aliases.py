@@ -59,6 +59,7 @@ _INDEXER = "indexer.KIndexer"
 _BLOCK_INDEXER = "indexer.KBlockIndexer"
 _POOLED_INDEXER = "indexer.KPooledIndexer"
 _MODEL = "model.KModel"
+_HYPER = "hyper.KHyperConnection"
 _ROPE = "rope.KRotaryEmbedding"
 _NORM = "norm.KRMSNorm"
 _MLP = "mlp.KMLP"
@@ -96,6 +97,7 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
         "balance_serve_attention": "flashinfer_attn deepseek_torch_attn",
     },
     _COMPRESSED: {},
+    _HYPER: {},
     _MODEL: {
         "models": "KDeepseekV2Model KDeepseekV3Model KQwen2MoeModel KQwen3MoeModel KLlamaModel KMixtralModel "
         "KGlm4MoeModel KHunyuanModel",
@@ -133,6 +135,7 @@ _HOMES = {
     _BLOCK_INDEXER: "attention.block_indexer",
     _POOLED_INDEXER: "attention.pooled_indexer",
     _MODEL: "layers.model",
+    _HYPER: "layers.hyper",
     _ROPE: "attention.rope",
     _MLP: "linear.mlp",
     _EMBEDDING: "linear.embedding",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.builder import Hardware, build_engine, plan_model
@@ -26,7 +27,7 @@ from tests.support.cuda_engines import check, engine_of
 from tests.support.fp8_models import write_both
 from tests.support.gguf_writer import write_gguf
 from tests.support.gpu_engines import RULES, logits_in_steps, rules_of
-from tests.support.tiny_models import MODEL_TYPES, tiny_model, write_safetensors
+from tests.support.tiny_models import MODEL_TYPES, WINDOW, tiny_model, write_safetensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -52,6 +53,30 @@ def test_default_placement_agrees_with_transformers(model_type: str, tmp_path: P
     with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
         assert {home.device for home in engine.plan.homes} == {"cuda:0"}
         check(logits_in_steps(engine, ids), want)
+
+
+@pytest.mark.skipif("deepseek_v4" not in CONFIG_MAPPING, reason="this transformers has no DeepSeek-V4")
+@pytest.mark.parametrize("rules", [None, "DeepSeek-V4.yaml"])
+def test_compressed_keys_agree_with_transformers(rules: str | None, tmp_path: Path) -> None:
+    """Prompts of three windows, with more entries than are chosen; experts of bf16 in VRAM, and on the CPU.
+
+    All entries but one are chosen: of a choice between many that score nearly the same, bf16 would make another one.
+    """
+    model = tiny_model("deepseek_v4", seed=3, layers=3, index_topk=11)
+    ids = prompt(model.config.vocab_size, 3 * WINDOW + 3)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    write_safetensors(model.bfloat16(), tmp_path)
+    where = {} if rules is None else {"optimize_config_path": RULES_DIR / rules}
+    for graphs in (True, False):
+        config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=2, use_cuda_graph=graphs, **where)
+        with closing(build_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
+            experts = {e.placement.generate_device for e in engine.plan.entries if e.key.endswith("experts")}
+            assert ("cpu" in experts) == (rules is not None)
+            assert {home.device for home in engine.plan.homes} == {"cuda:0"}
+            check(logits_in_steps(engine, ids), want)
 
 
 @pytest.mark.parametrize("model_type", FAMILY_RULES)

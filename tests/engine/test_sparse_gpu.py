@@ -22,11 +22,11 @@ from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from tests.support.agreement import TOLERANCE
 from tests.support.fake_gpus import FakeGraphs, fake_hardware
-from tests.support.family_models import family_model
+from tests.support.family_models import family_config, family_model
 from tests.support.latent_models import BLOCK_VALUES, INDEXED_TYPES, latent_model
 from tests.support.pooled_models import POOLED_TYPES, pooled_model
 from tests.support.runners import random_ids
-from tests.support.tiny_models import tiny_model, write_safetensors
+from tests.support.tiny_models import random_model, tiny_model, write_safetensors
 
 pytest.importorskip("triton")
 
@@ -78,6 +78,23 @@ def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_
     assert len(indexers) == (1 if model_type in ("glm_moe_dsa", *POOLED_TYPES) else 2)
     assert graphs.replays > 0
     assert all(indexer.device.is_gpu for indexer in indexers)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+@pytest.mark.parametrize("model_type", ["axk2", "hy_v4"])
+def test_gates_made_with_queries_and_sinks(model_type: str, tmp_path: Path) -> None:
+    config = family_config(model_type)
+    config.index_head_dim = 32  # half of it is rotated
+    model = random_model(config, 1)
+    write_safetensors(model, tmp_path)
+    ids, graphs = random_ids(model.config.vocab_size, CHUNKS[-1][1]), FakeGraphs()
+    settings = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1, self_check=False)
+    with closing(build_engine(settings, hardware=fake_hardware(graphs=graphs))) as engine:
+        got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
+        assert {home.device for home in engine.plan.homes} == {"cuda:0"}
+    assert (graphs.replays > 0) == (model_type == "axk2")  # no kernel computes the other's experts
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()

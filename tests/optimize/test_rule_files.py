@@ -54,7 +54,7 @@ SHIPPED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "Llama4.yaml": [("llama4_text", CASES_OF_ATTENTION["llama4"][1] | {"no_rope_layers": None})],
     "default-moe.yaml": [(model_type, {}) for model_type in MOE_TYPES],
     "default-dense.yaml": [(model_type, {}) for model_type in DENSE_TYPES],
-    "DeepSeek-V4.yaml": [("deepseek_v4", {})],  # all on the CPU
+    "DeepSeek-V4.yaml": [("deepseek_v4", {})],
 }
 CASES = [(file, model_type, values) for file, cases in SHIPPED.items() for model_type, values in cases]
 ONE_GPU = Machine(8 * GIB, 4 * GIB, {"cpu": 4 * GIB, "cuda:0": 2 * GIB})

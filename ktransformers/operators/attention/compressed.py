@@ -16,6 +16,7 @@ lies with the last token of its window:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,13 +25,16 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.types import RawTensor
-from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
+from ktransformers.operators.attention.compressed_gpu import CompressedSpec, GpuCompressed, Series
+from ktransformers.operators.base import OperatorConfig, Placement, Requirements, Site, expect_shape
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.exact import NativeMathMode
-from ktransformers.operators.wrapper import WrapperOperator
+from ktransformers.operators.linear.matrix import dense_tensor
+from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["KCompressedAttention"]
@@ -134,10 +138,13 @@ class _Compression:
 class KCompressedAttention(WrapperOperator):
     """Attention of the DeepSeek-V4 family, with compressed keys or a window alone: [1, T, hidden] in and out.
 
-    On the CPU. window: positions that a row sees as they are.
+    window: positions that a row sees as they are.
     """
 
-    OPS: ClassVar[dict[str, str]] = {"KCompressedNative": "native attention over a window and compressed entries"}
+    OPS: ClassVar[dict[str, str]] = {
+        "KCompressedNative": "native attention over a window and compressed entries",
+        "KCompressedTriton": "Triton attention over a window and compressed entries",
+    }
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"o_a_proj"})  # a linear layer for each group of heads
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
@@ -148,8 +155,6 @@ class KCompressedAttention(WrapperOperator):
             raise UnsupportedError(
                 f"KCompressedAttention cannot replace {key} ({type(module).__name__}): no {missing[0]}"
             )
-        if self.device.is_gpu:
-            raise UnsupportedError(f"{key}: no kernel of a GPU attends to compressed keys; place it on cpu")
         inner: Any = module
         self.layer_idx, self.window = int(inner.layer_idx), int(inner.sliding_window)
         self.num_heads, self.head_dim = int(inner.num_heads), int(inner.head_dim)
@@ -164,6 +169,21 @@ class KCompressedAttention(WrapperOperator):
                 width = self._indexer.values + self._indexer.width
         self.cached_dim = -(-width // self.head_dim) * self.head_dim
         self._o_a: RawTensor | None = None  # [groups, R, columns of a group]
+        self._epsilons = CompressedSpec.check(key, inner, self.head_dim) if self.device.is_gpu else None
+        self._biases: list[torch.Tensor] = []  # of positions in a window, fp32 on a GPU
+        self._gpu: GpuCompressed | None = None
+
+    @override
+    def op(self, phase: Phase) -> str:
+        return "KCompressedTriton" if self.device.is_gpu else "KCompressedNative"
+
+    @override
+    def state(self) -> DenseState:
+        return DenseState(self.inner, self.key, self.device, torch.float32)  # sinks
+
+    @property
+    def _compressions(self) -> list[_Compression]:
+        return [each for each in (self._compressor, self._indexer) if each is not None]
 
     @property
     def _o_a_shape(self) -> tuple[int, int, int]:
@@ -174,7 +194,12 @@ class KCompressedAttention(WrapperOperator):
     def requirements(self, source: WeightSource) -> Requirements:
         needs, name = super().requirements(source), f"{self.key}.o_a_proj.weight"
         groups, rank, cols = self._o_a_shape
-        needs.add("cpu", expect_shape(source.find(name), name, (groups * rank, cols)))
+        info = expect_shape(source.find(name), name, (groups * rank, cols))
+        if not self.device.is_gpu:
+            needs.add("cpu", info)
+            return needs
+        needs.add(self.device.name, info, math.prod(info.shape) * self.device.dtype.itemsize)
+        needs.nbytes[self.device.name] += sum(4 * each.rate * each.series * each.dim for each in self._compressions)
         return needs
 
     @override
@@ -182,6 +207,24 @@ class KCompressedAttention(WrapperOperator):
         super().load(source)
         stored = source.tensor(f"{self.key}.o_a_proj.weight")
         self._o_a = RawTensor(stored.data, stored.qtype, self._o_a_shape)
+        if self.device.is_gpu:  # the compressors' own have the device's type, which rounds
+            names = [f"{self.key}.{name}.position_bias" for name in ("compressor", "compressor.indexer")]
+            self._biases = [
+                self.device.move(source.dense(name).float()) for name, _ in zip(names, self._compressions, strict=False)
+            ]
+
+    @override
+    def settle(self, site: Site) -> None:
+        if self._epsilons is None:
+            return
+        assert self._o_a is not None, f"{self.key} is not loaded"
+        series = [Series(each.module, each.rate, each.series, each.entry, each.values) for each in self._compressions]
+        compressor, indexer = (*series, None, None)[:2]
+        units = self.cached_dim // self.head_dim
+        spec = CompressedSpec(self.window, self.num_heads, self.head_dim, units, *self._epsilons, compressor, indexer)
+        weight = dense_tensor(self._o_a, self.device, self.config.require_pool()).transpose(1, 2).contiguous()
+        self._o_a = None
+        self._gpu = GpuCompressed(self.inner, self.key, spec, weight, self._biases, self.device, site.max_len)
 
     @override
     def forward(
@@ -196,6 +239,8 @@ class KCompressedAttention(WrapperOperator):
             raise UnsupportedError(
                 "compressed attention runs inside the engine only: it needs forward_context, no mask"
             )
+        if self._gpu is not None:
+            return self._forward_on_gpu(self._gpu, hidden_states, position_embeddings, forward_context)
         assert self._o_a is not None, f"{self.key} is not loaded"
         inner: Any = self.inner
         pool = self.config.require_pool()
@@ -212,6 +257,22 @@ class KCompressedAttention(WrapperOperator):
             out = turned(out, cos, -sin)
         merged = cpu.batched_linear(out.view(-1, self._o_a_shape[0], self._o_a_shape[2]), self._o_a, pool)
         return inner.o_b_proj(merged.view(1, len(merged), -1)), None
+
+    def _forward_on_gpu(
+        self, gpu: GpuCompressed, hidden_states: torch.Tensor, position_embeddings: Any, context: ForwardContext
+    ) -> tuple[torch.Tensor, None]:
+        inner: Any = self.inner
+        keys, _ = context.cache.layer(self.layer_idx)
+        self._check_slots(len(keys))
+        self.device.mark("linear", self.layer_idx)
+        cos, sin = (part[0] for part in position_embeddings[inner.rope_layer_type])
+        merged = gpu(self.device.take(hidden_states)[0], (cos, sin), context.on(keys.device), keys)
+        return inner.o_b_proj(merged), None
+
+    def _check_slots(self, num_slots: int) -> None:
+        """Raises UnsupportedError where 32 bits do not number the parts of a cache."""
+        if num_slots * (self.cached_dim // self.head_dim) > _MAX_INDEX:
+            raise UnsupportedError(f"a cache of {num_slots} tokens is too large for {self.key}; lower --cache_lens")
 
     def _entries(
         self,
@@ -282,8 +343,7 @@ class KCompressedAttention(WrapperOperator):
         """[T, heads, D]. Every row has a table of its own: first entries, then the tokens of its window."""
         inner: Any = self.inner
         units = self.cached_dim // self.head_dim
-        if keys.shape[0] * units > _MAX_INDEX:
-            raise UnsupportedError(f"a cache of {keys.shape[0]} tokens is too large for {self.key}; lower --cache_lens")
+        self._check_slots(len(keys))
         lens = num_entries + (rows.positions + 1).clamp(max=self.window)
         at = torch.arange(int(lens.max()))
         is_entry = at < num_entries[:, None]

@@ -60,6 +60,7 @@ class LatentStep:
     workspace: torch.Tensor | None = None
     selection: Selection | None = None
     window: int = 0
+    sinks: torch.Tensor | None = None  # fp32 [H], with nothing expanded
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ class GpuLatent:
         context, chosen = step.context, step.selection
         if chosen is not None:
             table, seq_ids, kv_lens = chosen.slots, chosen.seq_ids[rows], chosen.counts[rows]
-            return mla_attention(query, step.cache, self.rank, table, 1, seq_ids, kv_lens, step.scale)
+            places = (table, 1, seq_ids, kv_lens)
+            return mla_attention(query, step.cache, self.rank, *places, step.scale, sinks=step.sinks)
         return mla_attention(
             query,
             step.cache,
@@ -121,6 +123,7 @@ class GpuLatent:
             context.kv_lens[rows],
             step.scale,
             window=step.window,
+            sinks=step.sinks,
         )
 
     def _values(self, latent: torch.Tensor) -> torch.Tensor:

@@ -104,11 +104,6 @@ class LatentSpec:
         """Of a query before absorption."""
         return self.nope_dim + self.rope_dim
 
-    @property
-    def is_for_cpu(self) -> bool:
-        """Whether kernels of a GPU do without something that it has."""
-        return self.has_joint_gate or self.has_sinks
-
 
 def _lora_scale(module: nn.Module, of: str) -> float:
     """What compressed queries or latents are multiplied with. It changes no indexer's choice: all scores grow alike."""

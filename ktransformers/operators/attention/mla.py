@@ -44,7 +44,7 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.linear.joined import JoinedLinears
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.norm import NormSpec, recognize_norm
-from ktransformers.operators.wrapper import WrapperOperator
+from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import TensorInfo, WeightSource
 
 __all__ = ["KMLAAttention", "rotate"]
@@ -111,8 +111,6 @@ class KMLAAttention(WrapperOperator):
             _say_absorbed()
         if self.device.is_gpu:
             self.rope_dim = spec.rope_dim or _LEAST_ROTARY
-            if spec.is_for_cpu:
-                raise UnsupportedError(f"{key}: sinks, or gates made with the queries; place it on cpu")
             check_gpu_shape(key, self.rank, self.rope_dim)
             self._latent_norm = recognize_norm(module.get_submodule("kv_a_layernorm"))
             if self._latent_norm is None or self._latent_norm.offset:
@@ -126,16 +124,27 @@ class KMLAAttention(WrapperOperator):
         self._k_b: RawTensor | None = None  # [H, R, N]
         self._v_b: RawTensor | None = None  # [H, V, R]
 
+    @override
+    def state(self) -> DenseState:
+        return DenseState(self.inner, self.key, self.device, torch.float32 if self.spec.has_sinks else None)
+
     def attention_shape(self) -> Shape | None:
         """What FlashInfer is asked about; None where another kernel has to attend."""
-        if not self.device.is_gpu or self.is_sparse or self.spec.window:
+        if not self.device.is_gpu or self.is_sparse or self.spec.window or self.spec.has_sinks:
             return None
         return LatentShape(self.num_heads, self.rank, self.rope_dim, self.device.dtype, self.spec.scale)
 
     def expansion_choice(self, flash: FlashLayer | None = None) -> Choice | None:
         """How prefill steps would choose between the two forms on a site with `flash`; None where all are absorbed."""
         is_bound = flash is not None and flash.is_required
-        if not self.device.is_gpu or self.absorb_for_prefill or is_bound or self.is_sparse or self.spec.window:
+        if (
+            not self.device.is_gpu
+            or self.absorb_for_prefill
+            or is_bound
+            or self.is_sparse
+            or self.spec.window
+            or self.spec.has_sinks
+        ):
             return None
         rates = Rates() if flash is None else Rates().with_flashinfer()
         dims = LatentDims(self.num_heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
@@ -346,6 +355,7 @@ class KMLAAttention(WrapperOperator):
             attend=None if self._flash is None or expansion is not None else self._flash.of(forward_context),
             expansion=expansion,
             window=self.spec.window,
+            sinks=self._sinks,
             workspace=None if expansion is None or choice is None else self.device.latent_workspace(choice.room),
         )
         normed = None
@@ -356,7 +366,13 @@ class KMLAAttention(WrapperOperator):
             step = replace(step, is_cached=True)
         else:
             normed = inner.q_a_layernorm(query)
-        q = query if normed is None else inner.q_b_proj(normed)
+        gate = None
+        if normed is None:
+            q = query
+        elif self.spec.has_joint_gate:
+            q, gate = self._query_and_gate(normed, query)
+        else:
+            q = inner.q_b_proj(normed)
         compressed_query = None if normed is None else normed[None]
         selection = self._selection(hidden_states, compressed_query, angles[:2], forward_context, given)
         step = replace(step, selection=selection)
@@ -364,7 +380,7 @@ class KMLAAttention(WrapperOperator):
         q = self._padded(self._scaled(q.view(-1, self.num_heads, self.spec.head_dim), context))
         out = gpu.attend(q.to(keys.dtype), step)
         self.device.mark("linear")
-        return self._result(self._output(hidden_states, out), selection)
+        return self._result(self._output(hidden_states, out, gate), selection)
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         """With columns of zeros where there should be rotary ones."""
@@ -410,10 +426,7 @@ class KMLAAttention(WrapperOperator):
         if self.spec.has_joint_gate:
             raw = inner.q_a_proj(x)
             compressed = inner.q_a_layernorm(raw)
-            joined = inner.q_gate_proj(torch.cat((compressed, raw), dim=-1))
-            q, gate = joined.view(-1, self.num_heads, self.spec.head_dim + self.v_dim).split(
-                (self.spec.head_dim, self.v_dim), dim=-1
-            )
+            q, gate = self._query_and_gate(compressed, raw)
             return q, compressed, gate
         if getattr(inner, "q_a_proj", None) is None:
             compressed, q = None, inner.q_proj(x)
@@ -421,6 +434,15 @@ class KMLAAttention(WrapperOperator):
             compressed = inner.q_a_layernorm(inner.q_a_proj(x))
             q = inner.q_b_proj(compressed)
         return q.view(-1, self.num_heads, self.spec.head_dim), compressed, None
+
+    def _query_and_gate(self, compressed: torch.Tensor, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H, N + P] and [T, H, V], both made of the compressed query [..., T, Q] with its norm and without."""
+        inner: Any = self.inner
+        joined = inner.q_gate_proj(torch.cat((compressed, raw), dim=-1))
+        q, gate = joined.view(-1, self.num_heads, self.spec.head_dim + self.v_dim).split(
+            (self.spec.head_dim, self.v_dim), dim=-1
+        )
+        return q, gate
 
     def _latent(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
         """What the cache stores: fp32 [T, 1, R + P]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -48,6 +49,8 @@ class KMoEBlock(WrapperOperator):
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
+        router: Any = getattr(module, "gate", None)
+        self._asks_for_ids = router is not None and "input_ids" in inspect.signature(router.forward).parameters
         if not self.is_for(module):
             raise UnsupportedError(
                 f"KMoEBlock cannot replace {key} ({type(module).__name__}): it knows blocks that weigh what experts "
@@ -61,21 +64,24 @@ class KMoEBlock(WrapperOperator):
         return has_experts and weighs_outputs(module) is True
 
     @override
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        output = self.addends(self.device.take(hidden_states.reshape(-1, hidden_states.shape[-1]))).total(self)
+    def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None) -> torch.Tensor:
+        rows = self.device.take(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        output = self.addends(rows, input_ids).total(self)
         return give_back(output, hidden_states).view(hidden_states.shape)
 
-    def addends(self, rows: torch.Tensor) -> Addends:
-        """What the block computes of rows [T, H] on its device, not yet added up."""
+    def addends(self, rows: torch.Tensor, token_ids: torch.Tensor | None = None) -> Addends:
+        """What the block computes of rows [T, H] on its device, not yet added up. token_ids: int64 [1, T], for routers
+        that look tokens up."""
         block: Any = self.inner
         experts, router = block.experts, block.gate
         is_ours = isinstance(experts, KTransformersExperts)
         self.device.mark("router")
         routed = chosen = None
-        if is_ours and isinstance(router, KRouter):
+        asked = (self.device.move(token_ids),) if self._asks_for_ids and token_ids is not None else ()
+        if is_ours and isinstance(router, KRouter) and not asked:
             chosen = None if router.spec is None else experts.chosen(len(rows), router.spec.top_k)
             routed = router.route(rows, chosen)
-        _, topk_weights, topk_ids = router(rows) if routed is None else routed
+        _, topk_weights, topk_ids = router(rows, *asked) if routed is None else routed
         if not is_ours:
             return Addends(experts(rows, topk_ids, topk_weights), *self._shared(rows))
         ticket = experts.submit(rows, topk_ids, topk_weights, is_counted=routed is not None and chosen is not None)

@@ -72,7 +72,7 @@ class _Product(nn.Module):
 
 @recognizer("a feed-forward block of gate, up and down")
 def recognize_gated_mlp(module: nn.Module) -> ActivationSpec:
-    """The activation of a block that computes down(act(gate(x)) * up(x)); None for others.
+    """The activation of a block that computes down(act(gate(x)) * up(x)), clamped or not; None for others.
 
     Its projections are gate_proj, up_proj and down_proj, and its activation act_fn.
     """
@@ -86,7 +86,10 @@ def recognize_gated_mlp(module: nn.Module) -> ActivationSpec:
     rows = _rows(_COLS)
     got = answer(lambda: twin_of(module, modules={**parts, "act_fn": children["act_fn"]})(rows))
     gate, up, down = parts.values()
-    return matching(got, [spec], lambda found: down(_gated(found, gate(rows), up(rows))))
+    specs, limit = [spec], getattr(module, "limit", None)
+    if spec.kind is Activation.SILU and isinstance(limit, int | float):
+        specs.append(ActivationSpec(Activation.SWIGLU_CLAMPED, limit=float(limit)))
+    return matching(got, specs, lambda found: down(_gated(found, gate(rows), up(rows))))
 
 
 def _forward_of_one(module: nn.Module, rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ktransformers.operators.recognize.probe import Draws, Unlike, answer, matching, recognizer, twin_of
 
-__all__ = ["NormSpec", "recognize_norm", "rms_norm"]
+__all__ = ["NormSpec", "recognize_norm", "recognize_weightless_norm", "rms_norm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +39,13 @@ def recognize_norm(module: nn.Module) -> NormSpec:
     rows, scale = draws.normal(3, len(weight)), draws.positive(len(weight))
     got = answer(lambda: twin_of(module, parameters={"weight": scale})(rows))
     return matching(got, specs, lambda spec: rms_norm(rows, spec.offset + scale, spec.eps))
+
+
+@recognizer("RMSNorm without a weight")
+def recognize_weightless_norm(module: nn.Module) -> float:
+    """The epsilon of x / sqrt(mean(x^2) + eps) over the last axis; None for anything else."""
+    eps = getattr(module, "eps", None)
+    if not isinstance(eps, float) or any(True for _ in module.parameters()):
+        raise Unlike("it holds weights, or no epsilon")
+    rows = Draws().normal(3, 32)
+    return matching(answer(lambda: module(rows)), [eps], lambda found: rms_norm(rows, torch.ones(32), found))

@@ -7,19 +7,22 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from ktransformers.config import EngineConfig
+from ktransformers.core import Phase
 from ktransformers.engine.builder import build_engine
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.operators.attention.compressed import KCompressedAttention, turned
+from ktransformers.operators.attention.compressed_gpu import angles_of
 from ktransformers.operators.base import OperatorConfig, Placement
 from tests.support.fake_operators import meta_model
 from tests.support.tiny_models import tiny_config, tiny_model, write_safetensors
 
 
-def operator(model_type: str, layer: int, placement: Placement | None = None) -> KCompressedAttention:
-    model = meta_model(model_type, layers=3)
+def operator(model_type: str, layer: int, placement: Placement | None = None, **values: object) -> KCompressedAttention:
+    model = meta_model(model_type, layers=3, **values)
     config = OperatorConfig(ModelFacts.of(model.config))
     key = f"model.layers.{layer}.self_attn"
     return KCompressedAttention(model.get_submodule(key), key, config, placement)
@@ -40,6 +43,33 @@ def test_the_cache_holds_what_a_token_leaves_behind() -> None:
 def test_other_attention_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"cannot replace model\.layers\.0\.self_attn \(LlamaAttention\)"):
         operator("llama", 0)
+
+
+def test_heads_that_a_gpu_does_not_take_are_refused() -> None:
+    there = Placement.on("cuda:0")
+    assert operator("deepseek_v4", 0, there).op(Phase.PREFILL) == "KCompressedTriton"
+    with pytest.raises(UnsupportedError, match=r"needs heads of a power of two of columns, got 24; place it on cpu"):
+        operator("deepseek_v4", 0, there, head_dim=24)
+
+
+class Turned(nn.Module):
+    """Angles of a fixed frequency, or not."""
+
+    def __init__(self, power: float):
+        super().__init__()
+        self.compress_inv_freq, self.compress_attention_scaling, self.power = torch.tensor([0.5, 0.1]), 1.5, power
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions[..., None].float() ** self.power * self.compress_inv_freq
+        return angles.cos() * 1.5, angles.sin() * 1.5
+
+
+def test_angles_of_entries_are_those_of_frequencies() -> None:
+    frequencies, factor = angles_of(Turned(1.0), "compress", "here")
+    assert (frequencies.tolist(), factor) == (torch.tensor([0.5, 0.1]).tolist(), 1.5)
+    for module, kind in ((Turned(1.5), "compress"), (Turned(1.0), "main")):
+        with pytest.raises(UnsupportedError, match="here: its angles are not those of fixed frequencies"):
+            angles_of(module, kind, "here")
 
 
 def test_turning_back_undoes_turning() -> None:

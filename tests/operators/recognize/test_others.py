@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7MLP
 
-from ktransformers.kernels.types import Activation
+from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
 from ktransformers.operators.recognize.attention import TemperatureSpec, recognize_temperature
 from ktransformers.operators.recognize.block import scales_inputs, weighs_outputs
@@ -102,13 +102,15 @@ def test_blocks_of_gate_up_and_down(gemma3n: nn.Module) -> None:
 
 
 def test_a_block_that_clamps_is_another() -> None:
-    config = Step3p7TextConfig(hidden_size=16, intermediate_size=24, swiglu_limits_shared=[0.0, 16.0])
+    config = Step3p7TextConfig(hidden_size=16, intermediate_size=24, swiglu_limits_shared=[0.0, 4.0])
     with torch.device("meta"):
         free, clamped = (Step3p7MLP(config, layer) for layer in (0, 1))
     spec = recognize_gated_mlp(free)
     assert spec is not None
     assert spec.kind is Activation.SILU
-    assert recognize_gated_mlp(clamped) is None
+    assert recognize_gated_mlp(clamped) is None  # behind the activation
+    shared = tiny_model("deepseek_v4").get_submodule("model.layers.0.mlp.shared_experts")
+    assert recognize_gated_mlp(shared) == ActivationSpec(Activation.SWIGLU_CLAMPED, limit=10.0)
 
 
 @pytest.mark.parametrize(("name", "keeps"), [("stablelm", True), ("nemotron", True), ("laguna", False)])

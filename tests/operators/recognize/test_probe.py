@@ -10,7 +10,7 @@ from torch import nn
 
 from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.recognize.activation import recognize_activation
-from ktransformers.operators.recognize.norm import NormSpec, recognize_norm
+from ktransformers.operators.recognize.norm import NormSpec, recognize_norm, recognize_weightless_norm
 
 
 class Norm(nn.Module):
@@ -27,6 +27,15 @@ class Norm(nn.Module):
         return x * scale * (self.weight + self.offset)
 
 
+class Weightless(nn.Module):
+    def __init__(self, power: float):
+        super().__init__()
+        self.eps, self.power = 1e-3, power
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (x.abs().pow(2).mean(-1, keepdim=True) + self.eps) ** (-self.power / 2)
+
+
 class Refusing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise KeyError("not so")
@@ -37,6 +46,9 @@ def test_norms() -> None:
     assert recognize_norm(Norm(1.0)) == NormSpec(1e-6, 1.0)
     assert recognize_norm(Norm(0.5)) is None
     assert recognize_norm(Norm(centers=True)) is None
+    assert recognize_weightless_norm(Norm()) is None
+    assert recognize_weightless_norm(Weightless(1.0)) == 1e-3
+    assert recognize_weightless_norm(Weightless(2.0)) is None
     assert recognize_norm(nn.LayerNorm(48, bias=False)) is None
     assert Norm().weight.is_meta  # asking needs no weights
 

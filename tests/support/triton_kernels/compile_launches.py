@@ -21,9 +21,11 @@ from ktransformers.kernels.triton import dequant, recurrent, recurrent_mixers, r
 from ktransformers.kernels.triton.attention import attention
 from ktransformers.kernels.triton.choose import choose_positions
 from ktransformers.kernels.triton.clock import write_device_time
+from ktransformers.kernels.triton.compressed import Entries, Pages, attended, keep_values, make_entries, turn
 from ktransformers.kernels.triton.convert import convert_rows
 from ktransformers.kernels.triton.elementwise import add_rms_norm, gate_heads
 from ktransformers.kernels.triton.expanded import ExpandedRun, expanded_attention, expanded_tile, tiles_of
+from ktransformers.kernels.triton.hyper import HyperSpec, collapse
 from ktransformers.kernels.triton.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.mla import mla_attention
@@ -186,6 +188,37 @@ def call_latent(tokens, heads=128, rank=512, rotary=64, width=128, query=1536):
     expand(absorbed[..., :rank].contiguous(), torch.zeros(heads, rank, width, dtype=torch.bfloat16))
 
 
+def call_compressed(tokens, heads=64, dim=512, rotary=64, window=128):
+    """DeepSeek-V4: 4 tokens of an entry, which overlap, and 128."""
+    bf16, units = torch.bfloat16, 8
+    cos, slots = torch.zeros(tokens, rotary // 2), torch.zeros(tokens, dtype=torch.int64)
+    ids, cache = torch.zeros(tokens, dtype=torch.int32), torch.zeros(256, 1, units * dim, dtype=bf16)
+    pages = Pages(torch.zeros(2, 3, dtype=torch.int32), 64, ids, ids)
+    q, norm = torch.zeros(tokens, heads, dim, dtype=bf16), torch.zeros(dim)
+    turn(q, cos, cos, norm=(None, 1e-6))
+    turn(q, cos, cos, is_back=True)
+    turn(q[..., :128], cos, cos)
+    turn(q[:, :1], cos, cos, norm=(norm, 1e-6), cache=cache, slot_mapping=slots)
+    for rate, series in ((4, 2), (128, 1)):
+        values = torch.zeros(tokens, series * dim, dtype=bf16)
+        keep_values(values, values, cache[:, 0], 2 * dim, slots)
+        bias = torch.zeros(rate, series * dim)
+        make_entries(cache[:, 0], Entries(rate, series, dim, 2 * dim, bias, norm, 1e-6, cos[0], 1.0), slots, pages)
+    attended(pages, window, 1, window)
+    attended(pages, window, units, 64 + window, rate=128, most=64)
+    chosen = torch.zeros(tokens, 512, dtype=torch.int32)
+    table, counts = attended(pages, window, units, 512 + window, rate=4, most=512, chosen=chosen)
+    rows = torch.arange(tokens, dtype=torch.int32)
+    mla_attention(q, cache.view(-1, 1, dim), dim, table, 1, rows, counts, 0.05, sinks=torch.zeros(heads))
+    expand(q.view(tokens, 8, -1), torch.zeros(8, heads * dim // 8, 1024, dtype=bf16))
+
+
+def call_hyper(tokens, streams=4, width=4096):
+    spec = HyperSpec(streams, 20, 1e-6, 1e-6)
+    x = torch.zeros(tokens, streams, width, dtype=torch.bfloat16)
+    collapse(x, torch.zeros(spec.width, streams * width), torch.zeros(spec.width), torch.zeros(3), spec)
+
+
 def call_expanded(heads, rows, length, nope=128, rotary=64, width=128):
     tile = expanded_tile(rows, heads, torch.bfloat16, torch.device("cpu"))
     q = torch.zeros(rows, heads, nope + rotary, dtype=torch.bfloat16)
@@ -284,6 +317,8 @@ def few():
     call_chosen(4, 2, is_summed=False)
     call_convert(4, 2048)
     call_latent(2)
+    call_compressed(2)
+    call_hyper(2)
     call_norm(7168, 2)
     call_gated_attention(16, 2, 256, 64, 1)
     call_router(256, 7168, 4, RouterSpec(8, "sigmoid", num_groups=8, topk_groups=4, scaling=2.5))
