@@ -58,6 +58,7 @@ class LayerKind(StrEnum):
     LATENT = "latent_attention"  # keys and values out of one vector for all heads (DeepSeek's MLA)
     COMPRESSED = "compressed_attention"  # older tokens as entries, each of several (DeepSeek-V4)
     RECURRENT = "recurrent"  # a state of one size, however long the sequence
+    HYBRID = "hybrid"  # full attention, and a state beside it
     ROWWISE = "rowwise"  # it works row by row, and keeps nothing
     OTHER = "other"
 
@@ -74,6 +75,7 @@ _KINDS = {
     "linear_attention": LayerKind.RECURRENT,
     "mamba": LayerKind.RECURRENT,
     "conv": LayerKind.RECURRENT,
+    "hybrid": LayerKind.HYBRID,
     "moe": LayerKind.ROWWISE,
     "mlp": LayerKind.ROWWISE,
 }

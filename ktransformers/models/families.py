@@ -42,7 +42,10 @@ RECURRENT = Refusal(
     "layers keep a state of a kind that is not known here, or of which their model tells them nothing",
     r"keeps a state, and no operator stands|is given no states",
 )
-MIXED = Refusal("layers attend and keep a state, both", r"layers of type hybrid\b")
+MIXED = Refusal(
+    "layers attend and keep a state of a kind that is not known here, both",
+    r"layers of type hybrid_|\(hybrid\) keeps a state, and no operator stands",
+)
 INDEXED = Refusal(
     "an indexer that is not known here chooses the positions that a token sees",
     r"'NoneType' object (?:is not subscriptable|has no attribute 'dtype')",
@@ -132,8 +135,8 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "exaone4": CHECKED,
     "exaone_moe": TESTED,
     "falcon": OWN_ATTENTION,
-    "falcon_h1": MIXED,
-    "falcon_mamba": RECURRENT,
+    "falcon_h1": CHECKED,
+    "falcon_mamba": CHECKED,
     "flex_olmo": TESTED,
     "flint": CHECKED,
     "fuyu": CHECKED,
@@ -194,8 +197,8 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "llama4": CHECKED,
     "llama4_text": TESTED,
     "longcat_flash": TESTED,
-    "mamba": RECURRENT,
-    "mamba2": RECURRENT,
+    "mamba": CHECKED,
+    "mamba2": CHECKED,
     "marian": OWN_POSITIONS,
     "mbart": OWN_POSITIONS,
     "megatron-bert": OWN_ATTENTION,
@@ -223,7 +226,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "olmo": CHECKED,
     "olmo2": CHECKED,
     "olmo3": TESTED,
-    "olmo_hybrid": RECURRENT,
+    "olmo_hybrid": CHECKED,
     "olmoe": TESTED,
     "openai-gpt": OWN_ATTENTION,
     "opt": CHECKED,

@@ -65,6 +65,7 @@ _ACTIVATION = "activation.KActivation"
 _RECURRENT = {
     "kinds": "KRecurrent",
     "delta": "KGatedDeltaNet KKimiDeltaAttention",
+    "delta_parts": "KGatedDeltaParts",
     "mamba": "KMamba KMamba2",
     "short": "KShortConv KLightningAttention",
 }

@@ -245,7 +245,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {**_of_kinds("conv", "full_attention"), "full_attn_idxs": None},
     "lfm2_moe": {**_of_kinds("conv", "full_attention"), "num_dense_layers": 1},
     "longcat_flash": {"moe_topk": 3, "num_experts_per_tok": 3},  # with one, transformers takes a list for a pair
-    "mamba2": {"num_heads": 8},
+    "mamba2": {"hidden_size": 64, "num_heads": 8},  # of which its heads are
     "mistral4": {"head_dim": 32},  # rotated and not
     "mimo_v2_flash": {"num_key_value_heads": 2},  # twice as many in layers with windows
     "minimax_m3_vl_text": {

@@ -10,6 +10,7 @@ from typing_extensions import override
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.operators.recurrent.delta import KGatedDeltaNet, KKimiDeltaAttention
+from ktransformers.operators.recurrent.delta_parts import KGatedDeltaParts
 from ktransformers.operators.recurrent.mamba import KMamba, KMamba2
 from ktransformers.operators.recurrent.short import KLightningAttention, KShortConv
 from ktransformers.operators.wrapper import WrapperOperator
@@ -18,6 +19,7 @@ __all__ = ["KRecurrent"]
 
 _KINDS: tuple[type[RecurrentOperator], ...] = (
     KGatedDeltaNet,
+    KGatedDeltaParts,
     KKimiDeltaAttention,
     KMamba2,
     KMamba,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -19,14 +19,24 @@ from ktransformers.operators.recurrent.base import RecurrentOperator
 
 __all__ = ["KMamba", "KMamba2"]
 
+_MAMBA = frozenset({"act", "conv1d", "in_proj", "x_proj", "dt_proj", "out_proj"})
+_MAMBA_NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
+
 
 def _check_silu(module: Any, key: str) -> None:
     if module.activation != "silu":
         raise UnsupportedError(f"{key}: a convolution followed by {module.activation!r}, not silu")
 
 
+def _as_is(x: Tensor) -> Tensor:
+    return x
+
+
 class KMamba2(RecurrentOperator):
-    """Mamba-2 of Nemotron-H, Granite 4 and Bamba: one decay per head, keys and queries shared by groups of heads."""
+    """Mamba-2 of Nemotron-H, Granite 4, Falcon-H1 and others: a decay per head, keys and queries of groups of heads.
+
+    Falcon-H1 scales rows and columns of the input projection (ssm_in_multiplier, mup_vector), and may have no norm.
+    """
 
     OPS: ClassVar[dict[str, str]] = {"KMamba2": "selective state spaces by head, over slots of states"}
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"conv1d", "norm"})
@@ -42,8 +52,10 @@ class KMamba2(RecurrentOperator):
         self.num_heads, self.head_dim, self.groups = int(inner.num_heads), int(inner.head_dim), int(inner.n_groups)
         self.state_size, self.width = int(inner.ssm_state_size), int(inner.intermediate_size)
         self.limit = tuple(float(bound) for bound in inner.time_step_limit)
-        group_size = getattr(inner.norm, "group_size", self.width)
-        self.group_size = int(group_size)
+        self.has_norm = not isinstance(inner.norm, nn.Identity)
+        self.group_size = int(getattr(inner.norm, "group_size", self.width // int(getattr(inner.norm, "n_groups", 1))))
+        self.is_gate_first = not getattr(inner.norm, "norm_before_gate", False)
+        self.in_scale = float(getattr(inner, "ssm_in_multiplier", 1.0))
         _check_silu(inner, key)
 
     @override
@@ -59,7 +71,7 @@ class KMamba2(RecurrentOperator):
         inner: Any = self.inner
         count, keys = len(rows), self.groups * self.state_size
         sizes = [self.width, self.width + 2 * keys, self.num_heads]
-        gate, mixed, dt = torch.split(inner.in_proj(rows), sizes, dim=-1)
+        gate, mixed, dt = torch.split(self._project(rows), sizes, dim=-1)
         x, b, c = torch.split(self.convolve(mixed, states, step, "silu"), [self.width, keys, keys], dim=-1)
         x = x.view(count, self.num_heads, self.head_dim)
         b, c = (part.view(count, self.groups, self.state_size) for part in (b, c))
@@ -71,27 +83,33 @@ class KMamba2(RecurrentOperator):
             dt = functional.softplus(dt.float() + inner.dt_bias).clamp(*self.limit)
             out = self.scans.linear_scan((c, b, x * dt.unsqueeze(-1)), dt * self.a, states["recurrent"], step)
             out = out + x * inner.D.unsqueeze(-1)
-        normed = self.scans.gated_norm(
-            out.reshape(count, -1),
-            gate,
-            inner.norm.weight,
-            float(inner.norm.variance_epsilon),
-            group_size=self.group_size,
-            form=(True, "silu"),
-        )
-        result: Tensor = inner.out_proj(normed.to(rows.dtype))
+        result: Tensor = inner.out_proj(self._gated(out.reshape(count, -1), gate).to(rows.dtype))
         return result
+
+    def _project(self, rows: Tensor) -> Tensor:
+        """rows [T, H] -> gate, what is mixed, and time steps side by side [T, columns]."""
+        inner: Any = self.inner
+        columns: Tensor = inner.in_proj(rows if self.in_scale == 1.0 else rows * self.in_scale)
+        scales: Tensor | None = getattr(inner, "mup_vector", None)
+        return columns if scales is None else columns * scales.view(1, -1)
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """[T, width] twice -> the same, fp32."""
+        if not self.has_norm:
+            return out * functional.silu(gate.float())
+        norm: Any = self.inner.norm
+        form = (self.is_gate_first, "silu")
+        eps = float(norm.variance_epsilon)
+        return self.scans.gated_norm(out, gate, norm.weight, eps, group_size=self.group_size, form=form)
 
 
 class KMamba(RecurrentOperator):
-    """Mamba of Jamba: a decay for each channel and element of its state, norms on dt, B and C."""
+    """Mamba, and that of Jamba and Falcon-Mamba: a decay for each channel and element of its state. The latter two have
+    norms on dt, B and C, Falcon-Mamba's without weights."""
 
     OPS: ClassVar[dict[str, str]] = {"KMamba": "selective state spaces by channel, over slots of states"}
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"conv1d"})
-    CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (
-        frozenset({"act", "conv1d", "in_proj", "x_proj", "dt_proj", "out_proj"})
-        | {"dt_layernorm", "b_layernorm", "c_layernorm"},
-    )
+    CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (_MAMBA, _MAMBA | set(_MAMBA_NORMS))
     NUMBERS: ClassVar[tuple[str, ...]] = ("intermediate_size", "ssm_state_size", "time_step_rank")
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
@@ -116,11 +134,12 @@ class KMamba(RecurrentOperator):
         x = self.convolve(mixed, states, step, "silu")
         sizes = [self.rank, self.state_size, self.state_size]
         parts = torch.split(inner.x_proj(x.to(rows.dtype)), sizes, dim=-1)
-        dt, b, c = (
-            norm(part.contiguous())
-            for norm, part in zip((inner.dt_layernorm, inner.b_layernorm, inner.c_layernorm), parts, strict=True)
-        )
+        dt, b, c = (norm(part.contiguous()) for norm, part in zip(map(self._norm, _MAMBA_NORMS), parts, strict=True))
         dt = functional.softplus(inner.dt_proj(dt).float())
         out = self.scans.selective_scan((x, dt, b.float(), c.float()), self.a, inner.D, states["recurrent"], step)
         result: Tensor = inner.out_proj((out * functional.silu(gate.float())).to(rows.dtype))
         return result
+
+    def _norm(self, name: str) -> Callable[[Tensor], Tensor]:
+        found: Callable[[Tensor], Tensor] | None = getattr(self.inner, name, None)
+        return _as_is if found is None else found
