@@ -20,6 +20,7 @@ from ktransformers.engine.text_models import causal_class
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.models.facts import LayerKind, ModelFacts
+from ktransformers.models.layers import number_mixers
 from ktransformers.models.registry import OTHER_NAMES
 from ktransformers.operators.attention.chooser import Chooser
 from ktransformers.operators.attention.compressed import KCompressedAttention
@@ -130,6 +131,7 @@ def build_causal(hf_config: PretrainedConfig, trust_remote_code: bool, **options
         remote: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=True, **options)
         return remote
     model: PreTrainedModel = causal_class(hf_config)._from_config(hf_config, **options)
+    number_mixers(model)
     arrange(model, hf_config)
     return model
 
@@ -277,7 +279,8 @@ def _add_states(shapes: dict[int, LayerShape], facts: ModelFacts, operators: Map
             raise UnsupportedError(
                 f"model type {facts.model_type}: layer {index} ({layer.word}) keeps a state, and no operator stands "
                 "for it; the rule file needs one that names ktransformers.operators.recurrent.KRecurrent, which knows "
-                "Gated DeltaNet, Kimi Delta Attention, Mamba, Mamba-2, short convolutions and lightning attention"
+                "Gated DeltaNet, Kimi Delta Attention, Mamba, Mamba-2, RG-LRU, short convolutions and lightning "
+                "attention"
             )
         if index not in shapes and layer.kind is LayerKind.ROWWISE:
             shapes[index] = LayerShape.without_pages()

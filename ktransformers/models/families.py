@@ -38,10 +38,6 @@ TESTED, CHECKED = Support.TESTED, Support.CHECKED
 
 # -- layers that have no cache here
 
-RECURRENT = Refusal(
-    "layers keep a state of a kind that is not known here, or of which their model tells them nothing",
-    r"keeps a state, and no operator stands|is given no states",
-)
 MIXED = Refusal(
     "layers attend and keep a state of a kind that is not known here, both",
     r"layers of type hybrid_|\(hybrid\) keeps a state, and no operator stands",
@@ -74,7 +70,6 @@ EXPERTS_IN_ATTENTION = Refusal("experts are a part of attention", r"first step f
 # -- files and configs
 
 CROSS = Refusal("layers see the image only", r"layer 3 runs 0 times in a step")
-ROTATION = Refusal("layers ask the rotary embedding for what it knows of them", r"no attribute 'layer_types'")
 OWN_TOKENS = Refusal("attention is handed the tokens themselves", r"passes input_ids to attention")
 TENSOR_NAMES = Refusal("tensors have other names in files than in the model", r"tensor lm_head\.weight is missing")
 ENDLESS = Refusal("the config says no length of a sequence", r"max_position_embeddings -1")
@@ -192,7 +187,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "laguna": TESTED,
     "lfm2": CHECKED,
     "lfm2_moe": CHECKED,
-    "lfm3": ROTATION,
+    "lfm3": CHECKED,
     "llama": TESTED,
     "llama4": CHECKED,
     "llama4_text": TESTED,
@@ -249,7 +244,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "qwen3_next": CHECKED,
     "qwen4_exp": INDEXED,
     "qwen4_exp_text": INDEXED,
-    "recurrent_gemma": RECURRENT,
+    "recurrent_gemma": CHECKED,
     "reformer": OWN_ATTENTION,
     "rembert": OWN_ATTENTION,
     "roberta": OWN_ATTENTION,
@@ -273,8 +268,8 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "xlstm": OWN_ATTENTION,
     "xmod": OWN_ATTENTION,
     "youtu": CHECKED,
-    "zamba": MIXED,
-    "zamba2": MIXED,
+    "zamba": CHECKED,
+    "zamba2": CHECKED,
     "zaya": MIXED,
     # Families that AutoModelForCausalLM does not know: a language model with experts inside of one for images.
     "aria": CHECKED,

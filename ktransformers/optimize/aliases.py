@@ -66,7 +66,8 @@ _RECURRENT = {
     "kinds": "KRecurrent",
     "delta": "KGatedDeltaNet KKimiDeltaAttention",
     "delta_parts": "KGatedDeltaParts",
-    "mamba": "KMamba KMamba2",
+    "gated_linear": "KGatedLinearUnit",
+    "mamba": "KMamba KMamba2 KMambaHeads",
     "short": "KShortConv KLightningAttention",
 }
 """Operators of recurrent layers, by the module that defines them; rule files know them as of `recurrent`."""

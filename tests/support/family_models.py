@@ -263,9 +263,21 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "stablelm": {"hidden_size": 64},  # a quarter of each head is rotated, by pairs
     "unlimited_ocr": {"num_key_value_heads": 4},
     "xlstm": {"qk_dim_factor": 0.5, "num_blocks": _LAYERS},
-    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_d_state": 8, "mamba_dt_rank": 8}
+    "zamba": {
+        "hidden_size": 64,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+    }
     | {"layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_d_state": 8, "mamba_headdim": 16}
+    "zamba2": {
+        "hidden_size": 64,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_d_state": 8,
+        "mamba_headdim": 16,
+    }
     | {"layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
     "zaya": {"num_experts_per_tok": 1},
 }

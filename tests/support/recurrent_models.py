@@ -154,6 +154,35 @@ _VALUES: dict[str, dict[str, object]] = {
         "ssm_in_multiplier": 1.75,
         "ssm_out_multiplier": 0.375,
     },
+    "zamba": {
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 12,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
+    "zamba2": {
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 16,
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 8,
+        "use_mem_rope": True,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+    },
+    "recurrent_gemma": {
+        "head_dim": 16,
+        "lru_width": 80,
+        "attention_window_size": 24,  # its third layer's
+    },
+    "lfm3": {
+        "head_dim": 16,
+        "sliding_window": 24,
+        "conv_bias": True,
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+    },
     "mamba": {"state_size": 8, "time_step_rank": 12},
     "falcon_mamba": {"state_size": 8, "time_step_rank": 12},
     "mamba2": {"state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 2},
@@ -184,6 +213,8 @@ def recurrent_model(model_type: str, seed: int = 0, **overrides: object) -> PreT
         for name, parameter in sorted(model.named_parameters()):
             if name.endswith("A_log"):
                 parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator) - 1.0)
+            elif name.endswith("recurrent_param"):
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator) - 3.0)
             elif "conv" in name.rsplit(".", 2)[-2] and parameter.dim() == 3:
                 parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
     return model

@@ -17,7 +17,7 @@ from ktransformers.operators.context import StateStep
 from ktransformers.operators.device import use
 from ktransformers.operators.recurrent.base import RecurrentOperator
 
-__all__ = ["KMamba", "KMamba2"]
+__all__ = ["KMamba", "KMamba2", "KMambaHeads"]
 
 _MAMBA = frozenset({"act", "conv1d", "in_proj", "x_proj", "dt_proj", "out_proj"})
 _MAMBA_NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
@@ -143,3 +143,46 @@ class KMamba(RecurrentOperator):
     def _norm(self, name: str) -> Callable[[Tensor], Tensor]:
         found: Callable[[Tensor], Tensor] | None = getattr(self.inner, name, None)
         return _as_is if found is None else found
+
+
+class KMambaHeads(RecurrentOperator):
+    """Mamba of Zamba: heads of channels, each with its own dt, B and C. x and the gate alternate in the projection."""
+
+    OPS: ClassVar[dict[str, str]] = {"KMambaHeads": "selective state spaces by channel and head, over slots of states"}
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"conv1d"})
+    CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"act", "conv1d", "in_proj", "out_proj"}),)
+    NUMBERS: ClassVar[tuple[str, ...]] = ("n_mamba_heads", "mamba_head_dim", "ssm_state_size", "time_step_rank")
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        inner: Any = module
+        self.num_heads, self.head_dim = int(inner.n_mamba_heads), int(inner.mamba_head_dim)
+        self.sizes = [int(inner.time_step_rank), int(inner.ssm_state_size), int(inner.ssm_state_size)]
+        _check_silu(inner, key)
+
+    @override
+    def state_parts(self) -> Mapping[str, tuple[int, ...]]:
+        heads = {f"recurrent.{head}": (self.head_dim, self.sizes[1]) for head in range(self.num_heads)}
+        return {"conv": self.conv_shape(), **heads}
+
+    @override
+    def prepare(self) -> None:
+        self.a = -self.inner.A_log.float().exp()  # type: ignore[operator]
+
+    @override
+    def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
+        inner: Any = self.inner
+        mixed, gate = inner.in_proj(rows).unflatten(-1, (-1, 2)).unbind(-1)
+        x = self.convolve(mixed.contiguous(), states, step, "silu")
+        outs = []
+        for head, part in enumerate(x.chunk(self.num_heads, dim=-1)):
+            params = functional.linear(part.contiguous(), inner.x_proj_weight[head])
+            dt, b, c = torch.split(params, self.sizes, dim=-1)
+            dt = functional.linear(dt.contiguous(), inner.dt_proj_weight[head], inner.dt_proj_bias[head])
+            given = part, functional.softplus(dt), b, c
+            outs.append(
+                self.scans.selective_scan(given, self.a[head], inner.D[head], states[f"recurrent.{head}"], step)
+            )
+        out = torch.cat(outs, dim=-1) * functional.silu(gate.float())
+        result: Tensor = inner.out_proj(out.to(rows.dtype))
+        return result
