@@ -37,7 +37,7 @@ class KGatedLinearUnit(RecurrentOperator):
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         inner: Any = module
-        self.width, self.num_blocks = int(inner.lru_width), int(inner.rg_lru.num_attention_heads)
+        self.width, self.num_blocks = int(inner.lru_width), int(inner.rg_lru.input_gate_weight.shape[0])
 
     @override
     def state_parts(self) -> Mapping[str, tuple[int, ...]]:
