@@ -12,9 +12,10 @@ from ktransformers.kernels.types import Activation
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
 from ktransformers.operators.recognize.attention import TemperatureSpec, recognize_temperature
 from ktransformers.operators.recognize.block import scales_inputs
-from ktransformers.operators.recognize.embedding import recognize_embedding
+from ktransformers.operators.recognize.embedding import recognize_embedding, recognize_input_scale
 from ktransformers.operators.recognize.layer import keeps_keywords
 from tests.support.attention_families import config_of
+from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny_models import random_model, tiny_model
 
 
@@ -42,6 +43,14 @@ def test_queries_that_grow_with_their_position(llama4: nn.Module) -> None:
 def test_blocks_that_scale_what_experts_see(llama4: nn.Module) -> None:
     assert scales_inputs(llama4.get_submodule("model.layers.0.feed_forward")) is True
     assert scales_inputs(tiny_model("qwen2_moe").get_submodule("model.layers.0.mlp")) is None
+
+
+@pytest.mark.parametrize(("model_type", "scale"), [("falcon_h1", 3.0), ("granitemoehybrid", 1.0)])
+def test_rows_that_a_model_scales_when_it_looks_them_up(model_type: str, scale: float) -> None:
+    """Falcon-H1 leaves rows alone that it is handed, Granite scales those too."""
+    base = recurrent_model(model_type).get_submodule("model")
+    assert base.embedding_multiplier == 3.0
+    assert recognize_input_scale(base, "embed_tokens") == pytest.approx(scale)
 
 
 def test_embeddings(gemma3n: nn.Module) -> None:
