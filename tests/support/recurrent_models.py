@@ -155,6 +155,7 @@ _VALUES: dict[str, dict[str, object]] = {
         "ssm_out_multiplier": 0.375,
     },
     "zamba": {
+        "tie_word_embeddings": True,  # and blocks with them
         "num_key_value_heads": 4,
         "n_mamba_heads": 2,
         "mamba_d_state": 8,
@@ -162,6 +163,7 @@ _VALUES: dict[str, dict[str, object]] = {
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
     },
     "zamba2": {
+        "tie_word_embeddings": True,
         "num_key_value_heads": 4,
         "n_mamba_heads": 8,
         "mamba_ngroups": 2,
