@@ -62,11 +62,13 @@ from ktransformers.operators.layers.observed import (
     LayerCall,
     check_calls,
     failing_module,
+    hand_contexts_down,
     hand_contexts_on,
     observe_step,
     probe_context,
 )
 from ktransformers.operators.linear.linear import KTransformersLinear
+from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.apply import apply_plan, attach_plan, load_plan
 from ktransformers.optimize.plan import Plan
 from ktransformers.tokenizer import Tokenizer
@@ -301,14 +303,16 @@ def _say_prefill(plan: Plan, pool: WorkerPool) -> None:
 def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | None) -> StepLayout:
     total = sum(plan.weight_bytes.values())
     modules, embedding = dict(opened.model.named_modules()), opened.model.get_input_embeddings()
-    apply_plan(opened.model, plan)
     restore_buffers(opened.model)
+    apply_plan(opened.model, plan)
     settle_rotations(opened.model, max_len)
     if progress is None:
         load_plan(opened.model, plan, opened.source)
     else:
         load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
     settle_buffers(modules, plan)
+    if any(isinstance(operator, RecurrentOperator) for operator in plan.operators.values()):
+        hand_contexts_down(opened.model)
     install_moves(modules, plan)
     hand_contexts_on(opened.model)
     hand_contexts(modules, plan)

@@ -47,7 +47,8 @@ class ForwardPass:
         self.layout = None if layout is None or layout.is_cpu else layout
         left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
         if left and announce:
-            logger.info("%s and %d more modules keep their forward, on native products", left[0], len(left) - 1)
+            first = left[0] or "the model"
+            logger.info("%s and %d more modules keep their forward, on native products", first, len(left) - 1)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
 
     @torch.inference_mode()

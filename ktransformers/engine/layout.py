@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ktransformers.errors import UnsupportedError
 from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.operators.base import Operator
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, distinct
+from ktransformers.operators.recognize.embedding import recognize_input_scale
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.plan import Plan
 
@@ -49,7 +51,8 @@ class StepLayout:
         key = next(name for name, module in modules.items() if module is embedding)
         width = int(embedding.weight.shape[-1])  # type: ignore[index]
         homes = [plan.devices[home.device] for home in plan.homes] or [plan.devices["cpu"]]
-        ends, table = (homes[0], homes[-1], tuple(distinct(homes))), plan.operators.get(key, embedding)
+        ends = homes[0], homes[-1], tuple(distinct(homes))
+        table = _scaled(plan.operators.get(key, embedding), modules, key)
         if base is None:
             return cls(*ends, table, width)
         layers = len(base.layers), int(base.hidden_size_per_layer_input)
@@ -82,6 +85,32 @@ class StepLayout:
     def is_cpu(self) -> bool:
         """Whether no layer lives on a GPU, so that nothing moves at the edges of a step."""
         return not any(device.is_gpu for device in self.devices)
+
+
+class _Scaled(nn.Module):
+    """Rows as a model scales them when it looks them up itself, and not when they are handed to it (Falcon-H1)."""
+
+    def __init__(self, embedding: nn.Module, scale: float):
+        super().__init__()
+        self.embedding, self.scale = embedding, scale
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.embedding(ids) * self.scale
+        return rows
+
+
+def _scaled(table: nn.Module, modules: Mapping[str, nn.Module], key: str) -> nn.Module:
+    """table: what stands for the embedding of that name. Raises UnsupportedError for a model that cannot be asked."""
+    parent, _, name = key.rpartition(".")
+    if not hasattr(modules.get(parent), "embedding_multiplier"):
+        return table
+    scale = recognize_input_scale(modules[parent], name)
+    if scale is None:
+        raise UnsupportedError(
+            f"{parent} ({type(modules[parent]).__name__}) does something to its embeddings that is not known on a GPU; "
+            "without one (CUDA_VISIBLE_DEVICES=) it does so itself"
+        )
+    return table if scale == 1.0 else _Scaled(table, scale)
 
 
 class _WithLayerInputs(nn.Module):

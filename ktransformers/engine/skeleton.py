@@ -20,6 +20,7 @@ from ktransformers.engine.text_models import causal_class
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.file_kinds import why_not_json
 from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
+from ktransformers.models.layers import number_mixers
 from ktransformers.models.registry import OTHER_NAMES
 from ktransformers.models.usual_experts import give_usual_experts
 from ktransformers.operators.attention.chooser import Chooser
@@ -48,6 +49,7 @@ _SUPPORTED_KINDS = frozenset(
     {LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.LATENT, LayerKind.COMPRESSED}
     | {LayerKind.RECURRENT, LayerKind.HYBRID, LayerKind.ROWWISE}
 )
+_WITH_STATE = frozenset({LayerKind.RECURRENT, LayerKind.HYBRID})
 
 
 def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -130,6 +132,7 @@ def build_causal(hf_config: PretrainedConfig, trust_remote_code: bool, **options
         remote: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=True, **options)
         return remote
     model: PreTrainedModel = causal_class(hf_config)._from_config(hf_config, **options)
+    number_mixers(model)
     arrange(model, hf_config)
     give_usual_experts(model)
     return model
@@ -178,11 +181,11 @@ def restore_buffers(model: PreTrainedModel) -> None:
             raise UnsupportedError(
                 f"{key} ({type(module).__name__}): its buffers cannot be computed: {error}"
             ) from error
+        if any(_is_unset(module._buffers[name]) for name in pending):
+            owner = _owner(model, key)  # which may do so for all of its modules
+            owner._init_weights(owner)
         for name in pending:
-            buffer = module._buffers[name]
-            assert buffer is not None
-            unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
-            if buffer.dtype is not torch.bool and bool(unset.any()):
+            if _is_unset(module._buffers[name]):
                 raise UnsupportedError(f"{key}.{name} ({type(module).__name__}) is computed in a way we do not know")
 
 
@@ -191,6 +194,12 @@ def _unset(dtype: torch.dtype) -> float | int:
     if dtype.is_floating_point:
         return float("nan")
     return 0 if dtype is torch.bool else int(torch.iinfo(dtype).max)
+
+
+def _is_unset(buffer: torch.Tensor | None) -> bool:
+    assert buffer is not None
+    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
+    return buffer.dtype is not torch.bool and bool(unset.any())
 
 
 def _owner(model: PreTrainedModel, key: str) -> Any:
@@ -275,15 +284,15 @@ def _add_states(shapes: dict[int, LayerShape], facts: ModelFacts, operators: Map
                 state = replace(state, parts={**shape.state.parts, **state.parts})
             shapes[operator.layer_idx] = replace(shape, state=state)
     for index, layer in enumerate(facts.layers):
-        if index in shapes:
-            continue
-        if layer.kind is LayerKind.RECURRENT:
+        has_state = index in shapes and shapes[index].state is not None
+        if not has_state and layer.kind in _WITH_STATE and (index not in shapes or layer.kind is LayerKind.HYBRID):
             raise UnsupportedError(
                 f"model type {facts.model_type}: layer {index} ({layer.word}) keeps a state, and no operator stands "
                 "for it; the rule file needs one that names ktransformers.operators.recurrent.KRecurrent, which knows "
-                "Gated DeltaNet, Kimi Delta Attention, Mamba, Mamba-2, short convolutions and lightning attention"
+                "Gated DeltaNet, Kimi Delta Attention, Mamba, Mamba-2, RG-LRU, short convolutions and lightning "
+                "attention"
             )
-        if layer.kind is LayerKind.ROWWISE:
+        if index not in shapes and layer.kind is LayerKind.ROWWISE:
             shapes[index] = LayerShape.without_pages()
 
 

@@ -38,14 +38,6 @@ TESTED, CHECKED = Support.TESTED, Support.CHECKED
 
 # -- layers that have no cache here
 
-RECURRENT = Refusal(
-    "layers keep a state of a kind that is not known here, or of which their model tells them nothing",
-    r"keeps a state, and no operator stands|is given no states",
-)
-MIXED = Refusal(
-    "layers attend and keep a state of a kind that is not known here, both",
-    r"mup_vector|keeps a state, and no operator stands|were found of layers \[-1",
-)
 INDEXED = Refusal(
     "an indexer that is not known here chooses the positions that a token sees",
     r"'NoneType' object (?:is not subscriptable|has no attribute 'dtype')",
@@ -73,7 +65,6 @@ NO_CONTEXT = Refusal(
 # -- files and configs
 
 CROSS = Refusal("layers see the image only", r"layer 3 runs 0 times in a step")
-ROTATION = Refusal("layers ask the rotary embedding for what it knows of them", r"no attribute 'layer_types'")
 TENSOR_NAMES = Refusal("tensors have other names in files than in the model", r"tensor lm_head\.weight is missing")
 ENDLESS = Refusal("the config says no length of a sequence", r"max_position_embeddings -1")
 NO_LAYERS = Refusal("bytes go through several models, one inside the other", r"says no num_hidden_layers")
@@ -132,8 +123,8 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "exaone4": CHECKED,
     "exaone_moe": TESTED,
     "falcon": OWN_ATTENTION,
-    "falcon_h1": MIXED,
-    "falcon_mamba": RECURRENT,
+    "falcon_h1": TESTED,
+    "falcon_mamba": TESTED,
     "flex_olmo": TESTED,
     "flint": CHECKED,
     "fuyu": CHECKED,
@@ -189,13 +180,13 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "laguna": TESTED,
     "lfm2": CHECKED,
     "lfm2_moe": TESTED,
-    "lfm3": ROTATION,
+    "lfm3": TESTED,
     "llama": TESTED,
     "llama4": CHECKED,
     "llama4_text": TESTED,
     "longcat_flash": TESTED,
-    "mamba": RECURRENT,
-    "mamba2": RECURRENT,
+    "mamba": TESTED,
+    "mamba2": TESTED,
     "marian": OWN_POSITIONS,
     "mbart": OWN_POSITIONS,
     "megatron-bert": OWN_ATTENTION,
@@ -223,7 +214,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "olmo": CHECKED,
     "olmo2": CHECKED,
     "olmo3": TESTED,
-    "olmo_hybrid": RECURRENT,
+    "olmo_hybrid": TESTED,
     "olmoe": TESTED,
     "openai-gpt": OWN_ATTENTION,
     "opt": CHECKED,
@@ -246,7 +237,7 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "qwen3_next": TESTED,
     "qwen4_exp": CHECKED,
     "qwen4_exp_text": TESTED,
-    "recurrent_gemma": RECURRENT,
+    "recurrent_gemma": TESTED,
     "reformer": OWN_ATTENTION,
     "rembert": OWN_ATTENTION,
     "roberta": OWN_ATTENTION,
@@ -270,8 +261,8 @@ FAMILY_SUPPORT: Mapping[str, Support | Refusal] = {
     "xlstm": OWN_ATTENTION,
     "xmod": OWN_ATTENTION,
     "youtu": CHECKED,
-    "zamba": MIXED,
-    "zamba2": MIXED,
+    "zamba": TESTED,
+    "zamba2": TESTED,
     "zaya": TESTED,
     # Families that AutoModelForCausalLM does not know: a language model with experts inside of one for images.
     "aria": CHECKED,

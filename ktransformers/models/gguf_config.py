@@ -17,6 +17,7 @@ from ktransformers.errors import FormatError
 from ktransformers.models.gguf_dense import LAYER_NORM_FAMILIES
 from ktransformers.models.gguf_families import BY_LAYER_FAMILIES, FAMILIES
 from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
+from ktransformers.models.gguf_recurrent import WITHOUT_ATTENTION
 from ktransformers.models.gguf_refused import check_architecture
 
 __all__ = ["FACTOR_TENSORS", "GGUF_CONFIG_ARCHITECTURES", "config_from_gguf"]
@@ -68,16 +69,17 @@ def _common(gguf: Metadata) -> Values:
     hidden = gguf.int("embedding_length")
     if hidden != embedding[1]:
         raise FormatError(f"{gguf.arch}.embedding_length is {hidden}, but token_embd.weight is {embedding[1]} wide")
-    heads = gguf.int("attention.head_count")
     values: Values = {
         "vocab_size": embedding[0],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "max_position_embeddings": gguf.int("context_length"),
         "tie_word_embeddings": "output.weight" not in gguf.shapes,
         **_token_ids(gguf.metadata, embedding[0]),
     }
+    if gguf.arch in WITHOUT_ATTENTION:
+        return values
+    heads = gguf.int("attention.head_count")
+    values |= {"num_attention_heads": heads, "max_position_embeddings": gguf.int("context_length")}
     if (prediction := gguf.find_int("nextn_predict_layers")) is not None:
         values["num_nextn_predict_layers"] = prediction
     if gguf.arch not in LAYER_NORM_FAMILIES:

@@ -11,7 +11,10 @@ from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf_fields import experts as expert_values
 from ktransformers.models.gguf_metadata import Metadata, Values, rope_parameters
 
-__all__ = ["RECURRENT_FAMILIES"]
+__all__ = ["RECURRENT_FAMILIES", "WITHOUT_ATTENTION"]
+
+WITHOUT_ATTENTION = frozenset({"mamba", "mamba2"})
+"""Architectures whose files say 0 heads and a length of sequences that stands for any."""
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -149,6 +152,60 @@ _NEMOTRON = {
 }
 
 
+_MAMBA2 = {
+    "heads": "num_heads",
+    "groups": "n_groups",
+    "state": "state_size",
+    "head": "head_dim",
+    "convolution": "conv_kernel",
+    "expansion": "expand",
+    "convolution_bias": "use_conv_bias",
+    "bias": "use_bias",
+}
+
+
+def _falcon_h1(gguf: Metadata) -> tuple[str, Values]:
+    """The converter multiplies weights by all of the family's multipliers, which are 1 in what it leaves."""
+    if "output.weight" not in gguf.shapes:
+        raise UnsupportedError(
+            "a falcon-h1 file without output.weight: its embeddings are scaled otherwise than its head; pass "
+            "--model_path with the model's config.json and safetensors"
+        )
+    mixer = _mamba2(gguf, _GRANITE)
+    mixer.pop("mamba_expand")  # mamba_d_ssm says the width
+    return "falcon_h1", {
+        **mixer,
+        "mamba_d_ssm": gguf.int("ssm.inner_size"),
+        "mamba_rms_norm": gguf.has(r"ssm_norm\.weight"),
+        "mamba_norm_before_gate": False,
+        "head_dim": gguf.int("attention.key_length"),
+        "attention_bias": gguf.has(r"attn_q\.bias"),
+        "mlp_bias": gguf.has(r"ffn_up\.bias"),
+        "projectors_bias": gguf.has(r"ssm_out\.bias"),
+    }
+
+
+def _states_only(gguf: Metadata) -> Values:
+    return {"layer_norm_epsilon": gguf.float("attention.layer_norm_rms_epsilon"), "rope_parameters": None}
+
+
+def _mamba2_alone(gguf: Metadata) -> tuple[str, Values]:
+    return "mamba2", {**_states_only(gguf), **_mamba2(gguf, _MAMBA2)}
+
+
+def _mamba(gguf: Metadata) -> tuple[str, Values]:
+    return "falcon_mamba" if gguf.bool("ssm.dt_b_c_rms", False) else "mamba", {
+        **_states_only(gguf),
+        "state_size": gguf.int("ssm.state_size"),
+        "conv_kernel": gguf.int("ssm.conv_kernel"),
+        "expand": _parts(gguf, "ssm.inner_size", "embedding_length"),
+        "intermediate_size": gguf.int("ssm.inner_size"),
+        "time_step_rank": gguf.int("ssm.time_step_rank"),
+        "use_conv_bias": gguf.has(r"ssm_conv1d\.bias"),
+        "use_bias": gguf.has(r"ssm_in\.bias"),
+    }
+
+
 def _granitehybrid(gguf: Metadata) -> tuple[str, Values]:
     experts: Values = {"num_local_experts": 0, "num_experts_per_tok": 0}
     if gguf.find_int("expert_count"):
@@ -249,11 +306,14 @@ def _lfm2moe(gguf: Metadata) -> tuple[str, Values]:
 
 
 RECURRENT_FAMILIES: dict[str, Callable[[Metadata], tuple[str, Values]]] = {
+    "falcon-h1": _falcon_h1,
     "granitehybrid": _granitehybrid,
     "jamba": _jamba,
     "kimi-linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2moe,
+    "mamba": _mamba,
+    "mamba2": _mamba2_alone,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
     "qwen35": _qwen35,

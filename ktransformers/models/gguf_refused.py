@@ -36,7 +36,7 @@ REFUSED: dict[str, str] = {
         _ENCODER,
     ),
     **dict.fromkeys(
-        (*("falcon-h1", "plamo2", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),),
+        (*("plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),),
         _RECURRENT,
     ),
     **dict.fromkeys(("falcon", "gptj", "mpt", "bloom"), _OWN_ATTENTION),

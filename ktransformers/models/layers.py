@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["attention_modules", "mixers"]
+__all__ = ["attention_modules", "mixers", "number_mixers"]
 
 
 def attention_modules(model: nn.Module) -> dict[int, str]:
@@ -18,6 +18,22 @@ def attention_modules(model: nn.Module) -> dict[int, str]:
         for key, module in model.named_modules()
         if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "scaling")
     }
+
+
+def number_mixers(model: nn.Module) -> None:
+    """Let modules that bring positions together say their layer, in families that leave it out.
+
+    Attention of a block whose weights layers share (Zamba) has number -1 or none; some recurrent blocks say nothing.
+    """
+    found = _layer_list(model, attention_modules(model))
+    for index, layer in enumerate(() if found is None else found[1]):
+        for module in layer.modules():
+            if hasattr(module, "scaling") and getattr(module, "layer_idx", 0) in (-1, None):
+                module.layer_idx = index  # type: ignore[assignment]
+        if not any(hasattr(module, "layer_idx") for module in layer.modules()):
+            for child in layer.children():
+                if any(isinstance(part, nn.Conv1d) for part in child.children()):
+                    child.layer_idx = index  # type: ignore[assignment]
 
 
 def mixers(model: nn.Module) -> dict[int, str]:
@@ -37,9 +53,10 @@ def _layer_list(model: nn.Module, attention: dict[int, str]) -> tuple[str, nn.Mo
     """The list of decoder layers and its name; None where layers are kept in another way."""
     config = getattr(model, "config", None)
     count = getattr(config, "num_hidden_layers", None)
-    above = {name.rsplit(".", 2)[0] for name in attention.values() if name.count(".") > 1}
+    inside = [name for name in attention.values() if name.count(".") > 1]
     for key, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count and (key in above or not above):
+        is_theirs = not inside or any(name.startswith(f"{key}.") for name in inside)
+        if isinstance(module, nn.ModuleList) and len(module) == count and is_theirs:
             return key, module
     return None
 

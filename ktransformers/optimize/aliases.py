@@ -69,7 +69,9 @@ _RECURRENT = {
     "kinds": "KRecurrent",
     "convolved": "KConvolvedProjection",
     "delta": "KGatedDeltaNet KKimiDeltaAttention",
-    "mamba": "KMamba KMamba2",
+    "delta_parts": "KGatedDeltaParts",
+    "gated_linear": "KGatedLinearUnit",
+    "mamba": "KMamba KMamba2 KMambaHeads",
     "short": "KShortConv KLightningAttention",
     "per_layer": "KPerLayerEmbedding",
 }

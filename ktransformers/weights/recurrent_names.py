@@ -40,7 +40,7 @@ class Form(Enum):
 
 _CONVOLUTION = re.compile(r"\.(?:conv1d|conv\.conv|[qkv]_conv1d)\.weight$")
 _FLAT = re.compile(r"\.(?:mamba|mixer)\.(?:A_log|D|norm\.weight)$")
-_MATRIX_A_LOG = frozenset({"jamba"})  # Mamba's own, [channels, state]
+_MATRIX_A_LOG = frozenset({"jamba", "mamba"})  # Mamba's own, [channels, state]
 
 
 def form_of(name: str, arch: str) -> Form:
@@ -55,7 +55,7 @@ def form_of(name: str, arch: str) -> Form:
 def converted_name(name: str) -> str:
     """The name under which the converter looks the parameter `name` up in gguf's maps."""
     if ".mixer." in name:
-        name = "backbone." + name.removeprefix("model.")
+        name = "backbone." + name.removeprefix("model.").removeprefix("backbone.")
         return name.removesuffix(".dt_bias") + ".dt.bias" if name.endswith(".dt_bias") else name
     name = name.replace(".forget_gate.", ".")
     return name.removesuffix(".dt_bias") + ".dt_proj.bias" if name.endswith(".dt_bias") else name

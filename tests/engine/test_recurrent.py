@@ -68,7 +68,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made.close()
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "nemotron_h"])
+@pytest.fixture(scope="module", params=["qwen3_next", "nemotron_h", "mamba", "falcon_h1"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     made = make(request.param, tmp_path_factory.mktemp(request.param))
     yield made

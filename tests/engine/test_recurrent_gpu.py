@@ -29,7 +29,19 @@ def some_ids(count: int, seed: int = 7) -> list[int]:
 
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen3_next", "qwen3_5_moe_text", "jamba", "lfm2_moe", "granitemoehybrid", "kimi_linear", "minimax", "nemotron_h"],
+    [
+        *(
+            "qwen3_next",
+            "jamba",
+            "lfm2_moe",
+            "granitemoehybrid",
+            "kimi_linear",
+            "minimax",
+            "qwen3_5_moe_text",
+            "nemotron_h",
+        ),
+        *("olmo_hybrid", "falcon_h1", "mamba", "zamba", "recurrent_gemma"),
+    ],
 )
 def test_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
     model, ids, graphs = recurrent_model(model_type), some_ids(24), FakeGraphs()

@@ -179,7 +179,7 @@ def test_other_factors_are_refused(tmp_path: Path) -> None:
     ("key", "value", "message"),
     [
         ("general.architecture", None, "general.architecture"),
-        ("general.architecture", "mamba", "mamba.*recurrent"),
+        ("general.architecture", "rwkv7", "rwkv7.*recurrent"),
         ("qwen3moe.block_count", 3, "3 layers.*tensors of 2"),
         ("qwen3moe.block_count", 1 << 40, "block_count"),
         ("qwen3moe.block_count", -1, "block_count"),

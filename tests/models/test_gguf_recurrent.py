@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from ktransformers.engine.file_layouts import note_layout
 from ktransformers.engine.opened import config_of_model
 from ktransformers.engine.skeleton import build_causal
-from ktransformers.errors import TensorMismatchError
+from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
+from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.operators.linear.tiled import TiledInput
 from ktransformers.weights.gguf import open_gguf
 from ktransformers.weights.gguf_source import GGUFSource
@@ -72,6 +73,33 @@ def test_config_and_parameters_come_back(name: str, tmp_path: Path) -> None:
     ids = torch.randint(3, 160, (1, 40), generator=torch.Generator().manual_seed(7))
     one, other = logits(wanted, ids), logits(model, ids)
     assert (one - other).abs().max() <= 1e-4 * one.abs().max()
+
+
+def test_multipliers_of_falcon_h1_are_in_the_weights(tmp_path: Path) -> None:
+    scales: dict[str, object] = {
+        "lm_head_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
+        "mlp_multipliers": [0.75, 1.5],
+        "key_multiplier": 0.25,
+        "attention_in_multiplier": 1.25,
+        "attention_out_multiplier": 0.875,
+        "ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 0.625],
+        "ssm_in_multiplier": 1.75,
+        "ssm_out_multiplier": 0.375,
+    }
+    wanted = random_model(recurrent_config("falcon_h1", **scales), seed=3)
+    model, source = opened(write_recurrent_gguf(wanted, tmp_path / "m.gguf"))
+    fill(model, source)
+    ids = torch.randint(3, 160, (1, 40), generator=torch.Generator().manual_seed(7))
+    one, other = logits(wanted, ids), logits(model, ids)
+    assert (one - other).abs().max() <= 1e-4 * one.abs().max()
+
+
+def test_falcon_h1_without_a_head_is_refused(tmp_path: Path) -> None:
+    file = open_gguf(write_recurrent_gguf(random_model(recurrent_config("falcon_h1")), tmp_path / "m.gguf"))
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items() if name != "output.weight"}
+    with pytest.raises(UnsupportedError, match=r"falcon-h1 file without output\.weight"):
+        config_from_gguf(file.metadata, shapes)
 
 
 MIXED = {"attn_qkv": QuantType.Q5_K, "attn_gate": QuantType.Q4_K, "ssm_out": QuantType.Q6_K, "ssm_ba": QuantType.Q8_0}

@@ -264,7 +264,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {**_of_kinds("conv", "full_attention"), "full_attn_idxs": None},
     "lfm2_moe": {**_of_kinds("conv", "full_attention"), "num_dense_layers": 1},
     "longcat_flash": {"moe_topk": 3, "num_experts_per_tok": 3},  # with one, transformers takes a list for a pair
-    "mamba2": {"num_heads": 8},
+    "mamba2": {"hidden_size": 64, "num_heads": 8},  # of which its heads are
     "mistral4": {"head_dim": 32},  # rotated and not
     "mimo_v2_flash": {"num_key_value_heads": 2},  # twice as many in layers with windows
     "minimax_m3_vl_text": {
@@ -283,9 +283,21 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "stablelm": {"hidden_size": 64},  # a quarter of each head is rotated, by pairs
     "unlimited_ocr": {"num_key_value_heads": 4},
     "xlstm": {"qk_dim_factor": 0.5, "num_blocks": _LAYERS},
-    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_d_state": 8, "mamba_dt_rank": 8}
+    "zamba": {
+        "hidden_size": 64,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+    }
     | {"layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_d_state": 8, "mamba_headdim": 16}
+    "zamba2": {
+        "hidden_size": 64,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_d_state": 8,
+        "mamba_headdim": 16,
+    }
     | {"layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
     "zaya": {"num_experts_per_tok": 1, **_of_kinds("hybrid", "hybrid_sliding")},
 }

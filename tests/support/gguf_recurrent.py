@@ -6,7 +6,7 @@ convolutions without their dimension of size 1, projections by key head taken ap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,22 @@ import numpy as np
 from gguf import GGMLQuantizationType as QuantType
 from transformers import PreTrainedModel
 
+from tests.support.gguf_mamba import (
+    Tensors,
+    falcon_h1,
+    falcon_tensors,
+    mamba,
+    mamba2,
+    mamba2_tensor,
+    mamba_tensors,
+    split,
+)
 from tests.support.gguf_recurrent_names import (
     GDN_NAMES,
     GRANITE_NAMES,
     JAMBA_NAMES,
     KIMI_NAMES,
     LFM2_NAMES,
-    MIXER_NAMES,
     NEMOTRON_NAMES,
 )
 from tests.support.gguf_writer import add_tensor, permute
@@ -34,10 +43,13 @@ ARCH_OF = {
     "nemotron_h": "nemotron_h_moe",
     "granitemoehybrid": "granitehybrid",
     "jamba": "jamba",
+    "falcon_h1": "falcon-h1",
+    "mamba": "mamba",
+    "falcon_mamba": "mamba",
+    "mamba2": "mamba2",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
 }
-Tensors = Iterator[tuple[str, np.ndarray]]
 
 
 def write_recurrent_gguf(
@@ -65,9 +77,9 @@ def write_recurrent_gguf(
 
 def _add_common(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(config.max_position_embeddings or 2**20)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count(config.num_attention_heads or 0)
     eps = [getattr(config, name, None) for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")]
     writer.add_layer_norm_rms_eps(next(value for value in eps if value is not None))
     writer.add_vocab_size(config.vocab_size)
@@ -107,12 +119,6 @@ def _gated_delta_net(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_feed_forward_length(config.intermediate_size)
 
 
-def _split(name: str) -> tuple[str, str]:
-    """("blk.3.", the rest) of a parameter of a layer."""
-    _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.", rest
-
-
 def _gdn_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     yield "token_embd.weight", state["model.embed_tokens.weight"]
     yield "output_norm.weight", state["model.norm.weight"] + 1
@@ -120,7 +126,7 @@ def _gdn_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     for name, values in state.items():
         if ".layers." not in name:
             continue
-        block, rest = _split(name)
+        block, rest = split(name)
         if ".experts." in name:
             yield from _experts(block, rest, values)
             continue
@@ -215,7 +221,7 @@ def _kimi_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     for name, values in state.items():
         if ".layers." not in name:
             continue
-        block, rest = _split(name)
+        block, rest = split(name)
         if ".experts." in name:
             yield from _experts(block, rest, values)
         elif rest == "self_attn.conv1d.weight":
@@ -235,19 +241,11 @@ def _kimi_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
 # -- Mamba-2: Nemotron-H and Granite
 
 
-def _mamba2(writer: gguf.GGUFWriter, heads: int, head_dim: int, groups: int, state: int, width: int) -> None:
-    writer.add_ssm_conv_kernel(width)
-    writer.add_ssm_state_size(state)
-    writer.add_ssm_group_count(groups)
-    writer.add_ssm_inner_size(heads * head_dim)
-    writer.add_ssm_time_step_rank(heads)
-
-
 def _nemotron_h(writer: gguf.GGUFWriter, config: Any) -> None:
     words = config.layers_block_type
     _kv_heads(writer, config, words)
     numbers = (config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size)
-    _mamba2(writer, *numbers, config.conv_kernel)
+    mamba2(writer, *numbers, config.conv_kernel)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     if "moe" not in words:
@@ -277,21 +275,9 @@ def _granite(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     numbers = (config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state)
-    _mamba2(writer, *numbers, config.mamba_d_conv)
+    mamba2(writer, *numbers, config.mamba_d_conv)
     _kv_heads(writer, config, config.layer_types)
     writer.add_rope_scaling_finetuned(False)
-
-
-def _mamba2_tensor(block: str, part: str, values: np.ndarray, groups: int) -> tuple[str, np.ndarray]:
-    if part == "A_log":
-        return block + "ssm_a", -np.exp(values).reshape(-1, 1)
-    if part == "D":
-        return block + "ssm_d", values.reshape(-1, 1)
-    if part == "norm.weight":
-        return block + "ssm_norm.weight", values.reshape(groups, -1)
-    if part == "conv1d.weight":
-        return block + "ssm_conv1d.weight", values.squeeze()
-    return block + MIXER_NAMES[part], values
 
 
 def _permuted(rest: str, values: np.ndarray, config: Any) -> np.ndarray:
@@ -307,12 +293,12 @@ def _nemotron_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     for name, values in state.items():
         if ".layers." not in name:
             continue
-        block, rest = _split(name)
+        block, rest = split(name)
         word = config.layers_block_type[int(block.split(".")[1])]
         if ".experts." in name:
             yield from _experts(block, rest, values)
         elif word == "linear_attention" and rest.startswith("mixer."):
-            yield _mamba2_tensor(block, rest.removeprefix("mixer."), values, config.n_groups)
+            yield mamba2_tensor(block, rest.removeprefix("mixer."), values, config.n_groups)
         else:
             yield block + NEMOTRON_NAMES[rest], _permuted(rest, values, config)
 
@@ -325,7 +311,7 @@ def _granite_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     for name, values in state.items():
         if ".layers." not in name:
             continue
-        block, rest = _split(name)
+        block, rest = split(name)
         if ".experts." in name:
             yield from _experts(block, rest, values)
         elif rest == "shared_mlp.input_linear.weight":
@@ -334,7 +320,7 @@ def _granite_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
         elif rest == "shared_mlp.output_linear.weight":
             yield f"{block}ffn_down{suffix}.weight", values
         elif rest.startswith("mamba."):
-            yield _mamba2_tensor(block, rest.removeprefix("mamba."), values, config.mamba_n_groups)
+            yield mamba2_tensor(block, rest.removeprefix("mamba."), values, config.mamba_n_groups)
         else:
             yield block + GRANITE_NAMES[rest], _permuted(rest, values, config)
 
@@ -360,7 +346,7 @@ def _jamba_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     for name, values in state.items():
         if ".layers." not in name:
             continue
-        block, rest = _split(name)
+        block, rest = split(name)
         if ".experts." in name:
             yield from _experts(block, rest, values)
         elif rest == "mamba.A_log":
@@ -397,7 +383,7 @@ def _lfm2_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     for name, values in state.items():
         if ".layers." not in name:
             continue
-        block, rest = _split(name)
+        block, rest = split(name)
         if ".experts." in name:
             yield from _experts(block, rest, values)
         elif rest == "conv.conv.weight":
@@ -415,6 +401,9 @@ _METADATA: dict[str, Callable[[gguf.GGUFWriter, Any], None]] = {
     "nemotron_h_moe": _nemotron_h,
     "granitehybrid": _granite,
     "jamba": _jamba,
+    "falcon-h1": falcon_h1,
+    "mamba": mamba,
+    "mamba2": mamba,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
 }
@@ -427,6 +416,9 @@ _TENSORS: dict[str, Callable[[dict[str, np.ndarray], Any], Tensors]] = {
     "nemotron_h_moe": _nemotron_tensors,
     "granitehybrid": _granite_tensors,
     "jamba": _jamba_tensors,
+    "falcon-h1": falcon_tensors,
+    "mamba": mamba_tensors,
+    "mamba2": mamba_tensors,
     "lfm2": _lfm2_tensors,
     "lfm2moe": _lfm2_tensors,
 }

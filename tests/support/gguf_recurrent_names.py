@@ -78,6 +78,18 @@ NEMOTRON_NAMES = {
     "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
 }
 
+FALCON_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "pre_ff_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "feed_forward.gate_proj.weight": "ffn_gate.weight",
+    "feed_forward.up_proj.weight": "ffn_up.weight",
+    "feed_forward.down_proj.weight": "ffn_down.weight",
+}
+
 GRANITE_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",

@@ -140,13 +140,78 @@ _VALUES: dict[str, dict[str, object]] = {
         "cca_time0": 3,
         "cca_time1": 3,
     },
+    "olmo_hybrid": {
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": _KINDS,
+    },
+    "falcon_h1": {
+        "head_dim": 16,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 128,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "lm_head_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
+        "mlp_multipliers": [0.75, 1.5],
+        "key_multiplier": 0.25,
+        "attention_in_multiplier": 1.25,
+        "attention_out_multiplier": 0.875,
+        "ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 0.625],
+        "ssm_in_multiplier": 1.75,
+        "ssm_out_multiplier": 0.375,
+    },
+    "zamba": {
+        "tie_word_embeddings": True,  # and blocks with them
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 12,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
+    "zamba2": {
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 16,
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 8,
+        "use_mem_rope": True,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+    },
+    "recurrent_gemma": {
+        "head_dim": 16,
+        "lru_width": 80,
+        "attention_window_size": 24,  # its third layer's
+    },
+    "lfm3": {
+        "head_dim": 16,
+        "sliding_window": 24,
+        "conv_bias": True,
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+    },
+    "mamba": {"state_size": 8, "time_step_rank": 12},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 12},
+    "mamba2": {"state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 2},
 }
 RECURRENT_TYPES = tuple(_VALUES)
+STATES_ONLY = frozenset({"mamba", "falcon_mamba", "mamba2"})
+"""Families without any attention, whose configs say nothing of heads and positions."""
+_OF_OTHERS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 
 
 def recurrent_values(model_type: str) -> dict[str, object]:
     """Of its config."""
-    return {**_COMMON, **_VALUES[model_type]}
+    left_out = _OF_OTHERS if model_type in STATES_ONLY else ()
+    common = {name: value for name, value in _COMMON.items() if name not in left_out}
+    return {**common, **_VALUES[model_type]}
 
 
 def recurrent_config(model_type: str, **overrides: object) -> PretrainedConfig:
@@ -162,6 +227,8 @@ def recurrent_model(model_type: str, seed: int = 0, **overrides: object) -> PreT
         for name, parameter in sorted(model.named_parameters()):
             if name.endswith("A_log"):
                 parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator) - 1.0)
+            elif name.endswith("recurrent_param"):
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator) - 3.0)
             elif "conv" in name.rsplit(".", 2)[-2] and parameter.dim() == 3:
                 parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
     return model

@@ -19,6 +19,10 @@ _DELTA: dict[str, object] = {
     "linear_num_value_heads": 6,  # no multiple of two by two: a wrong order of heads shows
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
+_STATES_ONLY: dict[str, object] = dict.fromkeys(
+    ("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rope_parameters")
+)
+"""What configs of families without attention do not say."""
 _MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 _DELTA_35 = {**_DELTA, "rope_parameters": {**_DELTA["rope_parameters"], **_MROPE}}  # type: ignore[dict-item]
 _MAMBA2: dict[str, object] = {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 12}
@@ -96,6 +100,27 @@ RECURRENT: Mapping[str, dict[str, object]] = {
         "mamba_d_state": 12,
         "mamba_dt_rank": 5,
     },
+    "falcon_h1": {
+        "head_dim": 16,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 12,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 12,
+        "mamba_d_ssm": 96,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+    },
+    "falcon_h1 without norm": {
+        "head_dim": 16,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 12,
+        "mamba_d_state": 12,
+        "mamba_d_ssm": 96,
+        "mamba_norm_before_gate": False,
+    },
+    "mamba": {**_STATES_ONLY, "intermediate_size": 128, "state_size": 12, "time_step_rank": 5},
+    "falcon_mamba": {**_STATES_ONLY, "intermediate_size": 128, "state_size": 12, "time_step_rank": 5},
+    "mamba2": {**_STATES_ONLY, "state_size": 12, "num_heads": 8, "head_dim": 16, "n_groups": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "tie_word_embeddings": True},
     "lfm2_moe": {
         **_EXPERTS,

@@ -168,11 +168,11 @@ def test_missing_and_wrong_tensors_are_named(tmp_path: Path) -> None:
 
 
 def test_unknown_architecture_is_refused(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "rwkv7")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UnsupportedError, match="mamba"):
+    with pytest.raises(UnsupportedError, match="rwkv7"):
         GGUFSource(open_gguf(tmp_path / "m.gguf"), ModelFacts.of(tiny_model("llama").config))
 
 

@@ -100,6 +100,7 @@ class KRotaryEmbedding(WrapperOperator):
         wanted = ["x", "position_ids", *(["layer_type"] if isinstance(kinds, dict) else [])]
         self._is_plain = parameters == wanted
         self._is_static = isinstance(kinds, str | dict) and not _depends_on_sequence(module)
+        self.layer_types = [kind for kind in self._kinds if kind is not None]  # LFM3 asks its module which it knows
         self._tables: dict[str | None, tuple[torch.Tensor, ...]] = {}  # by kind of layer, where they differ
 
     @property

@@ -38,6 +38,7 @@ __all__ = [
     "check_calls",
     "decoder_layers",
     "failing_module",
+    "hand_contexts_down",
     "hand_contexts_on",
     "keep_attention_type",
     "layer_list",
@@ -132,7 +133,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 def layer_list(model: nn.Module) -> nn.ModuleList | None:
     """The list that a causal LM of `transformers` keeps its decoder layers in."""
-    base = getattr(model, "model", None)
+    base = getattr(model, "model", getattr(model, "backbone", None))
     layers = getattr(getattr(base, "inner", base), "layers", None)  # an operator may stand in for the layer loop
     return layers if isinstance(layers, nn.ModuleList) else None
 
@@ -153,6 +154,22 @@ def hand_contexts_on(model: nn.Module) -> int:
     for layer in layers:
         _hand_on(layer, layer.get_submodule("self_attn"))
     return len(layers)
+
+
+def hand_contexts_down(model: nn.Module) -> None:
+    """Give layers the step's context in models that keep their keywords to themselves."""
+    given: list[ForwardContext] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given[:] = [kwargs["forward_context"]] if "forward_context" in kwargs else []
+
+    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {**kwargs, "forward_context": given[0]} if given and "forward_context" not in kwargs else kwargs
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    model.register_forward_hook(lambda *_: given.clear(), always_call=True)
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(add, with_kwargs=True)
 
 
 def _hand_on(layer: nn.Module, attention: nn.Module) -> None:
@@ -206,6 +223,10 @@ def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]
     layers = decoder_layers(model)
     calls: dict[int, list[LayerCall]] = {index: [] for index in range(len(layers))}
     current: list[LayerCall] = []
+    contexts: list[Any] = []  # of the step, for models that do not hand it to their layers
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        contexts[:] = [kwargs.get("forward_context")]
 
     def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         values = chain(args, *(part.values() if isinstance(part, dict) else (part,) for part in kwargs.values()))
@@ -216,7 +237,7 @@ def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]
         call = LayerCall(kept, clean_args[1:], masks[0].function if masks else None)
         calls[index].append(call)
         current[:] = [call]
-        cache = getattr(clean.get("forward_context"), "cache", None)
+        cache = getattr(clean.get("forward_context") or contexts[0], "cache", None)
         if isinstance(cache, _ProbeCache):
             cache.reads = call.reads
         return clean_args, clean
@@ -235,6 +256,7 @@ def observe_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]
         )
         for index, layer in enumerate(layers)
     ]
+    handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
     try:
         with _attention_named(model, watched):
             run()
@@ -318,9 +340,10 @@ def check_calls(model: nn.Module, calls: list[LayerCall], max_len: int, shapes: 
             )
         asked = call.attention[0] if call.attention else None
         window, chunk = (_window_of(attention), 0) if asked is None else (asked.window, asked.chunk)
-        if call.mask is not None and (id(call.mask), window, chunk) not in compared:
-            compared.add((id(call.mask), window, chunk))
-            _check_mask(f"layer {index} ({type(layer).__name__})", call.mask, (window, chunk), max_len)
+        mask = call.mask if shapes[index].has_pages else None  # some models hand one to every layer
+        if mask is not None and (id(mask), window, chunk) not in compared:
+            compared.add((id(mask), window, chunk))
+            _check_mask(f"layer {index} ({type(layer).__name__})", mask, (window, chunk), max_len)
 
 
 def _window_of(attention: object) -> int:

@@ -1,14 +1,14 @@
-"""Which embeddings look rows up, and by what number they multiply them."""
+"""Which embeddings look rows up, and by what number they, and the models around them, multiply them."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from ktransformers.operators.recognize.probe import Draws, Unlike, answer, recognizer, twin_of
+from ktransformers.operators.recognize.probe import Draws, Unlike, answer, close, recognizer, twin_of
 
-__all__ = ["recognize_embedding"]
+__all__ = ["recognize_embedding", "recognize_input_scale"]
 
 _SCALE, _SCALE_NUMBER = "embed_scale", "scalar_embed_scale"
 """How transformers' modules keep it: a buffer that no file holds, and what it is made from."""
@@ -33,3 +33,41 @@ def recognize_embedding(module: nn.Module) -> float:
     if not torch.equal(got, functional.embedding(ids, weight) * factor):
         raise Unlike("it does something else to the rows")
     return float(factor)
+
+
+class _Same(nn.Module):
+    """Hands on what it is given."""
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return x
+
+
+class _Rows(nn.Module):
+    """A table in which every three ids stand for the same rows."""
+
+    def __init__(self, rows: Tensor):
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows.clone()
+
+
+@recognizer("a model that scales rows, those that it looks up or all")
+def recognize_input_scale(model: nn.Module, table: str) -> float:
+    """What `model` multiplies rows by that it looks up in its child `table`, and not those that it is handed; else 1.
+
+    Its layers and norms are left out, so that it answers with what goes into them.
+    """
+    rows = Draws().normal(1, 3, 8)
+    parts: dict[str, nn.Module] = {
+        name: nn.ModuleList() if isinstance(child, nn.ModuleList) else _Same() for name, child in model.named_children()
+    }
+    twin = twin_of(model, modules={**parts, table: _Rows(rows)})
+    others = {"position_ids": torch.arange(3)[None], "use_cache": False}
+    handed = answer(lambda: twin(inputs_embeds=rows.clone(), **others)[0])
+    looked_up = answer(lambda: twin(input_ids=torch.zeros(1, 3, dtype=torch.int64), **others)[0])
+    factor = float((looked_up / handed).median())
+    if not close(looked_up, handed * factor):
+        raise Unlike("it does something else to the rows that it looks up")
+    return 1.0 if close(looked_up, handed) else factor

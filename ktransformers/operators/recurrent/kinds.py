@@ -11,7 +11,9 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.operators.recurrent.convolved import KConvolvedProjection
 from ktransformers.operators.recurrent.delta import KGatedDeltaNet, KKimiDeltaAttention
-from ktransformers.operators.recurrent.mamba import KMamba, KMamba2
+from ktransformers.operators.recurrent.delta_parts import KGatedDeltaParts
+from ktransformers.operators.recurrent.gated_linear import KGatedLinearUnit
+from ktransformers.operators.recurrent.mamba import KMamba, KMamba2, KMambaHeads
 from ktransformers.operators.recurrent.short import KLightningAttention, KShortConv
 from ktransformers.operators.wrapper import WrapperOperator
 
@@ -19,12 +21,15 @@ __all__ = ["KRecurrent"]
 
 _KINDS: tuple[type[RecurrentOperator], ...] = (
     KGatedDeltaNet,
+    KGatedDeltaParts,
     KKimiDeltaAttention,
     KMamba2,
     KMamba,
+    KMambaHeads,
     KShortConv,
     KLightningAttention,
     KConvolvedProjection,
+    KGatedLinearUnit,
 )
 
 

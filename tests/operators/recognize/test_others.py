@@ -12,7 +12,7 @@ from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
 from ktransformers.operators.recognize.attention import TemperatureSpec, recognize_temperature
 from ktransformers.operators.recognize.block import scales_inputs, weighs_outputs
-from ktransformers.operators.recognize.embedding import recognize_embedding
+from ktransformers.operators.recognize.embedding import recognize_embedding, recognize_input_scale
 from ktransformers.operators.recognize.layer import keeps_keywords
 from tests.support.attention_families import config_of
 from tests.support.family_models import family_config
@@ -70,6 +70,14 @@ def test_blocks_of_the_same_parts_that_compute_something_else(llama4: nn.Module)
     block = tiny_model("qwen3_moe", seed=3).get_submodule("model.layers.0.mlp")
     block.__class__ = Scaled
     assert weighs_outputs(block) is None
+
+
+@pytest.mark.parametrize(("model_type", "scale"), [("falcon_h1", 3.0), ("granitemoehybrid", 1.0)])
+def test_rows_that_a_model_scales_when_it_looks_them_up(model_type: str, scale: float) -> None:
+    """Falcon-H1 leaves rows alone that it is handed, Granite scales those too."""
+    base = recurrent_model(model_type).get_submodule("model")
+    assert base.embedding_multiplier == 3.0
+    assert recognize_input_scale(base, "embed_tokens") == pytest.approx(scale)
 
 
 def test_embeddings(gemma3n: nn.Module) -> None:
