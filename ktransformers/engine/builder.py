@@ -311,12 +311,16 @@ def _load(opened: OpenedModel, plan: Plan, max_len: int, progress: Progress | No
     else:
         load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
     settle_buffers(modules, plan)
-    if any(isinstance(operator, RecurrentOperator) for operator in plan.operators.values()):
-        hand_contexts_down(opened.model)
+    _hand_contexts_down(opened.model, plan)
     install_moves(modules, plan)
     hand_contexts_on(opened.model)
     hand_contexts(modules, plan)
     return StepLayout.of(plan, modules, embedding)
+
+
+def _hand_contexts_down(model: torch.nn.Module, plan: Plan) -> None:
+    if any(isinstance(operator, RecurrentOperator) for operator in plan.operators.values()):
+        hand_contexts_down(model)
 
 
 def _arrange_layers(loaded: _Loaded) -> None:
@@ -338,6 +342,7 @@ def _arrange_layers(loaded: _Loaded) -> None:
         if is_checked(opened):
             stacks.begin()
         stack_gpu_layers(opened.model, homes, move_into, calls)
+        _hand_contexts_down(opened.model, plan)  # stacks stand where layers stood
         stacks.compare()
 
 
