@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LENGTH = 150  # more than two chunks of the chunked scans
 ALL = {"num_experts_per_tok": NUM_EXPERTS, "num_experts_per_token": NUM_EXPERTS}
-"""Every token takes every expert, but where a family knows one only: a near tie in a router would change a state, and with it all that follows."""
+"""Every token takes every expert, but where a family knows one only: a near tie in a router would change a state, and
+with it all that follows."""
 
 
 def known(*model_types: str) -> list[str]:
