@@ -15,15 +15,9 @@ from torch import Tensor
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
+from ktransformers.engine.decode_inputs import DecodeInputs, StaticInputs, decode_batch_sizes
 from ktransformers.engine.forward import ForwardPass, StepInputs
-from ktransformers.engine.graphs import (
-    DecodeGraphs,
-    DecodeInputs,
-    GraphBackend,
-    StaticInputs,
-    StepMarks,
-    decode_batch_sizes,
-)
+from ktransformers.engine.graphs import DecodeGraphs, GraphBackend, StepMarks
 from ktransformers.engine.layout import StepLayout
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts

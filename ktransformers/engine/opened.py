@@ -19,7 +19,8 @@ from ktransformers.engine.skeleton import build_skeleton, check_kinds, check_mod
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
 from ktransformers.file_kinds import wrong_start
 from ktransformers.models.composite import take_text_config, text_config_of
-from ktransformers.models.facts import ModelFacts, token_ids
+from ktransformers.models.config_fields import token_ids
+from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer
 from ktransformers.weights.gguf import GGUFModel, open_gguf

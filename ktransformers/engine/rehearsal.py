@@ -16,8 +16,8 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.context import PREFILL_ROWS, StateSlots, state_step
 from ktransformers.engine.decode import DecodeSteps
+from ktransformers.engine.decode_inputs import decode_batch_sizes
 from ktransformers.engine.forward import ForwardPass
-from ktransformers.engine.graphs import decode_batch_sizes
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.attention_launch import DECODE_ROWS, MAX_SHARES, MAX_SPLITS, MIN_CHUNK
 from ktransformers.kernels.triton.compiling import Compiled, rehearsal

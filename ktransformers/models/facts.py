@@ -6,12 +6,12 @@ wrongly typed values are refused, by the name of their field. Knows no files and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.models.config_fields import ConfigFields, absurd, token_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,11 +24,9 @@ __all__ = [
     "LayerKind",
     "ModelFacts",
     "Quantization",
-    "token_ids",
 ]
 
 MAX_LAYERS = 1 << 16
-MAX_NUMBER = (1 << 31) - 1
 MAX_POSITIONS = 1 << 40
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -192,7 +190,7 @@ class ModelFacts:
 
         Raises ConfigError, which names the field, and UnsupportedError for what is no decoder of one config.
         """
-        config, whole = _Fields(hf_config.get_text_config(decoder=True)), _Fields(hf_config)
+        config, whole = ConfigFields(hf_config.get_text_config(decoder=True)), ConfigFields(hf_config)
         is_composite = config.of is not hf_config
         _check_supported(config)
         num_layers = config.number("num_hidden_layers", most=MAX_LAYERS)
@@ -240,94 +238,7 @@ class ModelFacts:
         return min(self.context_len or num_slots, num_slots)
 
 
-class _Fields:
-    """Checked access to one config. `of` may be any class: configs come with their model's own code, too.
-
-    Some configs of transformers have configs of their own for single layers (`is_heterogeneous`): a field in which
-    those differ reads as a list with one value for each layer.
-    """
-
-    def __init__(self, of: PretrainedConfig):
-        self.of = of
-
-    def raw(self, name: str) -> object:
-        try:
-            return getattr(self.of, name, None)
-        except RuntimeError:  # what transformers raises for a field that has no value of all layers
-            return [getattr(layer, name, None) for layer in self.of.per_layer_config]
-
-    def part(self, name: str) -> _Fields:
-        """The config of a part of the model; this one where it has none of its own."""
-        part = self.raw(name)
-        return _Fields(part) if hasattr(part, "to_dict") else self
-
-    def first(self, names: Sequence[str]) -> str | None:
-        """The first of these fields that says something."""
-        return next((name for name in names if self.raw(name) is not None), None)
-
-    def number(self, name: str, most: int = MAX_NUMBER) -> int:
-        """A count of at least 1 that every model has."""
-        value = self.find(name, most=most)
-        if value is None:
-            raise ConfigError(f"the model's config says no {name}")
-        if value == 0:
-            raise _absurd(name, 0)
-        return value
-
-    def find(self, *names: str, most: int = MAX_NUMBER) -> int | None:
-        """What the first of these fields says that says something."""
-        name = self.first(names)
-        return None if name is None else _count(name, self.raw(name), most)
-
-    def numbers(self, num_layers: int, *names: str, most: int = MAX_NUMBER) -> tuple[int, ...] | None:
-        """By layer, from a field with one number for all or a list with one for each; none of a layer is 0."""
-        name = self.first(names)
-        if name is None:
-            return None
-        value = self.raw(name)
-        if not isinstance(value, list | tuple):
-            return (_count(name, value, most),) * num_layers
-        return tuple(_count(name, one or 0, most) for one in self._of_layers(name, value, num_layers))
-
-    def words(self, num_layers: int, *names: str) -> tuple[str, ...] | None:
-        """By layer, from a list of names."""
-        name = self.first(names)
-        value = None if name is None else self.raw(name)
-        if name is None or not value:
-            return None
-        if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-            raise ConfigError(f"the model's config says {name} {value!r:.60}; a list of names is needed")
-        return tuple(str(one) for one in self._of_layers(name, value, num_layers))
-
-    def _of_layers(self, name: str, value: Sequence[object], num_layers: int) -> Sequence[object]:
-        if len(value) < num_layers:
-            raise ConfigError(f"the model's config has {name} for {len(value)} layers, and {num_layers} layers")
-        return value[:num_layers]
-
-
-def _absurd(name: str, value: object) -> ConfigError:
-    return ConfigError(f"the model's config says {name} {value!r:.60}, which no model has")
-
-
-def _count(name: str, value: object, most: int) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"the model's config says {name} {value!r:.60}; a number is needed")
-    if not 0 <= value <= most:
-        raise _absurd(name, value)
-    return value
-
-
-def token_ids(value: object) -> tuple[int, ...]:
-    """The ids in what a config says as eos_token_id: none, one or a list. Raises ConfigError."""
-    several = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in several):
-        raise ConfigError(f"the model's config says eos_token_id {value!r:.60}; a token's number is needed, or a list")
-    return tuple(several)
-
-
-def _check_supported(config: _Fields) -> None:
+def _check_supported(config: ConfigFields) -> None:
     model_type = config.raw("model_type")
     if config.raw("is_heterogeneous") and any(getattr(layer, "skip", None) for layer in config.of.per_layer_config):
         raise UnsupportedError(
@@ -346,13 +257,13 @@ def _check_supported(config: _Fields) -> None:
 
 
 def _layers(
-    config: _Fields, num_layers: int, latent: LatentFacts | None, experts: ExpertFacts | None
+    config: ConfigFields, num_layers: int, latent: LatentFacts | None, experts: ExpertFacts | None
 ) -> tuple[LayerFacts, ...]:
     heads = config.numbers(num_layers, "num_attention_heads_per_layer", "num_attention_heads")
     if heads is None:  # of a family without attention
         heads = (0,) * num_layers
     elif not any(heads):
-        raise _absurd("num_attention_heads", 0)
+        raise absurd("num_attention_heads", 0)
     kv_heads = config.numbers(num_layers, "num_key_value_heads") or heads
     none = (0,) * num_layers
     given, values = config.numbers(num_layers, "head_dim") or none, config.numbers(num_layers, "v_head_dim") or none
@@ -380,7 +291,7 @@ def _layers(
     return _with_shares(config, layers)
 
 
-def _with_shares(config: _Fields, layers: list[LayerFacts]) -> tuple[LayerFacts, ...]:
+def _with_shares(config: ConfigFields, layers: list[LayerFacts]) -> tuple[LayerFacts, ...]:
     """The last layers may attend to what the last layer of their kind before them has cached."""
     first = len(layers) - (config.find("num_kv_shared_layers") or 0)
     last = {layer.word: index for index, layer in enumerate(layers[: max(first, 0)])}
@@ -389,7 +300,7 @@ def _with_shares(config: _Fields, layers: list[LayerFacts]) -> tuple[LayerFacts,
     )
 
 
-def _latent(config: _Fields, num_layers: int) -> LatentFacts | None:
+def _latent(config: ConfigFields, num_layers: int) -> LatentFacts | None:
     def largest(name: str) -> int:
         return max(config.numbers(num_layers, name) or (0,))
 
@@ -406,7 +317,7 @@ def _latent(config: _Fields, num_layers: int) -> LatentFacts | None:
     )
 
 
-def _delta(config: _Fields) -> DeltaFacts | None:
+def _delta(config: ConfigFields) -> DeltaFacts | None:
     if config.first(("linear_num_value_heads",)) is None:
         return None
     return DeltaFacts(
@@ -420,7 +331,7 @@ def _delta(config: _Fields) -> DeltaFacts | None:
 # -- experts
 
 
-def _experts(config: _Fields, num_layers: int) -> ExpertFacts | None:
+def _experts(config: ConfigFields, num_layers: int) -> ExpertFacts | None:
     config = config.part(_OF_EXPERTS)
     counts = config.numbers(num_layers, *_NUM_EXPERTS)
     num_experts = max(counts or (0,))
@@ -443,7 +354,7 @@ def _experts(config: _Fields, num_layers: int) -> ExpertFacts | None:
     return ExpertFacts(num_experts, top_k, width, max(shared))
 
 
-def _with_experts(config: _Fields, num_layers: int) -> tuple[bool, ...]:
+def _with_experts(config: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Which layers route tokens to experts, where not all of them do."""
     blocks = config.words(num_layers, *_LAYER_WORDS) or ()
     if "moe" in blocks:  # of a family in which a layer is either a mixer, or experts, or an MLP
@@ -469,7 +380,7 @@ def _with_experts(config: _Fields, num_layers: int) -> tuple[bool, ...]:
 # -- the rest
 
 
-def _context_len(config: _Fields) -> int | None:
+def _context_len(config: ConfigFields) -> int | None:
     """max_position_embeddings, or more where RoPE is scaled: some configs count the scaling in it, others do not."""
     positions = config.find("max_position_embeddings", most=MAX_POSITIONS) or 0
     rope = config.raw("rope_parameters")
@@ -487,7 +398,7 @@ def _context_len(config: _Fields) -> int | None:
     return positions or None
 
 
-def _quantization(config: _Fields) -> Quantization | None:
+def _quantization(config: ConfigFields) -> Quantization | None:
     said = config.raw("quantization_config")
     if not said:
         return None

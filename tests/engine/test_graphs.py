@@ -7,7 +7,8 @@ import logging
 import pytest
 import torch
 
-from ktransformers.engine.graphs import DecodeGraphs, DecodeInputs, StaticInputs, decode_batch_sizes
+from ktransformers.engine.decode_inputs import DecodeInputs, StaticInputs, decode_batch_sizes
+from ktransformers.engine.graphs import DecodeGraphs
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.expert_stream import HandOver, StreamedExperts, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, RawTensor

@@ -11,7 +11,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.builder import build_engine, build_paged_engine, plan_model
-from ktransformers.engine.graphs import DecodeInputs, StaticInputs
+from ktransformers.engine.decode_inputs import DecodeInputs, StaticInputs
 from ktransformers.engine.session import Session
 from ktransformers.kernels.types import StateStep
 from ktransformers.operators.attention.latent_expansion import EXPANSION_NBYTES

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.engine.graphs import CudaGraphs, DecodeGraphs, DecodeInputs, StaticInputs
+from ktransformers.engine.decode_inputs import DecodeInputs, StaticInputs
+from ktransformers.engine.graphs import CudaGraphs, DecodeGraphs
 from ktransformers.errors import EngineError, KernelError
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.cuda import CudaDriver
