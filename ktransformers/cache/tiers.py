@@ -13,7 +13,7 @@ used together, and one is of no use without those before it: callers touch the d
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["PAGE", "STATE", "DiskTier", "HostTier", "page_name", "state_name"]
 
@@ -60,6 +60,11 @@ class HostTier:
     def num_available(self) -> int:
         """Slots that can be given out now."""
         return len(self._free) + len(self._slots) - len(self._pins)
+
+    @property
+    def pins(self) -> Mapping[bytes, int]:
+        """How often names are pinned, those that are."""
+        return self._pins
 
     def slot(self, name: bytes) -> int:
         """Where it lies."""
