@@ -4,8 +4,8 @@
                   <── loads ──             <── reads ──
 
 A plan's copies are done before its rows, in this order: stores, loads; so a page may be stored and given to somebody
-else by one plan. Files are read and written meanwhile, by the engine's own thread, in the order that plans name them
-and after the copies; results tell of those that ended. Until then their slots are in no store, and those of reads in
+else by one plan. Files are read and written meanwhile by threads of the engine, plan by plan after its copies: reads,
+deletes, writes. Results tell of those that ended. Until then their slots are in no store, and those of reads in
 no load.
 """
 

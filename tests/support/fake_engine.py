@@ -126,13 +126,13 @@ class FakeTiers:
             engine.states[target] = self.host[STATE, slot]  # type: ignore[assignment]
         assert not any((PAGE, slot) in busy for _, slot in plan.stores), "a slot is written while a file is"
         assert not any((STATE, slot) in busy for _, slot in plan.state_stores), "a slot is written while a file is"
+        for name, depth, slot in plan.reads:
+            self.host[name[:1], slot] = None  # anything
+            self.queue.append(("read", name, depth, slot, None))
         for name, depth in plan.deletes:
             self.queue.append(("delete", name, depth, -1, None))
         for name, depth, slot in plan.writes:
             self.queue.append(("write", name, depth, slot, self.host[name[:1], slot]))
-        for name, depth, slot in plan.reads:
-            self.host[name[:1], slot] = None  # anything
-            self.queue.append(("read", name, depth, slot, None))
         assert not plan.waits or any(kind != "delete" for kind, *_ in self.queue), "nothing to wait for"
         self.work(max(self.disk.num_done(), int(plan.waits)), is_ending=plan.waits)
 
