@@ -134,7 +134,7 @@ class _FileThreads:
     def __init__(self, files: PageFiles, bytes_of: Callable[[bytes, int], memoryview]):
         self._files, self._bytes_of = files, bytes_of
         self.done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
-        self.num_open = 0  # reads and writes that `done` has not told of
+        self.num_open = 0  # reads and writes that no result has told of
         self._said: set[str] = set()
         self._inboxes = {kind: queue.SimpleQueue[_Job | None]() for kind in ("read", "write")}
         self._threads = [
@@ -209,6 +209,7 @@ class TieredCache:
         self._pinned = [slots.pin() for slots in self._slots.values()]
         self._devices = layouts[PAGE].devices
         self._loading: list[tuple[int, _Marks, _Marks]] = []
+        self._waited: list[_Done] = []  # that `done` has told of and no result yet
         self._found: list[tuple[bytes, int, int]] | None = None
         if folder is not None and files is None:
             files = self.files(cache, config.fingerprint, folder)
@@ -271,8 +272,8 @@ class TieredCache:
     def _wait(self) -> None:
         """Until a file has ended; at once when none is on its way."""
         threads = self._threads
-        if threads is not None and threads.num_open:
-            threads.done.put(threads.done.get())
+        if threads is not None and threads.num_open > len(self._waited):
+            self._waited.append(threads.done.get())
 
     def result(self, row_seconds: float = 0.0) -> TierResult:
         """What was done since the last one."""
@@ -295,10 +296,11 @@ class TieredCache:
         )
 
     def _ended(self) -> list[_Done]:
-        threads, ended = self._threads, list[_Done]()
-        while threads is not None and not threads.done.empty():
-            ended.append(threads.done.get())
-            threads.num_open -= 1
+        ended, self._waited = self._waited, []
+        if self._threads is not None:
+            while not self._threads.done.empty():
+                ended.append(self._threads.done.get())
+            self._threads.num_open -= len(ended)
         return ended
 
     def _loaded(self) -> tuple[int, float]:
