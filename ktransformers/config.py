@@ -20,6 +20,7 @@ __all__ = [
     "CPU_QUANT_TYPES",
     "DEFAULT_CHUNK_SIZE",
     "DEMO_MODEL_PATH",
+    "KV_DISK_SIZE_GB",
     "SPARSE_ATTENTIONS",
     "EngineConfig",
     "bundled_model",
@@ -49,6 +50,9 @@ SPARSE_ATTENTIONS = ("on", "off")
 
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 """What `--attention_backend` accepts."""
+
+KV_DISK_SIZE_GB = 20.0
+"""GiB of files with pages when nothing is said."""
 
 DEFAULT_CHUNK_SIZE = 512
 """Tokens of a prefill step on the CPU when nothing is said."""
@@ -220,7 +224,7 @@ class EngineConfig:
     prefix_cache: bool = True
     cpu_memory_size_GB: float = 0.0
     kv_disk_path: Path | None = None
-    kv_disk_size_GB: float = 20.0
+    kv_disk_size_GB: float = KV_DISK_SIZE_GB
     spread_layers: bool = False
     self_check: bool = True
 
