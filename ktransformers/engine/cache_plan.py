@@ -98,6 +98,7 @@ class CachePlan(Protocol[CacheT_co]):
 
     def check_tiers(self, shapes: Sequence[LayerShape], config: EngineConfig) -> None:
         """Raises ConfigError when what is to be below the cache is too small for it."""
+        return
 
     def make(self, shapes: Sequence[LayerShape], num_slots: int, num_states: int) -> CacheT_co:
         """The cache itself."""
