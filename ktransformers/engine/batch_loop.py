@@ -317,7 +317,7 @@ class BatchLoop:
             self._lose(plan, error)
             return
         updates = self._scheduler.commit(result.step_id, result.results, result.prompt_logprobs, result.tiers)
-        if self._profile is not None:
+        if self._profile is not None and result.had_rows:
             self._profile.tracker.committed(result.step_id, updates, self._scheduler.stats().num_waiting)
         for update in updates:
             self._tell(update)

@@ -160,6 +160,11 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     expert_counts: bytes = b""
     tiers: TierResult | None = None
 
+    @property
+    def had_rows(self) -> bool:
+        """False for a step that was there for the tiers alone."""
+        return self.tiers is None or self.tiers.row_seconds > 0
+
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """News of one request, filled by the scheduler. After the one with a finish_reason there is no other.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -24,10 +27,13 @@ from ktransformers.engine.paged import PagedExecutor
 from ktransformers.engine.runner import ModelRunner
 from ktransformers.engine.tier_plan import check_tiers, tier_bytes
 from ktransformers.engine.tiered import TieredCache
-from ktransformers.errors import ConfigError
-from ktransformers.scheduler.config import TierConfig
+from ktransformers.errors import ConfigError, EngineError
+from ktransformers.scheduler.config import SchedulerConfig, TierConfig
 from ktransformers.scheduler.records import StepPlan, StepResult
-from ktransformers.scheduler.tier_records import TierPlan, TierResult
+from ktransformers.scheduler.scheduler import Scheduler
+from ktransformers.scheduler.tier_rates import Option, TierRates
+from ktransformers.scheduler.tier_records import TierPlan, TierResult, TierStats
+from ktransformers.server.backend.balance_stats import BalanceStats
 from tests.support.demo import DEMO_GGUF
 from tests.support.paged_loop import PagedLoop, scheduler_config
 from tests.support.recurrent_models import recurrent_model
@@ -105,6 +111,47 @@ def test_copies_bring_every_tensor_back_and_touch_nothing_else(tmp_path: Path) -
     tiers.close()
 
 
+class Event:
+    """Of a GPU that is as far as the test says."""
+
+    is_over = threading.Event()
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.is_over.is_set()
+
+    def synchronize(self) -> None:
+        assert self.is_over.wait(60)
+
+    def elapsed_time(self, other: Event) -> float:
+        return 250.0
+
+
+def test_files_and_figures_wait_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    monkeypatch.setattr(Event, "is_over", threading.Event())
+    cache = filled()
+    tiers = TieredCache(cache, tier_config(cache), tmp_path)
+    tiers._devices = [torch.device("cuda:0")]
+    name = PAGE + bytes(32)
+    tiers.run(TierPlan(stores=[(2, 7)], loads=[(7, 1)], writes=[(name, 0, 7)]))
+    result = tiers.result()
+    assert (result.loaded, result.writes) == ((0, 0.0), [])
+    assert not list(tmp_path.glob("*.page"))
+    Event.is_over.set()
+    tiers.run(TierPlan(waits=True))
+    result = tiers.result()
+    assert result.loaded == (TieredCache.layouts(cache)[PAGE].nbytes, 0.25)
+    assert list(result.writes) == [(name, True)]
+    tiers.close()
+
+
 # Models.
 
 
@@ -117,6 +164,13 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made = build_paged_engine(config, page_size=PAGE_SIZE, max_batch_size=4)
     yield made
     made.close()
+
+
+class Patient(TierRates):
+    """Prefers any copy to computing: what is faster for a tiny model is chance."""
+
+    def best(self, options: Sequence[Option]) -> int:
+        return len(options) - 1
 
 
 class Service:
@@ -161,6 +215,9 @@ class Service:
             return made
 
         self.loop = PagedLoop(config, executor)
+        tiers_of = self.loop.scheduler._pages.tiers
+        if tiers_of is not None:
+            tiers_of.rates = Patient()
 
     def answer(self, prompt: list[int], count: int = 20) -> tuple[list[int], int]:
         """The tokens, and how many rows they took."""
@@ -388,3 +445,42 @@ def test_llm_answers_from_the_files_of_another(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
     assert stats.disk_hit_len == 192
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_step_that_fails_leaves_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, params = list(range(5, 205)), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with LLM(DEMO_GGUF, page_size=16, cache_lens=1024, kv_disk_path=tmp_path / "pages") as llm:
+        (first,) = llm.generate([prompt], params)
+        llm._batches.stats()  # type: ignore[union-attr]
+        executor = llm.engine.executor  # type: ignore[union-attr]
+        with monkeypatch.context() as broken:
+            broken.setattr(executor, "_forward", lambda rows, kept: 1 / 0)
+            with pytest.raises(EngineError, match="division by zero"):
+                llm.generate([prompt], params)
+        (second,) = llm.generate([prompt], params)
+        stats = llm._batches.stats().tiers  # type: ignore[union-attr]
+    assert second.token_ids == first.token_ids
+    assert stats is not None
+    assert stats.disk_hit_len == 192
+
+
+def test_steps_without_rows_are_in_no_profile(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    folder = tmp_path / "profile"
+    options = {"page_size": 16, "cache_lens": 1024, "kv_disk_path": tmp_path / "pages", "profile": folder}
+    with LLM(DEMO_GGUF, **options) as llm:  # type: ignore[arg-type]
+        llm.generate([list(range(5, 105))], params)
+        llm._batches.stats()  # type: ignore[union-attr]
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "rows" in line]
+    assert [line["rows"] for line in steps] == [100, 1, 1]
+
+
+def test_figures_are_shown_by_name() -> None:
+    scheduler = Scheduler(SchedulerConfig(num_pages=4, page_size=4, chunk_size=8, max_batch_size=2, vocab_size=9))
+    assert BalanceStats(num_running=0, num_waiting=0, scheduler=scheduler.stats()).tiers is None
+    tiers = TierStats(host_bytes=1, max_host_bytes=2, disk_bytes=3, max_disk_bytes=4, disk_hit_len=5)
+    stats = msgspec.structs.replace(scheduler.stats(), tiers=tiers)
+    shown = BalanceStats(num_running=0, num_waiting=0, scheduler=stats).tiers
+    assert shown is not None
+    assert (shown["disk_bytes"], shown["disk_hit_len"], shown["num_read_errors"]) == (3, 5, 0)
