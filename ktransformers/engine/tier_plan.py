@@ -49,11 +49,13 @@ def check_tiers(shapes: Sequence[LayerShape], page_size: int, config: EngineConf
     page = PagedCache.size(shapes, page_size)
     state = sum(one.nbytes for one in state_shapes(shapes).values())
     least = max(LEAST_PAGES * page, LEAST_STATES * state) * (2 if state else 1)
-    if nbytes and nbytes < least:
-        raise ConfigError(
-            f"--cpu_memory_size_GB: {format_bytes(nbytes)} are too little for the tiers of this model, whose pages "
-            f"take {format_bytes(page)} and states {format_bytes(state)}; give it at least {format_bytes(least)}"
-        )
+    on_disk = 0 if config.kv_disk_path is None else int(config.kv_disk_size_GB * 2**30)
+    for flag, given in (("cpu_memory_size_GB", nbytes), ("kv_disk_size_GB", on_disk)):
+        if given and given < least:
+            raise ConfigError(
+                f"--{flag}: {format_bytes(given)} are too little for this model, whose pages take "
+                f"{format_bytes(page)} and states {format_bytes(state)}; give it at least {format_bytes(least)}"
+            )
 
 
 def open_tiers(opened: OpenedModel, cache: PagedCache) -> tuple[TierConfig, TieredCache] | None:
@@ -66,7 +68,7 @@ def open_tiers(opened: OpenedModel, cache: PagedCache) -> tuple[TierConfig, Tier
     page_bytes = layouts[PAGE].nbytes
     state_bytes = layouts[STATE].nbytes if STATE in layouts else 0
     for_states = int(STATE_SHARE * nbytes) if state_bytes else 0
-    fingerprint = _fingerprint(opened)
+    fingerprint = _fingerprint(opened, cache.shapes)
     has_files = config.kv_disk_path is not None
     files = None if config.kv_disk_path is None else TieredCache.files(cache, fingerprint, config.kv_disk_path)
     tiers = TierConfig(
@@ -84,7 +86,7 @@ def open_tiers(opened: OpenedModel, cache: PagedCache) -> tuple[TierConfig, Tier
     return tiers, TieredCache(cache, tiers, files=files)
 
 
-def _fingerprint(opened: OpenedModel) -> bytes:
+def _fingerprint(opened: OpenedModel, shapes: Sequence[LayerShape]) -> bytes:
     """Of what decides a token's keys and values but the tokens before it: config, tensors, samples of their files."""
     config, digest = opened.config, blake2b(digest_size=32)
     values = opened.hf_config.to_dict()
@@ -92,6 +94,7 @@ def _fingerprint(opened: OpenedModel) -> bytes:
     digest.update(json.dumps(known, sort_keys=True, default=str).encode())
     digest.update("\n".join(sorted(opened.source.stored_names())).encode())
     digest.update(f"{config.cpu_quant} {config.cpu_bf16} {config.cpu_prefill} {config.sparse_attention}".encode())
+    digest.update("\n".join(f"{shape.place.partition(':')[0]} {shape.dtype}" for shape in shapes).encode())
     for path in sorted(opened.files, key=lambda path: path.name):
         with path.open("rb") as file:
             size = file.seek(0, 2)

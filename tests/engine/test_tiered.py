@@ -411,12 +411,36 @@ def test_files_stay_within_their_bytes(engine: PagedEngine, expected: Expected, 
     assert 0 < sum(path.stat().st_size for path in tmp_path.iterdir()) <= most
 
 
+def test_two_services_with_one_folder_do_each_other_no_harm(
+    engine: PagedEngine, expected: Expected, tmp_path: Path
+) -> None:
+    """Each lists what the other has, writes what it has written, and deletes what it counts on."""
+    probe = tier_config(PagedCache(engine.cache.shapes, 1, PAGE_SIZE, 1))
+    small = 6 * probe.page_file_bytes + 2 * probe.state_file_bytes
+    conversation(first := Service(engine, tmp_path))
+    services = [Service(engine, tmp_path, num_pages=24), Service(engine, tmp_path, num_pages=24, disk_bytes=small)]
+    histories, answers = [list[int](), list[int]()], [list[list[int]](), list[list[int]]()]
+    for turn in TURNS:
+        for service, history, said in zip(services, histories, answers, strict=True):
+            history += turn
+            answer, _ = service.answer(history)
+            said.append(answer)
+            history += answer
+            service.answer(some_ids(330, 50))
+    assert answers == [expected[0]] * 2
+    for each in (first, *services):
+        each.close()
+
+
 # Options.
 
 
 def test_too_little_memory_is_refused_with_what_is_needed(engine: PagedEngine) -> None:
     config = EngineConfig(cpu_memory_size_GB=1e-7)
-    with pytest.raises(ConfigError, match="give it at least"):
+    with pytest.raises(ConfigError, match=r"--cpu_memory_size_GB: .*; give it at least"):
+        check_tiers(engine.cache.shapes, PAGE_SIZE, config)
+    config = EngineConfig(cpu_memory_size_GB=1.0, kv_disk_path=Path("pages"), kv_disk_size_GB=1e-7)
+    with pytest.raises(ConfigError, match=r"--kv_disk_size_GB: .*; give it at least"):
         check_tiers(engine.cache.shapes, PAGE_SIZE, config)
     check_tiers(engine.cache.shapes, PAGE_SIZE, EngineConfig(cpu_memory_size_GB=1.0))
     check_tiers(engine.cache.shapes, PAGE_SIZE, EngineConfig())

@@ -314,7 +314,7 @@ def _number_flags() -> list[tuple[tuple[str, ...], str, str, bool]]:
                 continue
             values = [*WRONG_FOR_BOTH, *(("1.5", "9" * 20) if action.type is int else ("inf",))]
             for value in values:
-                if (action.dest, value) not in ALLOWED and action.dest != "cpu_memory_size_GB":
+                if (action.dest, value) not in ALLOWED:
                     is_usage = value in ("text", "") or (action.type is int and value in ("nan", "1.5"))
                     found.append((path, action.option_strings[0], value, is_usage))
     return found

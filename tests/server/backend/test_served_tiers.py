@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ktransformers.cli.options import engine_config
+from ktransformers.cli.serve import _check_flags, server_parser
 from ktransformers.core import SamplingParams
 from ktransformers.engine.llm import LLM
 from tests.server.backend.test_balance_serve import FLAGS, child_pids, metrics, wait_until
@@ -79,3 +82,14 @@ def test_plan_counts_the_memory(flags: tuple[str, str], capsys: pytest.CaptureFi
         sizes.append(sum(json.loads(capsys.readouterr().out)["extra_bytes"].get("kv tiers", {}).values()))
     assert sizes == [0, (512 if flags[0] == "--cpu_memory_size_GB" else 256) << 20]
     assert not Path("nowhere").exists()
+
+
+def test_backends_of_one_sequence_say_that_the_flags_are_for_others(caplog: pytest.LogCaptureFixture) -> None:
+    flags = ["--backend_type", "ktransformers", "--cpu_memory_size_GB", "1", "--kv_disk_path", "nowhere"]
+    args = server_parser().parse_args(flags)
+    with caplog.at_level(logging.WARNING):
+        _check_flags(args)
+    assert "--cpu_memory_size_GB has no effect: the ktransformers backend" in caplog.text
+    assert "--kv_disk_path has no effect: the ktransformers backend" in caplog.text
+    config = engine_config(args)
+    assert (config.cpu_memory_size_GB, config.kv_disk_path) == (0.0, None)
