@@ -28,6 +28,9 @@ Models with recurrent layers have states beside pages: a run has a slot of its o
 (scheduler/snapshots.py). What a stale row writes goes to slots that have no reader: its run's own, and those of
 snapshots that are never published. They may have new owners by then, who write in later steps.
 
+Pages may have copies in host memory and in files (scheduler/tiering.py). A waiting sequence whose pages are read from
+files is passed by others; steps without rows do what is to be copied when nobody has rows.
+
 Not known here: text, tensors, processes, time (callers say what time it is).
 """
 
